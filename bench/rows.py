@@ -52,11 +52,16 @@ def spread(metric: str, values: Sequence[float], unit: str) -> list[Row]:
     ]
 
 
-def publish(name: str, rows: Sequence[Row]) -> Path:
-    """Print the rows as a table and write bench/results/NAME.json."""
+def publish(name: str, rows: Sequence[Row], *, adds: bool = False) -> Path:
+    """Print the rows as a table and write bench/results/NAME.json. With `adds`, rows of other
+    metrics that the file has stay."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps([row.as_json() for row in rows], indent=2) + "\n")
+    found = [row.as_json() for row in rows]
+    if adds and path.exists():
+        metrics = {row.metric for row in rows}
+        found = [e for e in json.loads(path.read_text()) if e["metric"] not in metrics] + found
+    path.write_text(json.dumps(found, indent=2) + "\n")
     peers = any(row.peer for row in rows)
     table = Table(title=name)
     for column in ("metric", "value", "unit", "runs", *(("peer", "peer's value") if peers else ())):
@@ -66,7 +71,9 @@ def publish(name: str, rows: Sequence[Row]) -> Path:
         if peers:
             cells += [row.peer or "", "" if row.peer_value is None else f"{row.peer_value:.4g}"]
         table.add_row(*cells)
-    Console().print(table)
+    console = Console()
+    # Names of metrics are not cut off in a log.
+    Console(width=console.width if console.is_terminal else 120).print(table)
     print(f"written to {path}")
     return path
 

@@ -6,27 +6,30 @@
 A step of Adam is simulated as its effect on bf16 weights: float32 master weights N(0, 0.028) change
 by the learning rate times N(0, 1), clipped at 3, and are rounded before and after. For each rate:
 
-- `changed`: share of the weights that are another bf16 number;
-- `over_full`: bytes of the whole over bytes of the difference;
-- `over_xor`: bytes of the difference over those of the exclusive or, compressed by zstandard at
+- `weights_difference_changed`: share of the weights that are another bf16 number;
+- `_over_full`: bytes of the difference over bytes of the whole;
+- `_over_xor`: bytes of the difference over those of the exclusive or, compressed by zstandard at
   level 1, which other systems send;
-- `encode`, `apply`: GB of the whole per second of CPU time on one core, best of the rounds; `xor`:
-  the same of the other way.
+- `_encode`, `_decode`: GB of the whole per second of CPU time on one core, best of the rounds;
+  `_xor`: the same of the other way.
 
 Each result is compared with the target, bit for bit.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from rows import Row, publish
 
 from shoal_difference import codec
 
+RATE = 3e-7
+"""Learning rate at which 0.9 % of the weights change."""
 RATES = (3e-7, 1e-6, 3e-6, 1e-5, 1e-4)
 T = TypeVar("T")
 
@@ -54,37 +57,45 @@ def fastest(work: Callable[[], T], rounds: int) -> tuple[float, T]:
     return best_s, result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mb", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
+def measured(mb: int, rounds: int) -> Iterator[Row]:
+    """Rows for each rate. Those of RATE have no rate in their names."""
     compressor = zstandard.ZstdCompressor(level=1)
     for rate in RATES:
-        before, after = step(asked.mb * 2**19, rate)
+        before, after = step(mb * 2**19, rate)
         into = np.zeros_like(before)
 
         def encode() -> bytes:
             elements = [(2, before.nbytes)]  # noqa: B023 - called in this turn of the loop
             return b"".join(codec.encode(before, after, elements))  # noqa: B023
 
-        encode_s, difference = fastest(encode, asked.rounds)
+        encode_s, difference = fastest(encode, rounds)
         view = memoryview(into).cast("B")
-        apply_s, _ = fastest(lambda: codec.apply(before, difference, view), asked.rounds)  # noqa: B023
+        decode_s, _ = fastest(lambda: codec.apply(before, difference, view), rounds)  # noqa: B023
         assert np.array_equal(into, after)
         xor_s, xor = fastest(
             lambda: compressor.compress((before ^ after).tobytes()),  # noqa: B023
-            asked.rounds,
+            rounds,
         )
-        gigabytes = before.nbytes / 1e9
-        print(
-            f"rate {rate:g}  changed {np.mean(before != after):.4f}"
-            f"  over_full {before.nbytes / len(difference):.1f}"
-            f"  over_xor {len(difference) / len(xor):.3f}"
-            f"  encode {gigabytes / encode_s:.2f} GB/s  apply {gigabytes / apply_s:.2f} GB/s"
-            f"  xor {gigabytes / xor_s:.2f} GB/s",
-            flush=True,
-        )
+        gigabytes, suffix = before.nbytes / 1e9, "" if rate == RATE else f"_rate_{rate:g}"
+        for what, value, unit in (
+            ("changed", float(np.mean(before != after)), ""),
+            ("over_full", len(difference) / before.nbytes, ""),
+            ("over_xor", len(difference) / len(xor), ""),
+            ("encode", gigabytes / encode_s, "GB/s"),
+            ("decode", gigabytes / decode_s, "GB/s"),
+            ("xor", gigabytes / xor_s, "GB/s"),
+        ):
+            yield Row(
+                metric=f"weights_difference_{what}{suffix}", value=value, unit=unit, runs=rounds
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    publish("weight_differences", [*measured(asked.mb, asked.rounds)])
 
 
 if __name__ == "__main__":

@@ -1,191 +1,178 @@
 """Published weights, beside what the machine can do and beside others, by turns in the same run.
 
     make bench NAME=weights
-    .venv/bin/python bench/weights.py --mb 1024 --rounds 10 --readers 1 4 8
+    .venv/bin/python bench/weights.py --mb 1024 --readers 1 4 8 --parts readers
+    .venv/bin/python bench/weights.py --mb 8 --rounds 1 --readers 1    # each part once, small
 
 A model of bf16 tensors of 8 MiB each is published by one process and installed by others, each
-into tensors of its own.
+into tensors of its own. `--parts` selects parts; each ends after `--minutes`, with fewer rounds if
+need be, and is given up after twice that time. In the end the bench lists what it has left out.
 
-- `weights_publish_over_memcpy`: how long `publish()` keeps the trainer, over a copy of the same
-  bytes into memory that is there already. `_8_over_1`: with 8 readers over that with one.
-- `weights_fetch_over_shm_floor`: from the call of `publish()` until the last of 4 readers has
-  installed, over the floor: one process copies the model into shared memory, and the same number
-  copies it out again, as soon as it is told.
-- `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback until all of them are
-  verified, over those of a bare socket. Both into memory that earlier versions were received into;
-  `_first`: both into memory that was never touched.
-- `weights_late_over_usual`: a fetch by a reader that comes after the trainer was killed, over that
-  by one that comes while it lives.
-- `weights_step_delay`: ten steps with a publication, over ten steps without one.
-- `weights_link_difference_over_full` (`--parts link`, which takes root): over a link of 100 MB/s,
-  in a network namespace: from `publish()` until installed, of a version with 0.9 % of its weights
+- `readers`. `weights_publish_over_memcpy`: how long `publish()` keeps the trainer, over a copy of
+  the same bytes into memory that is there already. `weights_publish_8_over_1_readers`: with 8
+  readers over that with one. `weights_fetch_over_shm_floor`: from the call of `publish()` until the
+  last reader has installed, over the floor: one process copies the model into shared memory, and
+  the same number copies it out again, as soon as it is told. `weights_fetch_over_PEER`, over the
+  same journey with `safetensors` (a file on tmpfs, renamed, and loaded), `torch_rpc`, and, if there
+  is an environment for them (see bench/weights_peers.py), `ray` and `torchstore`.
+  `weights_cpu_seconds`: of all processes of an entrant, in a round.
+- `tcp`. `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback until all of
+  them are verified, over those of a bare socket. Both into memory that earlier versions were
+  received into; `_first`: both into memory that was never touched.
+- `late`. `weights_late_over_usual`: a fetch by a reader that comes after the trainer was killed,
+  over that by one that comes while it lives.
+- `step`. `weights_step_delay`: ten steps with a publication, over ten steps without one.
+- `differences`. `weights_difference_over_full` and `_over_xor`: bytes of a difference at 0.9 % of
+  weights changed, over the whole and over the exclusive or with zstandard at level 1;
+  `_encode`, `_decode`: GB of the whole per second of CPU time. See bench/weight_differences.py.
+- `link`, which takes root. `weights_link_difference_over_full`: over a link of 100 MB/s, in a
+  network namespace: from `publish()` until installed, of a version with 0.9 % of its weights
   changed, over that of one with all of them changed.
-- `weights_relays_64_server_copies` (`--parts relays`): copies of a version that the servers send,
-  all together, to 64 readers that relay (without torch, each with a network of 40 MB/s to send on).
+- `relays`. `weights_relays_64_server_copies`: copies of a version that the servers send, all
+  together, to 64 readers that relay (without torch, each with a network of 40 MB/s to send on).
   `weights_relays_64_over_4`: from `publish()` until the last of them has it, over the same with 4
   readers; the depth of the tree grows from 2 to 6.
-- `safetensors` (a file on tmpfs, renamed, and loaded), `torch_rpc`, and, if there is an environment
-  for them (see bench/weights_peers.py), `ray` and `torchstore`: the same journey.
-  `torchstore_torn_reads`: of a reader while one writer overwrites the key.
+- `failover`. `weights_failover_KIND_after_detection`: see bench/weights_failover.py.
+- `torn`. `torchstore_torn_reads`: reads by TorchStore's readers that hold tensors of two versions,
+  while one writer overwrites the key.
 
-`weights_cpu_seconds`: of all processes of an entrant, in a round.
+Versions that are torn, go back, are unfenced or lost under faults: bench/weights_faults.py.
 """
 
 import argparse
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import FrameType
 
 import psutil
 import torch
+import weight_differences
+from rows import Row, publish
+from weights_failover import failovers
+from weights_readers import FILE, FLOOR, SERIES, model_of
 
-PEERS_PYTHON = Path(__file__).parent / ".venvs" / "peers" / "bin" / "python"
+HERE = Path(__file__).parent
+PEERS_PYTHON = HERE / ".venvs" / "peers" / "bin" / "python"
+NO_PEERS = f"no {PEERS_PYTHON}, see bench/weights_peers.py"
 LINK_BYTES_PER_S = 100e6
-TENSOR_BYTES = 8 * 1024 * 1024
-SERIES = "bench/policy"
-SHM = Path("/dev/shm")
 RELAYS = (4, 16, 64)
 RELAYS_A_PROCESS = 8
+WARM_UP = 2
+"""Rounds that do not count."""
+WAIT_S = 3600.0
+"""Longest wait for a version; the limit of a part ends it earlier."""
+CLEAN_UP_S = 60.0
 
 
-def model_of(mb: int, number: float = 0.0) -> dict[str, torch.Tensor]:
-    count, elements = mb * 1024 * 1024 // TENSOR_BYTES, TENSOR_BYTES // 2
-    shape = (elements // 1024, 1024)
-    return {f"w{i}": torch.full(shape, number, dtype=torch.bfloat16) for i in range(count)}
+class GivenUp(Exception):
+    """A part took twice its time."""
 
 
-# --- readers: each says "ready", and of each round when it was done and its CPU seconds ---
+class LeftOut(Exception):
+    """A part cannot run here."""
 
 
-def say(*words: object) -> None:
-    print(*words, flush=True)
+class PeerEnded(Exception):
+    """A process from which an answer was expected has ended."""
 
 
-def done(number: int) -> None:
-    say("done", number, time.monotonic(), time.process_time())
+class Limit:
+    """The time that a part may take."""
+
+    def __init__(self, seconds: float, left_out: list[str]) -> None:
+        self._left_out = left_out
+        self._ends_s = time.monotonic() + seconds
+
+    def rounds(self, count: int, warm_up: int = 1) -> Iterator[int]:
+        """Numbers of rounds from 1, of which the first ones do not count. Ends early when the time
+        is over, after one round that counts."""
+        for number in range(1, warm_up + count + 1):
+            done = number - warm_up - 1
+            if done > 0 and time.monotonic() > self._ends_s:
+                self.leave_out(f"{count - done} of {count} rounds: no time is left")
+                return
+            yield number
+
+    def leave_out(self, what: str) -> None:
+        """Note something that this run does not measure."""
+        self._left_out.append(what)
+
+    def part(self, share: float) -> "Limit":
+        """A limit of this share of the time that is left."""
+        return Limit(max(self._ends_s - time.monotonic(), 0.0) * share, self._left_out)
 
 
-def read_shoal(mb: int, *, local: bool, by_difference: bool = False) -> None:
-    from shoal.weights.subscription import Subscription  # noqa: PLC0415 - peers do without
-    from shoal_client.weights.reader import SeriesReader  # noqa: PLC0415
-    from shoal_difference.codec import apply  # noqa: PLC0415
+@contextmanager
+def given_up_after(seconds: float) -> Iterator[None]:
+    """Raise GivenUp in the main thread after so long, and again if cleaning up hangs as well."""
 
-    class Reader(SeriesReader):
-        """Says how long each version took until it was verified."""
+    def end(number: int, frame: FrameType | None) -> None:
+        raise GivenUp(f"given up after {seconds:.0f} s")
 
-        def report(
-            self, installed: int, digest: bytes, fetch_s: float = 0.0, fetch_bytes: int = 0
-        ) -> None:
-            super().report(installed, digest, fetch_s, fetch_bytes)
-            say("took", installed, fetch_s)
-
-    target, name = model_of(mb), f"reader-{os.getpid()}"
-    addresses, difference = [os.environ["SHOAL_COORDINATOR"]], apply if by_difference else None
-    reader = Reader(addresses, SERIES, name, may_be_local=local, apply_difference=difference)
-    with Subscription(reader, SERIES) as series:
-        say("ready")
-        while True:
-            version = series.wait(timeout=600)
-            series.fetch(version, into=target)
-            assert target["w0"][0, 0] == target[next(reversed(target))][0, 0]
-            done(version.number)
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds, CLEAN_UP_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
-def publish_once(mb: int) -> None:
-    """A trainer that publishes one version and lives on."""
-    import shoal  # noqa: PLC0415
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Options of the command line."""
 
-    shoal.publish(SERIES, model_of(mb, 3.5), keep=1).wait("committed", timeout=600)
-    say("ready")
-    sys.stdin.read()
-
-
-def read_shm(mb: int) -> None:
-    target = model_of(mb)
-    raw = torch.from_file(
-        str(SHM / "shoal-bench-floor"), shared=True, size=mb << 20, dtype=torch.uint8
-    )
-    say("ready")
-    for line in sys.stdin:
-        at = 0
-        for tensor in target.values():
-            tensor.view(torch.uint8).view(-1).copy_(raw[at : at + tensor.nbytes])
-            at += tensor.nbytes
-        done(int(line))
-
-
-def read_safetensors(mb: int) -> None:
-    from safetensors.torch import load_file  # noqa: PLC0415
-
-    target = model_of(mb)
-    say("ready")
-    for line in sys.stdin:
-        for name, tensor in load_file(SHM / "shoal-bench.safetensors").items():
-            target[name].copy_(tensor)
-        done(int(line))
-
-
-def read_rpc(mb: int, port: int, rank: int, world_size: int) -> None:
-    from torch.distributed import rpc  # noqa: PLC0415
-
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
-    rpc.init_rpc(f"r{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    target = model_of(mb)
-    say("ready")
-    for line in sys.stdin:
-        for name, tensor in rpc.rpc_sync("r0", held_by_rpc).items():
-            target[name].copy_(tensor)
-        done(int(line))
-
-
-_rpc: dict[str, torch.Tensor] = {}
-
-
-def held_by_rpc() -> dict[str, torch.Tensor]:
-    return _rpc
+    mb: int
+    rounds: int
+    readers: Sequence[int]
+    peers: bool
 
 
 # --- the publishing side ---
 
 
 class Readers:
-    """Reading processes; `go` tells them of a round where nothing else does."""
+    """Reading processes of bench/weights_readers.py; `go` tells them of a round where nothing else
+    does."""
 
     def __init__(
         self,
         stack: ExitStack,
         kind: str,
         count: int,
-        *arguments: object,
+        mb: int,
+        *,
         under: Sequence[str] = (),
-        **own: str,
     ) -> None:
         """`under`: what runs the command that follows it."""
-        command = [*under, sys.executable, __file__, "--reader", kind]
+        program = HERE / "weights_readers.py"
         self.processes = [
             subprocess.Popen(
-                [*command, *map(str, arguments), *([str(rank + 1)] if kind == "rpc" else [])],
+                [*under, sys.executable, str(program), kind, str(mb)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **own},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-            for rank in range(count)
+            for _ in range(count)
         ]
         stack.callback(self.end)
         self.took: list[float] = []
 
     def ready(self) -> "Readers":
         for each in self.processes:
-            assert each.stdout is not None and each.stdout.readline().strip() == "ready"
+            assert told(each) == ["ready"]
         return self
 
     def go(self, number: int) -> None:
@@ -199,12 +186,11 @@ class Readers:
         times = []
         for each in self.processes:
             while True:
-                assert each.stdout is not None
-                word, n, *rest = each.stdout.readline().split()
+                word, n, value = told(each)
                 if word == "took":
-                    self.took.append(float(rest[0]))
+                    self.took.append(float(value))
                 elif int(n) >= number:
-                    times.append(float(rest[0]))
+                    times.append(float(value))
                     break
         return max(times)
 
@@ -212,6 +198,17 @@ class Readers:
         for each in self.processes:
             each.kill()
             each.wait()
+
+
+def told(process: "subprocess.Popen[str]") -> list[str]:
+    """The words of the next line for this program; lines of logs are skipped."""
+    assert process.stdout is not None
+    while True:
+        line = process.stdout.readline()
+        if not line:
+            raise PeerEnded(f"{process.args} has ended with {process.wait()}")
+        if line.startswith("told "):
+            return line.split()[1:]
 
 
 Turn = Callable[[int], tuple[float, float]]
@@ -227,7 +224,7 @@ def shoal_turn(model: dict[str, torch.Tensor], readers: Readers, *, changes: boo
         began_s = time.monotonic()
         ticket = shoal.publish(SERIES, model, step=number, keep=1)
         kept_s = time.monotonic() - began_s
-        version = ticket.wait("committed", timeout=600)
+        version = ticket.wait("committed", timeout=WAIT_S)
         assert version is not None
         last_s = readers.last_done_s(version.number) - began_s
         # So that the memory for the next one is there, as while a trainer computes.
@@ -246,10 +243,11 @@ def change(model: dict[str, torch.Tensor], number: int) -> None:
 class Peer:
     """A system of bench/weights_peers.py, in a process that answers each round with two numbers."""
 
-    def __init__(self, stack: ExitStack, kind: str, *arguments: object) -> None:
-        program = Path(__file__).with_name("weights_peers.py")
+    def __init__(
+        self, stack: ExitStack, kind: str, mb: int, count: int, *, python: Path = PEERS_PYTHON
+    ) -> None:
         self.process = subprocess.Popen(
-            [str(PEERS_PYTHON), str(program), kind, *map(str, arguments)],
+            [str(python), str(HERE / "weights_peers.py"), kind, str(mb), str(count)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -257,31 +255,23 @@ class Peer:
             env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": "400"},
         )
         stack.callback(self.end)
-        assert self._report() == ["ready"]
-
-    def _report(self) -> list[str]:
-        assert self.process.stdout is not None
-        while True:
-            line = self.process.stdout.readline()
-            assert line, "the peer has ended"
-            if line.startswith("told "):
-                return line.split()[1:]
+        assert told(self.process) == ["ready"]
 
     def turn(self, number: int) -> tuple[float, float]:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
-        one, other = self._report()
+        one, other = told(self.process)
         return float(one), float(other)
 
     def end(self) -> None:
-        """CPU seconds of the process and its children."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.kill()
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.kill()
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
         self.process.wait()
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
 
 
 def cpu_s() -> float:
@@ -317,30 +307,13 @@ def safetensors_turn(model: dict[str, torch.Tensor], readers: Readers) -> Turn:
 
     def turn(number: int) -> tuple[float, float]:
         began_s = time.monotonic()
-        save_file(model, SHM / "shoal-bench.draft")
-        (SHM / "shoal-bench.draft").rename(SHM / "shoal-bench.safetensors")
+        save_file(model, FILE.with_suffix(".draft"))
+        FILE.with_suffix(".draft").rename(FILE)
         kept_s = time.monotonic() - began_s
         readers.go(number)
         return kept_s, readers.last_done_s(number) - began_s
 
     return turn
-
-
-def rpc_turn(model: dict[str, torch.Tensor], readers: Readers) -> Turn:
-    _rpc.update(model)
-
-    def turn(number: int) -> tuple[float, float]:
-        began_s = time.monotonic()
-        readers.go(number)
-        return 0.0, readers.last_done_s(number) - began_s
-
-    return turn
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -368,9 +341,8 @@ class BareSocket:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        sender = subprocess.Popen(
-            [sys.executable, __file__, "--reader", "sender", str(mb), str(listener_port(listener))]
-        )
+        program, port = str(HERE / "weights_readers.py"), listener.getsockname()[1]
+        sender = subprocess.Popen([sys.executable, program, "sender", str(mb), str(port)])
         stack.callback(sender.wait)
         stack.callback(sender.kill)
         self._connected = stack.enter_context(listener.accept()[0])
@@ -393,28 +365,17 @@ class BareSocket:
         return self._receive(memoryview(bytearray(self._num_bytes)))
 
 
-def listener_port(listener: socket.socket) -> int:
-    return int(listener.getsockname()[1])
-
-
-def send_bare(mb: int, port: int) -> None:
-    data = bytes(bytearray(os.urandom(1 << 20)) * mb)
-    with socket.create_connection(("127.0.0.1", port)) as own:
-        while own.recv(1):
-            own.sendall(data)
-
-
 def by_turns(
-    entrants: dict[str, Turn], rounds: int, spent_s: dict[str, list[float]]
+    entrants: dict[str, Turn], rounds: Iterator[int], spent_s: dict[str, list[float]]
 ) -> dict[str, list[tuple[float, float]]]:
     """Rounds of all systems by turns, so that other load meets all alike. CPU seconds go to
     `spent_s`."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in entrants}
-    for number in range(1, rounds + 3):
+    for number in rounds:
         for name, turn in entrants.items():
             before_s = cpu_s()
             times = turn(number)
-            if number > 2:
+            if number > WARM_UP:
                 found[name].append(times)
                 spent_s.setdefault(name, []).append(cpu_s() - before_s)
     return found
@@ -424,97 +385,93 @@ def ratio(own: Sequence[float], theirs: Sequence[float]) -> float:
     return median(a / b for a, b in zip(own, theirs, strict=True))
 
 
-def with_readers(options: argparse.Namespace, count: int) -> list[Any]:
-    """All entrants with so many readers."""
-    from rows import Row  # noqa: PLC0415
+# --- parts ---
 
-    mb, rows, model = options.mb, [], model_of(options.mb, 1.5)
+
+def by_readers(wanted: Wanted, limit: Limit) -> Iterator[Row]:
+    """All entrants, with each number of readers."""
+    kept_s: dict[int, float] = {}
+    for number, count in enumerate(wanted.readers):
+        turns, spent_s = with_readers(wanted, limit.part(1 / (len(wanted.readers) - number)), count)
+        suffix, runs = f"{wanted.mb}mb_{count}_readers", len(turns["shoal"])
+        yield from rows_of_turns(turns, spent_s, suffix)
+        kept_s[count] = median(each[0] for each in turns["shoal"])
+        first = wanted.readers[0]
+        if count != first:
+            metric = f"weights_publish_{count}_over_{first}_readers_{wanted.mb}mb"
+            yield Row(metric=metric, value=kept_s[count] / kept_s[first], unit="", runs=runs)
+    if not wanted.peers:
+        limit.leave_out("all peers: --no-peers")
+    elif not PEERS_PYTHON.exists():
+        limit.leave_out(f"ray and torchstore: {NO_PEERS}")
+
+
+def with_readers(
+    wanted: Wanted, limit: Limit, count: int
+) -> tuple[dict[str, list[tuple[float, float]]], dict[str, list[float]]]:
+    """Rounds, and CPU seconds, of all entrants with so many readers."""
+    mb, model = wanted.mb, model_of(wanted.mb, 1.5)
     with ExitStack() as stack:
-        floor = SHM / "shoal-bench-floor"
-        stack.callback(floor.unlink, missing_ok=True)
-        stack.callback((SHM / "shoal-bench.safetensors").unlink, missing_ok=True)
-        raw = torch.from_file(str(floor), shared=True, size=mb << 20, dtype=torch.uint8)
+        stack.callback(FLOOR.unlink, missing_ok=True)
+        stack.callback(FILE.unlink, missing_ok=True)
+        raw = torch.from_file(str(FLOOR), shared=True, size=mb << 20, dtype=torch.uint8)
         copy_into(raw, model)
         os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
         stack.callback(let_go)
         entrants: dict[str, Turn] = {}
-        own = Readers(stack, "shoal", count, mb).ready()
-        entrants["shoal"] = shoal_turn(model, own)
+        entrants["shoal"] = shoal_turn(model, Readers(stack, "shoal", count, mb).ready())
         entrants["shm"] = shm_turn(model, Readers(stack, "shm", count, mb).ready(), raw)
-        if not options.no_peers:
+        if wanted.peers:
             peer = Readers(stack, "safetensors", count, mb).ready()
             entrants["safetensors"] = safetensors_turn(model, peer)
-            entrants["torch_rpc"] = rpc_entrant(stack, model, mb, count)
+            # In a process of its own: torch's RPC cannot end, and begin again, in one process.
+            own = Path(sys.executable)
+            entrants["torch_rpc"] = Peer(stack, "torch_rpc", mb, count, python=own).turn
             if PEERS_PYTHON.exists():
                 for name in ("ray", "torchstore"):
-                    entrants[name] = Peer(stack, name, mb, count).turn
+                    try:
+                        entrants[name] = Peer(stack, name, mb, count).turn
+                    except PeerEnded as why:
+                        limit.leave_out(f"{name} with {count} readers: {why}")
         spent_s: dict[str, list[float]] = {}
-        found = by_turns(entrants, options.rounds, spent_s)
-    kept = {name: [each[0] for each in turns] for name, turns in found.items()}
-    until = {name: [each[1] for each in turns] for name, turns in found.items()}
-    suffix, runs = f"{mb}mb_{count}_readers", options.rounds
-    floor_s = median(kept["shm"])
-    rows.append(
-        Row(
-            metric=f"weights_publish_{suffix}",
-            value=median(kept["shoal"]),
-            unit="s",
-            runs=runs,
-            peer="memcpy",
-            peer_value=floor_s,
-        )
+        return by_turns(entrants, limit.rounds(wanted.rounds, WARM_UP), spent_s), spent_s
+
+
+def rows_of_turns(
+    turns: dict[str, list[tuple[float, float]]], spent_s: dict[str, list[float]], suffix: str
+) -> Iterator[Row]:
+    kept = {name: [each[0] for each in found] for name, found in turns.items()}
+    until = {name: [each[1] for each in found] for name, found in turns.items()}
+    runs = len(kept["shoal"])
+    yield Row(
+        metric=f"weights_publish_{suffix}",
+        value=median(kept["shoal"]),
+        unit="s",
+        runs=runs,
+        peer="memcpy",
+        peer_value=median(kept["shm"]),
     )
     over = ratio(kept["shoal"], kept["shm"])
-    rows.append(Row(metric=f"weights_publish_over_memcpy_{suffix}", value=over, unit="", runs=runs))
-    for name in entrants:
-        if name != "shoal":
-            rows.append(
-                Row(
-                    metric=f"weights_until_installed_{suffix}",
-                    value=median(until["shoal"]),
-                    unit="s",
-                    runs=runs,
-                    peer=name,
-                    peer_value=median(until[name]),
-                )
+    yield Row(metric=f"weights_publish_over_memcpy_{suffix}", value=over, unit="", runs=runs)
+    for name in turns:
+        if name == "shoal":
+            continue
+        for metric, values in (("until_installed", until), ("cpu_seconds", spent_s)):
+            yield Row(
+                metric=f"weights_{metric}_{suffix}",
+                value=median(values["shoal"]),
+                unit="s",
+                runs=runs,
+                peer=name,
+                peer_value=median(values[name]),
             )
-            rows.append(
-                Row(
-                    metric=f"weights_cpu_seconds_{suffix}",
-                    value=median(spent_s["shoal"]),
-                    unit="s",
-                    runs=runs,
-                    peer=name,
-                    peer_value=median(spent_s[name]),
-                )
-            )
-            over = ratio(until["shoal"], until[name])
-            metric = f"weights_fetch_over_{'shm_floor' if name == 'shm' else name}_{suffix}"
-            rows.append(Row(metric=metric, value=over, unit="", runs=runs))
-    if len(options.readers) > 1 and count != options.readers[0]:
-        over = median(kept["shoal"]) / options.kept_with_first
-        metric = f"weights_publish_{count}_over_{options.readers[0]}_readers_{mb}mb"
-        rows.append(Row(metric=metric, value=over, unit="", runs=runs))
-    else:
-        options.kept_with_first = median(kept["shoal"])
-    return rows
+        over = ratio(until["shoal"], until[name])
+        metric = f"weights_fetch_over_{'shm_floor' if name == 'shm' else name}_{suffix}"
+        yield Row(metric=metric, value=over, unit="", runs=runs)
 
 
-def rpc_entrant(stack: ExitStack, model: dict[str, torch.Tensor], mb: int, count: int) -> Turn:
-    from torch.distributed import rpc  # noqa: PLC0415
-
-    port = free_port()
-    readers = Readers(stack, "rpc", count, mb, port, count + 1)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
-    rpc.init_rpc("r0", rank=0, world_size=count + 1, rpc_backend_options=options)
-    stack.callback(rpc.shutdown, graceful=False)
-    return rpc_turn(model, readers.ready())
-
-
-def over_tcp(options: argparse.Namespace) -> list[Any]:
-    from rows import Row  # noqa: PLC0415
-
-    mb, model = options.mb, model_of(options.mb, 2.5)
+def over_tcp(wanted: Wanted, limit: Limit) -> Iterator[Row]:
+    mb, model = wanted.mb, model_of(wanted.mb, 2.5)
     own: dict[str, list[float]] = {"": [], "_first": []}
     theirs: dict[str, list[float]] = {"": [], "_first": []}
     with ExitStack() as stack:
@@ -523,7 +480,7 @@ def over_tcp(options: argparse.Namespace) -> list[Any]:
         bare = BareSocket(stack, mb)
         usual = Readers(stack, "shoal-tcp", 1, mb).ready()
         turn = shoal_turn(model, usual)
-        for number in range(1, options.rounds + 3):
+        for number in limit.rounds(wanted.rounds, WARM_UP):
             turn(number)
             own[""].append((mb << 20) / usual.took[-1])
             theirs[""].append(bare.bytes_per_s())
@@ -532,68 +489,57 @@ def over_tcp(options: argparse.Namespace) -> list[Any]:
                 first.last_done_s(1)
                 own["_first"].append((mb << 20) / first.took[0])
                 theirs["_first"].append(bare.first_bytes_per_s())
-    rows = []
     for which, speeds in own.items():
-        kept = options.rounds
-        pair = speeds[-kept:], theirs[which][-kept:]
-        values = [median(each) / 1e9 for each in pair]
-        rows.append(
-            Row(
-                metric=f"weights_tcp{which}_{mb}mb",
-                value=values[0],
-                unit="GB/s",
-                runs=kept,
-                peer="bare socket",
-                peer_value=values[1],
-            )
+        pair = speeds[WARM_UP:], theirs[which][WARM_UP:]
+        values, runs = [median(each) / 1e9 for each in pair], len(pair[0])
+        yield Row(
+            metric=f"weights_tcp{which}_{mb}mb",
+            value=values[0],
+            unit="GB/s",
+            runs=runs,
+            peer="bare socket",
+            peer_value=values[1],
         )
         metric = f"weights_tcp_over_socket{which}_{mb}mb"
-        rows.append(Row(metric=metric, value=ratio(*pair), unit="", runs=kept))
-    return rows
+        yield Row(metric=metric, value=ratio(*pair), unit="", runs=runs)
 
 
-def late_joiner(options: argparse.Namespace) -> list[Any]:
+def late_joiner(wanted: Wanted, limit: Limit) -> Iterator[Row]:
     """Fetches by readers that come while the trainer lives, and after it was killed."""
-    from rows import Row  # noqa: PLC0415
+    import shoal  # noqa: PLC0415 - imported once the address of a cluster is known
 
-    import shoal  # noqa: PLC0415
-
-    target, times = model_of(options.mb), {True: [], False: []}
+    target, times = model_of(wanted.mb), {True: [], False: []}
     with ExitStack() as stack:
         os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
-        trainer = Readers(stack, "publisher", 1, options.mb).ready()
+        trainer = Readers(stack, "publisher", 1, wanted.mb).ready()
         for lives in (True, False):
             if not lives:
                 trainer.end()
-            for _ in range(options.rounds + 1):
+            for _ in limit.part(0.5 if lives else 1.0).rounds(wanted.rounds):
                 began_s = time.monotonic()
                 with shoal.subscribe(SERIES) as series:
-                    series.fetch(series.wait(timeout=60), into=target)
+                    series.fetch(series.wait(timeout=WAIT_S), into=target)
                     times[lives].append(time.monotonic() - began_s)
-    usual, late = (median(times[lives][1:]) for lives in (True, False))
-    return [
-        Row(
-            metric="weights_late_over_usual",
-            value=late / usual,
-            unit="",
-            runs=options.rounds,
-        )
-    ]
+    usual, late = (times[lives][1:] for lives in (True, False))
+    yield Row(
+        metric=f"weights_late_over_usual_{wanted.mb}mb",
+        value=median(late) / median(usual),
+        unit="",
+        runs=len(late),
+    )
 
 
-def step_delay(options: argparse.Namespace) -> list[Any]:
+def step_delay(wanted: Wanted, limit: Limit) -> Iterator[Row]:
     """Ten steps of a matrix product on one thread, with a publication and without, by turns."""
-    from rows import Row  # noqa: PLC0415
-
-    import shoal  # noqa: PLC0415
+    import shoal  # noqa: PLC0415 - imported once the address of a cluster is known
 
     torch.set_num_threads(1)
-    model, a = model_of(64, 1.0), torch.randn(1500, 1500)
-    ratios = []
+    mb, a = min(wanted.mb, 64), torch.randn(1500, 1500)
+    model, ratios = model_of(mb, 1.0), []
     with ExitStack() as stack:
         os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
         stack.callback(let_go)
-        Readers(stack, "shoal", 1, 64).ready()
+        Readers(stack, "shoal", 1, mb).ready()
 
         def ten_steps(number: int, *, publishes: bool) -> float:
             change(model, number)
@@ -605,24 +551,25 @@ def step_delay(options: argparse.Namespace) -> list[Any]:
                     a @ a
             return time.monotonic() - began_s
 
-        for number in range(1, 4 * options.rounds + 3):
+        for number in limit.rounds(4 * wanted.rounds, WARM_UP):
             turns = [True, False] if number % 2 else [False, True]
             took = {each: ten_steps(number, publishes=each) for each in turns}
-            if number > 2:
+            if number > WARM_UP:
                 ratios.append(took[True] / took[False])
-    return [Row(metric="weights_step_delay", value=median(ratios), unit="", runs=len(ratios))]
+    yield Row(metric="weights_step_delay", value=median(ratios), unit="", runs=len(ratios))
 
 
-def over_link(options: argparse.Namespace) -> list[Any]:
+def over_link(wanted: Wanted, limit: Limit) -> Iterator[Row]:
     """A difference and the whole over a link of LINK_BYTES_PER_S to the reader."""
-    sys.path.append(str(Path(__file__).parent.parent / "tests"))
-    from rows import Row  # noqa: PLC0415
+    sys.path.append(str(HERE.parent / "tests"))
     from support.clusters.parameter_cluster import ParameterCluster  # noqa: PLC0415
-    from support.network.namespaces import RoutedHosts  # noqa: PLC0415
+    from support.network.namespaces import RoutedHosts, why_unavailable  # noqa: PLC0415
 
+    if why := why_unavailable():
+        raise LeftOut(why)
+    mb = wanted.mb
     model = {
-        name: torch.randn(each.shape).mul_(0.028).bfloat16()
-        for name, each in model_of(options.mb).items()
+        name: torch.randn(each.shape).mul_(0.028).bfloat16() for name, each in model_of(mb).items()
     }
     took: dict[str, list[float]] = {"full": [], "difference": []}
     with ExitStack() as stack:
@@ -633,14 +580,14 @@ def over_link(options: argparse.Namespace) -> list[Any]:
         stack.callback(let_go)
         host = hosts.add("reader")
         # The link to the reader's namespace, at the router's end.
-        limit = ("rate", f"{int(8 * LINK_BYTES_PER_S)}bit", "burst", "1mb", "latency", "50ms")
+        shape = ("rate", f"{int(8 * LINK_BYTES_PER_S)}bit", "burst", "1mb", "latency", "50ms")
         hosts._in_router(
-            "tc", "qdisc", "add", "dev", f"to{len(hosts._hosts) - 1}", "root", "tbf", *limit
+            "tc", "qdisc", "add", "dev", f"to{len(hosts._hosts) - 1}", "root", "tbf", *shape
         )
         under = ("nsenter", f"--net={host.path}")
-        reader = Readers(stack, "shoal-differences", 1, options.mb, under=under).ready()
+        reader = Readers(stack, "shoal-differences", 1, mb, under=under).ready()
         turn = shoal_turn(model, reader, changes=False)
-        for number in range(1, options.rounds + 2):
+        for number in limit.rounds(wanted.rounds):
             for kind, times in took.items():
                 for each in model.values():
                     bits = each.view(torch.int16)
@@ -650,83 +597,65 @@ def over_link(options: argparse.Namespace) -> list[Any]:
                         bits += (torch.rand(bits.shape) < 0.009).to(torch.int16)  # one number up
                 times.append(turn(number)[1])
     full, difference = (median(each[1:]) for each in took.values())
-    runs = options.rounds
-    return [
-        Row(metric=f"weights_link_full_{options.mb}mb", value=full, unit="s", runs=runs),
-        Row(
-            metric=f"weights_link_difference_over_full_{options.mb}mb",
-            value=difference / full,
-            unit="",
-            runs=runs,
-        ),
-    ]
+    runs = len(took["full"]) - 1
+    yield Row(metric=f"weights_link_full_{mb}mb", value=full, unit="s", runs=runs)
+    yield Row(
+        metric=f"weights_link_difference_over_full_{mb}mb",
+        value=difference / full,
+        unit="",
+        runs=runs,
+    )
 
 
-def relays(options: argparse.Namespace) -> list[Any]:
+def relays(wanted: Wanted, limit: Limit) -> Iterator[Row]:
     """A version to 4, 16 and 64 readers that pass it on to each other."""
-    from rows import Row  # noqa: PLC0415
-
-    mb, rows, times = min(options.mb, 64), [], {}
-    for count in RELAYS:
+    mb, times, runs = min(wanted.mb, 64), {}, 0
+    for number, count in enumerate(RELAYS):
         with ExitStack() as stack:
             os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
             stack.callback(let_go)
-            took, copies = relay_rounds(stack, model_of(mb), count, options.rounds)
-        times[count] = median(took)
-        runs = len(took)
+            rounds = limit.part(1 / (len(RELAYS) - number)).rounds(wanted.rounds)
+            took, copies = relay_rounds(stack, model_of(mb), count, rounds)
+        times[count], runs = median(took), len(took)
         metric = f"weights_relays_{count}"
-        rows += [
-            Row(metric=f"{metric}_server_copies", value=median(copies), unit="", runs=runs),
-            Row(metric=f"{metric}_{mb}mb", value=times[count], unit="s", runs=runs),
-        ]
+        yield Row(metric=f"{metric}_server_copies", value=median(copies), unit="", runs=runs)
+        yield Row(metric=f"{metric}_{mb}mb", value=times[count], unit="s", runs=runs)
     first, *_, last = RELAYS
     over = times[last] / times[first]
-    return [
-        *rows,
-        Row(metric=f"weights_relays_{last}_over_{first}", value=over, unit="", runs=options.rounds),
-    ]
+    yield Row(metric=f"weights_relays_{last}_over_{first}", value=over, unit="", runs=runs)
 
 
 def relay_rounds(
-    stack: ExitStack, model: dict[str, torch.Tensor], count: int, rounds: int
+    stack: ExitStack, model: dict[str, torch.Tensor], count: int, rounds: Iterator[int]
 ) -> tuple[list[float], list[float]]:
     """Seconds from `publish()` until the last of `count` relays has the version, and the copies of
     it that came from servers."""
-    import shoal  # noqa: PLC0415
+    import shoal  # noqa: PLC0415 - imported once the address of a cluster is known
 
-    program = Path(__file__).with_name("weights_relays.py")
+    command = [
+        *(sys.executable, str(HERE / "weights_relays.py")),
+        *(os.environ["SHOAL_COORDINATOR"], SERIES),
+    ]
     sizes = [min(RELAYS_A_PROCESS, count - at) for at in range(0, count, RELAYS_A_PROCESS)]
     processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(program),
-                os.environ["SHOAL_COORDINATOR"],
-                SERIES,
-                f"r{i}",
-                str(size),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([*command, f"r{i}", str(size)], stdout=subprocess.PIPE, text=True)
         for i, size in enumerate(sizes)
     ]
     for each in processes:
         stack.callback(each.wait)
         stack.callback(each.kill)
-    outputs = [each.stdout for each in processes if each.stdout is not None]
-    for output in outputs:
-        assert output.readline().strip() == "ready"
+    for each in processes:
+        assert told(each) == ["ready"]
     took, copies = [], []
     num_bytes = sum(each.nbytes for each in model.values())
-    for number in range(1, rounds + 2):
+    for number in rounds:
         change(model, number)
         began_s = time.monotonic()
-        version = shoal.publish(SERIES, model, step=number).wait("committed", timeout=600)
+        version = shoal.publish(SERIES, model, step=number).wait("committed", timeout=WAIT_S)
         assert version is not None
         lines = [
-            output.readline().split()
-            for output, size in zip(outputs, sizes, strict=True)
+            told(process)
+            for process, size in zip(processes, sizes, strict=True)
             for _ in range(size)
         ]
         assert all(int(n) == version.number for _, n, _, _ in lines)
@@ -736,54 +665,75 @@ def relay_rounds(
     return took, copies
 
 
-def torn_reads(seconds: float = 20.0) -> list[Any]:
+def torn_reads(wanted: Wanted, limit: Limit) -> Iterator[Row]:
     """Reads of TorchStore's readers while one writer overwrites the key."""
-    from rows import Row  # noqa: PLC0415
-
+    if not PEERS_PYTHON.exists():
+        raise LeftOut(NO_PEERS)
     with ExitStack() as stack:
-        reads, torn = Peer(stack, "torchstore-torn", 64, 2).turn(int(seconds))
-    return [Row(metric="torchstore_torn_reads", value=torn, unit="reads", runs=int(reads))]
+        reads, torn = Peer(stack, "torchstore-torn", 64, 2).turn(20)
+    yield Row(metric="torchstore_torn_reads", value=torn, unit="reads", runs=int(reads))
 
 
-PARTS = {
-    "readers": lambda o: [row for count in o.readers for row in with_readers(o, count)],
+Part = Callable[[Wanted, Limit], Iterator[Row]]
+PARTS: dict[str, Part] = {
+    "readers": by_readers,
     "tcp": over_tcp,
     "late": late_joiner,
     "step": step_delay,
+    "differences": lambda wanted, _: weight_differences.measured(wanted.mb, wanted.rounds),
     "link": over_link,
     "relays": relays,
-    "torn": lambda o: torn_reads() if PEERS_PYTHON.exists() else [],
+    "failover": lambda wanted, limit: failovers(limit, wanted.rounds),
+    "torn": torn_reads,
 }
 
 
+def measured(name: str, wanted: Wanted, minutes: float) -> tuple[list[Row], list[str], bool]:
+    """Rows of a part, what it has left out, and False if it failed."""
+    rows: list[Row] = []
+    left_out: list[str] = []
+    is_well = True
+    try:
+        with given_up_after(120 * minutes + CLEAN_UP_S):
+            for row in PARTS[name](wanted, Limit(60 * minutes, left_out)):
+                rows.append(row)
+    except (GivenUp, LeftOut) as why:
+        left_out.append(str(why))
+    except Exception as error:  # noqa: BLE001 - the other parts are measured all the same
+        traceback.print_exc()
+        left_out.append(f"failed: {error!r}")
+        is_well = False
+    return rows, [f"{name}: {what}" for what in left_out], is_well
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--readers", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--readers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=[*PARTS][:4])
-    parser.add_argument("--reader", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--minutes", type=float, default=10.0, help="time of each part")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART")
     options = parser.parse_args()
-    if options.reader:
-        kind, *rest = options.reader
-        arguments = [int(each) for each in rest]
-        if kind.startswith("shoal"):
-            read_shoal(
-                arguments[0], local=kind == "shoal", by_difference=kind == "shoal-differences"
-            )
-        elif kind == "publisher":
-            publish_once(arguments[0])
-        elif kind == "rpc":
-            mb, port, world_size, rank = arguments
-            read_rpc(mb, port, rank, world_size)
-        else:
-            others = {"shm": read_shm, "safetensors": read_safetensors, "sender": send_bare}
-            others[kind](*arguments)
-        return
-    from rows import publish  # noqa: PLC0415
-
-    publish("weights", [row for part in options.parts for row in PARTS[part](options)])
+    wanted = Wanted(
+        mb=options.mb, rounds=options.rounds, readers=options.readers, peers=not options.no_peers
+    )
+    # As an exception, so that the processes of a part end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    left_out, is_well = [], True
+    for name in options.parts:
+        began_s = time.monotonic()
+        rows, without, has_ended_well = measured(name, wanted, options.minutes)
+        is_well &= has_ended_well
+        left_out += without
+        publish("weights", rows, adds=True)
+        print(f"{name} took {time.monotonic() - began_s:.0f} s", flush=True)
+    for what in left_out:
+        print(f"left out: {what}")
+    if not is_well:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """Other systems as entrants of bench/weights.py, in an environment of their own.
 
     python -m venv bench/.venvs/peers
+    bench/.venvs/peers/bin/pip install torch numpy ray torchstore  # torchstore: from git
     bench/.venvs/peers/bin/python bench/weights_peers.py torchstore 256 4
     bench/.venvs/peers/bin/python bench/weights_peers.py torchstore-torn 64 2
+
+`torch_rpc` needs nothing but torch.
 
 Takes a line for each round and answers with two numbers: how long the publisher was kept, and how
 long it took until the last of the readers had the model in tensors of its own. `torchstore-torn`
@@ -11,7 +14,9 @@ answers with the reads and those of them that held tensors of two versions.
 """
 
 import asyncio
+import socket
 import sys
+import threading
 import time
 from typing import Any
 
@@ -19,6 +24,7 @@ import torch
 
 TENSOR_BYTES = 8 * 1024 * 1024
 KEY = "policy"
+RPC_S = 600.0
 
 
 def model_of(mb: int, number: float = 0.0) -> dict[str, torch.Tensor]:
@@ -123,10 +129,66 @@ def ray_store(mb: int, count: int) -> None:
     ray.shutdown()
 
 
+_held_by_rpc: dict[str, torch.Tensor] = {}
+
+
+def _model_by_rpc() -> dict[str, torch.Tensor]:
+    return _held_by_rpc
+
+
+def _read_by_rpc(mb: int) -> float:
+    """Fetch the model from rank 0; the time at which it was in tensors of this process."""
+    from torch.distributed import rpc  # noqa: PLC0415
+
+    target = _held_by_rpc or model_of(mb)
+    for name, tensor in rpc.rpc_sync("r0", _model_by_rpc, timeout=RPC_S).items():
+        target[name].copy_(tensor)
+    _held_by_rpc.update(target)
+    return time.monotonic()
+
+
+def _join_rpc(rank: int, port: int, world_size: int) -> None:
+    from torch.distributed import rpc  # noqa: PLC0415
+
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=RPC_S
+    )
+    rpc.init_rpc(f"r{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    if rank:
+        threading.Event().wait()  # until it is killed
+
+
+def torch_rpc(mb: int, count: int) -> None:
+    """Readers that call rank 0 for the tensors, each in a process of its own."""
+    from torch.distributed import rpc  # noqa: PLC0415
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    torch.multiprocessing.spawn(
+        _join_reader, args=(port, count + 1), nprocs=count, join=False, daemon=True
+    )
+    _held_by_rpc.update(model_of(mb, 1.0))
+    _join_rpc(0, port, count + 1)
+    say("ready")
+    for number, _ in enumerate(sys.stdin):
+        for each in _held_by_rpc.values():
+            each.fill_(number % 200)
+        began_s = time.monotonic()
+        calls = [rpc.rpc_async(f"r{i + 1}", _read_by_rpc, (mb,)) for i in range(count)]
+        say(0.0, max(call.wait() for call in calls) - began_s)
+
+
+def _join_reader(index: int, port: int, world_size: int) -> None:
+    _join_rpc(index + 1, port, world_size)
+
+
 def main() -> None:
     kind, mb, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if kind == "ray":
         ray_store(mb, count)
+    elif kind == "torch_rpc":
+        torch_rpc(mb, count)
     else:
         asyncio.run(torchstore(mb, count, tears=kind == "torchstore-torn"))
 

@@ -20,7 +20,7 @@ from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.segment_format import scan
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.shard.dense import DensePush, new_dense_shard
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.snapshots.manifest import Manifest, ManifestEntry
 

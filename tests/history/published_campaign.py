@@ -154,8 +154,6 @@ class PublishedCampaign:
         """Lives that end by themselves at the worst moment of their work."""
         self._offsets: dict[str, int] = {}
         self._newest: dict[str, int] = {}
-        self.failovers_s: list[float] = []
-        """From the kill of a member until a version of the next epoch was installed."""
         self.num_restarts: dict[str, int] = defaultdict(int)
 
     def __enter__(self) -> "PublishedCampaign":

@@ -25,8 +25,8 @@ from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
-from shoal_server.parameters.cluster import assignment_table
-from shoal_server.parameters.cluster.assignment_table import AssignmentTable
+from shoal_server.parameters.cluster import assignment_changes
+from shoal_server.parameters.cluster.assignment_changes import change_assignments
 
 MAX_OPERATIONS = 128
 """Of a transaction, in an etcd that nobody has told otherwise."""
@@ -291,7 +291,7 @@ async def test_what_came_of_a_write_is_known_before_anybody_goes_on_from_it(
     """etcd went away under it, and for so long that nobody could look. Its maker came to want
     nothing of the kind any more: it is told what it has done, or that it can be done no more. A
     primary would else go on without a backup that the record has by then."""
-    monkeypatch.setattr(assignment_table, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(assignment_changes, "RETRY_PAUSE_S", 0.0)
     await records.place(store, placed(1))
     transact, late = store.transact, list[tuple[Sequence[Compare], Sequence[Operation]]]()
     outages = iter([True, True])
@@ -310,7 +310,7 @@ async def test_what_came_of_a_write_is_known_before_anybody_goes_on_from_it(
             raise Unavailable("no etcd answered")
         return await transact(compares, then, otherwise)
 
-    table = AssignmentTable(store, lambda job, shard_ids: None, lambda job: None)
+    table = AssignmentMirror(store, lambda job, shard_ids: None, lambda job: None)
     watched = asyncio.Event()
 
     async def not_yet(*args: object) -> AsyncIterator[WatchBatch]:
@@ -322,10 +322,10 @@ async def test_what_came_of_a_write_is_known_before_anybody_goes_on_from_it(
     async with table:
         store.transact = away  # type: ignore[method-assign]
         wishes = iter([True])
-        await table.change(
-            "job", [0], lambda h: replace(h, primary=C) if next(wishes, False) else h
+        await change_assignments(
+            table, "job", [0], lambda h: replace(h, primary=C) if next(wishes, False) else h
         )
-        held = table.assignment("job", 0)
+        held = table.of_job("job").get(0)
         assert held is not None
         assert held.primary == (C if is_made else A)
     assert not (await transact(*late[0])).succeeded

@@ -20,7 +20,7 @@ from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.shard import workers
 from shoal_server.parameters.shard.dense import is_dense
 from shoal_server.parameters.shard.versioned import AnyShard, VersionedShard
@@ -119,14 +119,14 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServers]:
 def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """How often the image of each dense shard was taken, by shard and epoch."""
     taken: Counter[tuple[int, int]] = Counter()
-    take = VersionedShard.cut
+    take = VersionedShard.image
 
-    def counted(self: AnyShard, *args: None) -> ShardCut:
+    def counted(self: AnyShard, *, epoch: int) -> ShardImage:
         if is_dense(self):
             taken[self.shard_id, self.spec.epoch] += 1
-        return take(self, *args)
+        return take(self, epoch=epoch)
 
-    monkeypatch.setattr(VersionedShard, "cut", counted)
+    monkeypatch.setattr(VersionedShard, "image", counted)
     return taken
 
 

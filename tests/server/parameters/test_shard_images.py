@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clusters.snapshot_world import loaded
 from support.models.dense_shards import EPOCH, SIZES, SPECS, is_live, new_shard, numbers
 
 from shoal_proto.errors import InternalError, ShapeMismatch, WrongEpoch
+from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.shard.dense import DensePush, DenseShard, dense_from_image
-from shoal_server.parameters.shard.image import Image, UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 
 
@@ -38,7 +40,7 @@ MOVES = st.builds(
 )
 
 
-def bits(image: Image) -> tuple[int, bytes, dict[str, bytes], Sequence[object]]:
+def bits(image: LoadedImage) -> tuple[int, bytes, dict[str, bytes], Sequence[object]]:
     """All that an image says, for comparing."""
     tensors = {n: t.view(torch.uint8).numpy().tobytes() for n, t in image.tensors.items()}
     return image.version, image.spec, tensors, list(image.sessions)
@@ -65,26 +67,26 @@ def test_replaying_gives_the_same_bits(case: str, dtype: str, moves: list[Move])
     """Values, optimizer state and memory of pushes, whenever the copy was begun; and what comes
     after that does the same to both, repeats included."""
     shard = new_shard(case, dtype)
-    records: list[UpdateRecord] = []
-    copies = [(dense_from_image(shard.image(records.append)), 0)]
+    told: list[UpdateRecord] = []
+    copies = [(dense_from_image(loaded(shard, told.append)), 0)]
     pushes: list[DensePush] = []
     for number, move in enumerate(moves, start=1):
         if move.copies:
-            copies.append((dense_from_image(shard.image()), len(records)))
+            copies.append((dense_from_image(loaded(shard)), len(told)))
         pushes.append(to_push(move, number, shard, dtype))
         for push in (pushes[-1],) * (2 if move.repeats else 1):
             shard.push(push, is_live)
-    assert [record.push.version for record in records] == list(range(2, len(moves) + 2))
+    assert [record.push.version for record in told] == list(range(2, len(moves) + 2))
     after = to_push(Move(0, (0, 2, 3), None, 1, False, False), 99, shard, dtype)
-    wanted = bits(shard.image())
+    wanted = bits(loaded(shard))
     answers = [shard.push(p, is_live) for p in (*pushes[-1:], after)]
     for copy, begun in copies:
-        for record in records[begun : len(moves)]:
+        for record in told[begun : len(moves)]:
             copy.replay(record)
-        assert bits(copy.image()) == wanted
+        assert bits(loaded(copy)) == wanted
         again = [copy.push(p, is_live) for p in (*pushes[-1:], after)]
         assert again == answers
-        assert bits(copy.image())[2] == bits(shard.image())[2]
+        assert bits(loaded(copy))[2] == bits(loaded(shard))[2]
 
 
 def a_push(sequence: int = 1, session: str = "s") -> DensePush:
@@ -104,11 +106,11 @@ def test_an_image_is_of_one_version_and_stays_so() -> None:
     shard = new_shard("adam", "float32")
     shard.push(a_push(1), is_live)
     first: list[UpdateRecord] = []
-    image = shard.image(first.append)
+    image = loaded(shard, first.append)
     before = bits(image)
     shard.push(a_push(2), is_live)
     second: list[UpdateRecord] = []
-    shard.image(second.append)
+    loaded(shard, second.append)
     shard.push(a_push(3), is_live)
     assert bits(image) == before
     assert image.version == 2
@@ -120,35 +122,35 @@ def test_an_image_is_of_one_version_and_stays_so() -> None:
 def test_a_record_out_of_order_is_refused() -> None:
     """A gap or a repeat among the records is an error, and changes nothing."""
     shard = new_shard("nesterov", "float32")
-    records: list[UpdateRecord] = []
-    copy = dense_from_image(shard.image(records.append))
+    told: list[UpdateRecord] = []
+    copy = dense_from_image(loaded(shard, told.append))
     for sequence in (1, 2):
         shard.push(a_push(sequence), is_live)
     with pytest.raises(InternalError, match="saw version 3; expected version 2"):
-        copy.replay(records[1])
+        copy.replay(told[1])
     with pytest.raises(ShapeMismatch):
-        copy.replay(replace(records[0], data=records[0].data[:-4]))
-    copy.replay(records[0])
+        copy.replay(replace(told[0], data=told[0].data[:-4]))
+    copy.replay(told[0])
     with pytest.raises(InternalError, match="saw version 2; expected version 3"):
-        copy.replay(records[0])
-    copy.replay(records[1])
-    assert bits(copy.image()) == bits(shard.image())
+        copy.replay(told[0])
+    copy.replay(told[1])
+    assert bits(loaded(copy)) == bits(loaded(shard))
 
 
 def test_a_copy_forgets_the_sessions_that_the_primary_forgot() -> None:
     """Who lives is known where the push came in; the record tells the copy."""
     shard = new_shard("sgd", "float32")
-    records: list[UpdateRecord] = []
-    copy = dense_from_image(shard.image(records.append))
+    told: list[UpdateRecord] = []
+    copy = dense_from_image(loaded(shard, told.append))
     for number in range(MAX_SESSIONS + 1):
         shard.push(
             a_push(1, f"s{number}"),
             lambda session: session not in ("s3", "s5"),
         )
-    assert list(records[-1].push.forgotten_sessions) == ["s3", "s5"]
-    for record in records:
+    assert list(told[-1].push.forgotten_sessions) == ["s3", "s5"]
+    for record in told:
         copy.replay(record)
-    assert bits(copy.image()) == bits(shard.image())
+    assert bits(loaded(copy)) == bits(loaded(shard))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_a_copy_forgets_the_sessions_that_the_primary_forgot() -> None:
 )
 def test_an_image_that_is_not_whole_is_refused(change: dict[str, object]) -> None:
     """A shard is made from all of an image or not at all."""
-    image = new_shard("adam", "float32").image()
+    image = loaded(new_shard("adam", "float32"))
     with pytest.raises(InternalError):
         dense_from_image(replace(image, **change))  # type: ignore[arg-type]
 
@@ -181,11 +183,11 @@ def test_a_new_epoch_shuts_the_old_one_out() -> None:
     shard = new_shard("sgd", "float32")
     shard.push(a_push(1), is_live)
     shard.enter_epoch(EPOCH + 1)
-    before = bits(shard.image())
+    before = bits(loaded(shard))
     for sequence in (1, 2):
         with pytest.raises(WrongEpoch, match="saw 3; expected 4"):
             shard.push(a_push(sequence), is_live)
-    assert bits(shard.image()) == before
+    assert bits(loaded(shard)) == before
     outcome = shard.push(replace(a_push(1), epoch=EPOCH + 1), is_live)
     assert (outcome.version, outcome.is_duplicate) == (2, True)
 
@@ -193,9 +195,9 @@ def test_a_new_epoch_shuts_the_old_one_out() -> None:
 def test_a_keeper_can_be_replaced_and_let_go() -> None:
     """Without a new image too."""
     shard = new_shard("sgd", "float32")
-    records: list[UpdateRecord] = []
-    shard.subscribe(records.append)
+    told: list[UpdateRecord] = []
+    shard.subscribe(told.append)
     shard.push(a_push(1), is_live)
     shard.subscribe(None)
     shard.push(a_push(2), is_live)
-    assert [record.push.sequence for record in records] == [1]
+    assert [record.push.sequence for record in told] == [1]

@@ -20,8 +20,8 @@ from shoal_server.core.replication.protocol.events import (
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import ShardAssignment
-from shoal_server.parameters.cluster.assignment_table import AssignmentTable
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.journal import shard_journal
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.shard_journal import ShardJournal
@@ -77,7 +77,7 @@ async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.Mon
             again.set()
 
     monkeypatch.setattr(driver, "submit_event", tell)
-    writer = RecordWriter(driver, cast(AssignmentTable, record))
+    writer = RecordWriter(driver, cast(AssignmentMirror, record))
     writer.write_shard_record(WriteShardRecord(("job", 0)))
     async with asyncio.timeout(LIMIT_S):
         await again.wait()
@@ -109,7 +109,7 @@ class FullJournal:
     """A journal in which one shard's old records always take too much."""
 
     def __init__(self) -> None:
-        self.images: list[ShardCut] = []
+        self.images: list[ShardImage] = []
         self.put = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.failure: None = None
@@ -120,7 +120,7 @@ class FullJournal:
     def overdue(self) -> list[tuple[str, int]]:
         return [("job", 0)]
 
-    def put_image(self, job: str, epoch: int, image: ShardCut, *, run: str) -> None:
+    def put_image(self, job: str, epoch: int, image: ShardImage, *, run: str) -> None:
         self.images.append(image)
         if len(self.images) > 1:
             self._loop.call_soon_threadsafe(self.put.set)
@@ -135,10 +135,10 @@ async def test_a_journal_is_shortened_after_a_failure(
     journal, replica = FullJournal(), new_held()
     errors = iter([None, error])
 
-    async def take(_: ShardReplica) -> ShardCut:
+    async def take(_: ShardReplica) -> ShardImage:
         if (failure := next(errors, None)) is not None:
             raise failure
-        return replica.state.cut()
+        return replica.image()
 
     with ThreadPoolExecutor(1) as pool:
         kept = ShardJournal(

@@ -23,7 +23,7 @@ from shoal_server.etcd.api import Compare, KeyValueStore, Operation, Put, Transa
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
 from shoal_server.etcd.remote import wire
 from shoal_server.etcd.remote.client import EtcdClient
-from shoal_server.parameters.cluster.assignment_table import AssignmentTable
+from shoal_server.parameters.cluster.assignment_changes import change_assignments
 from shoal_server.serving.tasks import SupervisedTasks
 
 
@@ -83,7 +83,7 @@ class RecordKeeper:
     def __init__(self, store: KeyValueStore, server_id: str) -> None:
         self.me = Holder(server_id, "0190f5c0-0000-7000-8000-000000000000")
         self._store = store
-        self._table = AssignmentTable(store, self._carry_out, lambda job: None)
+        self._table = AssignmentMirror(store, self._carry_out, lambda job: None)
         self._tasks = SupervisedTasks()
         self._to_do: dict[str, set[int]] = {}
         """Shards whose records require work of this server, by job."""
@@ -114,14 +114,16 @@ class RecordKeeper:
         for job in self._table.jobs:
             held = self._table.of_job(job)
             mine = [i for i, h in held.items() if h.primary == server and self.me in h.backups]
-            await self._table.change(job, mine, partial(promoted, lost=server, backup=self.me))
+            await change_assignments(
+                self._table, job, mine, partial(promoted, lost=server, backup=self.me)
+            )
             led = [i for i, h in held.items() if h.primary == self.me and server in h.holders[1:]]
             change = partial(without_backup, primary=self.me, lost=server)
-            await self._table.change(job, led, change)
+            await change_assignments(self._table, job, led, change)
 
     def _carry_out(self, job: str, shard_ids: Collection[int]) -> None:
         for shard_id in shard_ids:
-            assignment = self._table.assignment(job, shard_id)
+            assignment = self._table.of_job(job).get(shard_id)
             if self._is_dead or assignment is None or assignment.primary != self.me:
                 continue
             if assignment.joining is not None or assignment.successor is not None:
@@ -144,8 +146,12 @@ class RecordKeeper:
                 return
             for joined in set(joining.values()):
                 ids = [i for i, holder in joining.items() if holder == joined]
-                await self._table.change(job, ids, partial(in_step, primary=self.me, joined=joined))
-            await self._table.change(job, leaving, partial(handed_over, primary=self.me))
+                await change_assignments(
+                    self._table, job, ids, partial(in_step, primary=self.me, joined=joined)
+                )
+            await change_assignments(
+                self._table, job, leaving, partial(handed_over, primary=self.me)
+            )
 
 
 class RecordKeepers:

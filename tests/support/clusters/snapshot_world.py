@@ -2,21 +2,25 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from shoal_proto.v1.replication_pb2 import SessionImage
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+from shoal_server.parameters.images.image import LoadedImage, TensorStream
+from shoal_server.parameters.images.tensor_bytes import DTYPES
 from shoal_server.parameters.shard import image_file
-from shoal_server.parameters.shard.image import Image
+from shoal_server.parameters.shard.record import UpdateListener
+from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest, ManifestEntry, part_file
 
 
-def image(shard_id: int, version: int = 3, num_elements: int = 100) -> Image:
+def image(shard_id: int, version: int = 3, num_elements: int = 100) -> LoadedImage:
     """A shard with every dtype that there is in one, an empty tensor, and two sessions."""
     generator = torch.Generator().manual_seed(1000 * shard_id + version)
     values = torch.randn(num_elements, generator=generator)
-    return Image(
+    return LoadedImage(
         kind="dense",
         shard_id=shard_id,
         version=version,
@@ -36,6 +40,34 @@ def image(shard_id: int, version: int = 3, num_elements: int = 100) -> Image:
             SessionImage(session="b#2", sequences=[1], versions=[4], staleness=[0]),
         ),
     )
+
+
+def loaded(shard: AnyShard, listener: UpdateListener | None = None) -> LoadedImage:
+    """Everything in a shard. Rows of a table are in the order of their ids: shards with equal rows
+    give equal tensors. `listener` gets every later push."""
+    if listener is not None:
+        shard.subscribe(listener)
+    with shard.image() as image:
+        tensors = {each.described.name: _whole(each) for each in image.streams()}
+        if "ids" in tensors:
+            order = torch.from_numpy(np.argsort(tensors["ids"].numpy(), kind="stable"))
+            for each in image.header.tensors:
+                tensors[each.name] = tensors[each.name].index_select(0, order)
+        return LoadedImage(
+            kind=image.kind,
+            shard_id=image.shard_id,
+            version=image.version,
+            spec=image.spec,
+            tensors=tensors,
+            sessions=image.sessions,
+        )
+
+
+def _whole(stream: TensorStream) -> torch.Tensor:
+    described = stream.described
+    flat = [torch.empty(0, dtype=DTYPES[described.dtype])]
+    flat += [piece.reshape(-1) for piece in stream.pieces]
+    return torch.cat(flat).view(tuple(described.shape))
 
 
 def write_snapshot(
@@ -59,7 +91,9 @@ def write_snapshot(
     return manifest
 
 
-def write_part(library: SnapshotLibrary, shard: Image, number: int, cut_id: str) -> ManifestEntry:
+def write_part(
+    library: SnapshotLibrary, shard: LoadedImage, number: int, cut_id: str
+) -> ManifestEntry:
     data = image_file.to_bytes(shard)
     file = part_file(number, cut_id, shard.shard_id)
     library.storage.write(f"{library.job}/{file}", data)

@@ -38,7 +38,7 @@ def train(report: Report, run: Run, transport: str) -> None:
 def hear_late(strategy: Strategy) -> None:
     """Delay the receipt of the others' messages for the present step until the cut."""
     anyhow: Any = strategy
-    words, is_cut = anyhow._agreement._words, threading.Event()
+    words, is_cut = anyhow._transaction.votes._words, threading.Event()
     hear, cut = words.receive_values, anyhow.cut
 
     def cut_and_tell(generation: int) -> None:

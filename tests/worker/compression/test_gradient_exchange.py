@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shoal
 from shoal.compression import gradient_exchange
 from shoal.model import gradients
-from shoal.strategies.rollback.buffer_snapshot import BufferSnapshot
+from shoal.strategies.rollback.step_snapshot import StepSnapshot
 from shoal_proto.errors import NonFiniteGradient
 
 
@@ -105,15 +105,16 @@ def test_the_parameter_at_fault_is_named_also_from_a_gpu(
 
 def test_buffers_are_given_back_what_they_held_when_the_step_began() -> None:
     """Also one that a module was given after the first step."""
-    memory, model = BufferSnapshot(), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
-    memory.keep(model)
-    memory.clear()
+    snapshot, model = StepSnapshot(), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    snapshot.begin(model, {})
+    snapshot.settle()
+    snapshot.commit()
     model[1].register_buffer("late", torch.zeros(1))
-    memory.keep(model)
+    snapshot.begin(model, {})
     model(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)))
     model[1].late += 1
     assert model[0].num_batches_tracked == 1
-    memory.restore()
+    snapshot.restore()
     assert model[0].num_batches_tracked == 0
     assert torch.equal(model[0].running_mean, torch.zeros(2))
     assert torch.equal(model[1].late, torch.zeros(1))

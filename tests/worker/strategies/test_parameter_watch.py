@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.strategies.rollback.writes import parameter_watch
-from shoal.strategies.rollback.writes.parameter_watch import ParameterWatch
+from shoal.strategies.rollback import parameter_watch
+from shoal.strategies.rollback.parameter_watch import ParameterWatch
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 

@@ -194,6 +194,29 @@ def test_what_cannot_be_taken_back_is_no_state(writes: Writes) -> None:
     assert run_in_memory(written_late, 2, "ddp", writes) == [False, False]
 
 
+def kept_of_a_failed_update(name: str) -> bool:
+    """True if a member has state after its optimizer has failed in the middle of a step."""
+    member = Member(name, 2)
+    member.step(nothing)
+    member.compute(nothing)
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    vars(member.strategy)["_optimizer"].step = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        member.strategy.end_step(lambda: None)
+    member.strategy.abandon()
+    kept = member.strategy.has_state
+    member.strategy.close()
+    return kept
+
+
+def test_weights_of_an_update_that_failed_half_way_are_no_state() -> None:
+    """Regression: a member of ddp gave them to others as the state of the last step."""
+    assert run_in_memory(kept_of_a_failed_update, 2, "ddp") == [False, False]
+
+
 def seen_by_peers(name: str, given: Callable[[Any], None], to_optimizer: bool = False) -> bool:
     """Whether what is copied for peers in a step that begins with writes is what was committed."""
     member = Member(name, 2, copies=1, copy_every_steps=1)
@@ -294,11 +317,12 @@ def test_state_that_is_written_to_in_place_for_the_first_time_is_lost_with_the_s
         run_in_memory(left_by_undone, 2, strategy, 2, decay, 0)
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 @pytest.mark.parametrize("writes", [decay, decay_anew])
 def test_a_copy_for_peers_has_no_state_of_the_step_in_which_it_is_made(
-    writes: Callable[[Optimizer], None],
+    strategy: str, writes: Callable[[Optimizer], None]
 ) -> None:
-    assert run_in_memory(seen_by_peers, 2, "zero1", writes, True) == [True, True]
+    assert run_in_memory(seen_by_peers, 2, strategy, writes, True) == [True, True]
 
 
 def replaced(name: str, shape: tuple[int, ...]) -> None:

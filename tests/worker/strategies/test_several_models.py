@@ -25,7 +25,7 @@ from shoal.model.local_parts import local_part
 from shoal.model.several import SeveralModels, joined
 from shoal.session.session import Session
 from shoal.strategies import find_strategy
-from shoal.strategies.rollback.writes.script_writes import FIRST_STEPS
+from shoal.strategies.rollback.script_writes import FIRST_STEPS
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, UnequalPasses
@@ -163,7 +163,7 @@ def _undone_writes(name: str, write: str) -> bool:
             strategy.end_step(lambda: None)
     strategy.withdraw_step()
     behind = _state_of(optimizers)
-    whole = strategy._passes.is_whole
+    whole = strategy._transaction.snapshot.is_whole
     strategy.close()
     return whole and len(before) > 3 and all(map(torch.equal, before, behind))
 

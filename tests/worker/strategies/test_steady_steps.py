@@ -46,7 +46,7 @@ ALIKE = [
     "shoal.layouts.sharded.nan_propagating_reduce_scatter",
     "shoal.model.gradients",
     "shoal.strategies.layout.strategy",
-    "shoal.strategies.rollback.writes.parameter_watch",
+    "shoal.strategies.rollback.parameter_watch",
 ]
 """Modules that ask whether to look at a tensor is to wait for nothing."""
 

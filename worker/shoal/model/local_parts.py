@@ -1,7 +1,7 @@
 """A rank's own part of a tensor that is sharded over several."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoal.torch_private.dtensor import cut_as
@@ -16,7 +16,7 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor.to_local().detach()
 
 
-def placed_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+def placed_like(parameter: Tensor, local: Tensor) -> Tensor:
     """Return `local` as this rank's part of a tensor with the sharding of the parameter."""
     if not isinstance(parameter, DTensor):
         return local

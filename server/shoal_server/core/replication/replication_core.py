@@ -32,7 +32,9 @@ from shoal_server.core.replication.protocol.effects import (
     LoadJournal,
     LogLine,
     RefuseVersion,
+    ReviseShardRecord,
     SendReply,
+    SetLease,
     SettleCopy,
     StepDown,
     WriteShardRecord,
@@ -65,6 +67,7 @@ class ReplicationCore:
         self._now_s = -inf
         self._handlers: Mapping[type, Callable[[Any], Effects]] = {
             ev.ShardAssigned: self._assigned,
+            ev.ShardRecordRead: self._read,
             ev.ShardRecordWritten: self._written,
             ev.ShardRecordNotWritten: self._not_written,
             ev.ShardRecordRefreshed: self._refreshed,
@@ -75,7 +78,6 @@ class ReplicationCore:
             ev.AckRequested: self._asked,
             ev.AckAbandoned: self._abandoned,
             ev.VersionJournaled: self._on_disk,
-            ev.DiskFailed: self._disk_failed,
             ev.PushesStopped: self._stopped,
             ev.CopySettled: self._settled,
             ev.CopyFailed: self._copy_failed,
@@ -84,8 +86,8 @@ class ReplicationCore:
             ev.LinkBroken: self._link_broke,
             ev.RecordDelivered: self._held,
             ev.ReplyReceived: self._replied,
-            ev.ImageCut: self._image_cut,
-            ev.ImageNotCut: self._image_not_cut,
+            ev.ImageMade: self._image_made,
+            ev.ImageNotMade: self._image_not_made,
             ev.IncomingLinkOpened: self._caller_came,
             ev.IncomingLinkEnded: self._caller_left,
             ev.RequestReceived: self._requested,
@@ -109,14 +111,7 @@ class ReplicationCore:
         lease_s = inf if self._is_fenced else self.lease.ends_s
         return min(self.leading.wakes_s, self._watch.wakes_s, lease_s if lease_s > -inf else inf)
 
-    # --- state that the edge reads ---
-
-    def may_acknowledge(self, now_s: float) -> bool:
-        """True if no other process can have assumed this server dead."""
-        return self.lease.holds(now_s)
-
-    def assignment(self, key: Key) -> ShardAssignment | None:
-        return self._records.find(key)
+    # --- state that operators and recovery ask for ---
 
     def known(self, job: str) -> list[Key]:
         """Shards of a job that this server has a record of."""
@@ -157,6 +152,10 @@ class ReplicationCore:
             led = self.leading.find(key)
             if led is not None:
                 led.written()
+
+    def _read(self, event: ev.ShardRecordRead) -> Effects:
+        key = event.key
+        yield ReviseShardRecord(key, self.revised(key, event.assignment, self._now_s))
 
     def _written(self, event: ev.ShardRecordWritten) -> Effects:
         self._records.end_write(event.key)
@@ -269,10 +268,15 @@ class ReplicationCore:
     def _tend(self, led: LedShard) -> Effects:
         """Take the steps that are due for a shard that is led here."""
         yield from self.leading.follow_as_written(led)
+        yield from self.leading.followed(led)
         yield from self.leading.advanced(led, self._now_s)
         yield from self._release(led)
-        yield from led.trimmed()
+        yield from self._trim(led)
         yield from self._wish(led.key)
+
+    def _trim(self, led: LedShard) -> Effects:
+        led.trim()
+        return led.unreplicated()
 
     def _release(self, led: LedShard) -> Effects:
         if not led.has_waiters:
@@ -326,15 +330,13 @@ class ReplicationCore:
 
     def _applied(self, event: ev.PushApplied) -> Effects:
         led = self.leading.find(event.key)
-        if led is None or event.version <= led.version:
+        if led is None or event.record.version <= led.version:
             return
-        led.version = event.version
-        if not event.is_kept:
-            led.not_kept(event.version)
-        yield from self.leading.send_update(led, event.version)
+        led.append(event.record)
+        yield from self.leading.send_update(led, event.record)
         if not led.followers:
             yield from self._release(led)
-            yield from led.trimmed()
+        yield from led.unreplicated()
 
     def _asked(self, event: ev.AckRequested) -> Effects:
         led = self.leading.find(event.key)
@@ -353,14 +355,14 @@ class ReplicationCore:
         yield from ()
 
     def _on_disk(self, event: ev.VersionJournaled) -> Effects:
-        if (led := self.leading.find(event.key)) is not None:
+        if (led := self.leading.find(event.key)) is None:
+            return
+        if event.version is None:
+            yield from led.disk_failed()
+        else:
             self.leading.on_disk(led, event.version, self._now_s)
             yield from self._release(led)
             yield from self._wish(event.key)
-
-    def _disk_failed(self, event: ev.DiskFailed) -> Effects:
-        if (led := self.leading.find(event.key)) is not None:
-            yield from led.disk_failed()
 
     def _stopped(self, event: ev.PushesStopped) -> Effects:
         if (led := self.leading.find(event.key)) is not None:
@@ -411,14 +413,14 @@ class ReplicationCore:
                 yield from self._tend(led)
             else:
                 yield from self._release(led)
-                yield from led.trimmed()
+                yield from self._trim(led)
 
-    def _image_cut(self, event: ev.ImageCut) -> Effects:
-        yield from self.leading.image_cut(event)
+    def _image_made(self, event: ev.ImageMade) -> Effects:
+        yield from self.leading.image_made(event)
 
-    def _image_not_cut(self, event: ev.ImageNotCut) -> Effects:
+    def _image_not_made(self, event: ev.ImageNotMade) -> Effects:
         yield LogLine("image_not_taken", key=event.key, detail=event.detail)
-        yield from self.leading.image_not_cut(event)
+        yield from self.leading.image_not_made(event)
         if (led := self.leading.find(event.key)) is not None:
             yield from self._tend(led)
 
@@ -437,7 +439,9 @@ class ReplicationCore:
     def _requested(self, event: ev.RequestReceived) -> Effects:
         if self._watch.calls(event.peer, event.link):
             assignment = self._records.find(event.request.key)
-            yield from self._copies.requested(event.peer, event.link, event.request, assignment)
+            yield from self._copies.requested(
+                event.peer, event.link, event.request, event.data, assignment
+            )
 
     def _chunk_stored(self, event: ev.ChunkStored) -> Effects:
         yield from self._copies.stored(event.key, event.image, event.index)
@@ -482,12 +486,14 @@ class ReplicationCore:
 
     def _renewed(self, event: ev.LeaseRenewed) -> Effects:
         self.lease.renewed(event.sent_s)
+        yield SetLease(self.lease.ends_s)
         if self._is_fenced and self.lease.holds(self._now_s):
             self._is_fenced = False
             yield LogLine("acknowledges_again")
 
     def _lease_ended(self, event: ev.LeaseEnded) -> Effects:
         self.lease.end(self._now_s)
+        yield SetLease(self.lease.ends_s)
         yield from self._passed()
 
     def _woken(self, event: ev.WakeTimeReached) -> Effects:

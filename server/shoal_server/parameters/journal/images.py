@@ -8,9 +8,8 @@ from pathlib import Path
 import structlog
 
 from shoal_proto.errors import JournalDamaged, SnapshotDamaged
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.images.image import Image, LoadedImage
 from shoal_server.parameters.shard import image_file
-from shoal_server.parameters.shard.image import Image
 from shoal_server.serving.locations import Location
 from shoal_server.snapshots.storage import Storage
 
@@ -64,9 +63,7 @@ class JournalImages:
             kept.append(StoredImage(job, shard_id, epoch, version, number, found[5]))
         return kept
 
-    def write(
-        self, job: str, epoch: int, number: int, image: Image | ShardCut, run: str = ""
-    ) -> StoredImage:
+    def write(self, job: str, epoch: int, number: int, image: Image, run: str = "") -> StoredImage:
         """Write an image; it is on disk on return. `run`: the job's run. Raises Unavailable."""
         file = image_file.DigestingReader(image_file.pieces(image, run))
         shard_id, version = image.shard_id, image.version
@@ -77,7 +74,7 @@ class JournalImages:
         self._files.write_pieces(job, lambda: kept().name, file)
         return kept()
 
-    def read(self, kept: StoredImage) -> Image:
+    def read(self, kept: StoredImage) -> LoadedImage:
         """Read an image. Raises JournalDamaged, naming the file, if it is not what was written."""
         data = self._files.read(kept.path) or b""
         try:

@@ -36,15 +36,14 @@ from shoal_proto.errors import (
     Unavailable,
 )
 from shoal_server.core.processes import Holder
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.images.image import Image, LoadedImage
 from shoal_server.parameters.journal.config import START_BYTES, JournalConfig
 from shoal_server.parameters.journal.disk_failure import disk_failure
 from shoal_server.parameters.journal.images import JournalImages, StoredImage
 from shoal_server.parameters.journal.index import JournalSegment, Key
 from shoal_server.parameters.journal.replay import RecoveredShard, read_index, replay
 from shoal_server.parameters.journal.segment_format import JournalEntry, encode, start
-from shoal_server.parameters.shard.image import Image, UpdateRecord
-from shoal_server.parameters.shard.replica import num_bytes_of
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.snapshots.storage import sync_folder
 
@@ -120,14 +119,14 @@ class Journal:
             fix = "Free space there, or repair the disk, and start this server again."
             raise disk_failure(self._config.directory, error, fix=fix) from error
 
-    def recover(self, make: Callable[[Image], State]) -> Sequence[RecoveredShard[State]]:
+    def recover(self, make: Callable[[LoadedImage], State]) -> Sequence[RecoveredShard[State]]:
         """Return every shard as it was when the previous process ended. Call this before `append`.
         `make` makes the shard of an image. Raises JournalDamaged, naming the file.
         """
         return replay(self._config.directory, self._images, self._index, make)
 
     def read(
-        self, job: str, shard_id: int, make: Callable[[Image], State]
+        self, job: str, shard_id: int, make: Callable[[LoadedImage], State]
     ) -> RecoveredShard[State] | None:
         """Read one shard from disk; None if the journal does not have it. No records of the shard
         may be appended meanwhile. Blocks. Raises JournalDamaged, naming the file."""
@@ -213,7 +212,7 @@ class Journal:
         on disk."""
         return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
-    def put_image(self, job: str, epoch: int, image: Image | ShardCut, *, run: str = "") -> None:
+    def put_image(self, job: str, epoch: int, image: Image, *, run: str = "") -> None:
         """Begin to keep a shard, or replace its records up to the image's version. `run`: the job's
         run, to tell the shard from the same shard of another run.
 
@@ -386,7 +385,7 @@ def _write_all(file: FileIO, data: bytes) -> None:
 
 
 def _num_bytes(entry: JournalEntry) -> int:
-    return ENTRY_BYTES + (0 if entry.record is None else num_bytes_of(entry.record))
+    return ENTRY_BYTES + (0 if entry.record is None else entry.record.num_bytes)
 
 
 def _claimed(path: Path) -> BinaryIO:

@@ -3,18 +3,17 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import structlog
 
 from shoal_proto.errors import JournalDamaged, MalformedMessage, ShoalError
+from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.journal.config import START_BYTES
 from shoal_server.parameters.journal.images import JournalImages, StoredImage
 from shoal_server.parameters.journal.index import EntryLocation, JournalIndex, JournalSegment
 from shoal_server.parameters.journal.segment_format import JournalEntry, scan
-from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.snapshots.storage import sync_folder
 
@@ -23,14 +22,14 @@ log = structlog.get_logger(__name__)
 State = TypeVar("State", bound=AnyShard)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RecoveredShard(Generic[State]):
     """A shard as it was after its last record on disk."""
 
     job: str
     epoch: int
     state: State
-    num_replayed: int
+    num_replayed: int = 0
     run: str = ""
     """The job's run; empty: unknown."""
 
@@ -69,50 +68,41 @@ def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, in
 
 
 def replay(
-    directory: Path, images: JournalImages, index: JournalIndex, make: Callable[[Image], State]
+    directory: Path,
+    images: JournalImages,
+    index: JournalIndex,
+    make: Callable[[LoadedImage], State],
 ) -> Sequence[RecoveredShard[State]]:
     """Make each shard from its image, and apply the later records."""
-    runs: dict[tuple[str, int], str] = {}
-
-    def made(image: Image, key: tuple[str, int]) -> State:
-        runs[key] = image.run
-        return make(image)
-
-    states = {
-        key: _made(images, kept, partial(made, key=key)) for key, kept in index.images.items()
-    }
-    epochs = {key: kept.epoch for key, kept in index.images.items()}
-    counts = dict.fromkeys(states, 0)
+    recovered = {key: _made(images, kept, make) for key, kept in index.images.items()}
     for file, number, entry in _entries(directory, index.segments):
         key, record = entry.key, entry.record
         if record is None or not index.is_needed(
-            key, EntryLocation(number, entry.epoch, record.push.version)
+            key, EntryLocation(number, entry.epoch, record.version)
         ):
             continue
-        state = states.get(key)
-        if state is None or record.push.version != state.version + 1:
+        shard = recovered.get(key)
+        if shard is None or record.version != shard.state.version + 1:
             raise _gap(
                 file,
-                f"version {record.push.version} of shard {key[1]}, job {key[0]}",
-                "its image" if state is None else f"version {state.version + 1}",
+                f"version {record.version} of shard {key[1]}, job {key[0]}",
+                "its image" if shard is None else f"version {shard.state.version + 1}",
             )
         try:
-            state.replay(record)
+            shard.state.replay(record)
         except (ShoalError, ValueError, RuntimeError) as error:
-            raise _foreign(file, f"version {record.push.version}: {error}") from error
-        epochs[key] = entry.epoch
-        counts[key] += 1
-    return [
-        RecoveredShard(
-            job=key[0], epoch=epochs[key], state=state, num_replayed=counts[key], run=runs[key]
-        )
-        for key, state in states.items()
-    ]
+            raise _foreign(file, f"version {record.version}: {error}") from error
+        shard.epoch = entry.epoch
+        shard.num_replayed += 1
+    return list(recovered.values())
 
 
-def _made(images: JournalImages, kept: StoredImage, make: Callable[[Image], State]) -> State:
+def _made(
+    images: JournalImages, kept: StoredImage, make: Callable[[LoadedImage], State]
+) -> RecoveredShard[State]:
+    image = images.read(kept)
     try:
-        return make(images.read(kept))
+        return RecoveredShard(job=kept.job, epoch=kept.epoch, state=make(image), run=image.run)
     except MalformedMessage as error:
         raise _foreign(kept.path, error.seen) from error
 

@@ -23,7 +23,7 @@ from shoal_proto.errors import JournalDamaged
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import RecordStart
 from shoal_server.parameters.journal.config import START_BYTES
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 
 SEGMENT_MAGIC = b"SHOALJ1\n"
 ENTRY_MAGIC = b"\xf5SJ1"

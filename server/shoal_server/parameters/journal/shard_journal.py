@@ -12,17 +12,19 @@ resumes with a new image.
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import JournalDamaged, ShoalError
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.core.shards.shard_log import ShardLog
+from shoal_server.parameters.images.image import LoadedImage
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.replay import RecoveredShard
-from shoal_server.parameters.shard.image import Image, UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.serving.tasks import SupervisedTasks
@@ -33,7 +35,7 @@ LOOK_EACH_S = 1.0
 LONGEST_PAUSE_S = 8.0
 """Longest time between two attempts to resume the journaling of a shard."""
 
-Take = Callable[[ShardReplica], Awaitable[ShardCut]]
+Take = Callable[[ShardReplica], Awaitable[ShardImage]]
 OnDisk = Callable[[ShardReplica, int], None]
 OnFailure = Callable[[ShardReplica], None]
 Key = tuple[str, int]
@@ -48,7 +50,7 @@ class _Led:
     run: str
     """The job's run."""
     pauses: BackOff
-    kept: list[UpdateRecord] | None = field(default_factory=list)
+    waiting: ShardLog[UpdateRecord] | None = None
     """Records that wait until the image is on disk; None after that, and while journaling is
     interrupted."""
     why_not: ShoalError | None = None
@@ -58,7 +60,7 @@ class _Led:
 
 
 class ShardJournal:
-    """Keeps shards in a journal. `take` makes a consistent copy of a shard; `on_disk` is called
+    """Keeps shards in a journal. `take` makes an image of a shard; `on_disk` is called
     with the version up to which a shard is on disk, `on_failure` when its journaling is
     interrupted. Lives on the event loop; files are written in `pool`."""
 
@@ -99,6 +101,7 @@ class ShardJournal:
 
     def _keep_from_here(self, led: _Led) -> None:
         replica = led.replica
+        led.waiting = ShardLog(replica.state.version)
         self._led[_key(replica)] = led
         self._for_others.discard(_key(replica))
         replica.is_journaled = True
@@ -110,10 +113,11 @@ class ShardJournal:
         led = self._led.get(_key(replica))
         if led is None or led.replica is not replica or led.why_not is not None:
             return
-        if led.kept is not None:
-            led.kept.append(record)
-        else:
+        if led.waiting is None:
             self._append(replica, record)
+        elif record.version > led.waiting.version:
+            led.waiting.append(record)
+        # Otherwise the record was applied before journaling began: the image has it.
 
     def end(self, replica: ShardReplica) -> None:
         """End the journaling of a shard of which this server is no longer the primary."""
@@ -138,15 +142,14 @@ class ShardJournal:
             self._for_others.add(key)
 
     def _go_on(self, led: _Led, version: int) -> None:
-        if self._led.get(_key(led.replica)) is not led or led.kept is None:
+        if self._led.get(_key(led.replica)) is not led or led.waiting is None:
             return
         led.pauses = _new_pauses()
         led.replica.why_no_disk = None
         self._on_disk(led.replica, version)
-        kept, led.kept = led.kept, None
-        for record in kept:
-            if record.push.version > version:
-                self._append(led.replica, record)
+        waiting, led.waiting = led.waiting, None
+        for record in waiting.after(version):
+            self._append(led.replica, record)
 
     def _interrupt(self, led: _Led, error: ShoalError) -> None:
         """Interrupt the journaling of a shard, and report the failure."""
@@ -156,7 +159,7 @@ class ShardJournal:
         log.warning(
             "shard_not_journaled", job=replica.job, shard_id=replica.shard_id, reason=str(error)
         )
-        led.why_not, led.kept = error, None
+        led.why_not, led.waiting = error, None
         led.again_s = asyncio.get_running_loop().time() + led.pauses.pause_s()
         replica.why_no_disk = error
         self._on_failure(replica)
@@ -183,19 +186,19 @@ class ShardJournal:
             return
         done.add_done_callback(on_disk)
 
-    async def _put(self, led: _Led, cut: ShardCut) -> int:
-        """Write an image of a cut, and return its version."""
+    async def _put(self, led: _Led, image: ShardImage) -> int:
+        """Write an image, and return its version."""
         replica = led.replica
         ends = self._ended(_key(replica))
 
         def put() -> int:
-            with cut:
+            with image:
                 if ends is not None:
                     # Otherwise records of another run, with higher versions, would seem newer than
                     # this image.
                     ends.result()
-                self._journal.put_image(replica.job, replica.epoch, cut, run=led.run)
-                return cut.version
+                self._journal.put_image(replica.job, replica.epoch, image, run=led.run)
+                return image.version
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, put)
 
@@ -236,13 +239,13 @@ class ShardJournal:
 
     async def _shorten(self, key: Key) -> None:
         led = self._led.get(key)
-        if led is None or led.kept is not None:
+        if led is None or led.waiting is not None:
             return
-        cut = await self._take(led.replica)
+        image = await self._take(led.replica)
         if self._led.get(key) is not led:
-            cut.close()
+            image.close()
             return
-        await self._put(led, cut)
+        await self._put(led, image)
         if key not in self._led:
             # The shard may have been forgotten while its image was written: it must be forgotten
             # once more.
@@ -274,7 +277,7 @@ class ShardJournal:
         self._for_others.update(keys)
 
     async def read(
-        self, job: str, shard_id: int, make: Callable[[Image], AnyShard]
+        self, job: str, shard_id: int, make: Callable[[LoadedImage], AnyShard]
     ) -> RecoveredShard[AnyShard] | None:
         """Read a shard of which this server is not the primary from the journal; None if it is not
         there, or cannot be read."""

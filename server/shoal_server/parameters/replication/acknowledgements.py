@@ -2,14 +2,17 @@
 
 import asyncio
 from dataclasses import dataclass
+from math import inf
 from typing import Any, TypeVar
 
 from shoal_proto.errors import ShoalError, Unavailable
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import (
     AcknowledgeVersion,
     AckRefusalReason,
     RefuseVersion,
+    SetLease,
 )
 from shoal_server.core.replication.protocol.events import AckAbandoned, AckLevel, AckRequested
 from shoal_server.parameters.replication.core_driver import CoreDriver
@@ -23,7 +26,7 @@ _LEVELS = {
 AnswerT = TypeVar("AnswerT")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """The token of one call that waits for its acknowledgement."""
 
@@ -34,25 +37,14 @@ class _Waiter:
 
 
 class Acknowledgements:
-    """Waits for acknowledgements of the replication core. Lives on the event loop."""
+    """Waits for acknowledgements of the replication core of server `me`. Lives on the event
+    loop."""
 
-    def __init__(self, driver: CoreDriver) -> None:
+    def __init__(self, driver: CoreDriver, me: Holder) -> None:
         self._driver = driver
+        self._me = me
         self._loop = asyncio.get_running_loop()
-
-    def is_there(
-        self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
-    ) -> bool:
-        """True if `wait` would return at once."""
-        core = self._driver.core
-        led = core.led((replica.job, replica.shard_id))
-        return (
-            led is not None
-            and replica.is_led
-            and led.epoch == replica.epoch
-            and core.may_acknowledge(self._loop.time())
-            and led.is_as_safe(version, _LEVELS.get(level, AckLevel.REPLICATED))
-        )
+        self._lease_ends_s = -inf
 
     async def wait(
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
@@ -93,8 +85,11 @@ class Acknowledgements:
 
     def check_lease(self) -> None:
         """Raise Unavailable while this server may have been declared dead."""
-        if not self._driver.core.may_acknowledge(self._loop.time()):
+        if self._loop.time() >= self._lease_ends_s:
             raise self._fenced()
+
+    def set_lease(self, effect: SetLease) -> None:
+        self._lease_ends_s = effect.ends_s
 
     def acknowledge_version(self, effect: AcknowledgeVersion) -> None:
         waiter = effect.token
@@ -114,7 +109,7 @@ class Acknowledgements:
         return replica.why_no_disk or replica.on_no_disk()
 
     def _fenced(self) -> Unavailable:
-        server_id = self._driver.core.me.server_id
+        server_id = self._me.server_id
         return Unavailable(
             f"server {server_id} acknowledges nothing: the coordinator may have given it up",
             seen="its registration in etcd was not renewed for so long that its shards may have "

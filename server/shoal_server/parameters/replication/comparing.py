@@ -48,7 +48,7 @@ class Comparing:
                 yield replica
 
     async def _look(self, replica: ShardReplica) -> None:
-        if not self._links.is_followed(replica):
+        if not replica.is_followed:
             return
         walk = self._walks[replica]
         digest = await replica.in_turn(self._run, LARGE, lambda: walk.next(replica.state))

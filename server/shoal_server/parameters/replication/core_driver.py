@@ -7,7 +7,6 @@ from collections.abc import Callable
 from shoal_server.core.replication.protocol.effects import Effect
 from shoal_server.core.replication.protocol.events import Event, WakeTimeReached
 from shoal_server.core.replication.replication_core import ReplicationCore
-from shoal_server.parameters.replication.wire.frames import ArrivedRequest
 
 TIMED_WITHIN_S = 0.002
 """Delay before the timer is set after an event: it is set once for many events."""
@@ -19,11 +18,9 @@ class CoreDriver:
 
     def __init__(self, core: ReplicationCore) -> None:
         self.core = core
-        self.arrived: ArrivedRequest | None = None
-        """The request that is being handled, with its data; None: the event is no request."""
         self._loop = asyncio.get_running_loop()
         self._carry_out: Callable[[Effect], None] | None = None
-        self._waiting: deque[tuple[Event, ArrivedRequest | None]] = deque()
+        self._waiting: deque[Event] = deque()
         self._is_stepping = False
         self._is_closed = False
         self._is_timer_due = False
@@ -41,16 +38,16 @@ class CoreDriver:
         if self._timer is not None:
             self._timer.cancel()
 
-    def submit_event(self, event: Event, arrived: ArrivedRequest | None = None) -> None:
+    def submit_event(self, event: Event) -> None:
         """Handle an event. If called from a handler, the event is handled right after the current
         one."""
-        self._waiting.append((event, arrived))
+        self._waiting.append(event)
         if self._is_stepping:
             return
         self._is_stepping = True
         try:
             while self._waiting:
-                self._step(*self._waiting.popleft())
+                self._step(self._waiting.popleft())
         finally:
             self._is_stepping = False
         if not self._is_timer_due:
@@ -58,16 +55,11 @@ class CoreDriver:
             self._is_timer_due = True
             self._loop.call_later(TIMED_WITHIN_S, self._set_timer)
 
-    def _step(self, event: Event, arrived: ArrivedRequest | None) -> None:
-        effects: list[Effect] = self.core.step(event, self._loop.time())
+    def _step(self, event: Event) -> None:
         carry_out = self._carry_out
         assert carry_out is not None, "the edges are there before the first event"
-        self.arrived = arrived
-        try:
-            for effect in effects:
-                carry_out(effect)
-        finally:
-            self.arrived = None
+        for effect in self.core.step(event, self._loop.time()):
+            carry_out(effect)
 
     def _set_timer(self) -> None:
         self._is_timer_due = False

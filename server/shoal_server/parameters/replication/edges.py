@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, assert_never
 
 from shoal_server.core.replication.protocol import effects as fx
+from shoal_server.core.replication.protocol.messages import ImageChunk, ImageStart, UpdateMessage
 from shoal_server.parameters.replication.acknowledgements import Acknowledgements
 from shoal_server.parameters.replication.incoming_images import IncomingImages
 from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
@@ -11,6 +12,7 @@ from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.replication.record_writer import RecordWriter
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.replication.shard_roles import ShardRoles
+from shoal_server.parameters.replication.wire.frames import ArrivedRequest
 
 
 class Observer(Protocol):
@@ -43,32 +45,34 @@ class ReplicationEdges:
             case fx.SendReply():
                 assert self.servicer is not None, "it received the request"
                 self.servicer.send_reply(effect)
-            case fx.ReplayRecord():
-                self.received.replay_record(effect)
+            case fx.AcceptRequest():
+                self._accept_request(effect)
             case fx.AcknowledgeVersion():
                 self.acknowledgements.acknowledge_version(effect)
-            case fx.TrimRecords():
-                self.roles.trim_records(effect)
+            case fx.SetUnreplicated():
+                self.roles.set_unreplicated(effect)
+            case fx.SetFollowers():
+                self.roles.set_followers(effect)
+            case fx.SetLease():
+                self.acknowledgements.set_lease(effect)
             case fx.RefuseVersion():
                 self.acknowledgements.refuse_version(effect)
             case fx.WriteShardRecord():
                 self.writer.write_shard_record(effect)
+            case fx.ReviseShardRecord():
+                self.writer.revise_shard_record(effect)
             case fx.RefreshShardRecord():
                 self.writer.refresh_shard_record(effect)
             case fx.OpenLink():
                 self.links.open_link(effect)
             case fx.CloseLink():
                 self.links.close_link(effect)
-            case fx.CutImage():
-                self.links.cut_image(effect)
+            case fx.MakeImage():
+                self.links.make_image(effect)
             case fx.ReleaseChunks():
                 self.links.release_chunks(effect)
             case fx.CloseImage():
                 self.links.close_image(effect)
-            case fx.BeginImage():
-                self.images.begin_image(effect)
-            case fx.StoreChunk():
-                self.images.store_chunk(effect)
             case fx.DropImage():
                 self.images.drop_image(effect)
             case fx.SettleCopy():
@@ -97,3 +101,16 @@ class ReplicationEdges:
                 self.observer.log_line(effect)
             case _:
                 assert_never(effect)
+
+    def _accept_request(self, effect: fx.AcceptRequest) -> None:
+        arrived = effect.data
+        assert isinstance(arrived, ArrivedRequest)
+        match effect.request:
+            case UpdateMessage():
+                self.received.replay_record(effect.request.key, arrived)
+            case ImageChunk():
+                self.images.store_chunk(effect.request, arrived)
+            case ImageStart():
+                self.images.begin_image(effect.request, arrived)
+            case _:
+                assert_never(effect.request)

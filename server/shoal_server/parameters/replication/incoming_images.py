@@ -8,14 +8,9 @@ import structlog
 
 from shoal_proto.errors import InternalError, Overloaded, ShoalError
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.core.replication.protocol.effects import (
-    AdoptImage,
-    BeginImage,
-    DropImage,
-    StoreChunk,
-)
+from shoal_server.core.replication.protocol.effects import AdoptImage, DropImage
 from shoal_server.core.replication.protocol.events import ChunkStored, ImageFailed, ImageRestored
-from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.replication.protocol.messages import ImageChunk, ImageStart, Key
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.run_and_rest import LARGE, run_and_rest
 from shoal_server.parameters.replication.wire.frames import ArrivedRequest
@@ -64,16 +59,14 @@ class IncomingImages:
         coming = self._coming.get(key)
         return coming is not None and coming.image == image
 
-    def begin_image(self, effect: BeginImage) -> None:
-        arrived = self._driver.arrived
-        assert arrived is not None and arrived.header is not None
-        coming = self._coming[effect.key] = _Incoming(effect.key, effect.image, arrived.header)
+    def begin_image(self, start: ImageStart, arrived: ArrivedRequest) -> None:
+        assert arrived.header is not None
+        coming = self._coming[start.key] = _Incoming(start.key, start.image, arrived.header)
         coming.task = self._tasks.start(self._receive(coming))
 
-    def store_chunk(self, effect: StoreChunk) -> None:
-        coming, arrived = self._coming.get(effect.key), self._driver.arrived
-        assert arrived is not None
-        if coming is not None and coming.image == effect.image:
+    def store_chunk(self, chunk: ImageChunk, arrived: ArrivedRequest) -> None:
+        coming = self._coming.get(chunk.key)
+        if coming is not None and coming.image == chunk.image:
             coming.chunks.put_nowait(arrived)
 
     def drop_image(self, effect: DropImage) -> None:

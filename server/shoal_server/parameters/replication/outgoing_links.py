@@ -1,7 +1,7 @@
 """Outgoing links: the links that this server opens, and the images that it sends over them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,35 +11,34 @@ from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.processes import Holder
-from shoal_server.core.replication.leading.followers import FollowerPhase
 from shoal_server.core.replication.protocol.effects import (
     CloseImage,
     CloseLink,
-    CutImage,
+    MakeImage,
     OpenLink,
     ReleaseChunks,
     SendRequest,
 )
 from shoal_server.core.replication.protocol.events import (
-    ImageCut,
-    ImageNotCut,
+    ImageMade,
+    ImageNotMade,
     LinkBroken,
     LinkOpened,
     RecordDelivered,
     ReplyReceived,
 )
-from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
+from shoal_server.core.replication.protocol.messages import ImageChunk
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.comparison.digest import PieceDigest
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.replication.peer_link import PeerLink
 from shoal_server.parameters.replication.run_and_rest import LARGE, run_and_rest
 from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.image import UpdateRecord
-from shoal_server.parameters.shard.replica import ShardReplica, UpdateLog
+from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.serving.tasks import SupervisedTasks
 
@@ -47,32 +46,34 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _Cut:
-    cut: ShardCut | None = None
-    """None while the cut is being made."""
+class _Outgoing:
+    image: ShardImage | None = None
+    """None while the image is being made."""
     released: int = 0
 
 
 class OutgoingLinks:
-    """Opens links and cuts images for the core. `run` does work off the event loop, on which this
-    lives."""
+    """Opens links and makes images for the core of server `me`. `run` does work off the event loop,
+    on which this lives."""
 
     def __init__(
         self,
         driver: CoreDriver,
         *,
+        me: Holder,
         catalog: Catalog,
         directory: ServerDirectory,
         run: Runner,
         timeouts: PeerTimeouts,
     ) -> None:
         self._driver = driver
+        self._me = me
         self._catalog = catalog
         self._directory = directory
         self._run = run
         self._timeouts = timeouts
         self._links: dict[tuple[Holder, int], PeerLink] = {}
-        self._cuts: dict[int, _Cut] = {}
+        self._images: dict[int, _Outgoing] = {}
         self._tasks = SupervisedTasks()
 
     async def close(self) -> None:
@@ -80,13 +81,13 @@ class OutgoingLinks:
         for link in list(self._links.values()):
             await link.close()
         self._links.clear()
-        for image in list(self._cuts):
+        for image in list(self._images):
             self.close_image(CloseImage(image))
 
     # --- links ---
 
     def open_link(self, effect: OpenLink) -> None:
-        link = PeerLink(self._driver.core.me, effect.peer, effect.link, self, self._timeouts)
+        link = PeerLink(self._me, effect.peer, effect.link, self, self._timeouts)
         self._links[effect.peer, effect.link] = link
         link.start()
 
@@ -97,24 +98,23 @@ class OutgoingLinks:
 
     def send_request(self, effect: SendRequest) -> None:
         link = self._links.get((effect.peer, effect.link))
-        if link is not None:
+        if link is None:
+            return
+        if effect.record is None:
             link.send(effect.request)
-
-    def is_followed(self, replica: ShardReplica) -> bool:
-        """True if any server has, or is getting, a copy of the shard from this one."""
-        led = self._driver.core.led((replica.job, replica.shard_id))
-        return led is not None and bool(led.followers)
+        else:
+            assert isinstance(effect.record, OutgoingRecord)
+            link.send_record(effect.request, effect.record)
 
     def compare(self, replica: ShardReplica, digest: PieceDigest) -> None:
         """Send a digest to every follower in step, unless a later push was applied here since."""
-        led = self._driver.core.led((replica.job, replica.shard_id))
-        if led is None or led.version != digest.version or led.epoch != replica.epoch:
+        # The digest follows the record of its version.
+        replica.leading.report_applied()
+        if not replica.is_led or replica.state.version != digest.version:
             return
-        message = frames.of_digest(led.key, led.epoch, digest)
-        for peer, follower in led.followers.items():
-            link = self._driver.core.leading.links.opened(peer)
-            if link is not None and follower.phase is FollowerPhase.FOLLOWING:
-                self._links[peer, link.number].compare(message)
+        message = frames.of_digest((replica.job, replica.shard_id), replica.epoch, digest)
+        for link in self._followed_by(replica):
+            link.compare(message)
 
     def draft(self, replica: ShardReplica, data: memoryview) -> memoryview | None:
         """Copy the data of a push that is about to be applied to memory that is shared with one of
@@ -124,52 +124,29 @@ class OutgoingLinks:
                 return drafted
         return None
 
-    def _followed_by(self, replica: ShardReplica) -> list[PeerLink]:
-        """The links over which pushes to the shard are sent."""
-        led = self._driver.core.led((replica.job, replica.shard_id))
-        found = []
-        for peer, follower in led.followers.items() if led is not None else ():
-            link = self._driver.core.leading.links.opened(peer)
-            if link is not None and follower.phase is FollowerPhase.FOLLOWING:
-                found.append(self._links[peer, link.number])
-        return found
+    def _followed_by(self, replica: ShardReplica) -> Iterator[PeerLink]:
+        """Yield the links over which pushes to the shard are sent."""
+        for peer_and_number in replica.links:
+            # The core may not have handled the end of a link yet.
+            if (link := self._links.get(peer_and_number)) is not None:
+                yield link
 
     # --- called by links: see `LinkOwner` ---
 
     async def reach(self, holder: Holder) -> str | None:
         return await self._directory.reach(holder)
 
-    def record(self, request: UpdateMessage) -> UpdateRecord | None:
-        log = self._log_of(request)
-        return None if log is None else log.get(request.version)
-
-    def owned_record(self, request: UpdateMessage) -> UpdateRecord | None:
-        log = self._log_of(request)
-        return None if log is None else log.owned(request.version)
-
-    def _log_of(self, request: UpdateMessage) -> UpdateLog | None:
-        replica = self._catalog.find(*request.key)
-        if replica is None or replica.epoch != request.epoch:
-            return None
-        return replica.log
-
-    def lies_at(self, request: UpdateMessage, data: memoryview) -> Callable[[], None]:
-        log = self._log_of(request)
-        assert log is not None
-        log.lies_at(request.version, data)
-        return partial(log.give_back, request.version, data)
-
     def header(self, image: int) -> pb.CutHeader | None:
-        kept = self._cuts.get(image)
-        return kept.cut.header if kept is not None and kept.cut is not None else None
+        kept = self._images.get(image)
+        return kept.image.header if kept is not None and kept.image is not None else None
 
     async def chunk(self, request: ImageChunk) -> Buffer:
-        kept = self._cuts.get(request.image)
-        if kept is None or kept.cut is None:
+        kept = self._images.get(request.image)
+        if kept is None or kept.image is None:
             raise InternalError(
                 "an image was closed before all of it was sent", seen=f"image {request.image}"
             )
-        return await run_and_rest(self._run, partial(kept.cut.chunk, request.index))
+        return await run_and_rest(self._run, partial(kept.image.chunk, request.index))
 
     def submit_event(
         self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived
@@ -180,41 +157,43 @@ class OutgoingLinks:
 
     # --- images ---
 
-    def cut_image(self, effect: CutImage) -> None:
-        self._cuts[effect.image] = _Cut()
+    def make_image(self, effect: MakeImage) -> None:
+        self._images[effect.image] = _Outgoing()
         self._tasks.start(self._take(effect))
 
-    async def _take(self, effect: CutImage) -> None:
+    async def _take(self, effect: MakeImage) -> None:
         replica = self._catalog.find(*effect.key)
         try:
             if replica is None:
                 raise InternalError("the shard is not here any more", seen=str(effect.key))
-            cut = await replica.in_turn(self._run, LARGE, replica.state.cut)
+            image = await replica.in_turn(self._run, LARGE, replica.image)
         except Exception as error:
             # Even a lack of memory is reported: other images to the same server wait for this one.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_cut", job=effect.key[0], shard_id=effect.key[1])
-            self._cuts.pop(effect.image, None)
+            self._images.pop(effect.image, None)
             self._driver.submit_event(
-                ImageNotCut(effect.key, effect.image, str(error) or repr(error))
+                ImageNotMade(effect.key, effect.image, str(error) or repr(error))
             )
             return
-        kept = self._cuts.get(effect.image)
+        kept = self._images.get(effect.image)
         if kept is None:
-            cut.close()
+            image.close()
             return
-        kept.cut = cut
-        self._driver.submit_event(ImageCut(effect.key, effect.image, cut.version, cut.num_chunks))
+        kept.image = image
+        self._driver.submit_event(
+            ImageMade(effect.key, effect.image, image.version, image.num_chunks)
+        )
 
     def release_chunks(self, effect: ReleaseChunks) -> None:
-        kept = self._cuts.get(effect.image)
-        if kept is not None and kept.cut is not None:
+        kept = self._images.get(effect.image)
+        if kept is not None and kept.image is not None:
             for index in range(kept.released, effect.next_chunk):
-                kept.cut.release(index)
+                kept.image.release(index)
             kept.released = max(kept.released, effect.next_chunk)
 
     def close_image(self, effect: CloseImage) -> None:
-        kept = self._cuts.pop(effect.image, None)
-        if kept is not None and kept.cut is not None:
+        kept = self._images.pop(effect.image, None)
+        if kept is not None and kept.image is not None:
             # In a thread: freeing much memory takes a while.
-            asyncio.get_running_loop().run_in_executor(None, kept.cut.close)
+            asyncio.get_running_loop().run_in_executor(None, kept.image.close)

@@ -6,10 +6,10 @@ no push waits for an image, which may have gigabytes.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Protocol
+from weakref import ReferenceType, ref
 
 import grpc
 import structlog
@@ -35,10 +35,10 @@ from shoal_server.core.replication.protocol.messages import (
     UpdateMessage,
 )
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
+from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.replication.wire.streams import open_stream
 from shoal_server.parameters.replication.wire.watched_stream import WatchedStream
-from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
@@ -54,21 +54,6 @@ class LinkOwner(Protocol):
         """Return the address of that process; None if it is dead."""
         ...
 
-    def record(self, request: UpdateMessage) -> UpdateRecord | None:
-        """Return the push, valid for this turn of the event loop: afterwards its memory may be used
-        for another push. None if this server is no longer the primary, or no backup needs the push
-        any more."""
-        ...
-
-    def owned_record(self, request: UpdateMessage) -> UpdateRecord | None:
-        """Return the same push with data that are never overwritten, however long sending takes."""
-        ...
-
-    def lies_at(self, request: UpdateMessage, data: memoryview) -> Callable[[], None]:
-        """Note that `data` has a copy of this push's data. Returns the function to call before that
-        memory is used for anything else."""
-        ...
-
     def header(self, image: int) -> pb.CutHeader | None:
         """Return the header of an image; None if the image is closed."""
         ...
@@ -82,6 +67,10 @@ class LinkOwner(Protocol):
     ) -> None: ...
 
 
+_Push = tuple[UpdateMessage, "ReferenceType[OutgoingRecord]"]
+"""A record that waits to be sent, unless no backup needs it any more by then."""
+
+
 class PeerLink:
     """Sends pushes and images to one server. Lives on the event loop."""
 
@@ -93,7 +82,7 @@ class PeerLink:
         self._number = number
         self._owner = owner
         self._timeouts = timeouts
-        self._pushes: deque[Request | pb.FollowRequest] = deque()
+        self._pushes: deque[_Push | Request | pb.FollowRequest] = deque()
         self._images: deque[Request] = deque()
         self._wake = asyncio.Event()
         self._wake_images = asyncio.Event()
@@ -113,19 +102,24 @@ class PeerLink:
         if isinstance(request, ImageStart | ImageChunk):
             self._images.append(request)
             self._wake_images.set()
-        elif not self._send_now(request):
+        else:
             self._pushes.append(request)
             self._wake.set()
 
-    def _send_now(self, request: Request) -> bool:
+    def send_record(self, request: Request, outgoing: OutgoingRecord) -> None:
+        """Send a push, after all earlier requests."""
+        assert isinstance(request, UpdateMessage)
+        if not self._send_now(request, outgoing):
+            self._pushes.append((request, ref(outgoing)))
+            self._wake.set()
+
+    def _send_now(self, request: UpdateMessage, outgoing: OutgoingRecord) -> bool:
         """Send a push without a turn of the event loop, as its sender waits. True if it was
         sent."""
         stream = self._idle
-        if stream is None or self._pushes or not isinstance(request, UpdateMessage):
+        if stream is None or self._pushes:
             return False
-        record = self._owner.record(request)
-        if record is None:
-            return False
+        record = outgoing.get()
         # The follower may have no memory for rows: a push with rows may be refused.
         is_received = stream.is_received and not record.push.row_ids
         of_record = frames.of_record(
@@ -135,7 +129,7 @@ class PeerLink:
             stream.inline_bytes,
             answer_may_wait=is_received,
         )
-        if not stream.send_now(*of_record, keep=partial(self._owner.lies_at, request)):
+        if not stream.send_now(*of_record, keep=outgoing.lies_at):
             return False
         if is_received and stream.is_received:
             key, epoch, version = request.key, request.epoch, request.version
@@ -208,7 +202,7 @@ class PeerLink:
                 self._idle = None
 
     def _frames(
-        self, request: Request | pb.FollowRequest, inline_bytes: int
+        self, request: _Push | Request | pb.FollowRequest, inline_bytes: int
     ) -> Iterator[frames.Frame]:
         if isinstance(request, pb.FollowRequest):
             yield request
@@ -216,12 +210,13 @@ class PeerLink:
             yield frames.of_offer(request)
         elif isinstance(request, CopyUpToDate):
             yield frames.of_continue(request)
-        elif isinstance(request, UpdateMessage):
-            # Sending may have to wait. Meanwhile another follower may free the memory in which the
-            # data lie.
-            record = self._owner.owned_record(request)
-            if record is not None:
-                yield from frames.of_record(*request.key, request.epoch, record, inline_bytes)
+        elif isinstance(request, tuple):
+            update, outgoing = request[0], request[1]()
+            if outgoing is not None:
+                # Sending may have to wait. Meanwhile another follower may free the memory in which
+                # the data lie.
+                record = outgoing.owned()
+                yield from frames.of_record(*update.key, update.epoch, record, inline_bytes)
 
     async def _await_or_beat(self, wake: asyncio.Event, stream: WatchedStream) -> None:
         with suppress(TimeoutError):

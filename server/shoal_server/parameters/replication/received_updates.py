@@ -10,7 +10,7 @@ import structlog
 
 from shoal_proto.errors import Overloaded
 from shoal_server.core.processes import Holder
-from shoal_server.core.replication.protocol.effects import ReplayRecord, SettleCopy
+from shoal_server.core.replication.protocol.effects import SettleCopy
 from shoal_server.core.replication.protocol.events import CopyFailed, CopySettled
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.parameters.comparison.digest import Comparison, PieceDigest, compared
@@ -96,13 +96,13 @@ class ReceivedUpdates:
             shard_id = arrived.request.key[1]
             self._memory.check(f"more rows in a copy of shard {shard_id}")
 
-    def replay_record(self, effect: ReplayRecord) -> None:
-        arrived, replica = self._driver.arrived, self._catalog.find(*effect.key)
-        assert arrived is not None and replica is not None
+    def replay_record(self, key: Key, arrived: ArrivedRequest) -> None:
+        replica = self._catalog.find(*key)
+        assert replica is not None
         if not arrived.is_borrowed:
-            self._put(effect.key, replica, arrived)
-        elif not self._replayed_now(effect.key, replica, arrived):
-            self._put(effect.key, replica, arrived.owned())
+            self._put(key, replica, arrived)
+        elif not self._replayed_now(key, replica, arrived):
+            self._put(key, replica, arrived.owned())
 
     def _replayed_now(self, key: Key, replica: ShardReplica, arrived: ArrivedRequest) -> bool:
         """Apply a small update at once, from the memory that it came in, if no earlier update

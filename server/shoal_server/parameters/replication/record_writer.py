@@ -7,15 +7,21 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import ShoalError
-from shoal_server.core.replication.protocol.effects import RefreshShardRecord, WriteShardRecord
+from shoal_server.core.replication.protocol.effects import (
+    RefreshShardRecord,
+    ReviseShardRecord,
+    WriteShardRecord,
+)
 from shoal_server.core.replication.protocol.events import (
     ShardRecordNotWritten,
+    ShardRecordRead,
     ShardRecordRefreshed,
     ShardRecordWritten,
 )
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import ShardAssignment
-from shoal_server.parameters.cluster.assignment_table import AssignmentTable
+from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
+from shoal_server.parameters.cluster.assignment_changes import change_assignments
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.serving.tasks import SupervisedTasks
 
@@ -28,10 +34,11 @@ AGAIN_S = 2.0
 class RecordWriter:
     """Writes and reads assignments for the core. Lives on the event loop."""
 
-    def __init__(self, driver: CoreDriver, table: AssignmentTable) -> None:
+    def __init__(self, driver: CoreDriver, records: AssignmentMirror) -> None:
         self._driver = driver
-        self._table = table
+        self._records = records
         self._wanted: defaultdict[str, set[int]] = defaultdict(set)
+        self._revised_records: dict[Key, ShardAssignment] = {}
         self._tasks = SupervisedTasks()
 
     async def close(self) -> None:
@@ -49,7 +56,8 @@ class RecordWriter:
 
     async def _change(self, job: str, shard_ids: set[int]) -> None:
         try:
-            await self._table.change(job, shard_ids, partial(self._revised, job))
+            change = partial(self._revised, job)
+            await change_assignments(self._records, job, shard_ids, change)
         except ShoalError as error:
             # Tried again later: an operator may change what etcd allows this server.
             log.error("assignments_not_changed", job=job, reason=str(error))
@@ -60,15 +68,19 @@ class RecordWriter:
             self._driver.submit_event(ShardRecordWritten((job, shard_id)))
 
     def _revised(self, job: str, assignment: ShardAssignment) -> ShardAssignment:
-        now_s = asyncio.get_running_loop().time()
-        return self._driver.core.revised((job, assignment.shard_id), assignment, now_s)
+        key = job, assignment.shard_id
+        self._driver.submit_event(ShardRecordRead(key, assignment))
+        return self._revised_records.pop(key)
+
+    def revise_shard_record(self, effect: ReviseShardRecord) -> None:
+        self._revised_records[effect.key] = effect.assignment
 
     def refresh_shard_record(self, effect: RefreshShardRecord) -> None:
         self._tasks.start(self._look(effect.key))
 
     async def _look(self, key: Key) -> None:
         try:
-            await self._table.refresh(key[0])
+            await self._records.refresh(key[0])
         except ShoalError as error:
             # The core answers waiting calls from what it knows.
             log.warning("assignments_not_read", job=key[0], reason=str(error))

@@ -23,7 +23,6 @@ from shoal_server.core.replication.protocol.events import (
 from shoal_server.core.replication.protocol.messages import (
     BackupRefusalReason,
     BackupRefused,
-    RecordsReceived,
     UpdateMessage,
 )
 from shoal_server.parameters.bulk.wire import PeerHungUp
@@ -148,12 +147,14 @@ class ReplicationServicer:
         self,
         driver: CoreDriver,
         *,
+        me: Holder,
         received: ReceivedUpdates,
         links: IncomingLinks,
         timeouts: PeerTimeouts,
         offers: BulkOffers,
     ) -> None:
         self._driver = driver
+        self._me = me
         self._received = received
         self._links = links
         self._timeouts = timeouts
@@ -162,8 +163,7 @@ class ReplicationServicer:
         self._warned_versions: set[str] = set()
 
     async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
-        me = self._driver.core.me
-        return pb.Holder(server_id=me.server_id, incarnation=me.incarnation)
+        return pb.Holder(server_id=self._me.server_id, incarnation=self._me.incarnation)
 
     async def OpenBulk(self, request: pb.OpenFollowRequest, context: Context) -> OpenBulkReply:
         return self._offers.make(Purpose.REPLICATION, known_caller(context))
@@ -376,7 +376,7 @@ class ReplicationServicer:
                 )
                 self.send_reply(SendReply(*caller, refusal))
                 return
-        self._driver.submit_event(RequestReceived(*caller, request), arrived)
+        self._driver.submit_event(RequestReceived(*caller, request, arrived))
 
     def send_reply(self, effect: SendReply) -> None:
         answers = self._callers.get((effect.peer, effect.link))
@@ -391,11 +391,7 @@ class ReplicationServicer:
                 why=reply.why.value,
                 detail=reply.detail,
             )
-        arrived = self._driver.arrived
-        may_wait = (
-            isinstance(reply, RecordsReceived) and arrived is not None and arrived.answer_may_wait
-        )
-        answers.put(replies.encode(reply), may_wait=may_wait)
+        answers.put(replies.encode(reply), may_wait=effect.may_wait)
 
 
 def _is_of_push(request: Arriving) -> bool:
@@ -406,7 +402,9 @@ def _is_of_push(request: Arriving) -> bool:
 def _may_wait(arrived: ArrivedRequest) -> bool:
     """True if the answer to a push may wait, and the push is so small that its sender does not need
     its memory back soon."""
-    return arrived.answer_may_wait and sum(map(len, arrived.parts)) <= SMALL_BYTES
+    request = arrived.request
+    may_wait = isinstance(request, UpdateMessage) and request.answer_may_wait
+    return may_wait and sum(map(len, arrived.parts)) <= SMALL_BYTES
 
 
 def _is_torn(reading: "asyncio.Task[None]") -> bool:

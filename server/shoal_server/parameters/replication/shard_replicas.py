@@ -27,10 +27,11 @@ from shoal_server.core.shards.assignments import (
     may_be_put_on_disk,
 )
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.parameters.cluster.assignment_table import AssignmentTable
+from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
+from shoal_server.parameters.cluster.assignment_changes import change_assignments
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.replay import RecoveredShard
 from shoal_server.parameters.journal.shard_journal import ShardJournal
@@ -76,7 +77,7 @@ class ShardReplicas:
         self._timeouts = timeouts
         self.directory = ServerDirectory(store, self._look_whether_empty)
         """The addresses of all servers."""
-        self._record = AssignmentTable(store, self._changed, self._record_gone)
+        self._record = AssignmentMirror(store, self._changed, self._record_gone)
         self._images = IncomingImages(driver, catalog=catalog, memory=memory, run=run)
         self._incoming = IncomingLinks()
         self.received = ReceivedUpdates(
@@ -88,9 +89,14 @@ class ShardReplicas:
             links=self._incoming,
         )
         links = OutgoingLinks(
-            driver, catalog=catalog, directory=self.directory, run=run, timeouts=timeouts
+            driver,
+            me=self.me,
+            catalog=catalog,
+            directory=self.directory,
+            run=run,
+            timeouts=timeouts,
         )
-        acknowledgements = Acknowledgements(driver)
+        acknowledgements = Acknowledgements(driver, self.me)
         self._roles = ShardRoles(
             driver,
             catalog=catalog,
@@ -132,6 +138,7 @@ class ShardReplicas:
         """Return the gRPC service on which other servers replicate to this one."""
         self._edges.servicer = ReplicationServicer(
             self._driver,
+            me=self.me,
             received=self.received,
             links=self._incoming,
             timeouts=self._timeouts,
@@ -162,7 +169,7 @@ class ShardReplicas:
 
     def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
         """The assignment of a shard, as of the newest record seen."""
-        return self._record.assignment(job, shard_id)
+        return self._record.of_job(job).get(shard_id)
 
     def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
         """The newest version that each backup of a shard is known to have; empty if this server is
@@ -215,8 +222,8 @@ class ShardReplicas:
         shard_ids: Collection[int],
         change: Callable[[ShardAssignment], ShardAssignment],
     ) -> bool:
-        """Change shards' assignments; see `AssignmentTable.change`."""
-        return await self._record.change(job, shard_ids, change)
+        """Change shards' assignments; see the function of that name."""
+        return await change_assignments(self._record, job, shard_ids, change)
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
         """Read the job's records anew, or those of some shards. Raises what the store raises."""
@@ -319,9 +326,9 @@ class ShardReplicas:
             finally:
                 self._roles.shard_journal = None
 
-    async def _take(self, replica: ShardReplica) -> ShardCut:
-        """Make a cut through a shard, off the event loop if it is large."""
-        return await replica.in_turn(self._run, replica.state.memory_bytes, replica.state.cut)
+    async def _take(self, replica: ShardReplica) -> ShardImage:
+        """Make an image of a shard, off the event loop if it is large."""
+        return await replica.in_turn(self._run, replica.state.memory_bytes, replica.image)
 
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
         if not replica.is_led:
@@ -329,7 +336,7 @@ class ShardReplicas:
         self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), version))
 
     def _disk_failed(self, replica: ShardReplica) -> None:
-        self._driver.submit_event(ev.DiskFailed((replica.job, replica.shard_id)))
+        self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), None))
 
     def is_kept(self, job: str, shard_id: int) -> bool:
         """True if this server's journal has a shard of which this server is not the primary."""

@@ -20,9 +20,10 @@ from shoal_server.core.replication.protocol.effects import (
     LoadJournal,
     OpenShard,
     ResumePushes,
+    SetFollowers,
+    SetUnreplicated,
     StepDown,
     StopPushes,
-    TrimRecords,
 )
 from shoal_server.core.replication.protocol.events import (
     CopySettled,
@@ -39,10 +40,10 @@ from shoal_server.parameters.replication.acknowledgements import Acknowledgement
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.incoming_images import IncomingImages
 from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
-from shoal_server.parameters.replication.record_log import RecordLog
+from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.image import UpdateRecord
-from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica, num_bytes_of
+from shoal_server.parameters.shard.record import UpdateRecord
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.tasks import SupervisedTasks
@@ -57,9 +58,6 @@ class _Led:
     replica: ShardReplica
     acknowledgements: Acknowledgements
     report_applied: Callable[[], None]
-
-    def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
-        return self.acknowledgements.is_there(self.replica, version, level)
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
         await self.acknowledgements.wait(self.replica, version, level)
@@ -120,15 +118,11 @@ class ShardRoles:
         right after it is applied, and no backup can join in between; in a thread one can."""
         if threading.get_ident() != self._loop_thread or self._applied:
             return bytes(data)
-        if not self._is_needed(replica):
-            return data
         if self.shard_journal is not None:
             return bytes(data)
+        if not replica.is_followed:
+            return data
         return self._links.draft(replica, memoryview(data)) or bytes(data)
-
-    def _is_needed(self, replica: ShardReplica) -> bool:
-        led = self._driver.core.led((replica.job, replica.shard_id))
-        return self.shard_journal is not None or led is None or bool(led.followers)
 
     def _tell_applied(self) -> None:
         if threading.get_ident() == self._loop_thread:
@@ -138,22 +132,19 @@ class ShardRoles:
         while self._applied:
             with self._applied_lock:
                 replica, record = self._applied.popleft()
-            replica.pushed_bytes += num_bytes_of(record)
-            if replica.log is None or self._catalog.find(replica.job, replica.shard_id) is not (
-                replica
-            ):
+            replica.pushed_bytes += record.num_bytes
+            key = replica.job, replica.shard_id
+            if not replica.is_led or self._catalog.find(*key) is not replica:
                 continue
-            is_kept = self._is_needed(replica)
-            if is_kept:
-                replica.log.append(record)
-            else:
-                replica.log.skip(record.push.version)
             if self.shard_journal is not None:
                 self.shard_journal.append_update(replica, record)
-            key, version = (replica.job, replica.shard_id), record.push.version
-            self._driver.submit_event(PushApplied(key, version, is_kept))
-            if record.is_lent and replica.log is not None:
-                replica.log.give_back(version, record.data)
+            outgoing = OutgoingRecord(record)
+            give_back = outgoing.when_reused() if record.is_lent else None
+            self._driver.submit_event(PushApplied(key, outgoing))
+            # Only the core refers to the record now: if it does not keep it, no data are copied.
+            del outgoing
+            if give_back is not None:
+                give_back()
 
     # --- primaries ---
 
@@ -162,7 +153,7 @@ class ShardRoles:
         replica.state.enter_epoch(effect.epoch)
         replica.epoch, replica.role = effect.epoch, ReplicaRole.PRIMARY
         replica.is_forming, replica.is_handing_over = True, False
-        replica.log = RecordLog(replica.state.version)
+        replica.is_led = True
         replica.leading = _Led(replica, self._acknowledgements, self._tell_applied)
         replica.state.subscribe(partial(self._pushed, replica), partial(self._keep, replica))
         if self.shard_journal is not None:
@@ -190,10 +181,12 @@ class ShardRoles:
         replica.state.enter_epoch(replica.epoch)
         replica.is_handing_over = False
 
-    def trim_records(self, effect: TrimRecords) -> None:
+    def set_followers(self, effect: SetFollowers) -> None:
         replica = self._found(effect.key)
-        if replica.log is not None:
-            replica.log.trim(effect.version)
+        replica.is_followed, replica.links = effect.is_followed, effect.links
+
+    def set_unreplicated(self, effect: SetUnreplicated) -> None:
+        self._found(effect.key).unreplicated_bytes = effect.num_bytes
 
     # --- copies ---
 
@@ -263,7 +256,8 @@ class ShardRoles:
         """End what a primary does for its shard, after passing on the applied pushes."""
         self._tell_all()
         replica.state.subscribe(None)
-        replica.log = None
+        replica.is_led = replica.is_followed = False
+        replica.links, replica.unreplicated_bytes = (), 0
         if self.shard_journal is not None:
             self.shard_journal.end(replica)
 

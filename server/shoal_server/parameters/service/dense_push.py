@@ -144,10 +144,7 @@ class DensePushKind:
         answer, level = applied.result(), self._header.acknowledgement
         if isinstance(answer, ShoalError):
             return applied
-        leading, version = part.replica.leading, answer.newest_version
-        if leading.is_acknowledged(version, level):
-            return applied
-        return leading.once_acknowledged(version, level, answer)
+        return part.replica.leading.once_acknowledged(answer.newest_version, level, answer)
 
     async def _once_safe(
         self, replica: ShardReplica, applied: Awaitable[ShardAnswer | ShoalError]

@@ -13,6 +13,8 @@ from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsServicer
 from shoal_proto.v1.weights_pb2 import PutSegmentRequest
+from shoal_server.parameters.images.image import Stamp
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard import image_file
@@ -21,7 +23,6 @@ from shoal_server.parameters.shard.memory import Memory, MemoryClaim
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
-from shoal_server.parameters.snapshot.frozen_shard import FrozenShard, Stamp
 from shoal_server.parameters.tables import restore
 from shoal_server.parameters.weights.cut_segments import planned
 from shoal_server.parameters.weights.servicer import WeightsServicer
@@ -100,8 +101,8 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             _check_cut(request)
             library = await self._library(request.url, request.job)
             files = []
-            for frozen in self._barriers.taken(request.job, request.cut_id):
-                part = await self._in_pool(partial(_write, library, request, frozen))
+            for image in self._barriers.taken(request.job, request.cut_id):
+                part = await self._in_pool(partial(_write, library, request, image))
                 files.append(messages.of_part(part))
             return pb.WriteReply(files=files)
         finally:
@@ -116,10 +117,10 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         )
         try:
             found = []
-            for frozen in self._barriers.taken(request.job, request.cut_id):
+            for image in self._barriers.taken(request.job, request.cut_id):
                 # Parts of a publication are numbered by rank; rank 0 is the publisher's own part.
-                put.rank = frozen.stamp.shard_id + 1
-                found.append(await self._weights.keep_cut(put, planned(frozen.cut)))
+                put.rank = image.shard_id + 1
+                found.append(await self._weights.keep_cut(put, planned(image)))
             return pb.PublishCutReply(segments=found)
         finally:
             self._barriers.abort(request.job, request.cut_id, "it was published, or could not be")
@@ -198,21 +199,18 @@ def _check_cut(request: pb.WriteRequest) -> None:
         )
 
 
-def _write(
-    library: SnapshotLibrary, request: pb.WriteRequest, frozen: FrozenShard
-) -> ManifestEntry:
-    cut = frozen.cut
-    path = part_file(request.number, request.cut_id, cut.shard_id)
+def _write(library: SnapshotLibrary, request: pb.WriteRequest, image: ShardImage) -> ManifestEntry:
+    path = part_file(request.number, request.cut_id, image.shard_id)
     folder, _, name = path.rpartition("/")
-    file = image_file.DigestingReader(image_file.pieces(cut))
+    file = image_file.DigestingReader(image_file.pieces(image))
     library.storage.write_pieces(f"{request.job}/{folder}", lambda: name, file)
     # Not on the event loop: freeing much memory takes a while.
-    cut.close()
+    image.close()
     return ManifestEntry(
-        shard_id=cut.shard_id,
-        epoch=frozen.stamp.epoch,
-        version=cut.version,
-        kind=cut.kind,
+        shard_id=image.shard_id,
+        epoch=image.stamp.epoch,
+        version=image.version,
+        kind=image.kind,
         file=path,
         num_bytes=file.num_bytes,
         sha256=file.sha256,

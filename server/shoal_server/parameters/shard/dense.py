@@ -18,11 +18,11 @@ from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.replication_pb2 import DenseSpec, PushRecord, SessionImage
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.codecs.codec import GradientDecoder, new_decoder
-from shoal_server.parameters.cuts.flat_cut import FlatCut, FlatTensors
-from shoal_server.parameters.cuts.shard_cut import OpenCuts
+from shoal_server.parameters.images.flat_image import FlatImage, FlatTensors
+from shoal_server.parameters.images.image import LoadedImage
+from shoal_server.parameters.images.shard_image import OpenImages
 from shoal_server.parameters.optimizers.checks import check_spec
 from shoal_server.parameters.shard.gradients import DTYPES, BlockSplitter
-from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.reply_writer import SHARD_DATA, CopyOut
 from shoal_server.parameters.shard.update_rule import UpdateRule
 from shoal_server.parameters.shard.versioned import AnyShard, Push, SmallTensors, VersionedShard
@@ -63,7 +63,7 @@ class DenseBody:
         self._block_sizes = [block.num_elements for block in spec.blocks]
         blocks = torch.split(self._values, self._block_sizes)
         self._rule = UpdateRule(optimizer, spec.group, blocks, BlockSplitter(spec))
-        self.cuts = OpenCuts[FlatCut]()
+        self.images = OpenImages[FlatImage]()
 
     @property
     def needs_base(self) -> bool:
@@ -129,8 +129,8 @@ class DenseBody:
         return 0
 
     def apply(self, record: PushRecord, batch: Buffer) -> bytes:
-        for cut in self.cuts():
-            cut.preserve()
+        for image in self.images():
+            image.preserve()
         self._rule.apply(record, batch)
         return b""
 
@@ -151,9 +151,9 @@ class DenseBody:
     def spec_message(self, spec: Shard) -> DenseSpec:
         return DenseSpec(shard=spec, optimizer=self.optimizer_spec)
 
-    def cut(self) -> tuple[FlatCut, SmallTensors]:
-        content = FlatCut(self.flat_tensors())
-        self.cuts.add(content)
+    def image(self) -> tuple[FlatImage, SmallTensors]:
+        content = FlatImage(self.flat_tensors())
+        self.images.add(content)
         return content, _nothing_small
 
     def flat(self, chunk_bytes: int) -> FlatTensors:
@@ -187,7 +187,7 @@ def is_dense(shard: AnyShard) -> TypeGuard[DenseShard]:
     return isinstance(shard.body, DenseBody)
 
 
-def dense_from_image(image: Image) -> DenseShard:
+def dense_from_image(image: LoadedImage) -> DenseShard:
     """Restore a shard from its image.
 
     Raises InternalError if the image is incomplete or not of a dense shard.
@@ -244,7 +244,7 @@ def _nothing_small(sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
     return {}
 
 
-def _dense_spec(image: Image) -> DenseSpec:
+def _dense_spec(image: LoadedImage) -> DenseSpec:
     try:
         return DenseSpec.FromString(image.spec)
     except DecodeError as error:

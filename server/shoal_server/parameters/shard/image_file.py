@@ -11,10 +11,9 @@ from safetensors.torch import load
 
 from shoal_proto.errors import SnapshotDamaged
 from shoal_proto.pieces import Buffer
-from shoal_proto.v1.replication_pb2 import ShardImage
-from shoal_server.parameters.cuts.shard_cut import ShardCut, TensorStream
-from shoal_server.parameters.cuts.tensor_bytes import DTYPES, as_bytes, describe
-from shoal_server.parameters.shard.image import Image
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.parameters.images.image import Image, LoadedImage, TensorStream
+from shoal_server.parameters.images.tensor_bytes import DTYPES, as_bytes
 
 METADATA_KEY = "shoal.image"
 """A ShardImage without its tensors, serialized, in base 64."""
@@ -34,29 +33,25 @@ _DTYPE_NAMES = {
 }
 
 
-def pieces(image: Image | ShardCut, run: str = "") -> Iterator[Buffer]:
-    """Yield the file in pieces; a piece is read from a cut when it is requested. The same image
-    gives the same bytes. `run`: see `Image`."""
-    header = ShardImage(
+def pieces(image: Image, run: str = "") -> Iterator[Buffer]:
+    """Yield the file in pieces; a piece is read from the image when it is requested. The same image
+    gives the same bytes. `run`: see `LoadedImage`."""
+    header = pb.ShardImage(
         shard_id=image.shard_id,
         version=image.version,
         kind=image.kind,
         spec=image.spec,
         sessions=image.sessions,
     )
-    if isinstance(image, ShardCut):
-        return _pieces(header, image.streams(), run)
-    tensors = image.tensors.items()
-    streams = [TensorStream(describe(name, t), iter((t.contiguous(),))) for name, t in tensors]
-    return _pieces(header, streams, run)
+    return _pieces(header, image.streams(), run)
 
 
-def to_bytes(image: Image | ShardCut) -> bytes:
+def to_bytes(image: Image) -> bytes:
     """Return the whole file."""
     return b"".join(pieces(image))
 
 
-def _pieces(header: ShardImage, streams: Sequence[TensorStream], run: str) -> Iterator[Buffer]:
+def _pieces(header: pb.ShardImage, streams: Sequence[TensorStream], run: str) -> Iterator[Buffer]:
     """Yield the file: eight bytes with the length of a JSON header, the header, the tensors.
     Tensors with the largest elements come first, so that each is aligned to its elements."""
     text = base64.b64encode(header.SerializeToString(deterministic=True)).decode()
@@ -106,7 +101,7 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> Image:
+def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> LoadedImage:
     """Read the image that `to_bytes` wrote to a file of that checksum.
 
     Raises SnapshotDamaged, naming file and shard, for any other bytes.
@@ -116,13 +111,13 @@ def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> Image:
         raise _damaged(file, shard_id, f"SHA-256 {seen} of {len(data)} bytes", sha256)
     try:
         metadata = _metadata(data)
-        header = ShardImage.FromString(base64.b64decode(metadata[METADATA_KEY]))
+        header = pb.ShardImage.FromString(base64.b64decode(metadata[METADATA_KEY]))
         tensors = load(data)
     except (ValueError, KeyError, TypeError, DecodeError, SafetensorError) as error:
         raise _damaged(file, shard_id, repr(error)[:200], "the image of a shard") from error
     if header.shard_id != shard_id:
         raise _damaged(file, shard_id, f"shard {header.shard_id}", f"shard {shard_id}")
-    return Image(
+    return LoadedImage(
         kind=header.kind,
         shard_id=header.shard_id,
         version=header.version,

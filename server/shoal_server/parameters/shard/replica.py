@@ -1,18 +1,18 @@
 """A replica: one server's copy of a shard, with its role."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Protocol, TypeVar
 
 import structlog
 
 from shoal_proto.errors import InternalError, InvalidSpec, Overloaded, ShoalError, WrongEpoch
-from shoal_proto.pieces import Buffer
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.replication_pb2 import PushRecord
+from shoal_server.core.processes import Holder
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.shard import workers
-from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
 
@@ -34,10 +34,6 @@ class ShardLeadership(Protocol):
         nothing: they are passed on soon."""
         ...
 
-    def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
-        """True if a version is safe to that level already."""
-        ...
-
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
         """Return once a version is safe to that level. Raises the error that makes it
         impossible."""
@@ -47,7 +43,7 @@ class ShardLeadership(Protocol):
         self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
     ) -> "asyncio.Future[AnswerT | ShoalError]":
         """Return a future of `answer`, done once the version is safe, or of the error: needs no
-        task."""
+        task. It is done already if the version is safe."""
         ...
 
     def check_lease(self) -> None:
@@ -60,9 +56,6 @@ class NotLed:
 
     def report_applied(self) -> None:
         """Do nothing: there are no backups."""
-
-    def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
-        return False
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
         raise self._error(version, level)
@@ -83,26 +76,6 @@ class NotLed:
         """Do nothing: pushes admitted earlier are refused by their epoch."""
 
 
-class UpdateLog(Protocol):
-    """The applied pushes that may still have to be sent to a backup."""
-
-    num_bytes: int
-
-    def append(self, record: UpdateRecord) -> None: ...
-
-    def trim(self, version: int) -> None: ...
-
-    def skip(self, version: int) -> None: ...
-
-    def get(self, version: int) -> UpdateRecord | None: ...
-
-    def lies_at(self, version: int, data: Buffer) -> None: ...
-
-    def give_back(self, version: int, data: Buffer) -> None: ...
-
-    def owned(self, version: int) -> UpdateRecord | None: ...
-
-
 class ReplicaRole(Enum):
     PRIMARY = "primary"
     BACKUP = "backup"
@@ -120,8 +93,15 @@ class ShardReplica:
         self.epoch = epoch
         self.leading: ShardLeadership = NotLed()
         """Set when this replica first becomes primary."""
-        self.log: UpdateLog | None = None
-        """The applied pushes that may still have to be sent to a backup; None: not the primary."""
+        self.is_led = False
+        """True while this replica is the primary. Epochs do not show that: a later replica with the
+        same id may be of another run, and have the same epoch."""
+        self.is_followed = False
+        """True if any server has, or is getting, a copy from this replica."""
+        self.links: Sequence[tuple[Holder, int]] = ()
+        """Links over which each push to this replica is sent."""
+        self.unreplicated_bytes = 0
+        """Bytes of pushes that some backup may not have received yet."""
         self.check_disk: Callable[[], None] = _always
         """Raises Overloaded while the journal is too far behind to take more."""
         self.is_journaled = False
@@ -137,6 +117,10 @@ class ShardReplica:
     @property
     def shard_id(self) -> int:
         return self.state.shard_id
+
+    def image(self) -> ShardImage:
+        """Return an image of the shard as of now; see `VersionedShard.image`."""
+        return self.state.image(epoch=self.epoch)
 
     def work(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
         """Do work on the state, which touches that many bytes, and return its result.
@@ -199,17 +183,6 @@ class ShardReplica:
         if not ended.cancelled() and ended.exception() is not None:
             log.debug("shard_work_failed", job=self.job, shard_id=self.shard_id)
 
-    @property
-    def is_led(self) -> bool:
-        """True while this replica is the primary. Epochs do not show that: a later replica with the
-        same id may be of another run, and have the same epoch."""
-        return self.log is not None
-
-    @property
-    def unreplicated_bytes(self) -> int:
-        """Bytes of pushes that some backup has not received yet."""
-        return 0 if self.log is None else self.log.num_bytes
-
     def check_capacity(self) -> None:
         """Raise Overloaded while a backup, or the disk, is too far behind; Unavailable while this
         server may acknowledge nothing."""
@@ -259,8 +232,3 @@ def work_bytes_of(push: PushRecord, num_bytes: int) -> int:
     """Size of the work of replaying a record, as `Runner` counts it. Compressed data are never
     handled on the event loop: decoding takes longer than applying as many bytes."""
     return num_bytes + (INLINE_BYTES if push.HasField("codec") else 0)
-
-
-def num_bytes_of(record: UpdateRecord) -> int:
-    """Size of a record in memory while it waits."""
-    return len(record.data) + len(record.push.row_ids) + len(record.push.row_births)

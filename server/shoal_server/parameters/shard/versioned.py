@@ -20,8 +20,8 @@ from shoal_proto.pieces import Buffer
 from shoal_proto.v1.parameters_pb2 import ShardState
 from shoal_proto.v1.replication_pb2 import CutHeader, PushRecord, SessionImage
 from shoal_proto.v1.shards_pb2 import Shard
-from shoal_server.parameters.cuts.shard_cut import CutContent, OpenCuts, ShardCut, rest_of
-from shoal_server.parameters.shard.image import Image, Keep, UpdateListener, UpdateRecord
+from shoal_server.parameters.images.shard_image import ImageContent, OpenImages, ShardImage, rest_of
+from shoal_server.parameters.shard.record import Keep, UpdateListener, UpdateRecord
 from shoal_server.parameters.shard.sessions import RememberedOutcome, SessionTable, exported
 from shoal_server.parameters.shard.step_scope import Scope, to_message
 
@@ -120,13 +120,13 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     @property
-    def cuts(self) -> OpenCuts[Any]:
-        """The open cuts: `apply` preserves the old values for each."""
+    def images(self) -> OpenImages[Any]:
+        """The open images: `apply` preserves the old values for each."""
         ...
 
-    def cut(self) -> tuple[CutContent, SmallTensors]:
-        """Cut the body as of now, without a copy. Returns the large tensors, added to `cuts`, and a
-        function that returns the small ones later."""
+    def image(self) -> tuple[ImageContent, SmallTensors]:
+        """Return an image of the body as of now, without a copy: the large tensors, added to
+        `images`, and a function that returns the small ones later."""
         ...
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
@@ -168,7 +168,7 @@ class VersionedShard(Generic[BodyT]):
         self._keep: Keep = bytes
         self._body_lock = threading.RLock()
         """Protects the body; taken before `_lock`. It is held for at most one push, or one chunk of
-        a cut."""
+        an image."""
         self._lock = threading.Lock()
         """Protects all other state; only a push holds it for longer than a moment."""
 
@@ -205,8 +205,8 @@ class VersionedShard(Generic[BodyT]):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the body, of remembered pushes, and of old values kept for cuts."""
-        return self.memory_bytes + self._sessions.num_bytes + self.body.cuts.held_bytes
+        """Bytes of the body, of remembered pushes, and of old values kept for images."""
+        return self.memory_bytes + self._sessions.num_bytes + self.body.images.held_bytes
 
     def wrong_epoch(self, epoch: int) -> WrongEpoch:
         """Return the error for a push with another epoch than the shard's."""
@@ -364,43 +364,30 @@ class VersionedShard(Generic[BodyT]):
         with self._lock:
             self.spec.epoch = epoch
 
-    def cut(self, listener: UpdateListener | None = None) -> ShardCut:
-        """Cut the shard at one version, to be read in chunks while pushes go on. `listener`, if
-        given, gets every push after exactly that version, instead of the previous listener.
+    def image(self, *, epoch: int = 0) -> ShardImage:
+        """Return an image of the shard, to be read in chunks while pushes go on. `epoch`: the
+        primary's, for the image's stamp.
 
         Waits for a push in progress, and copies nothing while it has the shard's lock. Close the
-        cut after use. Call it from any thread but the event loop's.
+        image after use. Call it from any thread but the event loop's.
         """
         with self._body_lock:
             with self._lock:
-                if listener is not None:
-                    self._listener, self._keep = listener, bytes
                 spec = self.body.spec_message(self.spec).SerializeToString(deterministic=True)
             frozen, version = self._sessions.freeze(), self._version
-            content, small = self.body.cut()
+            content, small = self.body.image()
         sessions = exported(frozen)
         header = CutHeader(
             shard_id=self.spec.shard_id, version=version, kind=self.body.kind, spec=spec
         )
-        return ShardCut(
+        return ShardImage(
             header,
             content=content,
             rest=rest_of(sessions, small(sessions)),
             lock=self._body_lock,
-            cuts=self.body.cuts,
+            images=self.body.images,
+            epoch=epoch,
         )
-
-    def image(self, listener: UpdateListener | None = None) -> Image:
-        """Copy the shard at one version, while pushes go on; for `listener` see `cut`."""
-        with self.cut(listener) as cut:
-            return Image(
-                kind=cut.header.kind,
-                shard_id=self.spec.shard_id,
-                version=cut.version,
-                spec=cut.header.spec,
-                tensors=cut.tensors(),
-                sessions=cut.sessions,
-            )
 
     def describe(self, job: str) -> ShardState:
         """Return counters and sizes for display. Takes no lock, so that no push waits."""

@@ -1,7 +1,7 @@
-"""A server's part in snapshots: a barrier for each job's pushes, and cuts through its shards.
+"""A server's part in snapshots: a barrier for each job's pushes, and images of its shards.
 
-Once a barrier is drained, each shard is cut (`cuts/shard_cut.py`) and the barrier opens at once:
-the snapshot is written as of the cut, whatever is pushed meanwhile.
+Once a barrier is drained, an image of each shard is made (`images/shard_image.py`) and the barrier
+opens at once: the snapshot is written as of the cut, whatever is pushed meanwhile.
 """
 
 import asyncio
@@ -16,12 +16,13 @@ from shoal_proto.errors import InternalError, RefusedError, ShoalError, Snapshot
 from shoal_proto.v1.identity_pb2 import ErrorDetail
 from shoal_server.core.shards.steps import Begun, Shards, StepId
 from shoal_server.parameters.cluster.fence import Fence
+from shoal_server.parameters.images.image import Stamp
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import is_dense
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.step_scope import TABLES
 from shoal_server.parameters.snapshot.barrier import BarrierPhase, SnapshotBarrier
-from shoal_server.parameters.snapshot.frozen_shard import FrozenShard, Stamp
 
 log = structlog.get_logger(__name__)
 
@@ -43,9 +44,9 @@ class _JobBarrier:
     """Set when a part of a push has ended."""
     known: dict[int, tuple[ShardReplica, int]] = field(default_factory=dict)
     """Shards whose sessions the barrier has learnt, and their epochs."""
-    frozen: dict[int, FrozenShard] = field(default_factory=dict)
+    images: dict[int, ShardImage] = field(default_factory=dict)
     cut_id: str = ""
-    """The cut of the frozen shards."""
+    """The cut of the images."""
     limit: asyncio.TimerHandle | None = None
 
     def turn(self) -> None:
@@ -98,7 +99,7 @@ class SnapshotBarriers:
         self._forget_quiet_jobs()
         self._forget_earlier_run(job)
         cut = self._of(job)
-        if cut.frozen:
+        if cut.images:
             raise SnapshotFailed(
                 "another snapshot is being written",
                 seen=f"cut {cut.cut_id}",
@@ -112,8 +113,8 @@ class SnapshotBarriers:
     async def freeze(
         self, job: str, cut_id: str, begun: Begun, wait_s: float, *, take_torn: bool
     ) -> tuple[Sequence[Stamp], Sequence[StepId]]:
-        """Cut every shard of which this server is the primary, with all steps that have begun;
-        return the stamps, and the steps that are torn.
+        """Make an image of every shard of which this server is primary, with all steps that have
+        begun; return the stamps, and the steps that are torn.
 
         Raises SnapshotFailed if a step is torn and `take_torn` is False, if the server's shards
         have changed, or if the barrier has opened. The barrier is open afterwards in any case.
@@ -130,16 +131,16 @@ class SnapshotBarriers:
             if torn and not take_torn:
                 raise _torn(job, torn)
             self._check_led(job, cut)
-            frozen = await _frozen(led)
+            images = await _images(led)
             try:
                 # Meanwhile the cut may have been aborted, and the barrier opened.
                 cut.barrier.check(cut_id, BarrierPhase.DRAINING)
                 self._check_led(job, cut)
             except SnapshotFailed:
-                await asyncio.to_thread(_close, frozen)
+                await asyncio.to_thread(_close, images)
                 raise
-            cut.cut_id, cut.frozen = cut_id, {each.stamp.shard_id: each for each in frozen}
-            return [each.stamp for each in frozen], torn
+            cut.cut_id, cut.images = cut_id, {each.shard_id: each for each in images}
+            return [each.stamp for each in images], torn
         finally:
             self.open(job, cut_id)
 
@@ -155,18 +156,18 @@ class SnapshotBarriers:
             )
 
     def keep_only(self, job: str, cut_id: str, unwanted: Iterable[Stamp], limit_s: float) -> None:
-        """Drop frozen shards with these stamps; and drop all after `limit_s`, unless `taken` is
+        """Drop images with these stamps; and drop all after `limit_s`, unless `taken` is
         called before."""
         cut = self._of(job)
         not_needed = set(unwanted)
-        for frozen in list(cut.frozen.values()):
-            if frozen.stamp in not_needed:
-                frozen.cut.close()
-                del cut.frozen[frozen.stamp.shard_id]
+        for image in list(cut.images.values()):
+            if image.stamp in not_needed:
+                image.close()
+                del cut.images[image.shard_id]
         self._limit(job, cut_id, limit_s)
 
-    def taken(self, job: str, cut_id: str) -> Iterator[FrozenShard]:
-        """Yield the frozen shards one by one; each is dropped when the next one is requested.
+    def taken(self, job: str, cut_id: str) -> Iterator[ShardImage]:
+        """Yield the images one by one; each is dropped when the next one is requested.
 
         Raises SnapshotFailed if that cut is over.
         """
@@ -174,11 +175,11 @@ class SnapshotBarriers:
         if cut.cut_id != cut_id:
             raise SnapshotFailed(f"cut {cut_id} is over", seen=f"cut {cut.cut_id or 'none'}")
         cut.set_limit(None)
-        while cut.frozen:
-            frozen = next(iter(cut.frozen.values()))
-            yield frozen
-            frozen.cut.close()
-            cut.frozen.pop(frozen.stamp.shard_id, None)
+        while cut.images:
+            image = next(iter(cut.images.values()))
+            yield image
+            image.close()
+            cut.images.pop(image.shard_id, None)
 
     def open(self, job: str, cut_id: str) -> None:
         """Admit everything again, if that cut holds it back."""
@@ -192,16 +193,16 @@ class SnapshotBarriers:
         self.open(job, cut_id)
         cut = self._of(job)
         if cut.cut_id == cut_id:
-            for frozen in cut.frozen.values():
-                frozen.cut.close()
+            for image in cut.images.values():
+                image.close()
             log.info(
                 "snapshot_barrier_opened",
                 job=job,
                 cut=cut_id,
-                num_left=len(cut.frozen),
+                num_left=len(cut.images),
                 reason=reason,
             )
-            cut.frozen, cut.cut_id = {}, ""
+            cut.images, cut.cut_id = {}, ""
             cut.set_limit(None)
 
     def _limit(self, job: str, cut_id: str, limit_s: float) -> None:
@@ -252,14 +253,14 @@ class SnapshotBarriers:
         """Forget the steps of an earlier run: its shards have been replaced, and no cut waits for
         them."""
         cut, run = self._of(job), self._run_of(job)
-        is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.frozen
+        is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.images
         if cut.run and cut.run != run and is_idle:
             self._jobs[job] = _JobBarrier(run)
         elif not cut.run:
             cut.run = run
 
     def _forget_quiet_jobs(self) -> None:
-        """Drop the barriers of jobs without live sessions or frozen shards."""
+        """Drop the barriers of jobs without live sessions or images."""
         if len(self._jobs) <= MAX_QUIET_JOBS:
             return
         for job, cut in list(self._jobs.items()):
@@ -267,7 +268,7 @@ class SnapshotBarriers:
             if (
                 not cut.barrier.num_sessions
                 and cut.barrier.phase is BarrierPhase.OPEN
-                and not cut.frozen
+                and not cut.images
             ):
                 del self._jobs[job]
 
@@ -301,21 +302,19 @@ class _Lacking:
         ]
 
 
-async def _frozen(led: Sequence[ShardReplica]) -> list[FrozenShard]:
-    """Cut all these shards in a thread, as each waits for a push in progress."""
-    freezing = asyncio.ensure_future(
-        asyncio.to_thread(lambda: [FrozenShard.of(replica) for replica in led])
-    )
+async def _images(led: Sequence[ShardReplica]) -> list[ShardImage]:
+    """Make images of all these shards in a thread, as each waits for a push in progress."""
+    making = asyncio.ensure_future(asyncio.to_thread(lambda: [each.image() for each in led]))
     try:
-        return await asyncio.shield(freezing)
+        return await asyncio.shield(making)
     except asyncio.CancelledError:
-        freezing.add_done_callback(lambda done: _close(done.result()))
+        making.add_done_callback(lambda done: _close(done.result()))
         raise
 
 
-def _close(frozen: Sequence[FrozenShard]) -> None:
-    for each in frozen:
-        each.cut.close()
+def _close(images: Sequence[ShardImage]) -> None:
+    for each in images:
+        each.close()
 
 
 def _begun_in(replica: ShardReplica) -> Begun:

@@ -1,4 +1,4 @@
-"""Builds a shard from the chunks of a cut, as they arrive.
+"""Builds a shard from the chunks of an image, as they arrive.
 
     builder = ShardBuilder(header)
     while not builder.is_whole:
@@ -28,7 +28,7 @@ from shoal_proto.v1.replication_pb2 import (
     TableShardSpec,
     TensorImage,
 )
-from shoal_server.parameters.cuts.tensor_bytes import from_message
+from shoal_server.parameters.images.tensor_bytes import from_message
 from shoal_server.parameters.shard.chunk_assembler import shard_bytes
 from shoal_server.parameters.shard.dense import VALUES, DenseBody
 from shoal_server.parameters.shard.versioned import AnyShard, VersionedShard
@@ -151,7 +151,7 @@ class ShardBuilder:
             self._content.begin(small, rest.sessions)
         except (DecodeError, KeyError) as error:
             raise MalformedMessage(
-                f"the rest of the cut of shard {self.header.shard_id} cannot be read",
+                f"the rest of the image of shard {self.header.shard_id} cannot be read",
                 seen=repr(error)[:200],
                 expected="a CutRest with all its tensors",
             ) from error

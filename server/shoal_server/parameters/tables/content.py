@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
-from shoal_server.parameters.cuts.shard_cut import OpenCuts
+from shoal_server.parameters.images.shard_image import OpenImages
 from shoal_server.parameters.shard.gradients import DTYPES
 from shoal_server.parameters.tables.admission import new_gate
 from shoal_server.parameters.tables.batch import Fates, RowBatch
@@ -21,7 +21,7 @@ from shoal_server.parameters.tables.index import MAX_ROWS, Rows
 from shoal_server.parameters.tables.initial import InitialRows
 from shoal_server.parameters.tables.optimizers import RowAdamRule, new_rule
 from shoal_server.parameters.tables.row_chunks import RowChunks
-from shoal_server.parameters.tables.row_cut import RowCut
+from shoal_server.parameters.tables.row_image import RowImage
 from shoal_server.parameters.tables.rows import RowStore
 
 DEFAULT_SHARD_BYTES = 1024**3
@@ -60,8 +60,8 @@ class TableContent:
         *,
         expected_rows: int = 0,
     ) -> None:
-        """Make an empty content, or one with the small tensors that `cut` returned; takes ownership
-        of them. `expected_rows`: number of rows that `fill` will add."""
+        """Make an empty content, or one with the small tensors that `image` returned; takes
+        ownership of them. `expected_rows`: number of rows that `fill` will add."""
         dtype = DTYPES[table.dtype]
         held = small or {}
         self._table = table
@@ -216,14 +216,14 @@ class TableContent:
         self.counts.evicted += len(rows)
 
     @property
-    def cuts(self) -> OpenCuts[RowCut]:
-        """The open cuts: a push preserves the old rows for each."""
-        return self._rows.cuts
+    def images(self) -> OpenImages[RowImage]:
+        """The open images: a push preserves the old rows for each."""
+        return self._rows.images
 
-    def cut(self) -> tuple[RowCut, Mapping[str, Tensor]]:
+    def image(self) -> tuple[RowImage, Mapping[str, Tensor]]:
         """Cut the rows as of now, to be closed; and copy the small tensors."""
         flat = {name: tensor.clone() for name, tensor in self.flat_tensors().items()}
-        return self._rows.cut(), flat
+        return self._rows.image(), flat
 
     def flat_tensors(self) -> dict[str, Tensor]:
         """Return the small tensors: the state beside the rows, not copied."""

@@ -3,8 +3,8 @@
 from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import MalformedMessage, RetryError, ShoalError
+from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.shard.dense import DenseBody, dense_from_image
-from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.tables.shard import TableBody, table_from_image
 
@@ -15,7 +15,7 @@ _OF_BAD_DATA = (
 """Errors that torch, protobuf and Python raise for invalid values."""
 
 
-def restore(image: Image) -> AnyShard:
+def restore(image: LoadedImage) -> AnyShard:
     """Restore the shard of an image; it takes ownership of the image's tensors.
 
     Raises MalformedMessage for an image of an unknown kind, or an inconsistent one: the checksum

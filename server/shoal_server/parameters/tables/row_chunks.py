@@ -9,7 +9,7 @@ from torch import Tensor
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import TensorImage
-from shoal_server.parameters.cuts.tensor_bytes import from_bytes
+from shoal_server.parameters.images.tensor_bytes import from_bytes
 
 
 class RowChunks:

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal_proto.errors import InternalError
-from shoal_server.parameters.cuts.shard_cut import OpenCuts
+from shoal_server.parameters.images.shard_image import OpenImages
 from shoal_server.parameters.tables.growing import GrowingTensor
 from shoal_server.parameters.tables.hashing import Ids
 from shoal_server.parameters.tables.index import MAX_ROWS, RowIndex, Rows
 from shoal_server.parameters.tables.optimizers import StateColumn
-from shoal_server.parameters.tables.row_cut import BIRTHS, IDS, RowCut
+from shoal_server.parameters.tables.row_image import BIRTHS, IDS, RowImage
 
 VALUES = "values"
 LAST_PUSHED = "last_pushed_unix_s"
@@ -27,8 +27,8 @@ INDEX_BYTES_PER_ROW = 32
 
 
 class RowStore:
-    """A store that grows in place and reuses removed rows first. Open cuts save a row before it is
-    written to."""
+    """A store that grows in place and reuses removed rows first. Open images save a row before it
+    is written to."""
 
     def __init__(self, dim: int, dtype: torch.dtype, columns: Mapping[str, StateColumn]) -> None:
         self._max_rows = MAX_ROWS
@@ -47,7 +47,7 @@ class RowStore:
             name: GrowingTensor(FIRST_CAPACITY, shape, each)
             for name, (shape, each) in shapes.items()
         }
-        self.cuts = OpenCuts[RowCut]()
+        self.images = OpenImages[RowImage]()
         self._top = 0
         self._free: Rows = np.zeros(0, np.int64)
 
@@ -173,15 +173,15 @@ class RowStore:
         own = {name: column.tensor[:top] for name, column in self._columns.items()}
         return {IDS: self._index.id_tensor[:top]} | own
 
-    def cut(self) -> RowCut:
-        """Cut the rows as of now; close the cut after use."""
-        cut = RowCut(self, self._top, len(self))
-        self.cuts.add(cut)
-        return cut
+    def image(self) -> RowImage:
+        """Return an image of the rows as of now; close it after use."""
+        image = RowImage(self, self._top, len(self))
+        self.images.add(image)
+        return image
 
     def _save(self, rows: Rows) -> None:
-        for cut in self.cuts():
-            cut.save(rows)
+        for image in self.images():
+            image.save(rows)
 
     def expect(self, num_rows: int) -> None:
         """Make room in an empty store for so many rows, which `fill` adds."""

@@ -17,14 +17,14 @@ from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.replication_pb2 import PushRecord, TableShardSpec
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import TableSpec
-from shoal_server.parameters.cuts.shard_cut import OpenCuts
+from shoal_server.parameters.images.image import LoadedImage
+from shoal_server.parameters.images.shard_image import OpenImages
 from shoal_server.parameters.shard.gradients import DTYPES
-from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.versioned import AnyShard, Push, SmallTensors, VersionedShard
 from shoal_server.parameters.tables.answers import RememberedFates
 from shoal_server.parameters.tables.batch import RowBatch, read_batch, read_ids
 from shoal_server.parameters.tables.content import TableContent
-from shoal_server.parameters.tables.row_cut import RowCut
+from shoal_server.parameters.tables.row_image import RowImage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +137,11 @@ class TableBody:
         return TableShardSpec(shard=spec, table=self.table)
 
     @property
-    def cuts(self) -> OpenCuts[RowCut]:
-        return self.content.cuts
+    def images(self) -> OpenImages[RowImage]:
+        return self.content.images
 
-    def cut(self) -> tuple[RowCut, SmallTensors]:
-        rows, small = self.content.cut()
+    def image(self) -> tuple[RowImage, SmallTensors]:
+        rows, small = self.content.image()
         answers = self._answers.freeze()
         return rows, lambda sessions: {**small, **answers.tensors(sessions)}
 
@@ -171,7 +171,7 @@ def is_table(shard: AnyShard) -> TypeGuard[TableShard]:
     return isinstance(shard.body, TableBody)
 
 
-def table_from_image(image: Image) -> TableShard:
+def table_from_image(image: LoadedImage) -> TableShard:
     """Restore a shard from its image. Takes ownership of the image's tensors.
 
     Raises InternalError if the image is incomplete or not of a table's shard.

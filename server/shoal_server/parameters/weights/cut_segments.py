@@ -1,4 +1,4 @@
-"""Segments of published weights, made from shards as of a cut.
+"""Segments of published weights, made from images of shards.
 
 A segment has the values of a shard of parameters, or the ids, births and values of the rows of a
 shard of a table. A row keeps the position that it has in the shard, and the number of positions
@@ -14,11 +14,11 @@ import torch
 
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.replication_pb2 import DenseSpec, TableShardSpec
-from shoal_server.parameters.cuts.shard_cut import ShardCut
-from shoal_server.parameters.cuts.tensor_bytes import DTYPES, as_bytes
+from shoal_server.parameters.images.shard_image import ShardImage
+from shoal_server.parameters.images.tensor_bytes import DTYPES, as_bytes
 from shoal_server.parameters.shard.dense import VALUES, DenseBody
 from shoal_server.parameters.tables.row_chunks import RowChunks
-from shoal_server.parameters.tables.row_cut import BIRTHS, IDS
+from shoal_server.parameters.tables.row_image import BIRTHS, IDS
 
 MIN_ROWS = 64
 STEPS_A_DOUBLING = 8
@@ -39,9 +39,9 @@ class PlannedSegment:
     do not call it on the event loop."""
 
 
-def planned(cut: ShardCut) -> PlannedSegment:
-    """Plan the segment of a shard as of a cut. Keep the cut open until the segment is filled."""
-    return _of_parameters(cut) if cut.kind == DenseBody.kind else _of_rows(cut)
+def planned(image: ShardImage) -> PlannedSegment:
+    """Plan the segment of a shard from its image, which must be open until it is filled."""
+    return _of_parameters(image) if image.kind == DenseBody.kind else _of_rows(image)
 
 
 def num_positions(num_rows: int) -> int:
@@ -52,10 +52,10 @@ def num_positions(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def _of_parameters(cut: ShardCut) -> PlannedSegment:
-    shard = DenseSpec.FromString(cut.spec).shard
+def _of_parameters(image: ShardImage) -> PlannedSegment:
+    shard = DenseSpec.FromString(image.spec).shard
     item_bytes = DTYPES[shard.dtype].itemsize
-    described, at = pb.CutSegment(shard_id=cut.shard_id), 0
+    described, at = pb.CutSegment(shard_id=image.shard_id), 0
     for block in shard.blocks:
         described.blocks.add(
             parameter=block.parameter,
@@ -66,7 +66,7 @@ def _of_parameters(cut: ShardCut) -> PlannedSegment:
         at += block.num_elements * item_bytes
 
     def fill(memory: memoryview) -> None:
-        values = next(each for each in cut.streams() if each.described.name == VALUES)
+        values = next(each for each in image.streams() if each.described.name == VALUES)
         start = 0
         for piece in values.pieces:
             memory[start : start + piece.nbytes] = as_bytes(piece).numpy().data
@@ -75,10 +75,10 @@ def _of_parameters(cut: ShardCut) -> PlannedSegment:
     return PlannedSegment(num_bytes=max(at, 1), described=described, fill=fill)
 
 
-def _of_rows(cut: ShardCut) -> PlannedSegment:
-    spec = TableShardSpec.FromString(cut.spec)
+def _of_rows(image: ShardImage) -> PlannedSegment:
+    spec = TableShardSpec.FromString(image.spec)
     table, dtype = spec.table, DTYPES[spec.table.dtype]
-    num_rows = max((each.shape[0] for each in cut.header.tensors), default=0)
+    num_rows = max((each.shape[0] for each in image.header.tensors), default=0)
     count = num_positions(num_rows)
     births_at = count * ID_BYTES  # a multiple of the alignment, since the count is one of 8
     values_at = 2 * births_at
@@ -99,18 +99,18 @@ def _of_rows(cut: ShardCut) -> PlannedSegment:
         values = torch.frombuffer(
             memory, dtype=dtype, count=count * table.dim, offset=values_at
         ).view(count, table.dim)
-        columns = {t.name: (t.shape[1:], DTYPES[t.dtype]) for t in cut.header.tensors}
-        chunks = RowChunks(columns, num_rows, cut.header.chunk_bytes)
-        first = cut.num_chunks - len(chunks)
+        columns = {t.name: (t.shape[1:], DTYPES[t.dtype]) for t in image.header.tensors}
+        chunks = RowChunks(columns, num_rows, image.header.chunk_bytes)
+        first = image.num_chunks - len(chunks)
         for index in range(len(chunks)):
-            views, span = chunks.views(index, cut.chunk(first + index)), chunks.rows(index)
+            views, span = chunks.views(index, image.chunk(first + index)), chunks.rows(index)
             is_live = views[BIRTHS] > 0
             # Data of evicted rows are not published.
             ids[span] = (views[IDS] * is_live).numpy()
             births[span] = (views[BIRTHS] * is_live).numpy()
             values[span] = torch.where(is_live.unsqueeze(1), views[VALUES], 0)
-            cut.release(first + index)
+            image.release(first + index)
 
     num_bytes = values_at + count * table.dim * dtype.itemsize
-    described = pb.CutSegment(shard_id=cut.shard_id, rows=rows)
+    described = pb.CutSegment(shard_id=image.shard_id, rows=rows)
     return PlannedSegment(num_bytes=num_bytes, described=described, fill=fill)

@@ -57,8 +57,8 @@ from shoal_server.core.shards.assignments import JobAssignments, ShardContent
 from shoal_server.etcd import keys
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import snapshot_roots
+from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.shard import image_file
-from shoal_server.parameters.shard.image import Image
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest
 
@@ -94,7 +94,7 @@ def pusher(opened: ExitStack, servers: ParameterServers, name: str, weight: floa
     return made
 
 
-def images(library: SnapshotLibrary, manifest: Manifest) -> list[Image]:
+def images(library: SnapshotLibrary, manifest: Manifest) -> list[LoadedImage]:
     return [
         image_file.from_bytes(
             library.read_part(part), sha256=part.sha256, file=part.file, shard_id=part.shard_id

@@ -1,7 +1,7 @@
 """What one server decides about its shards, event by event."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import pytest
@@ -9,24 +9,27 @@ import pytest
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import (
+    AcceptRequest,
     AcknowledgeVersion,
     AckRefusalReason,
     AdoptImage,
-    CutImage,
     DropShard,
     Effect,
     LeadShard,
     LoadJournal,
+    MakeImage,
     OpenLink,
     RefreshShardRecord,
     RefuseVersion,
-    ReplayRecord,
     ResumePushes,
+    ReviseShardRecord,
     SendReply,
     SendRequest,
+    SetFollowers,
+    SetLease,
     SettleCopy,
+    SetUnreplicated,
     StopPushes,
-    TrimRecords,
     WriteShardRecord,
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
@@ -125,12 +128,28 @@ class World:
         self.tell(ev.ImageRestored(KEY, 5))
 
 
+@dataclass(frozen=True)
+class Applied:
+    """The record of a push."""
+
+    version: int
+    num_bytes: int = 10
+
+
+def applied(version: int) -> ev.PushApplied:
+    return ev.PushApplied(KEY, Applied(version))
+
+
 def only(kind: type[E], effects: Iterable[Effect]) -> list[E]:
     return [effect for effect in effects if isinstance(effect, kind)]
 
 
 def replies(effects: Iterable[Effect]) -> list[Reply]:
     return [answer.reply for answer in only(SendReply, effects)]
+
+
+def accepted(effects: Iterable[Effect]) -> list[Request]:
+    return [effect.request for effect in only(AcceptRequest, effects)]
 
 
 def requests(effects: Iterable[Effect]) -> list[Request]:
@@ -143,7 +162,7 @@ def requests(effects: Iterable[Effect]) -> list[Request]:
 def test_a_push_is_acknowledged_once_every_backup_has_it() -> None:
     world = World()
     world.led(B, C)
-    assert requests(world.tell(ev.PushApplied(KEY, 2))) == [UpdateMessage(KEY, 1, 2)] * 2
+    assert requests(world.tell(applied(2))) == [UpdateMessage(KEY, 1, 2)] * 2
     assert world.asks(2) == []
     assert only(AcknowledgeVersion, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
     assert only(AcknowledgeVersion, world.answered(C, RecordsReceived(KEY, 1, 2))) == [
@@ -158,7 +177,7 @@ def test_nothing_is_acknowledged_beyond_the_lease(level: ev.AckLevel) -> None:
     world.core.leading.keeps_journal = True
     world.led(B, on_disk="a")
     world.tell(ev.VersionJournaled(KEY, 1))
-    world.tell(ev.PushApplied(KEY, 2))
+    world.tell(applied(2))
     world.asks(2)
     world.now_s = LIMITS.fenced_after_s - 0.01
     assert only(RefuseVersion, world.tell(ev.WakeTimeReached())) == []
@@ -198,7 +217,7 @@ def test_a_backup_counts_until_the_record_has_let_it_go() -> None:
     world = World()
     world.led(B)
     assert only(WriteShardRecord, world.broke(B)) == [WriteShardRecord(KEY)]
-    world.tell(ev.PushApplied(KEY, 2))
+    world.tell(applied(2))
     assert world.asks(2) == []
     assert world.core.revised(KEY, record(ME, B), world.now_s) == record(ME)
     done = [*world.assigned(record(ME)), *world.tell(ev.ShardRecordWritten(KEY))]
@@ -209,8 +228,8 @@ def joined(world: World) -> None:
     """B has got the shard, and the write that puts it in step is under way."""
     world.led(joining=B)
     world.opened(B)
-    assert only(CutImage, world.answered(B, BackupState(KEY, 1))) == [CutImage(KEY, 1)]
-    assert requests(world.tell(ev.ImageCut(KEY, 1, 1, 1))) == [
+    assert only(MakeImage, world.answered(B, BackupState(KEY, 1))) == [MakeImage(KEY, 1)]
+    assert requests(world.tell(ev.ImageMade(KEY, 1, 1, 1))) == [
         ImageStart(KEY, 1, 1, 1, 1, 1),
         ImageChunk(KEY, 1, 0),
     ]
@@ -226,7 +245,7 @@ def test_a_joiner_counts_as_long_as_a_write_may_put_it_in_step() -> None:
     world = World()
     joined(world)
     world.broke(B)
-    world.tell(ev.PushApplied(KEY, 2))
+    world.tell(applied(2))
     assert world.asks(2) == []
     assert only(AcknowledgeVersion, world.assigned(record(ME, B))) == []
     assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == [WriteShardRecord(KEY)]
@@ -243,11 +262,11 @@ def test_a_joiner_that_is_named_again_while_a_write_is_under_way_is_asked_once_m
     world.assigned(record(ME, joining=C))
     asked = world.assigned(record(ME, joining=B))
     assert requests(asked) == [Offer(KEY, 1, 1)]
-    assert only(CutImage, world.answered(B, BackupState(KEY, 1))) == [CutImage(KEY, 2)]
-    world.tell(ev.PushApplied(KEY, 2))
+    assert only(MakeImage, world.answered(B, BackupState(KEY, 1))) == [MakeImage(KEY, 2)]
+    world.tell(applied(2))
     assert world.asks(2) == []
     world.tell(ev.ShardRecordWritten(KEY))
-    world.tell(ev.ImageCut(KEY, 2, 2, 1))
+    world.tell(ev.ImageMade(KEY, 2, 2, 1))
     assert WriteShardRecord(KEY) in world.answered(B, ImageInstalled(KEY, 1, 2, 2))
     assert world.core.revised(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
 
@@ -257,7 +276,7 @@ def test_an_image_goes_on_from_the_chunk_that_was_acknowledged() -> None:
     world.led(joining=B)
     world.opened(B)
     world.answered(B, BackupState(KEY, 1))
-    sent = requests(world.tell(ev.ImageCut(KEY, 1, 1, 9)))
+    sent = requests(world.tell(ev.ImageMade(KEY, 1, 1, 9)))
     assert sent[1:] == [ImageChunk(KEY, 1, i) for i in range(LIMITS.window_chunks)]
     assert requests(world.answered(B, ChunkReceived(KEY, 1, 2))) == [
         ImageChunk(KEY, 1, 4),
@@ -279,7 +298,7 @@ def test_pushes_go_on_from_what_the_backup_has() -> None:
     world = World()
     world.led(B)
     for version in (2, 3, 4):
-        world.tell(ev.PushApplied(KEY, version))
+        world.tell(applied(version))
     world.answered(B, RecordsReceived(KEY, 1, 2))
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
@@ -293,11 +312,12 @@ def test_what_was_not_kept_is_in_the_image_of_who_comes_later() -> None:
     """A push of before there were followers is not to be had again, even where its copy lacks
     that one alone."""
     world = World()
-    world.led(joining=B)
-    world.tell(ev.PushApplied(KEY, 2, is_kept=False))
+    world.led()
+    world.tell(applied(2))
+    world.assigned(record(ME, joining=B))
     world.opened(B)
     effects = world.answered(B, BackupState(KEY, 1, copy_epoch=1, born=1, version=1))
-    assert (requests(effects), only(CutImage, effects)) == ([], [CutImage(KEY, 1)])
+    assert (requests(effects), only(MakeImage, effects)) == ([], [MakeImage(KEY, 1)])
 
 
 @pytest.mark.parametrize(
@@ -314,14 +334,14 @@ def test_a_copy_of_another_history_is_replaced(holds: BackupState) -> None:
     world.led(joining=B)
     world.opened(B)
     effects = world.answered(B, holds)
-    assert (requests(effects), only(CutImage, effects)) == ([], [CutImage(KEY, 1)])
+    assert (requests(effects), only(MakeImage, effects)) == ([], [MakeImage(KEY, 1)])
 
 
 def test_the_answers_of_a_link_that_is_over_are_none_of_the_next_one() -> None:
     world = World()
     world.led(B)
     old = world.links[B]
-    world.tell(ev.PushApplied(KEY, 2))
+    world.tell(applied(2))
     world.asks(2)
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
@@ -338,20 +358,22 @@ def test_a_push_was_received_once_it_lies_in_the_memory_of_every_backup() -> Non
     """They read it whatever happens. What was kept for them is kept until they have."""
     world = World()
     world.led(B, C)
-    world.tell(ev.PushApplied(KEY, 2))
+    world.tell(applied(2))
     world.asks(2)
     assert only(AcknowledgeVersion, held(world, 2)) == []
     assert only(AcknowledgeVersion, held(world, 2, C)) == [AcknowledgeVersion("asked")]
-    assert only(TrimRecords, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
-    assert only(TrimRecords, world.answered(C, RecordsReceived(KEY, 1, 2))) == [TrimRecords(KEY, 2)]
+    assert only(SetUnreplicated, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
+    assert only(SetUnreplicated, world.answered(C, RecordsReceived(KEY, 1, 2))) == [
+        SetUnreplicated(KEY, 0)
+    ]
 
 
 def test_what_came_before_must_have_been_received_too() -> None:
     """It may have gone another way, and be refused."""
     world = World()
     world.led(B)
-    world.tell(ev.PushApplied(KEY, 2))
-    world.tell(ev.PushApplied(KEY, 3))
+    world.tell(applied(2))
+    world.tell(applied(3))
     world.asks(3)
     assert only(AcknowledgeVersion, held(world, 3)) == []
     assert only(AcknowledgeVersion, world.answered(B, RecordsReceived(KEY, 1, 2))) == [
@@ -363,7 +385,7 @@ def test_what_lay_in_memory_when_a_link_broke_is_asked_for_once_more() -> None:
     """It is acknowledged by then; the backup may lack it if its process is gone."""
     world = World()
     world.led(B)
-    world.tell(ev.PushApplied(KEY, 2))
+    world.tell(applied(2))
     held(world, 2)
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
@@ -378,7 +400,7 @@ def test_a_shard_is_handed_over_once_its_successor_has_read_all() -> None:
     """It leads at once."""
     world = World()
     world.led(B)
-    world.tell(ev.PushApplied(KEY, 2))
+    world.tell(applied(2))
     held(world, 2)
     world.assigned(record(ME, B, successor=B))
     assert only(WriteShardRecord, world.tell(ev.PushesStopped(KEY, 2))) == []
@@ -391,7 +413,7 @@ def test_who_is_told_of_a_later_epoch_refuses_at_once() -> None:
     """It may be cut from etcd for long: its workers are not to wait for that."""
     world = World()
     world.led(B)
-    world.tell(ev.PushApplied(KEY, 2))
+    world.tell(applied(2))
     world.asks(2)
     effects = world.answered(B, BackupRefused(KEY, 1, BackupRefusalReason.OTHER_HOLDERS, "", 2))
     assert only(RefuseVersion, effects) == [RefuseVersion("asked", AckRefusalReason.DEPOSED)]
@@ -406,7 +428,7 @@ def test_pushes_are_taken_until_workers_have_heard_of_the_successor() -> None:
     assert only(StopPushes, world.assigned(record(ME, B, successor=B))) == []
     assert world.core.wakes_s() == pytest.approx(0.3)
     world.now_s = 0.2
-    world.tell(ev.PushApplied(KEY, 2))
+    world.tell(applied(2))
     assert only(StopPushes, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
     world.now_s = 0.31
     assert only(StopPushes, world.tell(ev.WakeTimeReached())) == [StopPushes(KEY)]
@@ -453,16 +475,71 @@ def test_a_successor_that_is_lost_before_it_takes_over_is_not_waited_for() -> No
 def test_a_shard_is_handed_over_once_its_successor_is_level() -> None:
     world = World()
     world.led(B)
-    world.tell(ev.PushApplied(KEY, 2))
+    world.tell(applied(2))
     assert only(StopPushes, world.assigned(record(ME, B, successor=B))) == []
     assert only(StopPushes, world.answered(B, RecordsReceived(KEY, 1, 2))) == [StopPushes(KEY)]
-    world.tell(ev.PushApplied(KEY, 3))
+    world.tell(applied(3))
     assert only(WriteShardRecord, world.tell(ev.PushesStopped(KEY, 3))) == []
     assert only(WriteShardRecord, world.answered(B, RecordsReceived(KEY, 1, 3))) == [
         WriteShardRecord(KEY)
     ]
     moved = record(B, ME, epoch=2)
     assert world.core.revised(KEY, record(ME, B, successor=B), world.now_s) == moved
+
+
+def test_the_newest_record_is_revised_at_the_time_of_the_write() -> None:
+    """Another process may have written it since the write was decided."""
+    world = World()
+    world.led(B)
+    world.broke(B)
+    named = record(ME, B, joining=C)
+    assert world.tell(ev.ShardRecordRead(KEY, named)) == [
+        ReviseShardRecord(KEY, record(ME, joining=C))
+    ]
+    assert world.tell(ev.ShardRecordRead(KEY, record(C, epoch=2))) == [
+        ReviseShardRecord(KEY, record(C, epoch=2))
+    ]
+
+
+def test_edges_know_where_a_push_goes_as_soon_as_that_changes() -> None:
+    world = World()
+    world.assigned(record(ME, B, content=ShardContent.NONE))
+    effects = world.tell(ev.ShardCreated(KEY, 1, 1))
+    assert only(SetFollowers, effects) == [SetFollowers(KEY, True, ())]
+    world.opened(B)
+    world.answered(B, BackupState(KEY, 1, 1, 1, 1))
+    effects = world.answered(B, ImageInstalled(KEY, 1, 0, 1))
+    assert only(SetFollowers, effects) == [SetFollowers(KEY, True, ((B, world.links[B]),))]
+    assert only(SetFollowers, world.tell(applied(2))) == []
+    assert only(SetFollowers, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
+    effects = world.broke(B, gone=False)
+    assert only(SetFollowers, effects) == [SetFollowers(KEY, True, ())]
+    world.broke(B)
+    effects = world.assigned(record(ME))
+    assert only(SetFollowers, effects) == [SetFollowers(KEY, False, ())]
+
+
+def test_a_push_is_sent_with_its_record() -> None:
+    """Also one that the follower lacked when it was connected again."""
+    world = World()
+    world.led(B)
+    (sent,) = only(SendRequest, world.tell(applied(2)))
+    assert sent.record == Applied(2)
+    world.broke(B, gone=False)
+    world.now_s += LIMITS.reconnect_s / 10
+    world.tell(ev.WakeTimeReached())
+    world.opened(B)
+    world.answered(B, BackupState(KEY, 1, 1, 1, 1))
+    (sent,) = only(SendRequest, world.answered(B, ImageInstalled(KEY, 1, 0, 1)))
+    assert sent.record == Applied(2)
+
+
+def test_the_time_until_which_pushes_are_admitted_is_the_leases() -> None:
+    world = World()
+    world.now_s = 5.0
+    ends_s = 4.0 + LIMITS.fenced_after_s
+    assert world.tell(ev.LeaseRenewed(4.0)) == [SetLease(ends_s)]
+    assert only(SetLease, world.tell(ev.LeaseEnded())) == [SetLease(5.0)]
 
 
 def test_who_cannot_hand_over_leads_on() -> None:
@@ -506,7 +583,7 @@ def test_all_that_its_last_primary_has_sent_is_read_before_a_copy_leads() -> Non
     world.backs()
     assert only(SettleCopy, world.assigned(record(ME, epoch=2))) == [SettleCopy(KEY, last=B)]
     effects = world.told(UpdateMessage(KEY, 1, 4))
-    assert only(ReplayRecord, effects) == [ReplayRecord(KEY, 4)]
+    assert accepted(effects) == [UpdateMessage(KEY, 1, 4)]
     assert [
         reply.newest_epoch for reply in replies(effects) if isinstance(reply, BackupRefused)
     ] == [2]
@@ -576,12 +653,12 @@ def test_a_push_is_received_in_order_and_replayed_once() -> None:
     world = World()
     world.backs()
     effects = world.told(UpdateMessage(KEY, 1, 4))
-    assert (replies(effects), only(ReplayRecord, effects)) == (
+    assert (replies(effects), accepted(effects)) == (
         [RecordsReceived(KEY, 1, 4)],
-        [ReplayRecord(KEY, 4)],
+        [UpdateMessage(KEY, 1, 4)],
     )
     effects = world.told(UpdateMessage(KEY, 1, 4))
-    assert (replies(effects), only(ReplayRecord, effects)) == ([RecordsReceived(KEY, 1, 4)], [])
+    assert (replies(effects), accepted(effects)) == ([RecordsReceived(KEY, 1, 4)], [])
     (refused,) = replies(world.told(UpdateMessage(KEY, 1, 6)))
     assert isinstance(refused, BackupRefused)
     assert refused.why is BackupRefusalReason.NO_COPY
@@ -820,7 +897,7 @@ def test_a_primary_names_its_run() -> None:
     (offer,) = requests(world.opened(B))
     assert offer == Offer(KEY, 1, 1, "two")
     (start,) = requests(
-        [*world.answered(B, BackupState(KEY, 1)), *world.tell(ev.ImageCut(KEY, 1, 1, 0))]
+        [*world.answered(B, BackupState(KEY, 1)), *world.tell(ev.ImageMade(KEY, 1, 1, 0))]
     )
     assert isinstance(start, ImageStart)
     assert start.run == "two"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 from support.sim.replication.schedule import simulate_replication
@@ -147,7 +148,7 @@ def a_copy_that_has_something_else_goes_on(patch: Patch) -> None:
     """Of a primary that was deposed: what nobody else had received is in no other copy."""
 
     def continues(led: LedShard, copy_epoch: int, born: int, version: int) -> bool:
-        return born == led.born and led._trimmed <= version <= led.version
+        return born == led.born and led.log.start <= version <= led.version
 
     patch.setattr(LedShard, "continues", continues)
 
@@ -209,10 +210,11 @@ def what_follows_on_a_copy_is_refused_of_who_leads_no_longer(patch: Patch) -> No
         peer: Holder,
         link: int,
         told: UpdateMessage,
-        assignment: ShardAssignment | None,
+        *more: Any,
     ) -> Iterator[Effect]:
+        _, assignment = more
         if copies._may_tell(assignment, peer, told):
-            yield from real(copies, peer, link, told, assignment)
+            yield from real(copies, peer, link, told, *more)
         else:
             yield SendReply(peer, link, copies._other_holders(told, assignment))
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.clusters.snapshot_world import loaded
 
 from shoal.compression import COMPRESSIONS, find_compression
 from shoal.compression.push_encoder import PushBlock
@@ -16,7 +17,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.parameters.shard.dense import DensePush, dense_from_image, new_dense_shard
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.tables.shard import TablePush, new_table_shard, table_from_image
 
 SHAPES = {"w": torch.Size([64, 32]), "b": torch.Size([9])}
@@ -42,7 +43,7 @@ def test_a_copy_replays_what_came(name: str, kind: str, dtype: str) -> None:
     size = sum(shape.numel() for shape in SHAPES.values())
     shard = new_dense_shard(spec, optimizer, bytearray(size * torch_dtype.itemsize))
     records: list[UpdateRecord] = []
-    copy = dense_from_image(shard.image(records.append))
+    copy = dense_from_image(loaded(shard, records.append))
     encoder = find_compression(name).push_encoder()
     described = [
         PushBlock(parameter=n, offset=0, num_elements=shape.numel(), shape=shape)
@@ -70,7 +71,7 @@ def test_a_copy_replays_what_came(name: str, kind: str, dtype: str) -> None:
         shard.push(push, anybody)
         assert bytes(records[-1].data) == data
         copy.replay(records[-1])
-    seen, wanted = copy.image().tensors, shard.image().tensors
+    seen, wanted = loaded(copy).tensors, loaded(shard).tensors
     for key, tensor in wanted.items():
         assert torch.equal(seen[key], tensor), key
     assert bool(wanted["values"].any())
@@ -110,7 +111,7 @@ def test_rows_step_on_what_their_gradients_stand_for(kind: str) -> None:
     new = partial(new_table_shard, Shard(shard_id=2, epoch=1, table="t"), TABLE)
     shard, plain = new(), new()
     records: list[UpdateRecord] = []
-    copy = table_from_image(shard.image(records.append))
+    copy = table_from_image(loaded(shard, records.append))
     codec = RowCodec(kind)
     values_rc = torch.randn(3, 16)
     data = codec.encode(values_rc)[0].contiguous().numpy().tobytes()

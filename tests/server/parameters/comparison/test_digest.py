@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from support.clusters.snapshot_world import loaded
 from support.models import table_specs
 from support.models.dense_shards import SPECS, is_live, new_shard, push_to
 from support.models.table_specs import new_push, new_table
@@ -12,7 +13,7 @@ from support.models.table_specs import new_push, new_table
 from shoal_proto.v1.tables_pb2 import Admission, Eviction
 from shoal_server.parameters.comparison.digest import Comparison, PieceWalk, compared
 from shoal_server.parameters.shard.dense import dense_from_image
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.sessions import RememberedOutcome
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.tables.restore import restore
@@ -37,8 +38,8 @@ def test_a_copy_that_replays_is_the_same_at_each_version(case: str, dtype: str) 
     """Whatever the optimizer keeps, and in whichever piece: with a push between any two of them."""
     shard = new_shard(case, dtype)
     shard.push(push_to(shard, 1, dtype), is_live)
-    records: list[UpdateRecord] = []
-    copy = dense_from_image(shard.image(records.append))
+    told: list[UpdateRecord] = []
+    copy = dense_from_image(loaded(shard, told.append))
     walk, num_pushed = PieceWalk(PIECE_BYTES), 1
     while walk.num_rounds == 0:
         digest = walk.next(shard)
@@ -46,7 +47,7 @@ def test_a_copy_that_replays_is_the_same_at_each_version(case: str, dtype: str) 
         num_pushed += 1
         shard.push(push_to(shard, num_pushed, dtype), is_live)
         assert compared(shard, digest) is Comparison.ANOTHER_VERSION
-        copy.replay(records.pop())
+        copy.replay(told.pop())
 
 
 def tensors_of(case: str) -> list[str]:
@@ -61,7 +62,7 @@ def test_a_bit_that_is_another_is_found_in_any_tensor(case: str, name: str) -> N
     shard = new_shard(case, "float32")
     shard.push(push_to(shard, 1, "float32"), is_live)
     for at in (0, -1):
-        copy = dense_from_image(shard.image())
+        copy = dense_from_image(loaded(shard))
         assert walked(shard, copy) == {SAME}
         copy.body.flat_tensors()[name].reshape(-1).view(torch.uint8)[at] ^= 1
         assert walked(shard, copy) == {SAME, DIFFERENT}
@@ -85,7 +86,7 @@ def test_another_memory_of_pushes_is_found(spoil: Callable[[AnyShard], None]) ->
     shard = new_shard("sgd", "float32")
     for number in range(3):
         shard.push(push_to(shard, number + 1, "float32", session=f"s{number}"), is_live)
-    copy = dense_from_image(shard.image())
+    copy = dense_from_image(loaded(shard))
     assert walked(shard, copy) == {SAME}
     spoil(copy)
     assert walked(shard, copy) == {SAME, DIFFERENT}
@@ -101,7 +102,7 @@ def rows_pushed(optimizer: str, **changes: object) -> tuple[TableShard, TableSha
         **changes,
     )
     shard = table_specs.new_shard(spec)
-    records: list[UpdateRecord] = []
+    told: list[UpdateRecord] = []
     copy = shard
     random = np.random.default_rng(5)
     for number in range(1, 41):
@@ -110,8 +111,8 @@ def rows_pushed(optimizer: str, **changes: object) -> tuple[TableShard, TableSha
         push = new_push(ids, gradient, sequence=number, at_unix_s=1e9 + number)
         shard.push(push, table_specs.live)
         if number == 20:
-            copy = restore(shard.image(records.append))  # type: ignore[assignment]
-    for record in records:
+            copy = restore(loaded(shard, told.append))  # type: ignore[assignment]
+    for record in told:
         copy.replay(record)
     return shard, copy
 

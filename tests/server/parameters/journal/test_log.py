@@ -25,9 +25,10 @@ from shoal_proto.errors import (
 )
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.core.processes import Holder
+from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
-from shoal_server.parameters.shard.image import Image, UpdateListener, UpdateRecord
+from shoal_server.parameters.shard.record import UpdateListener, UpdateRecord
 
 LIMIT_S = 20.0
 
@@ -47,8 +48,8 @@ class Log:
     def memory_bytes(self) -> int:
         return len(self.pushed)
 
-    def image(self, keeper: UpdateListener | None = None) -> Image:
-        return Image(
+    def image(self, keeper: UpdateListener | None = None) -> LoadedImage:
+        return LoadedImage(
             kind="log",
             shard_id=self.shard_id,
             version=self.version,
@@ -67,7 +68,7 @@ class Log:
         return record
 
 
-def make(image: Image) -> Log:
+def make(image: LoadedImage) -> Log:
     return Log(image.shard_id, bytes(image.tensors["pushed"].tolist()))
 
 

@@ -8,7 +8,7 @@ from shoal_proto.errors import JournalDamaged
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.parameters.journal.config import START_BYTES
 from shoal_server.parameters.journal.segment_format import JournalEntry, encode, scan, start
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 
 NUM_ENTRIES = 9
 GROUP = 3

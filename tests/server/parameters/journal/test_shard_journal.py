@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.shard_journal import ShardJournal
@@ -44,8 +44,8 @@ async def test_a_shard_of_another_run_takes_the_place_of_the_last_one(tmp_path: 
     loop, disk = asyncio.get_running_loop(), HeldDisk()
     on_disk: asyncio.Queue[int] = asyncio.Queue()
 
-    async def take(replica: ShardReplica) -> ShardCut:
-        return replica.state.cut()
+    async def take(replica: ShardReplica) -> ShardImage:
+        return replica.image()
 
     def note_epoch(replica: ShardReplica, version: int) -> None:
         on_disk.put_nowait(replica.epoch)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clusters.snapshot_world import loaded
 
 from shoal_proto import pieces
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
@@ -68,7 +69,7 @@ def test_rounds_that_overtake_each_other_converge(num_members: int, nesterov: bo
     for turn in range(20 * num_members):
         base_version, base = began[turn % num_members]
         push(shard, base_version, base - 1.0, turn + 1)
-        values = shard.image().tensors["values"].clone()
+        values = loaded(shard).tensors["values"].clone()
         began[turn % num_members] = shard.version, values
     torch.testing.assert_close(values, torch.ones(SIZE), atol=0.01, rtol=0)
 
@@ -123,4 +124,4 @@ def test_a_shard_steps_as_torch_does_with_less_momentum(nesterov: bool) -> None:
         torchs.param_groups[0].update(lr=rate, momentum=momentum)
         ours.grad = gradient
         torchs.step()
-    assert torch.allclose(shard.image().tensors["values"], ours.detach(), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(loaded(shard).tensors["values"], ours.detach(), rtol=1e-5, atol=1e-6)

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.clusters.snapshot_world import loaded
 from torch import Tensor
 
 from shoal.demo.data import load
@@ -66,7 +67,7 @@ def push(
 
 
 def now(shard: DenseShard) -> Tensor:
-    return shard.image().tensors["values"]
+    return loaded(shard).tensors["values"]
 
 
 def test_without_a_policy_staleness_changes_nothing() -> None:
@@ -134,7 +135,7 @@ def test_adaptive_compensation_follows_the_mean_square() -> None:
     mean = 0.9 * mean + drawn(2) * drawn(2) * (1 - 0.9)
     before, g = now(shard), drawn(2)
     push(shard, 1, g, base=drawn(0))
-    assert torch.equal(shard.image().tensors["staleness/mean_square"], mean)
+    assert torch.equal(loaded(shard).tensors["staleness/mean_square"], mean)
     strength = 2.0 / (mean + 1e-7).sqrt()
     corrected = g + g * g * strength * (before - drawn(0))
     assert torch.equal(now(shard), before - LR * corrected)
@@ -158,7 +159,7 @@ def test_what_cannot_be_compensated_stays_as_it_came(adaptive: bool) -> None:
     push(shard, 1, g, base=drawn(0))
     assert now(shard).isfinite().all()
     assert now(shard)[3] == before[3] - LR * g[3]
-    assert all(tensor.isfinite().all() for tensor in shard.image().tensors.values())
+    assert all(tensor.isfinite().all() for tensor in loaded(shard).tensors.values())
 
 
 def test_what_is_wrong_with_the_base_is_refused() -> None:

@@ -8,13 +8,15 @@ from shoal_proto.errors import WrongEpoch
 from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_APPLIED
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import AcknowledgeVersion
 from shoal_server.core.replication.protocol.events import AckRequested
 from shoal_server.parameters.replication.acknowledgements import Acknowledgements
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.record_log import RecordLog
 from shoal_server.parameters.shard.dense import new_dense_shard
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
+
+ME = Holder("ps-0", "one")
 
 
 class Agreeing:
@@ -32,16 +34,16 @@ def led() -> ShardReplica:
     spec = Shard(shard_id=0, epoch=1, dtype="float32", blocks=blocks)
     sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1)])
     replica = ShardReplica("job", new_dense_shard(spec, sgd, bytearray(4)), ReplicaRole.PRIMARY, 1)
-    replica.log = RecordLog(1)
+    replica.is_led = True
     return replica
 
 
 async def test_a_push_to_a_shard_that_is_let_go_of_is_not_acknowledged_by_its_successor() -> None:
     """A job that is started over has shards of the same names and epochs."""
     driver = Agreeing()
-    acknowledgements = driver.acknowledgements = Acknowledgements(cast(CoreDriver, driver))
+    acknowledgements = driver.acknowledgements = Acknowledgements(cast(CoreDriver, driver), ME)
     replica = led()
     await acknowledgements.wait(replica, 1, ACKNOWLEDGEMENT_APPLIED)
-    replica.log = None
+    replica.is_led = False
     with pytest.raises(WrongEpoch):
         await acknowledgements.wait(replica, 1, ACKNOWLEDGEMENT_APPLIED)

@@ -24,7 +24,7 @@ from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.replication.wire.streams import BulkStream, PeerStream, open_stream
 from shoal_server.parameters.shard.dense import DensePush, new_dense_shard
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 
 JOB, EPOCH = "job", 3
 PRIMARY = Holder("ps-9", "one")
@@ -60,11 +60,11 @@ class Shards:
         return told
 
     def image(self) -> list[frames.Frame]:
-        with self._shard.cut() as cut:
-            start = ImageStart((JOB, 0), EPOCH, 1, 1, cut.version, cut.num_chunks)
-            told: list[frames.Frame] = [frames.of_image_start(start, cut.header)]
-            for index in range(cut.num_chunks):
-                told += frames.of_chunk(ImageChunk((JOB, 0), 1, index), bytes(cut.chunk(index)))
+        with self._shard.image() as image:
+            start = ImageStart((JOB, 0), EPOCH, 1, 1, image.version, image.num_chunks)
+            told: list[frames.Frame] = [frames.of_image_start(start, image.header)]
+            for index in range(image.num_chunks):
+                told += frames.of_chunk(ImageChunk((JOB, 0), 1, index), bytes(image.chunk(index)))
         return told
 
 

@@ -1,11 +1,15 @@
 """A link to another server ends in one way: it is told that it broke."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
 
 from shoal_proto.errors import AccessDenied
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1 import replication_pb2 as pb
+from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.events import (
     LinkBroken,
@@ -14,11 +18,17 @@ from shoal_server.core.replication.protocol.events import (
     ReplyReceived,
 )
 from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
+from shoal_server.core.shards.shard_log import ShardLog
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
+from shoal_server.parameters.replication import peer_link
+from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.replication.peer_link import PeerLink
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.replication.wire.frames import Frame
+from shoal_server.parameters.replication.wire.streams import Keep
+from shoal_server.parameters.shard.record import UpdateRecord
 
 ME, PEER = Holder("ps-0", "one"), Holder("ps-1", "one")
+KEY = ("job", 0)
 WITHIN_S = 10.0
 
 
@@ -32,15 +42,6 @@ class Refused:
 
     async def reach(self, holder: Holder) -> str | None:
         raise AccessDenied("etcd does not let this server in")
-
-    def record(self, request: UpdateMessage) -> UpdateRecord | None:
-        return None
-
-    def owned_record(self, request: UpdateMessage) -> UpdateRecord | None:
-        return None
-
-    def lies_at(self, request: UpdateMessage, data: memoryview) -> Callable[[], None]:
-        return lambda: None
 
     def header(self, image: int) -> pb.CutHeader | None:
         return None
@@ -66,3 +67,62 @@ def test_a_link_that_fails_for_whatever_reason_is_told_to_be_broken() -> None:
         await link.close()
 
     asyncio.run(run())
+
+
+class Open(Refused):
+    """The owner of a link that can be opened."""
+
+    async def reach(self, holder: Holder) -> str | None:
+        return "127.0.0.1:1"
+
+
+class Stream:
+    """A stream on which nothing is answered."""
+
+    inline_bytes = 4096
+    is_in_memory = False
+
+    def __init__(self) -> None:
+        self.written: asyncio.Queue[Frame] = asyncio.Queue()
+
+    async def write(self, frame: Frame) -> None:
+        self.written.put_nowait(frame)
+
+    def draft(self, data: memoryview) -> memoryview | None:
+        return None
+
+    def write_now(self, *of_record: Frame, keep: Keep) -> bool:
+        return False
+
+    async def replies(self) -> AsyncIterator[pb.FollowReply]:
+        await asyncio.Event().wait()
+        yield pb.FollowReply()
+
+    def deliver(self, take: Callable[[pb.FollowReply], None]) -> None:
+        """Do nothing."""
+
+
+async def test_a_push_that_no_backup_needs_any_more_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its follower was dropped while the push waited for a link that other shards use too."""
+    stream = Stream()
+
+    @asynccontextmanager
+    async def opened(address: str) -> AsyncIterator[Stream]:
+        yield stream
+
+    monkeypatch.setattr(peer_link, "open_stream", opened)
+    link, log = PeerLink(ME, PEER, 3, Open(), PeerTimeouts()), ShardLog[OutgoingRecord](1)
+    for version in (2, 3):
+        push = PushRecord(session="s", sequence=version, version=version)
+        record = OutgoingRecord(UpdateRecord(push, b"data"))
+        log.append(record)
+        link.send_record(UpdateMessage(KEY, 1, version), record)
+    log.trim(2)
+    link.start()
+    async with asyncio.timeout(WITHIN_S):
+        hello, sent = await stream.written.get(), await stream.written.get()
+    assert isinstance(hello, pb.FollowRequest) and hello.HasField("hello")
+    assert isinstance(sent, pb.FollowRequest) and sent.record.record.version == 3
+    await link.close()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.clusters.assignment_records import write_assignments
 from support.clusters.parameter_servers import config
+from support.clusters.snapshot_world import loaded
 
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
@@ -43,7 +44,7 @@ from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import DensePush, is_dense, new_dense_shard
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 
 JOB, EPOCH = "job", 3
@@ -95,12 +96,12 @@ class Primary:
     def image(self, epoch: int = EPOCH, job: str = JOB, begin: int = 0) -> Frames:
         """A new one, from its start on; or what an interrupted one lacks from that chunk on."""
         self._image += not begin
-        with self.shard.cut() as cut:
+        with self.shard.image() as image:
             key, number = (job, 0), self._image
-            start = ImageStart(key, epoch, 1, number, cut.version, cut.num_chunks, begin)
-            told = [frames.of_image_start(start, cut.header)]
-            for index in range(begin, cut.num_chunks):
-                chunk = frames.of_chunk(ImageChunk(key, number, index), cut.chunk(index))
+            start = ImageStart(key, epoch, 1, number, image.version, image.num_chunks, begin)
+            told = [frames.of_image_start(start, image.header)]
+            for index in range(begin, image.num_chunks):
+                chunk = frames.of_chunk(ImageChunk(key, number, index), image.chunk(index))
                 told += map(as_message, chunk)
         return told
 
@@ -139,7 +140,7 @@ class World:
     async def assert_same(self) -> None:
         """The copy is what the primary has, to the last bit."""
         await self.settle()
-        copy, own = self.copy().state.image(), self.primary.shard.image()
+        copy, own = loaded(self.copy().state), loaded(self.primary.shard)
         assert (copy.version, list(copy.sessions)) == (own.version, list(own.sessions))
         assert copy.tensors.keys() == own.tensors.keys()
         for name, tensor in own.tensors.items():

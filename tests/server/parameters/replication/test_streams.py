@@ -5,9 +5,9 @@ import mmap
 import socket
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
+from weakref import ref
 
 import pytest
 from support.clusters.parameter_servers import ParameterServers
@@ -15,18 +15,18 @@ from support.clusters.parameter_servers import ParameterServers
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto import bulk_opening
 from shoal_proto.bulk import FrameKind
-from shoal_proto.errors import InternalError
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest, PushRecord
 from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.core.shards.shard_log import ShardLog
 from shoal_server.parameters.bulk import arena_slots
 from shoal_server.parameters.bulk.wire import FrameConnection
-from shoal_server.parameters.replication.record_log import RecordLog
+from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.replication.wire import frames, streams
 from shoal_server.parameters.replication.wire.streams import BulkStream, GrpcStream
 from shoal_server.parameters.service.bulk_connection import _BulkCall
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 
 NUM_ELEMENTS = 1_500_000
 SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
@@ -157,13 +157,10 @@ async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free()
         own = arena_slots.ArenaSlots(mapped)
         stream, other_end = BulkStream(FrameConnection(ours), "here", own), FrameConnection(theirs)
         told = list(frames.of_record("j", 0, 1, record, stream.inline_bytes))
-        log = RecordLog(1)
-        log.append(record)
-
-        def keep(data: memoryview) -> Callable[[], None]:
-            log.lies_at(2, data)
-            return partial(log.give_back, 2, data)
-
+        log = ShardLog[OutgoingRecord](1)
+        log.append(OutgoingRecord(record))
+        (kept,) = log.after(1)
+        keep = kept.lies_at
         assert stream.write_now(*told, keep=keep)
         start, placed = await other_end.next_frame(), await other_end.next_frame()
         assert FollowRequest.FromString(bytes(start.body)).record.num_bytes == len(data)
@@ -172,25 +169,11 @@ async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free()
         assert not stream.write_now(*told, keep=keep)
         own.free(placed.at)
         mapped[placed.at : placed.at + len(data)] = bytes(len(data))
-        kept = log.get(2)
-        assert kept is not None
-        assert kept.data == data
+        assert kept.get().data == data
         assert stream.write_now(*told, keep=keep)
         log.trim(2)
+        gone, seen = ref(kept), kept.get().data
+        del kept, keep, seen
+        assert gone() is None
+        own.free(placed.at)
         del own, stream
-
-
-def test_a_push_that_nobody_needs_any_more_breaks_no_link() -> None:
-    """A follower was let go of while the push waited to be sent, by a link that others share."""
-    log = RecordLog(1)
-    for version in (2, 3):
-        push = PushRecord(session="s", sequence=version, version=version)
-        log.append(UpdateRecord(push, b"data"))
-    log.trim(2)
-    assert log.get(2) is None
-    assert log.owned(2) is None
-    kept = log.owned(3)
-    assert kept is not None
-    assert kept.push.version == 3
-    with pytest.raises(InternalError, match="not applied here"):
-        log.get(4)

@@ -20,7 +20,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import PushReply, ShardData
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.shard.dense import DensePush, DenseShard, DenseValues, new_dense_shard
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.reply_writer import in_messages
 from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 from shoal_server.parameters.shard.versioned import STALENESS_BUCKETS

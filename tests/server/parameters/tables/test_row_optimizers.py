@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from support.clusters.snapshot_world import loaded
 from support.models.table_specs import OPTIMIZERS, live, look_up, new_push, new_shard, new_table
 from torch import nn
 
@@ -91,7 +92,7 @@ def test_rowwise_adagrad_has_one_accumulator_a_row() -> None:
     shard.push(new_push([5], [[3.0, 4.0]]), live)
     _, values = look_up(shard, [5])
     np.testing.assert_allclose(values, [[-0.1 * 3 / 12.5**0.5, -0.1 * 4 / 12.5**0.5]], rtol=1e-6)
-    image = shard.image()
+    image = loaded(shard)
     assert image.tensors["optimizer/sum"].tolist() == [12.5]
 
 
@@ -102,7 +103,7 @@ def test_rows_of_16_bits_have_state_of_32() -> None:
         births, _ = look_up(shard, [1])
         push = new_push([1], [[1.0, -1.0]], births=births, sequence=step, dtype=np.float16)
         shard.push(push, live)
-    image = shard.image()
+    image = loaded(shard)
     assert image.tensors["values"].dtype == torch.float16
     assert image.tensors["optimizer/exp_avg"].dtype == torch.float32
     _, values = look_up(shard, [1])

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clusters.snapshot_world import loaded
 from support.models.table_specs import OPTIMIZERS, live, look_up, new_push, new_shard, new_table
 
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate, TableSpec
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.versioned import ShardPushResult
 from shoal_server.parameters.tables.shard import TablePush, TableShard, table_from_image
 
@@ -140,12 +141,12 @@ class World:
         self.twin = Twin(table, table.max_rows)
         self.pushers = [Pusher(f"w{i}") for i in range(NUM_PUSHERS)]
         self.records: list[UpdateRecord] = []
-        self.copy = table_from_image(self.shard.image(self.records.append))
+        self.copy = table_from_image(loaded(self.shard, self.records.append))
 
     def copy_again(self) -> None:
         """The copy starts from an image of now."""
         self.records.clear()
-        self.copy = table_from_image(self.shard.image())
+        self.copy = table_from_image(loaded(self.shard))
 
     def look_up(self, pusher: Pusher, ids: list[int]) -> None:
         births, values = look_up(self.shard, ids)
@@ -232,7 +233,7 @@ def test_a_replayed_copy_is_the_same_to_the_last_bit(kind: str, seed: int) -> No
     random = np.random.default_rng(seed)
     shard = new_shard(table)
     records: list[UpdateRecord] = []
-    copies = [table_from_image(shard.image(records.append))]
+    copies = [table_from_image(loaded(shard, records.append))]
     starts = [0]
     for number in range(1, 30):
         ids = random.integers(0, 200, random.integers(1, 40))
@@ -243,7 +244,7 @@ def test_a_replayed_copy_is_the_same_to_the_last_bit(kind: str, seed: int) -> No
         )
         shard.push(push, live)
         if number % 10 == 0:
-            copies.append(table_from_image(shard.image()))
+            copies.append(table_from_image(loaded(shard)))
             starts.append(number)
     for start, copy in zip(starts, copies, strict=True):
         for record in records[start:]:
@@ -253,7 +254,7 @@ def test_a_replayed_copy_is_the_same_to_the_last_bit(kind: str, seed: int) -> No
 
 def assert_same(seen: TableShard, expected: TableShard) -> None:
     """Bit for bit, the memory of pushes included."""
-    one, other = seen.image(), expected.image()
+    one, other = loaded(seen), loaded(expected)
     assert one.version == other.version
     assert one.spec == other.spec
     assert list(one.sessions) == list(other.sessions)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.clusters.snapshot_world import loaded
 from support.models.table_specs import NUMPY, live, look_up, new_push, new_shard, new_table
 
 from shoal_proto.errors import (
@@ -13,7 +14,8 @@ from shoal_proto.errors import (
     WrongEpoch,
 )
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate
-from shoal_server.parameters.shard.image import Image, UpdateRecord
+from shoal_server.parameters.images.image import LoadedImage
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 from shoal_server.parameters.tables.hashing import shards_of
 from shoal_server.parameters.tables.restore import restore
@@ -115,7 +117,7 @@ def test_time_goes_on_from_the_newest_push(monkeypatch: pytest.MonkeyPatch) -> N
     shard.push(new_push([1], ones(1), sequence=1, at_unix_s=shard.body.now_s()), live)
     wall_s, steady_s = 1e9, 73.0
     assert shard.body.now_s() == 5003.0
-    copy = restore(shard.image())
+    copy = restore(loaded(shard))
     assert is_table(copy)
     steady_s = 12.0
     assert copy.body.now_s() == 5000.0
@@ -180,7 +182,7 @@ def test_a_retry_is_told_what_became_of_each_row_at_first() -> None:
     shard = new_shard(new_table(admission=Admission(kind="count", min_pushes=2)))
     first = shard.push(new_push([1, 2], ones(2)), live)
     shard.push(new_push([1, 2], ones(2), sequence=2), live)
-    copy = restore(shard.image())
+    copy = restore(loaded(shard))
     assert is_table(copy)
     for holder in (shard, copy):
         again = holder.push(new_push([1, 2], ones(2)), live)
@@ -254,7 +256,7 @@ def test_records_must_come_in_order_and_images_whole() -> None:
     """A copy refuses what it cannot be sure of."""
     shard = new_shard(new_table())
     records: list[UpdateRecord] = []
-    image = shard.image(records.append)
+    image = loaded(shard, records.append)
     for step in (1, 2):
         shard.push(new_push([step], ones(1), sequence=step), live)
     copy = table_from_image(image)
@@ -267,7 +269,7 @@ def test_records_must_come_in_order_and_images_whole() -> None:
     for tensors, kind in ((torn, "table"), (image.tensors, "dense")):
         with pytest.raises(InternalError):
             table_from_image(
-                Image(
+                LoadedImage(
                     kind=kind,
                     shard_id=image.shard_id,
                     version=image.version,

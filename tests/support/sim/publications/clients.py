@@ -3,14 +3,17 @@
 import asyncio
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from support.sim.event_loop import LoopProcess
 from support.sim.publications.coordinators import ask
 from support.sim.publications.ledger import Content
-from support.sim.publications.servers import SimSegment
+from support.sim.publications.segments import SimSegment
 
+from shoal_client.weights.cut_parts import cut_parts
 from shoal_proto.errors import (
+    InvalidSpec,
     NoServers,
     Overloaded,
     PublicationAbandoned,
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 ROWS = 12
 CALL_S = 2.0
 PART_S = 30.0
+CUT_S = 30.0
+CUTS_AGAIN = 0.2
+"""Fraction of retries in which a publisher takes another cut, as Shoal's client never does."""
 ANSWER_S = 6.0
 """Time without an answer after which a part is contributed again."""
 
@@ -115,6 +121,7 @@ class SimPublisher:
                 holders = await self._put(begun, segment, publication)
                 del request.segment.holders[:]
                 request.segment.holders.extend(holders)
+                await self._complete(request)
                 reply = await self._ask(lambda s: s.Contribute(request, None), ANSWER_S)
             except RetryError:
                 if self.process.now_s > until_s:
@@ -124,6 +131,9 @@ class SimPublisher:
             version = reply.version
             self.world.ledger.answered(self.series, segment.digest, self.rank, version)
             return
+
+    async def _complete(self, request: pb.ContributePartRequest) -> None:
+        """Add what servers contribute; nothing for a series without tables."""
 
     async def _begin(self) -> pb.BeginPublicationReply:
         request = pb.BeginPublicationRequest(
@@ -167,6 +177,40 @@ class SimPublisher:
         return await ask(  # type: ignore[no-any-return]
             self.world.etcd, self.process, self.world.coordinators, make, timeout_s
         )
+
+
+class SimTablesPublisher(SimPublisher):
+    """The rank that publishes a cut of the shards, with a part of its own."""
+
+    async def _publish(self, publication: int) -> None:
+        pushed = {each.session: each.acknowledged for each in self.world.workers}
+        self.world.ledger.pushed[str(self.publisher), publication] = pushed
+        with suppress(InvalidSpec):  # another cut than the one that was committed
+            await super()._publish(publication)
+
+    async def _complete(self, request: pb.ContributePartRequest) -> None:
+        if request.cut_parts and self.world.clock.random.random() > CUTS_AGAIN:
+            return
+        del request.cut_parts[:]
+        wanted = pb.CutTablesRequest(
+            publisher=self.message,
+            series=self.series,
+            epoch=request.epoch,
+            publication=request.publication,
+        )
+        cut: pb.CutTablesReply = await ask(
+            self.world.etcd,
+            self.process,
+            self.world.coordinators,
+            lambda s: s.CutTables(wanted, None),
+            CUT_S,
+        )
+        request.cut_parts.extend(cut_parts(cut, {}))
+        request.tables_cut = cut.tables_cut
+        self.world.ledger.partial.setdefault(cut.tables_cut, set()).update(cut.partial_steps)
+        for each in cut.segments:
+            segment = each.segment
+            self.world.ledger.acknowledged(self.series, segment.digest, len(segment.holders))
 
 
 class SimReader:

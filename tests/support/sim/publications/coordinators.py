@@ -8,17 +8,16 @@ from support.sim.event_loop import LoopProcess, remote
 from support.sim.publications.etcd import SimEtcd, SimKeyspace
 from support.sim.publications.servers import SimCalls, SimServer
 
-from shoal_proto.errors import NotLeader, RetryError, Unavailable
+from shoal_proto.errors import NotLeader, RetryError
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.coordinator.plug_in.interface import PublishedCut
 from shoal_server.coordinator.publications.service import WeightSeriesService
+from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker
 from shoal_server.etcd.api import Compare
 from shoal_server.etcd.leader_store import LeaderStore
 
 
-async def without_tables(job: str, request_to: object) -> PublishedCut:
-    """Fail to make a cut of parameter servers, as this simulation has no shards."""
-    raise Unavailable(f"job {job} has no shards")
+async def no_cursor(job: str) -> None:
+    """Return no sample ledger."""
 
 
 UNIX_S = 1_700_000_000.0
@@ -42,10 +41,12 @@ class SimCoordinator:
         store = LeaderStore(
             cast("Any", SimKeyspace(etcd, self.process)), self._leadership, self._deposed
         )
+        calls = cast("Any", SimCalls(self.process, servers))
+        position = JobPosition(cursor=no_cursor, training=lambda job: {})
         self.service = WeightSeriesService(
             store,
-            cast("Any", SimCalls(self.process, servers)),
-            without_tables,
+            calls,
+            SnapshotTaker(store, calls, position).publish,
             authorize=self._authorize,
             require_leading=self._require_leading,
             is_job=lambda job: job == "rl",

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from support.sim.publications.shards import NUM_SHARDS, CutContent
 from support.sim.virtual_time import Clock
 
 from shoal_proto.v1 import weights_pb2 as pb
@@ -54,7 +55,14 @@ class Ledger:
     living: Callable[[], Living]
     leases: Callable[[], Iterable[tuple[str, str, int]]]
     """Returns (reader, series, version) of each lease that is valid by its reader's clock."""
-    contents: dict[bytes, Content] = field(default_factory=dict)
+    contents: dict[bytes, Content | CutContent] = field(default_factory=dict)
+    pushed: dict[tuple[str, int], Mapping[str, int]] = field(default_factory=dict)
+    """The last acknowledged step of each session when a publication with tables began, by publisher
+    and publication."""
+    partial: dict[bytes, set[str]] = field(default_factory=dict)
+    """Steps that a cut was reported to have in part, by the cut."""
+    num_cuts: int = 0
+    """Number of committed versions with tables."""
     series: dict[str, StoredSeries] = field(default_factory=dict)
     """Series as stored in etcd."""
     ever: dict[str, dict[int, PublishedVersion]] = field(default_factory=lambda: defaultdict(dict))
@@ -118,8 +126,12 @@ class Ledger:
             assert back.digest == version.digest, f"{name}: a rollback to other bytes"
             return
         assert version.publication > old.head.publication or new.head.epoch != old.head.epoch
-        for rank, segment in enumerate(version.segments):
+        of_publisher = version.segments[:1] if version.tables_cut else version.segments
+        if version.tables_cut:
+            self._check_cut(name, version, owner)
+        for rank, segment in enumerate(of_publisher):
             made = self.contents[segment.digest]
+            assert isinstance(made, Content)
             assert made.publisher == owner, f"{name}: {version.number} is of {made.publisher}"
             assert made.publication == version.publication, f"{name}: mixed publications"
             assert (made.rank, made.series) == (rank, name), f"{name}: segments are mixed up"
@@ -131,7 +143,10 @@ class Ledger:
         layout = self.layouts[version.layout_digest]
         counts: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         for each in layout.slices:
-            spans = [range(a, a + n) for a, n in zip(each.offsets, each.sizes, strict=True)]
+            # A slice without sizes is a whole tensor.
+            sizes = each.sizes or layout.tensors[each.tensor].shape
+            offsets = each.offsets or [0] * len(sizes)
+            spans = [range(a, a + n) for a, n in zip(offsets, sizes, strict=True)]
             for element in itertools.product(*spans):
                 counts[each.tensor, element] += 1
         wanted = {
@@ -142,7 +157,30 @@ class Ledger:
         assert counts.keys() == wanted and set(counts.values()) == {1}, (
             f"{name}: version {version.number} does not cover its model"
         )
-        assert len(version.segments) == self.contents[version.segments[0].digest].world
+        first = self.contents[version.segments[0].digest]
+        assert isinstance(first, Content)
+        num_of_servers = NUM_SHARDS if version.tables_cut else 0
+        assert len(version.segments) == first.world + num_of_servers
+
+    def _check_cut(self, name: str, version: PublishedVersion, owner: Publisher) -> None:
+        """I11: a version with tables has all shards as of one instant: each step is on all of them
+        or on none, except reported ones of members that died half-way. It has every step that was
+        acknowledged before its publication began."""
+        self.num_cuts += 1
+        shards = [self.contents[segment.digest] for segment in version.segments[1:]]
+        found = [each for each in shards if isinstance(each, CutContent)]
+        assert [(s.series, s.shard_id) for s in found] == [(name, n) for n in range(NUM_SHARDS)]
+        text = "\n".join(self.partial[version.tables_cut])
+        pushed = self.pushed[str(owner), version.publication]
+        for session in {session for each in found for session in each.applied}:
+            last = {each.applied.get(session, 0) for each in found}
+            torn = range(min(last) + 1, max(last) + 1)
+            assert all(f"push {n} of {session} " in text for n in torn), (
+                f"{name}: version {version.number} has push {max(last)} of {session} in part"
+            )
+            assert min(last) >= pushed.get(session, 0), (
+                f"{name}: version {version.number} is of before push {pushed[session]} of {session}"
+            )
 
     def _check_dropped(self, name: str, number: int, new: StoredSeries) -> None:
         """I6: no reader has a lease on a dropped version, and the newest is not dropped."""

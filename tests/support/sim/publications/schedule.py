@@ -8,7 +8,8 @@ from support.sim.event_loop import LoopProcess
 from support.sim.publications.coordinators import ask
 from support.sim.publications.etcd import ETCD
 from support.sim.publications.servers import SimServer
-from support.sim.publications.world import JOB_SERIES, SCRIPT_SERIES, PublicationWorld
+from support.sim.publications.shards import NUM_SHARDS
+from support.sim.publications.world import PublicationWorld
 
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import weights_pb2 as pb
@@ -23,6 +24,7 @@ FAULTS = (
     + ["kill coordinator", "depose", "depose unheard", "pause coordinator", "cut coordinator"] * 2
     + ["etcd", "pin", "unpin", "rollback", "rollback"]
 )
+OF_TABLES = ["kill worker", "kill worker", "pause worker", "cut worker", "move shard", "move shard"]
 STORY_LINES = 120
 RUN_S = 90.0
 CALM_S = 400.0
@@ -33,7 +35,7 @@ class Faults:
 
     def __init__(self, world: PublicationWorld, seed: int, only: Sequence[str]) -> None:
         self._world = world
-        self._names = only or FAULTS
+        self._names = only or [*FAULTS, *(OF_TABLES if world.workers else [])]
         self._chance = random.Random(f"faults {seed}")
         self._operator = LoopProcess(world.clock, "operator")
 
@@ -116,7 +118,7 @@ class Faults:
 
     def _new_reader(self) -> None:
         if len(self._world.readers) < 8:
-            self._world.start_reader(self._chance.choice([JOB_SERIES, SCRIPT_SERIES]))
+            self._world.start_reader(self._chance.choice(self._world.series))
 
     def _pause_reader(self) -> None:
         self._world.pause(self._reader(), self._for_s())
@@ -159,10 +161,26 @@ class Faults:
     def _etcd(self) -> None:
         self._world.stop_etcd(self._for_s() / 2)
 
+    def _kill_worker(self) -> None:
+        living = [each for each in self._world.workers if each.process.alive]
+        self._world.kill_worker(self._chance.choice(living))
+
+    def _worker(self) -> LoopProcess:
+        return self._chance.choice(self._world.workers).process
+
+    def _pause_worker(self) -> None:
+        self._world.pause(self._worker(), self._for_s())
+
+    def _cut_worker(self) -> None:
+        self._world.cut(self._worker().name, self._server().process.name, self._for_s())
+
+    def _move_shard(self) -> None:
+        self._world.shards.move(self._chance.randrange(NUM_SHARDS))
+
     # --- an operator ---
 
     def _kept(self) -> tuple[str, int] | None:
-        name = self._chance.choice([JOB_SERIES, SCRIPT_SERIES])
+        name = self._chance.choice(self._world.series)
         stored = self._world.ledger.series.get(name)
         return (
             (name, self._chance.choice(stored.head.kept)) if stored and stored.head.kept else None
@@ -189,14 +207,18 @@ class Faults:
             world.note(f"the operator is refused: {type(error).__name__}")
 
 
-def simulate_publications(seed: int, only: Sequence[str] = ()) -> PublicationWorld:
-    """Run one seed. Raises AssertionError with the end of the story."""
+def simulate_publications(
+    seed: int, only: Sequence[str] = (), *, has_tables: bool | None = None
+) -> PublicationWorld:
+    """Run one seed; an odd one has a series with tables, unless `has_tables` says otherwise. Raises
+    AssertionError with the end of the story."""
     chance = random.Random(f"schedule {seed}")
     world = PublicationWorld(
         seed,
         num_servers=chance.choice([2, 3, 3, 4]),
         num_readers=chance.choice([2, 3, 4]),
         keep=chance.choice([1, 2, 2, 3]),
+        has_tables=seed % 2 == 1 if has_tables is None else has_tables,
     )
     faults = Faults(world, seed, only)
     rate_s = chance.choice([1.0, 2.0, 4.0, 8.0])

@@ -4,11 +4,12 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
 from support.sim.event_loop import LoopProcess, remote
 from support.sim.publications.etcd import SimEtcd, SimKeyspace
+from support.sim.publications.segments import SimSegment
+from support.sim.publications.shards import SimShardHost
 
 from shoal_proto.errors import Unavailable, VersionGone
 from shoal_proto.v1 import weights_pb2 as pb
@@ -24,23 +25,24 @@ BEAT_S = 1.0
 CALL_S = 3.0
 
 
-@dataclass(frozen=True)
-class SimSegment:
-    digest: bytes
-    data: bytes
-
-
 class SimServer:
     """One process of a server."""
 
     def __init__(
-        self, etcd: SimEtcd, server_id: str, incarnation: int, peers: "dict[str, SimServer]"
+        self,
+        etcd: SimEtcd,
+        server_id: str,
+        incarnation: int,
+        peers: "dict[str, SimServer]",
+        is_live: Callable[[str], bool],
     ) -> None:
+        """`is_live`: True for a session whose worker may push again."""
         self.etcd = etcd
         self.server_id = server_id
         self.incarnation = str(incarnation)
         self.process = LoopProcess(etcd.clock, f"{server_id}#{incarnation}")
         self.store = SegmentStore()
+        self.shards = SimShardHost(self, is_live)
         self._peers = peers
         self.received_s = etcd.clock.now_s
         holdings = cast("Any", SimHoldings(self))
@@ -93,9 +95,21 @@ class SimServer:
     # --- calls that the server answers ---
 
     async def put(
-        self, series: str, segment: SimSegment, origin: SegmentOrigin, chain: list[str]
+        self,
+        series: str,
+        segment: SimSegment,
+        origin: SegmentOrigin,
+        chain: list[str],
+        *,
+        replaces: bool = False,
     ) -> list[str]:
-        """Store a segment, and pass it on along the chain. Returns the servers that have it."""
+        """Store a segment, and pass it on along the chain. Returns the servers that have it.
+
+        With `replaces`, segments of the rank for the same publication are released first.
+        """
+        if replaces:
+            earlier = frozenset([origin.publication])
+            self.store.abandon(series, origin.rank, origin.epoch, earlier)
         self.store.admit(series, segment.digest, origin)
         await asyncio.sleep(self.etcd.clock.random.random() * 0.3)
         self.store.admit(series, segment.digest, origin)
@@ -107,7 +121,7 @@ class SimServer:
                 with suppress(Unavailable):  # the reply lists the servers that have it
                     holders += await peer.call(
                         self.process,
-                        lambda: peer.put(series, segment, origin, chain[1:]),
+                        lambda: peer.put(series, segment, origin, chain[1:], replaces=replaces),
                         CALL_S,
                     )
         return holders
@@ -170,7 +184,30 @@ class SimCalls:
     async def call_on(
         self, service: object, address: str, method: object, request: Any, timeout_s: float
     ) -> Any:
+        server = self._found(address)
+        return await server.call(self._process, lambda: server.holds(request), timeout_s)
+
+    async def call(
+        self, address: str, method: Callable[[Any], str], request: Any, timeout_s: float
+    ) -> Any:
+        """Call a method of a server's `ShardSnapshots`."""
+        server = self._found(address)
+        name = method(_MethodNames()).lower()
+        # As a message over the wire, it stays as it is when the caller changes its own.
+        sent = type(request).FromString(request.SerializeToString())
+        return await server.call(
+            self._process, lambda: getattr(server.shards, name)(sent), timeout_s
+        )
+
+    def _found(self, address: str) -> SimServer:
         server = self._servers.get(address)
         if server is None:
             raise Unavailable(f"no server listens at {address}")
-        return await server.call(self._process, lambda: server.holds(request), timeout_s)
+        return server
+
+
+class _MethodNames:
+    """A stub whose methods are their own names."""
+
+    def __getattr__(self, name: str) -> str:
+        return name

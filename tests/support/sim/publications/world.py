@@ -4,11 +4,18 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 
 from support.sim.event_loop import LoopProcess
-from support.sim.publications.clients import SimPublisher, SimReader, member, script
+from support.sim.publications.clients import (
+    SimPublisher,
+    SimReader,
+    SimTablesPublisher,
+    member,
+    script,
+)
 from support.sim.publications.coordinators import SimCoordinator
 from support.sim.publications.etcd import SimEtcd
 from support.sim.publications.ledger import Ledger, series_values
 from support.sim.publications.servers import SimServer
+from support.sim.publications.shards import ShardPlacement, SimWorker
 from support.sim.replication.machine import Network
 from support.sim.virtual_time import Clock
 
@@ -18,6 +25,10 @@ from shoal_server.etcd.records import series as records
 
 JOB_SERIES = "rl/policy"
 SCRIPT_SERIES = "svc/ranker"
+TABLES_SERIES = "rl/full"
+NUM_WORKERS = 2
+SESSION_ENDS_S = 3.0
+"""Time after which the session of a dead worker is over."""
 ELECTED_WITHIN_S = 5.0
 """Time after which a leader without contact to etcd has a successor."""
 
@@ -26,8 +37,15 @@ class PublicationWorld:
     """One cluster, with a trainer, a plain script, and readers of both."""
 
     def __init__(
-        self, seed: int, *, num_servers: int = 3, num_readers: int = 3, keep: int = 2
+        self,
+        seed: int,
+        *,
+        num_servers: int = 3,
+        num_readers: int = 3,
+        keep: int = 2,
+        has_tables: bool = False,
     ) -> None:
+        """`has_tables`: the job has shards, and publishes a third series with them."""
         self.clock = Clock(seed)
         self.network = Network(self.clock)
         self.etcd = SimEtcd(self.clock, self.network)
@@ -48,6 +66,11 @@ class PublicationWorld:
         self.generation = 0
         self._num_scripts = 0
         self._faulty: set[tuple[int, int]] = set()
+        self.workers: list[SimWorker] = []
+        """Every process that was ever a worker that pushes to shards."""
+        self._dead_sessions: set[str] = set()
+        self.shards = ShardPlacement(self)
+        self.series = [JOB_SERIES, SCRIPT_SERIES, *([TABLES_SERIES] if has_tables else [])]
         self.coordinators = [
             SimCoordinator(self.etcd, f"coordinator {n}", self.servers) for n in range(2)
         ]
@@ -59,6 +82,11 @@ class PublicationWorld:
         for number in range(num_readers):
             name = SCRIPT_SERIES if number == num_readers - 1 else JOB_SERIES
             self.start_reader(name)
+        if has_tables:
+            self.shards.place()
+            self.start_reader(TABLES_SERIES)
+            for _ in range(NUM_WORKERS):
+                self.start_worker()
         self._elect(self.leader)
         self.next_generation()
         self.next_script()
@@ -115,7 +143,14 @@ class PublicationWorld:
             self.kill_server(old)
             self._old_servers.append(old)
         self.note(f"{server_id} starts as {self._num_starts}")
-        server = SimServer(self.etcd, server_id, self._num_starts, self.servers)
+        server = SimServer(
+            self.etcd,
+            server_id,
+            self._num_starts,
+            self.servers,
+            lambda session: session not in self._dead_sessions,
+        )
+        server.shards.on_segment = self.ledger.contents.__setitem__
         if old is not None and old.received_s:
             server.unlist()  # its registration is replaced by the new one's
         self.servers[server_id] = server
@@ -142,15 +177,29 @@ class PublicationWorld:
         self.note(f"generation {self.generation} of {num_ranks} ranks")
         for rank in range(num_ranks):
             self._start_publisher(JOB_SERIES, member(self.generation), rank, num_ranks)
+        if TABLES_SERIES in self.series:
+            self._start_publisher(TABLES_SERIES, member(self.generation), 0, 1)
 
     def next_script(self) -> None:
         self._num_scripts += 1
         self._start_publisher(SCRIPT_SERIES, script(self._num_scripts), 0, 1)
 
     def _start_publisher(self, series: str, who: pb.Publisher, rank: int, num_ranks: int) -> None:
-        publisher = SimPublisher(self, series, who, rank, num_ranks)
+        kind = SimTablesPublisher if series == TABLES_SERIES else SimPublisher
+        publisher = kind(self, series, who, rank, num_ranks)
         self.publishers.append(publisher)
         publisher.start()
+
+    def start_worker(self) -> None:
+        worker = SimWorker(self, f"w{len(self.workers)}")
+        self.workers.append(worker)
+        worker.start()
+
+    def kill_worker(self, worker: SimWorker) -> None:
+        """Kill a worker, perhaps half-way through a step, and start another one."""
+        self.kill(worker.process)
+        self.clock.later(SESSION_ENDS_S, lambda: self._dead_sessions.add(worker.session))
+        self.start_worker()
 
     def current(self) -> list[SimPublisher]:
         """The ranks of the newest generation, and the newest script."""
@@ -162,6 +211,7 @@ class PublicationWorld:
         yield from (each.process for each in self.servers.values())
         yield from (each.process for each in self.readers)
         yield from (each.process for each in self.publishers)
+        yield from (each.process for each in self.workers)
 
     # --- faults ---
 
@@ -222,6 +272,7 @@ class PublicationWorld:
             return
         for server in self.servers.values():
             server.look_listed()
+        self.shards.replace_dead()
         process = self.leader.process
         is_heard = process.alive and process.paused_since_s is None and self.etcd.reaches(process)
         if is_heard and self.leader in self.coordinators and not self.leader.is_over:
@@ -280,7 +331,7 @@ class PublicationWorld:
 
     def unrest(self) -> str:
         """Describe what is not at rest yet after all faults have stopped; empty if nothing is."""
-        for name in (JOB_SERIES, SCRIPT_SERIES):
+        for name in self.series:
             stored = self.ledger.series.get(name)
             if stored is None or not stored.head.kept:
                 return f"nothing of {name} was published"

@@ -6,11 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 from support.sim.replication.machine import Lane
 from support.sim.replication.setting import Setting
-from support.sim.replication.shard import ArrivingImage, Copy, Image, OnDiskCopy, Update
+from support.sim.replication.shard import (
+    ArrivingImage,
+    Copy,
+    Image,
+    OnDiskCopy,
+    SimRecord,
+    Update,
+)
 
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
-from shoal_server.core.replication.protocol.messages import ImageStart, Key, Request, UpdateMessage
+from shoal_server.core.replication.protocol.messages import (
+    ImageChunk,
+    ImageStart,
+    Key,
+    UpdateMessage,
+)
 from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
@@ -36,8 +48,6 @@ class ServerCopies:
         self._arriving: dict[tuple[Key, int], ArrivingImage] = {}
         self._arriving_lanes: dict[tuple[Key, int], Lane] = {}
         self._flushing: set[Key] = set()
-        self.incoming: tuple[Request, Any] | None = None
-        """The request that is being handled, and its data."""
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             fx.LeadShard: self._lead,
             fx.OpenShard: self._open,
@@ -46,13 +56,12 @@ class ServerCopies:
             fx.StepDown: self._step_down,
             fx.DropShard: lambda effect: self._drop(effect.key),
             fx.SettleCopy: self._settle_last,
-            fx.TrimRecords: self._trim,
-            fx.CutImage: self._cut_image,
+            fx.SetFollowers: lambda effect: None,
+            fx.SetUnreplicated: lambda effect: None,
+            fx.MakeImage: self._make_image,
             fx.ReleaseChunks: lambda effect: None,
             fx.CloseImage: lambda effect: self.images.pop(effect.image, None),
-            fx.ReplayRecord: self._replay,
-            fx.BeginImage: self._begin_image,
-            fx.StoreChunk: self._store_chunk,
+            fx.AcceptRequest: self._accept,
             fx.AdoptImage: self._adopt,
             fx.DropImage: lambda effect: self._arriving.pop((effect.key, effect.image), None),
             fx.EnterEpoch: self._enter_epoch,
@@ -155,11 +164,6 @@ class ServerCopies:
                 self._setting.ledger.leads_no_longer(copy)
             copy.leads = False
 
-    def _trim(self, effect: fx.TrimRecords) -> None:
-        copy = self.found[effect.key]
-        for version in [each for each in copy.log if each <= effect.version]:
-            del copy.log[version]
-
     # --- following ---
 
     def _settle_last(self, effect: fx.SettleCopy) -> None:
@@ -180,13 +184,22 @@ class ServerCopies:
 
         copy.lane.put(self._takes_s(long=True), settled)
 
-    def _replay(self, effect: fx.ReplayRecord) -> None:
-        request, update = self._incoming()
-        assert isinstance(request, UpdateMessage) and request.version == effect.version, request
-        copy = self.found.get(effect.key)
-        assert copy is not None, f"{effect.key} is replayed into nothing"
-        assert copy.version + 1 == effect.version, f"{effect.key}: {effect} on {copy.version}"
-        copy.add(update)
+    def _accept(self, effect: fx.AcceptRequest) -> None:
+        request, data = effect.request, effect.data
+        if isinstance(request, UpdateMessage):
+            assert isinstance(data, SimRecord) and data.version == request.version, effect
+            self._replay(request.key, data)
+        elif isinstance(request, ImageStart):
+            self._begin_image(request)
+        else:
+            assert isinstance(data, tuple), effect
+            self._store_chunk(request, data)
+
+    def _replay(self, key: Key, record: SimRecord) -> None:
+        copy = self.found.get(key)
+        assert copy is not None, f"{key} is replayed into nothing"
+        assert copy.version + 1 == record.version, f"{key}: {record} on {copy.version}"
+        copy.add(record.update)
         self._setting.ledger.follows(self._server.me, copy)
 
         def apply() -> None:
@@ -205,48 +218,41 @@ class ServerCopies:
         copy.epoch = effect.epoch
         self._setting.ledger.follows(self._server.me, copy)
 
-    def _incoming(self) -> tuple[Request, Any]:
-        assert self.incoming is not None, "nothing has just come"
-        return self.incoming
-
     # --- images ---
 
-    def _cut_image(self, effect: fx.CutImage) -> None:
+    def _make_image(self, effect: fx.MakeImage) -> None:
         copy = self.found[effect.key]
 
         def cut() -> None:
             if copy.is_dropped or self._chance.random() < 0.005:
-                self._server.post(ev.ImageNotCut(copy.key, effect.image, "no memory"))
+                self._server.post(ev.ImageNotMade(copy.key, effect.image, "no memory"))
                 return
             num_chunks = self._chance.randint(1, 12)
             updates = tuple(copy.updates[: copy.num_applied])
             self.images[effect.image] = Image(copy.key, updates, num_chunks)
-            self._server.post(ev.ImageCut(copy.key, effect.image, len(updates), num_chunks))
+            self._server.post(ev.ImageMade(copy.key, effect.image, len(updates), num_chunks))
 
         copy.lane.put(self._takes_s(long=True), cut)
 
-    def _begin_image(self, effect: fx.BeginImage) -> None:
-        request, _ = self._incoming()
-        assert isinstance(request, ImageStart), request
+    def _begin_image(self, start: ImageStart) -> None:
         if self._server.me.server_id in self._setting.full:
-            failed = ev.ImageFailed(effect.key, effect.image, True, "no memory")
+            failed = ev.ImageFailed(start.key, start.image, True, "no memory")
             self._server.process.act(self._takes_s(), lambda: self._server.tell(failed))
             return
-        place = effect.key, effect.image
-        self._arriving[place] = ArrivingImage(request.run, request.num_chunks, request.version)
+        place = start.key, start.image
+        self._arriving[place] = ArrivingImage(start.run, start.num_chunks, start.version)
         self._arriving_lanes[place] = Lane(self._server.process)
 
-    def _store_chunk(self, effect: fx.StoreChunk) -> None:
-        _, data = self._incoming()
-        place = effect.key, effect.image
+    def _store_chunk(self, chunk: ImageChunk, data: tuple[Update, ...]) -> None:
+        place = chunk.key, chunk.image
         image = self._arriving.get(place)
         if image is None:
             return  # There was no memory for the image, and the failure is being reported.
-        image.chunks[effect.index] = data
+        image.chunks[chunk.index] = data
 
         def stored() -> None:
             if self._arriving.get(place) is image:
-                self._server.tell(ev.ChunkStored(effect.key, effect.image, effect.index))
+                self._server.tell(ev.ChunkStored(chunk.key, chunk.image, chunk.index))
                 image.num_stored += 1
                 if image.num_stored == image.num_chunks:
                     self._arriving_lanes[place].put(self._takes_s(long=True), restored)
@@ -254,7 +260,7 @@ class ServerCopies:
         def restored() -> None:
             if self._arriving.get(place) is image:
                 image.is_restored = True
-                self._server.tell(ev.ImageRestored(effect.key, effect.image))
+                self._server.tell(ev.ImageRestored(chunk.key, chunk.image))
 
         self._arriving_lanes[place].put(self._takes_s(), stored)
 
@@ -293,7 +299,7 @@ class ServerCopies:
             if copy.is_dropped or not copy.leads:
                 return
             if disk is None or disk.fails:
-                self._server.post(ev.DiskFailed(copy.key))
+                self._server.post(ev.VersionJournaled(copy.key, None))
                 return
             version = copy.num_applied
             chain = tuple(copy.chain[: version + 1])

@@ -16,7 +16,6 @@ from shoal_server.core.replication.protocol.messages import (
     ImageChunk,
     Key,
     Reply,
-    Request,
     UpdateMessage,
 )
 from shoal_server.etcd import keys
@@ -117,23 +116,19 @@ class ServerPeers:
         assert found is not None, f"{effect} over a link that is not there"
         link, end = found
         request = effect.request
-        is_held = link.send(end, (request, self._data_of(request)))
+        is_held = link.send(end, (request, self._data_of(effect)))
         if is_held and isinstance(request, UpdateMessage):
             held = ev.RecordDelivered(
                 effect.peer, effect.link, request.key, request.epoch, request.version
             )
             self._server.process.act(0.0, lambda: self._server.tell(held))
 
-    def _data_of(self, request: Request) -> Any:
-        copies, key = self._server.copies, request.key
-        if isinstance(request, UpdateMessage):
-            log = copies.found[key].log
-            assert request.version in log, f"{request} is not kept any more"
-            return log[request.version]
+    def _data_of(self, effect: fx.SendRequest) -> Any:
+        request = effect.request
         if isinstance(request, ImageChunk):
             self._setting.ledger.chunk_sent(self._server.me, request.image, request.index)
-            return copies.images[request.image].chunk(request.index)
-        return None
+            return self._server.copies.images[request.image].chunk(request.index)
+        return effect.record
 
     def _hear_reply(self, peer: Holder, number: int, reply: Reply) -> None:
         ledger = self._setting.ledger
@@ -156,10 +151,7 @@ class ServerPeers:
             link.send(end, WELCOME)
             return
         request, data = message
-        copies = self._server.copies
-        copies.incoming = request, data
-        self._server.tell(ev.RequestReceived(peer, number, request))
-        copies.incoming = None
+        self._server.tell(ev.RequestReceived(peer, number, request, data))
 
     def read_to_end(self, peer: Holder, before: float = inf) -> None:
         """Read all that the peer has sent over links of lower numbers, and close these links."""
@@ -170,7 +162,7 @@ class ServerPeers:
     def unread(self, key: Key, epoch: int) -> Mapping[int, Any]:
         """Return updates, by version, that are in this process's memory and not read yet."""
         return {
-            message[0].version: message[1]
+            message[0].version: message[1].update
             for link, end in self._accepted.values()
             if link.is_local and end.is_open
             for message in end.coming

@@ -9,7 +9,7 @@ from support.sim.replication.machine import SimProcess
 from support.sim.replication.peers import ServerPeers
 from support.sim.replication.registration import ServerRegistration
 from support.sim.replication.setting import Setting
-from support.sim.replication.shard import Copy, Disk, Update
+from support.sim.replication.shard import Copy, Disk, SimRecord, Update
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.backing.disowning import Disowning
@@ -53,10 +53,13 @@ class SimServer:
         """True once the process has announced its end; it then acknowledges nothing."""
         self._disowning = Disowning(me, setting.limits)
         self._records = self.registration.records
+        self._revised: dict[Key, ShardAssignment] = {}
         self._wakes_at_s = float("inf")
         self._posted: deque[tuple[ev.Event, Copy | None]] = deque()
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             fx.WriteShardRecord: lambda effect: self._write(effect.key),
+            fx.ReviseShardRecord: self._revise,
+            fx.SetLease: lambda effect: None,
             fx.RefreshShardRecord: lambda effect: self._refresh(effect.key),
             fx.AcknowledgeVersion: self._acknowledge,
             fx.RefuseVersion: self._refuse,
@@ -152,7 +155,7 @@ class SimServer:
                 if not version:
                     version = copy.num_applied = copy.add(update)
                     self.copies.on_applied(copy)
-                    self.post(ev.PushApplied(key, version), copy)
+                    self.post(ev.PushApplied(key, SimRecord(version, update)), copy)
             self._ask(token, copy, epoch, version, level=level, answer=answer)
 
         copy.lane.put(self.setting.chance.random() * 0.003, apply)
@@ -173,7 +176,7 @@ class SimServer:
         """Stop the journals of all shards that this server leads."""
         for key, copy in list(self.copies.found.items()):
             if copy.leads:
-                self.post(ev.DiskFailed(key))
+                self.post(ev.VersionJournaled(key, None))
 
     def create(self, key: Key, update: Update, run: str) -> None:
         if run == self.registration.run_of(key):
@@ -252,12 +255,16 @@ class SimServer:
         )
 
     def _write(self, key: Key) -> None:
+        def revised(record: ShardAssignment) -> ShardAssignment:
+            self.tell(ev.ShardRecordRead(key, record))
+            return self._revised.pop(key)
+
         self.registration.change(
-            key,
-            lambda record: self.core.revised(key, record, self.process.now_s),
-            self._known,
-            lambda: self.tell(ev.ShardRecordWritten(key)),
+            key, revised, self._known, lambda: self.tell(ev.ShardRecordWritten(key))
         )
+
+    def _revise(self, effect: fx.ReviseShardRecord) -> None:
+        self._revised[effect.key] = effect.assignment
 
     def _refresh(self, key: Key) -> None:
         def read(stored: Any) -> None:

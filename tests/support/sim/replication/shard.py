@@ -14,6 +14,15 @@ Update = tuple[int, int]
 NOTHING = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SimRecord:
+    """An update as it was applied, with the version that it made."""
+
+    version: int
+    update: Update
+    num_bytes: int = 1
+
+
 @cache
 def chained(before: int, update: Update) -> int:
     """Hash a sequence of updates: the hash of all before the last one, and the last."""
@@ -36,8 +45,6 @@ class Copy:
     """The version that each update made."""
     num_applied: int = 0
     """Number of updates applied; the others were received, and wait to be replayed."""
-    log: dict[int, Update] = field(default_factory=dict)
-    """Updates by version, kept for backups that lack them."""
     leads: bool = False
     is_open: bool = False
     is_stopped: bool = False
@@ -58,8 +65,7 @@ class Copy:
         assert update not in self.sessions, f"{self.key}: {update} is applied twice"
         self.updates.append(update)
         self.chain.append(chained(self.chain[-1], update))
-        self.sessions[update] = self.log_version = len(self.updates)
-        self.log[len(self.updates)] = update
+        self.sessions[update] = len(self.updates)
         return len(self.updates)
 
     def has(self, version: int, link: int) -> bool:
@@ -69,7 +75,6 @@ class Copy:
     def fill(self, updates: Sequence[Update]) -> None:
         for update in updates:
             self.add(update)
-        self.log.clear()
         self.num_applied = len(self.updates)
 
 

@@ -51,7 +51,7 @@ from shoal.strategies.asynchronous.shared_values import SharedValues, bytes_of
 from shoal.strategies.asynchronous.staleness_clock import StalenessClock
 from shoal.strategies.asynchronous.staleness_policy import policy_in_words, to_policy
 from shoal.strategies.leasing import LeasingStrategy
-from shoal.strategies.rollback.step_passes import StepPasses
+from shoal.strategies.rollback.step_snapshot import StepSnapshot
 from shoal.torch_private.schedulers import mark_stepped
 from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal_client.connection.coordinators import Coordinators
@@ -156,12 +156,12 @@ class StepRefusals:
         self.shards: frozenset[int] = frozenset()
         """The shards that refused the last push of the step; the others have applied it."""
         self.num_redone = 0
-        self._passes = StepPasses()
+        self._snapshot = StepSnapshot()
 
     def begin(self, model: nn.Module, untrained: Mapping[str, Tensor]) -> None:
         """Begin a step that may be refused. `refused` then undoes its changes to the model's
         buffers and to the untrained parameters; the trained ones come from the servers again."""
-        self._passes.begin(model, untrained)
+        self._snapshot.begin(model, untrained)
 
     @property
     def may_redo(self) -> bool:
@@ -173,15 +173,15 @@ class StepRefusals:
         `check_whole`."""
         self.shards = frozenset(stale)
         self.num_redone += 1
-        self._passes.undo()
-        self._passes.check_whole(step)
+        self._snapshot.restore()
+        self._snapshot.check_whole(step)
 
     def mark_taken(self) -> None:
         """Note that the step was taken."""
         self.shards, self.num_redone = frozenset(), 0
-        if self._passes.in_step:
-            self._passes.settle()
-            self._passes.commit()
+        if self._snapshot.is_open:
+            self._snapshot.settle()
+            self._snapshot.commit()
 
     def raise_refusal(self, step: int, refusal: StalePush) -> NoReturn:
         """Raise the refusal, or an error if there were too many."""

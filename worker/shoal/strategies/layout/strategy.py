@@ -35,7 +35,6 @@ from shoal.state.resharding import reshard
 from shoal.state.shards import MODEL, REGISTERED, Chunk, StateShard
 from shoal.strategies.compiled_models import not_compiled
 from shoal.strategies.synchronous.generation_group import check_same_step
-from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import found_by_any
 from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
@@ -67,7 +66,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._filling: Layout | None = None
         self._attributes = ScriptAttributes()
         self._begun = self._reduced = False
-        self._whole, self._copy_due = True, False
+        self._copy_due = False
 
     @abstractmethod
     def lay_out(self, model: nn.Module, world: World) -> Layout:
@@ -112,8 +111,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._device = device_of(model)
         self._optimizer = optimizer
         self._registered.follow(optimizer)
-        self._hyperparameters = Hyperparameters(optimizer)
-        self._passes.train(model, optimizer)
+        self._transaction.train(model, optimizer)
         self._proxy = proxies_of(model, self._module_of)
         return self._proxy, optimizer
 
@@ -163,8 +161,8 @@ class LayoutStrategy(SynchronousStrategy):
         binding.fill(state_shard)
         self._registered.adopt(of_shard(state_shard))
         take_modes(self._proxy, binding.layout.plain)
-        binding.layout.watch(self._passes.ours)
-        self._binding, self._filling, self._step = binding, None, state_shard.step
+        binding.layout.watch(self._transaction.ours)
+        self._binding, self._filling, self._transaction.step = binding, None, state_shard.step
         for name, module in models_of(binding.layout.plain).items():
             retarget(models_of(self._proxy)[name], module)
         self._attributes.note(self._proxy)
@@ -178,7 +176,7 @@ class LayoutStrategy(SynchronousStrategy):
             binding.layout.lost_together([entry.host for entry in generation.entries]),
         )
         self._checkpoints.join_writers(world.world_size)
-        check_same_step(generation.number, self._step, group, binding.layout.shared_memory)
+        check_same_step(generation.number, self.step, group, binding.layout.shared_memory)
         self._meta_model.forget_weights()
 
     def _lay_out_all(self, model: nn.Module, world: World) -> Layout:
@@ -195,17 +193,16 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _collect(self, binding: OptimizerBinding) -> StateShard:
         """Return this member's state after the last committed step."""
-        self._passes.settle_buffers()
-        own = into_shard(binding.collect(self._step), self._registered.current())
+        self._transaction.snapshot.settle_buffers()
+        own = into_shard(binding.collect(self.step), self._registered.current())
         return self._checkpoints.samples.carried(own)
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
         """Return the state of `_collect` within a step, without what the script has changed in it.
 
-        Raises GenerationBroken as `StepPasses.as_begun`.
+        Raises GenerationBroken as `StepSnapshot.as_begun`.
         """
-        changed = self._passes.as_begun(binding.held)
-        with self._passes.state_as_begun():
+        with self._transaction.snapshot.as_begun(binding.held) as changed:
             own = self._collect(binding)
         found = ((MODEL + name, tensor) for name, tensor in changed.items())
         shards = {key: replace(own.shards[key], tensor=t) for key, t in found if key in own.shards}
@@ -268,14 +265,13 @@ class LayoutStrategy(SynchronousStrategy):
                 releases.callback(filling.cut, "its bring-up has failed")
 
     def _keep(self, binding: OptimizerBinding) -> None:
-        # In the middle of an update the state is neither the old one nor the new one.
-        is_whole = self._whole and self._passes.is_whole
-        self._whole = self._passes.is_whole = True
+        snapshot = self._transaction.snapshot
+        is_whole, snapshot.is_whole = snapshot.is_whole, True
         if is_whole:
             others = binding.layout.stepped_by_others
             self._peer_checkpoints.stop(lambda: self._collect(binding), stepped_by_others=others)
         else:
-            self._peer_checkpoints.stop_within_update(self._step, binding.begun)
+            self._peer_checkpoints.stop_within_update(self.step, binding.begun)
 
     def num_moved(self) -> int:
         filling, binding = self._filling, self._binding
@@ -303,13 +299,13 @@ class LayoutStrategy(SynchronousStrategy):
         layout = self._layout()
         if isinstance(layout, SeveralLayouts):
             layout = layout.layouts[name]
-        if not self._passes.in_step or not torch.is_grad_enabled():
+        if not self._transaction.in_step or not torch.is_grad_enabled():
             return layout.plain
         self._begin()
-        self._exchange_parts()
-        first = self._agreement is not None and self._agreement.is_first_step
-        if layout.meets_in_forward(is_first_step=first):
-            self._announce()
+        votes = self._transaction.votes
+        votes.exchange_parts()
+        if layout.meets_in_forward(is_first_step=votes.is_first_step):
+            votes.announce()
         return layout.module
 
     def _layout(self) -> Layout:
@@ -324,7 +320,8 @@ class LayoutStrategy(SynchronousStrategy):
         layout, binding = self._layout(), self._binding
         assert binding is not None, "it has the layout"
         binding.gradients.forget()
-        layout.step, layout.looks_for_faults = self._step, self._registered.scaler is None
+        layout.step = self.step
+        layout.looks_for_faults = self._registered.scaler is None
         self._open_step(layout.open(), binding.held_parameters)
         self._begun = self._reduced = False
 
@@ -346,9 +343,9 @@ class LayoutStrategy(SynchronousStrategy):
         layout = self._layout()
         waits = not is_on_host(loss)
         if layout.looks_for_faults and not waits:
-            check_loss(loss, self._step)
-        with self._weighing():
-            self._aim(self._passes.chosen)
+            check_loss(loss, self.step)
+        with self._transaction.weighing():
+            self._aim(self._transaction.chosen)
             if layout.looks_for_faults and waits:
                 layout.note_loss(loss)
             layout.backward(loss, weight)
@@ -357,21 +354,21 @@ class LayoutStrategy(SynchronousStrategy):
         """Return the layout; of several models, activate those that these optimizers train."""
         layout = self._layout()
         if isinstance(layout, SeveralLayouts):
-            layout.active = self._passes.models(optimizers)
+            layout.active = self._transaction.models(optimizers)
         return layout
 
     def update(self) -> None:
-        if self._passes.training is None:
+        if self._transaction.training is None:
             super().update()
-        optimizers = self._passes.take("session.update")
+        optimizers = self._transaction.take("session.update")
         layout = self._gradients_of(optimizers)
-        self._agree_on(OptimizerAction.UPDATE)
+        self._transaction.agree_on(OptimizerAction.UPDATE)
         self._generation_group.check()
-        stepped = self._passes.models(optimizers)
+        stepped = self._transaction.models(optimizers)
         held = [t for name, t in layout.held.items() if name.partition(".")[0] in stepped]
-        self._passes.update(self._optimizer, optimizers, held)
-        layout.updated()
-        self._passes.updated()
+        with self._transaction.updating(self._optimizer, held):
+            local_step.step(self._optimizer)
+            layout.updated()
 
     def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
         """Reduce and check the gradients that these optimizers use; return the layouts."""
@@ -379,13 +376,13 @@ class LayoutStrategy(SynchronousStrategy):
         assert isinstance(layout, SeveralLayouts), "one that is alone is not updated early"
         layout.reduce()
         if not layout.synchronised():
-            raise not_reduced(self._step, layout.unreached, type(self).__name__)
+            raise not_reduced(self.step, layout.unreached, type(self).__name__)
         layout.check()
         return layout
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
         self._refuse_weights()
-        self.backward(loss, self._weigh(weight))
+        self.backward(loss, self._transaction.weigh(weight))
 
     def _refuse_weights(self) -> None:
         """Raise InvalidSpec if losses cannot have weights of their own."""
@@ -406,18 +403,18 @@ class LayoutStrategy(SynchronousStrategy):
             return loss
 
         given = loss_function if layout.shares_loss else seen
-        with self._weighing():
+        with self._transaction.weighing():
             loss = layout.forward_backward(inputs, targets, given, weight)
         if layout.looks_for_faults and (layout.shares_loss or is_on_host(loss)):
-            check_loss(loss, self._step)
+            check_loss(loss, self.step)
         return loss
 
     def _reduce(self) -> Layout:
-        layout = self._aim(self._passes.due)
+        layout = self._aim(self._transaction.due)
         if not self._reduced:
             check = layout.non_finite_check
             if check is None:
-                self._propose(idle=layout.idle())
+                self._transaction.votes.propose(idle=layout.idle())
             else:
                 # Vote first: a reduction waits for all members, and some may never reach it.
                 self._settle_with(check, layout)
@@ -429,19 +426,19 @@ class LayoutStrategy(SynchronousStrategy):
     def _settle_with(self, check: NonFiniteCheck, layout: Layout) -> None:
         """Settle as `_settle`. If possible, the members' votes also carry whether their gradients
         are finite."""
-        agreement = self._agreement
+        votes = self._transaction.votes
         says_all = layout.faults_are_own and layout.looks_for_faults
         # Not possible if weighted losses' gradients still have to be scaled.
-        if agreement is None or not says_all or agreement.weights.are_own:
+        if not says_all or votes.weights.are_own:
             self._settle()
             return
         check.look(layout.parameters)
-        self._propose(is_faulty=check.is_own, idle=layout.idle())
+        votes.propose(is_faulty=check.is_own, idle=layout.idle())
         self._settle()
-        check.note_faults(agreement.faults)
+        check.note_faults(votes.faults)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        if self._passes.training is not None:
+        if self._transaction.training is not None:
             return self._clip_chosen(max_norm)
         layout = self._reduce()
         self._settle()
@@ -449,21 +446,21 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _clip_chosen(self, max_norm: float) -> Tensor:
         """Clip the gradients of the chosen optimizers' parameters, of several optimizers."""
-        layout = self._gradients_of(self._passes.take("session.clip_grad_norm"))
-        self._agree_on(OptimizerAction.CLIP)
-        own = {id(each) for each in self._passes.parameters(self._optimizer)}
+        layout = self._gradients_of(self._transaction.take("session.clip_grad_norm"))
+        self._transaction.agree_on(OptimizerAction.CLIP)
+        own = {id(each) for each in self._transaction.parameters(self._optimizer)}
         among = [name for name, each in layout.parameters.items() if id(each) in own]
         return clip(layout, max_norm, among)
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         binding = self._binding
         if binding is None:
-            raise GenerationBroken(f"step {self._step} was begun outside any generation")
-        self._check_weighted()
-        self._passes.check_buffers(self._step)
+            raise GenerationBroken(f"step {self.step} was begun outside any generation")
+        self._transaction.check_weighted()
+        self._transaction.snapshot.check_buffers(self.step)
         layout = self._reduce()
         if not layout.synchronised():
-            raise not_reduced(self._step, layout.unreached, type(self).__name__)
+            raise not_reduced(self.step, layout.unreached, type(self).__name__)
         overflowed = False
         if layout.looks_for_faults:
             with self._generation_group.judging():
@@ -472,21 +469,17 @@ class LayoutStrategy(SynchronousStrategy):
             overflowed = found_by_any(layout.overflowed(), self._process_group, self._device)
         self._settle()
         self._generation_group.check()
-        self._whole = False
-        self._passes.aim(self._optimizer)
-        if not overflowed:
-            local_step.step(self._optimizer)
-        layout.stepped()
-        # Again, for the layout's own messages: half an update is no valid state.
-        self._generation_group.check()
-        self._whole = True
-        self._update_scale(overflowed=overflowed)
-        self._commit_step()
-        self.position.inspection.inspect(self._optimizer, lambda: binding.collect(self._step))
-        if self._step == 1 or self._checkpoints.due(self._step):
+        with self._transaction.committing(self._optimizer, overflowed=overflowed):
+            if not overflowed:
+                local_step.step(self._optimizer)
+            layout.stepped()
+            # Again, for the layout's own messages: half an update is no valid state.
+            self._generation_group.check()
+        self.position.inspection.inspect(self._optimizer, lambda: binding.collect(self.step))
+        if self.step == 1 or self._checkpoints.due(self.step):
             self.position.inspection.raise_on_all(self.group)
         # The copy is made in the next step, so that the report of this step does not wait for it.
-        self._copy_due = self._peer_checkpoints.due(self._step)
+        self._copy_due = self._peer_checkpoints.due(self.step)
         self._checkpoint()
         acknowledged()
 
@@ -497,7 +490,7 @@ class LayoutStrategy(SynchronousStrategy):
         def writes(name: str) -> bool:
             return is_first if name.startswith(REGISTERED) else binding.writes(name)
 
-        self._checkpoints.write(self._step, lambda: self._collect(binding), writes)
+        self._checkpoints.write(self.step, lambda: self._collect(binding), writes)
 
     # --- state ---
 
@@ -512,22 +505,23 @@ class LayoutStrategy(SynchronousStrategy):
         """Return the whole model on the host, the same on every member. Collective."""
         binding, group = self._binding, self.group
         assert binding is not None, "it has the group"
-        self._passes.settle_buffers()
-        return binding.whole_model(self._step, group)
+        self._transaction.snapshot.settle_buffers()
+        return binding.whole_model(self.step, group)
 
     def weights(self) -> HeldWeights:
         binding, _ = self._binding, self.group
         assert binding is not None, "there is a group"
-        self._passes.settle_buffers()
+        self._transaction.snapshot.settle_buffers()
         return held_in(
             binding.layout,
-            step=self._step,
+            step=self.step,
             tied=self._meta_model.tied,
             without_elements=binding.without_elements,
         )
 
     def close(self) -> None:
-        self._whole = False  # No later generation needs the state that is held here.
+        # No later generation needs the state that is held here.
+        self._transaction.snapshot.is_whole = False
         with ExitStack() as releases:
             releases.callback(self._generation_group.kept_regions.clear)
             releases.callback(self._peer_checkpoints.close)

@@ -38,7 +38,6 @@ from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.weights.pieces import HeldWeights, held_by_all
 from shoal_proto.errors import (
     DtypeMismatch,
-    GenerationBroken,
     InvalidSpec,
     NonFiniteGradient,
     ShapeMismatch,
@@ -149,9 +148,9 @@ class LocalSGD(SynchronousStrategy):
             "rounds": f"{self._every_steps} steps, {self._outer}",
         }
         self._model, self._optimizer = model, optimizer
-        self._hyperparameters = Hyperparameters(optimizer)
+        self._transaction.train(model, optimizer)
         self._gradients = StepGradients(model.parameters(), optimizer)
-        self._watching = watch_parameters(model.parameters(), self._passes.ours)
+        self._watching = watch_parameters(model.parameters(), self._transaction.ours)
         return model, optimizer
 
     def figures(self, subject: PlanInput) -> Plan:
@@ -171,7 +170,7 @@ class LocalSGD(SynchronousStrategy):
         source, _ = receivers_of(generation)
         keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._outer_loop.has_agreed
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
-        steps[generation.rank] = self._step if keeps or generation.rank == source else -1
+        steps[generation.rank] = self.step if keeps or generation.rank == source else -1
         self._outer_loop.waiter.attach(group)
         wait_abortable(
             dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group, async_op=True), group
@@ -183,19 +182,19 @@ class LocalSGD(SynchronousStrategy):
         receivers = [rank for rank, step in enumerate(steps.tolist()) if step != newest]
         if generation.rank == source:
             if not self._outer_loop.has_agreed:
-                self._outer_loop.agree(self._step)
+                self._outer_loop.agree(self.step)
             if receivers:
                 send(self._outer_loop.outgoing(), receivers, group)
         elif generation.rank in receivers:
             given = receive(source, receivers, group)
             self._outer_loop.take(given)
-            self._step = given.step
+            self._transaction.step = given.step
         self._checkpoints.join_writers(generation.world_size)
-        kept = self._checkpoints.newest(generation, group) if self._step == 0 else None
+        kept = self._checkpoints.newest(generation, group) if self.step == 0 else None
         if kept is not None:
             state_shard = self._checkpoints.read(kept, everything, self._optimizer)
             self._outer_loop.adopt(state_shard)
-            self._step = state_shard.step
+            self._transaction.step = state_shard.step
         self._rank = generation.rank
         self._outer_loop.regroup()
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
@@ -215,32 +214,31 @@ class LocalSGD(SynchronousStrategy):
             releases.callback(super().close)
 
     def abandon(self) -> None:
-        moved = self._passes.in_step
+        moved = self._transaction.in_step
         super().abandon()
         self._round.give_up()
-        if self._outer_loop.has_agreed and (moved or self._step != self._outer_loop.agreed.step):
+        if self._outer_loop.has_agreed and (moved or self.step != self._outer_loop.agreed.step):
             try:
                 if self._is_meeting:
                     # The round may have ended on another member: then its weights are taken later.
-                    self._outer_loop.set_aside(self._step)
+                    self._outer_loop.set_aside(self.step)
                 self._outer_loop.go_back()
             except (ShapeMismatch, DtypeMismatch) as error:
                 # The script has changed the model's dtype or shape: the next step refuses that.
                 log.debug("not_gone_back", reason=str(error)[:300])
-            self._step = self._outer_loop.agreed.step
+            self._transaction.step = self._outer_loop.agreed.step
         self._is_meeting = False
 
     # --- steps ---
 
     def begin_step(self) -> None:
         self._gradients.forget()
-        self._passes.begin()
+        self._transaction.begin_alone()
         self._round.weight = 0.0
-        self.position.norms.clear()
 
     def backward(self, loss: Tensor, weight: float) -> None:
         self._round.weight = weight
-        with self._weighing():
+        with self._transaction.weighing():
             # A member without a share has a stand-in sample: its replica stays unchanged.
             if weight:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -254,43 +252,39 @@ class LocalSGD(SynchronousStrategy):
         return self._model
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
-        group = self._process_group
-        if group is None:
-            raise GenerationBroken(f"step {self._step} was begun outside any generation")
-        self._check_weighted()
+        group = self.group
+        self._transaction.check_weighted()
         fault = name_of_fault(dict(self._model.named_parameters()))
         if fault:
             raise NonFiniteGradient(
-                f"the gradient of {fault} is not finite at step {self._step}",
+                f"the gradient of {fault} is not finite at step {self.step}",
                 seen="NaN or Inf in this member's own gradient",
                 expected="finite numbers",
                 fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
-                details={"parameter": fault, "step": str(self._step)},
+                details={"parameter": fault, "step": str(self.step)},
             )
-        assert self._hyperparameters is not None, "distribute made it"
-        self._round.note(self._step, self._hyperparameters)
-        self._optimizer.step()
-        self._commit_step()
+        self._round.note(self.step, self._transaction.hyperparameters)
+        with self._transaction.committing(self._optimizer):
+            self._optimizer.step()
         self.position.inspection.check(
-            self._optimizer, lambda: self._outer_loop.state.collect(self._step)
+            self._optimizer, lambda: self._outer_loop.state.collect(self.step)
         )
         self._round.stepped(acknowledged)
-        if self._checkpoints.due(self._step) or self._step % self._every_steps == 0:
+        if self._checkpoints.due(self.step) or self.step % self._every_steps == 0:
             self._meet(group)
         # With the first rank's optimizer state, as a joiner would get it.
-        self._checkpoints.write(self._step, self._outer_loop.state_shard, lambda _: self._rank == 0)
+        self._checkpoints.write(self.step, self._outer_loop.state_shard, lambda _: self._rank == 0)
 
     def _meet(self, group: dist.ProcessGroup) -> None:
         """End the round, if it has any steps. Collective."""
-        num_steps = self._step - self._outer_loop.agreed.step
+        num_steps = self.step - self._outer_loop.agreed.step
         if not num_steps:
             return
         self._is_meeting = True
-        if self._agreement is not None:
-            self._agreement.settle_round(self._round.applied, self._round.conflict)
+        self._transaction.votes.settle_round(self._round.applied, self._round.conflict)
         with self._generation_group.judging():
             self._outer_loop.synchronise(
-                self._step,
+                self.step,
                 self._round.mean_weight(num_steps),
                 group,
                 self._generation_group.check,

@@ -16,6 +16,7 @@ from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.refusals import refuse_compressed_models, refuse_compressed_weights
 from shoal.compression.wire import Traffic
 from shoal.data.order import Order
+from shoal.layouts import local_step
 from shoal.layouts.buffers import RunningBuffers
 from shoal.layouts.gradients import not_reduced
 from shoal.membership.generation import Generation, receivers_of
@@ -36,13 +37,12 @@ from shoal.state.replicated import ReplicatedState, State
 from shoal.state.shards import StateShard, everything
 from shoal.state.transfer import receive, send
 from shoal.strategies.synchronous.generation_group import check_same_step
-from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.torch_private.replicated_module import ReplicatedModule, bucket_size
 from shoal.torch_private.tensors import foreach_mul_
 from shoal.weights.pieces import HeldWeights, held_by_all
-from shoal_proto.errors import GenerationBroken, InvalidSpec
+from shoal_proto.errors import InvalidSpec
 
 
 class ModelReplica:
@@ -118,8 +118,7 @@ class DDP(SynchronousStrategy):
         }
         self._model, self._optimizer = model, optimizer
         self._registered.follow(optimizer)
-        self._hyperparameters = Hyperparameters(optimizer)
-        self._passes.train(model, optimizer)
+        self._transaction.train(model, optimizer)
         return proxies_of(model, self._module_of), optimizer
 
     def fields(self) -> Mapping[str, str]:
@@ -134,21 +133,21 @@ class DDP(SynchronousStrategy):
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         self._align(generation, group)
         self._checkpoints.join_writers(generation.world_size)
-        kept = self._checkpoints.newest(generation, group) if self._step == 0 else None
+        kept = self._checkpoints.newest(generation, group) if self.step == 0 else None
         if kept is not None:
             state_shard = self._checkpoints.read(kept, everything, self._optimizer)
             self._state.adopt(state_shard)
             self._registered.adopt(of_shard(state_shard))
-            self._step = state_shard.step
+            self._transaction.step = state_shard.step
         self._rank = generation.rank
         self._wrap(group)
 
     def _release_training(self) -> None:
         self._gradients.forget()
-        if not self._passes.is_whole:
+        if not self._transaction.snapshot.is_whole:
             # This member's state is lost: another member or a checkpoint has to provide it.
-            self._has_state, self._step = False, 0
-            self._passes.is_whole = True
+            self._has_state, self._transaction.step = False, 0
+            self._transaction.snapshot.is_whole = True
         replicas, self._replicas = self._replicas, {}
         for replica in replicas.values():
             replica.release()
@@ -158,7 +157,7 @@ class DDP(SynchronousStrategy):
         """Send the source's state to the members that lack it."""
         source, receivers = receivers_of(generation)
         if generation.rank == source and receivers:
-            state = into_state(self._state.collect(self._step), self._registered.current())
+            state = into_state(self._state.collect(self.step), self._registered.current())
             send(self._checkpoints.samples.carried(state), receivers, group)
         elif generation.rank in receivers:
             state = receive(source, receivers, group)
@@ -167,7 +166,7 @@ class DDP(SynchronousStrategy):
             self.restore(state)
             self._has_state = held
         if receivers or not self.position.is_shared:
-            check_same_step(generation.number, self._step, group)
+            check_same_step(generation.number, self.step, group)
 
     def _wrap(self, group: dist.ProcessGroup) -> None:
         for name, model in models_of(self._model).items():
@@ -184,7 +183,7 @@ class DDP(SynchronousStrategy):
             )
             exchange = exchange_for(group, self._state.name_of, self._traffic, self.compressor)
             self._replicas[name] = ModelReplica(ddp, exchange)
-            self._replicas[name].watch(self._passes.ours)
+            self._replicas[name].watch(self._transaction.ours)
 
     # --- steps ---
 
@@ -192,7 +191,7 @@ class DDP(SynchronousStrategy):
         self._gradients.forget()
         self._open_step(self._model, self._state.parameters)
         for replica in self._replicas.values():
-            replica.exchange.begin(self._step)
+            replica.exchange.begin(self.step)
             replica.ddp.begin_step()
 
     @property
@@ -207,11 +206,11 @@ class DDP(SynchronousStrategy):
         """Return DDP within a step; else the plain model, so that evaluation needs no other
         member."""
         replica = self._replicas.get(name)
-        if self._passes.in_step and replica is not None and torch.is_grad_enabled():
-            self._exchange_parts()
-            first = self._agreement is not None and self._agreement.is_first_step
-            if replica.ddp.meets_in_forward(is_first_step=first):
-                self._announce()
+        if self._transaction.in_step and replica is not None and torch.is_grad_enabled():
+            votes = self._transaction.votes
+            votes.exchange_parts()
+            if replica.ddp.meets_in_forward(is_first_step=votes.is_first_step):
+                votes.announce()
             return replica.ddp
         return models_of(self._model)[name]
 
@@ -221,11 +220,11 @@ class DDP(SynchronousStrategy):
             replica.ddp.require_backward_grad_sync = reduces
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        with self._weighing():
-            replicas = self._replicas_of(self._passes.chosen)
+        with self._transaction.weighing():
+            replicas = self._replicas_of(self._transaction.chosen)
             loss = loss if weight == 1.0 else loss * weight
             # With several models, only the gradients of those that the pass trains.
-            inputs = self._passes.training and [
+            inputs = self._transaction.training and [
                 parameter
                 for replica in replicas
                 for parameter in replica.ddp.module.parameters()
@@ -240,29 +239,29 @@ class DDP(SynchronousStrategy):
 
     def _replicas_of(self, optimizers: frozenset[str]) -> list[ModelReplica]:
         """Return the replicas of the models that these optimizers train."""
-        if self._passes.training is None:
+        if self._transaction.training is None:
             return list(self._replicas.values())
-        names = self._passes.models(optimizers)
+        names = self._transaction.models(optimizers)
         return [replica for name, replica in self._replicas.items() if name in names]
 
     def update(self) -> None:
-        if self._passes.training is None:
+        if self._transaction.training is None:
             super().update()
-        optimizers = self._passes.take("session.update")
+        optimizers = self._transaction.take("session.update")
         replicas = self._replicas_of(optimizers)
         if not all(replica.exchange.complete for replica in replicas):
             raise self._not_averaged(each.ddp.module for each in replicas)
         for replica in replicas:
-            replica.exchange.check(self._step)
-        self._agree_on(OptimizerAction.UPDATE)
+            replica.exchange.check(self.step)
+        self._transaction.agree_on(OptimizerAction.UPDATE)
         self._generation_group.check()
         held = [each for replica in replicas for each in replica.ddp.module.parameters()]
-        self._passes.update(self._optimizer, optimizers, held)
-        self._passes.updated()
+        with self._transaction.updating(self._optimizer, held):
+            local_step.step(self._optimizer)
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
         refuse_compressed_weights(self.compression)
-        self.backward(loss, self._weigh(weight))
+        self.backward(loss, self._transaction.weigh(weight))
 
     def _scale_gradients(self, factor: float) -> None:
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -274,36 +273,33 @@ class DDP(SynchronousStrategy):
         return self.compression is None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        own = self._agreement is not None and self._agreement.weights.are_own
-        if own or self._registered.scaler is not None:
+        if self._transaction.has_own_weights or self._registered.scaler is not None:
             # Gradients are sums, not means, until the members' votes have their losses' weights.
             self._settle()
-        if self._passes.training is None:
+        if self._transaction.training is None:
             whole: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
             return whole
-        self._passes.take("session.clip_grad_norm")
-        self._agree_on(OptimizerAction.CLIP)
+        self._transaction.take("session.clip_grad_norm")
+        self._transaction.agree_on(OptimizerAction.CLIP)
         norm: Tensor = torch.nn.utils.clip_grad_norm_(
-            self._passes.parameters(self._optimizer), max_norm
+            self._transaction.parameters(self._optimizer), max_norm
         )
         return norm
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
-        group = self._process_group
-        if not self._replicas or group is None:
-            raise GenerationBroken(f"step {self._step} was begun outside any generation")
-        self._check_weighted()
-        self._passes.settle_buffers()
-        replicas = self._replicas_of(self._passes.due)
+        group = self.group
+        self._transaction.check_weighted()
+        self._transaction.snapshot.settle_buffers()
+        replicas = self._replicas_of(self._transaction.due)
         if not all(replica.exchange.complete for replica in replicas):
             raise self._not_averaged(each.ddp.module for each in replicas)
         # Before the check below: the vote travels while this member examines its gradients.
-        self._propose(idle=self._without_gradients())
+        self._transaction.votes.propose(idle=self._without_gradients())
         overflowed = False
         for replica in replicas:
             if self._registered.scaler is None:
                 with self._generation_group.judging():
-                    replica.exchange.check(self._step)
+                    replica.exchange.check(self.step)
             else:
                 overflowed = overflowed or not replica.exchange.has_finite_averages()
         self._settle()
@@ -311,32 +307,30 @@ class DDP(SynchronousStrategy):
         for replica in self._replicas.values():
             replica.running.share(group)
         self._generation_group.check()
-        self._passes.aim(self._optimizer)
-        if not overflowed:
-            self._optimizer.step()
-        self._update_scale(overflowed=overflowed)
-        self._commit_step()
-        self.position.inspection.check(self._optimizer, lambda: self._state.collect(self._step))
+        with self._transaction.committing(self._optimizer, overflowed=overflowed):
+            if not overflowed:
+                self._optimizer.step()
+        self.position.inspection.check(self._optimizer, lambda: self._state.collect(self.step))
         self._checkpoint()
         acknowledged()
 
     def _without_gradients(self) -> Sequence[str]:
         """Name the parameters without a gradient, which the optimizer will skip: they must be the
         same on every member. Empty with several models, which train in turn."""
-        if self._passes.training is not None:
+        if self._transaction.training is not None:
             return ()
         parameters = self._state.parameters.items()
         return [name for name, each in parameters if each.grad is None and each.requires_grad]
 
     def _write_checkpoint(self) -> None:
-        self._checkpoints.write(self._step, self._state_shard, lambda _: self._rank == 0)
+        self._checkpoints.write(self.step, self._state_shard, lambda _: self._rank == 0)
 
     def _state_shard(self) -> StateShard:
-        return into_shard(self._state.state_shard(self._step), self._registered.current())
+        return into_shard(self._state.state_shard(self.step), self._registered.current())
 
     def keep_alone(self) -> None:
         if self._has_state:
-            self._checkpoints.write_alone(self._step, self._state_shard)
+            self._checkpoints.write_alone(self.step, self._state_shard)
 
     def _not_averaged(self, models: Iterable[nn.Module]) -> InvalidSpec:
         """Build the error for gradients that were not averaged: the members would drift apart."""
@@ -346,7 +340,7 @@ class DDP(SynchronousStrategy):
             for parameter in model.parameters()
             if parameter.requires_grad and parameter.grad is None
         ]
-        return not_reduced(self._step, names, type(self).__name__)
+        return not_reduced(self.step, names, type(self).__name__)
 
     def metrics(self) -> Mapping[str, float]:
         """Return the bytes that this member sent for its gradients, and the compression ratio."""
@@ -360,11 +354,11 @@ class DDP(SynchronousStrategy):
 
     def weights(self) -> HeldWeights:
         world_size = self.group.size()
-        self._passes.settle_buffers()
+        self._transaction.snapshot.settle_buffers()
         return held_by_all(
             self._state.parameters,
             persistent_buffers(self._model),
-            step=self._step,
+            step=self.step,
             rank=self._rank,
             world_size=world_size,
             tied=tied(self._model),
@@ -375,4 +369,4 @@ class DDP(SynchronousStrategy):
         self._state.restore(own)
         self._registered.adopt(registered)
         self._checkpoints.samples.adopt(state)
-        self._step = state.step
+        self._transaction.step = state.step

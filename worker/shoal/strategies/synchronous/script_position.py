@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.layer_exchanges import LayerExchanges
-from shoal.strategies.rollback.writes.state_inspection import StateInspection
 from shoal.strategies.synchronous.script_points import ScriptPoint
+from shoal.strategies.synchronous.state_inspection import StateInspection
 
 NUM_WORDS = 5
 NO_STATE = -1
@@ -96,11 +96,6 @@ class ScriptPosition:
     def agree_to_stop(self, step: int) -> None:
         """Note that all members stop after this step."""
         self.stop_at = step if self.stop_at is None else min(step, self.stop_at)
-
-    def begin_step(self, step: int) -> None:
-        """Note that a step begins. `step`: number of committed steps."""
-        self.mark_wait(f"session.step() after {step} steps")
-        self.norms.clear()
 
     def undo(self, step: int) -> None:
         """Discard wishes that were made in a step that is rolled back."""

@@ -3,8 +3,7 @@
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from contextlib import ExitStack
 
 import structlog
 import torch
@@ -23,17 +22,12 @@ from shoal.state.registered.comparison import UNTRAINED, compare
 from shoal.state.registered.objects import RegisteredState
 from shoal.step_context import BatchNormMembers
 from shoal.strategies.base import Strategy
-from shoal.strategies.rollback.step_passes import StepPasses
 from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
 from shoal.strategies.synchronous.generation_group import GenerationGroup
 from shoal.strategies.synchronous.hang_watch import HangWatch, HangWatchConfig, TrainerStage
-from shoal.strategies.synchronous.hyperparameters import Hyperparameters
-from shoal.strategies.synchronous.loss_scale import update
 from shoal.strategies.synchronous.script_points import ScriptPoints
 from shoal.strategies.synchronous.script_position import ScriptPosition
-from shoal.strategies.synchronous.step_agreement import StepAgreement
-from shoal.strategies.synchronous.step_vote import OptimizerAction
-from shoal.torch_private.amp import scale_of
+from shoal.strategies.synchronous.step_transaction import StepTransaction
 from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
 
 log = structlog.get_logger(__name__)
@@ -58,16 +52,12 @@ class SynchronousStrategy(Strategy):
         self._process_group: dist.ProcessGroup | None = None
         self.position = ScriptPosition()
         self._checkpoints = GenerationCheckpoints(self.position)
-        self._registered = RegisteredState()
-        self._step = 0
+        self._transaction = StepTransaction(self.position, self._sign, passes_meet=self.passes_meet)
         self._has_state = False
-        self._passes = StepPasses()
         self._reduces = True
         """True if the next passes of the step reduce their gradients."""
         self._watch: HangWatch | None = None
         self._points: ScriptPoints | None = None
-        self._hyperparameters: Hyperparameters | None = None
-        self._agreement: StepAgreement | None = None
 
     # --- for subclasses ---
 
@@ -117,7 +107,7 @@ class SynchronousStrategy(Strategy):
 
     def _report_wait(self, waited_s: float, stood_s: float) -> None:
         points = self._points
-        if points is not None and points.look(self.position.point(self._step), waited_s, stood_s):
+        if points is not None and points.look(self.position.point(self.step), waited_s, stood_s):
             self.cut(self._generation_group.number)
 
     def hang_in(self, generation: int) -> str:
@@ -134,6 +124,11 @@ class SynchronousStrategy(Strategy):
         if self._watch is not None:
             self._watch.loads(begins=begins)
 
+    def _sign(self) -> None:
+        """Note that the trainer makes progress."""
+        if self._watch is not None:
+            self._watch.sign()
+
     def _set_stage(
         self, stage: TrainerStage, number: int = 0, group: dist.ProcessGroup | None = None
     ) -> None:
@@ -143,8 +138,7 @@ class SynchronousStrategy(Strategy):
     def enter(self, generation: Generation) -> None:
         started_s = time.perf_counter()
         self._registered.restore()
-        if self._hyperparameters is not None:
-            self._hyperparameters.entering()
+        self._transaction.hyperparameters.entering()
         group = self._new_group(generation)
         members = [entry.member_id for entry in generation.entries]
         self._set_stage(TrainerStage.BRINGING_UP, generation.number)
@@ -152,7 +146,7 @@ class SynchronousStrategy(Strategy):
             process_group = self._generation_group.open(group)
             opened_s = time.perf_counter()
             self._set_stage(TrainerStage.BRINGING_UP, generation.number, process_group)
-            self.position.meet(process_group, self._step, has_state=self._has_state)
+            self.position.meet(process_group, self.step, has_state=self._has_state)
             if self._registered:
                 self._compare_registered(process_group, members)
             self._bring_up(generation, process_group)
@@ -169,17 +163,13 @@ class SynchronousStrategy(Strategy):
         self._points = self._new_points(generation, members)
         self._set_stage(TrainerStage.TRAINING, generation.number, process_group)
         self._has_state = True
-        if self._hyperparameters is not None:
-            hyper, shares = self._hyperparameters, self.shares_samples
-            self._agreement = StepAgreement(
-                process_group, members, hyper, self.position, shares_samples=shares
-            )
+        self._transaction.enter(process_group, members, shares_samples=self.shares_samples)
         log.debug(
             "generation_entered",
             generation=generation.number,
             rank=generation.rank,
             world_size=generation.world_size,
-            step=self._step,
+            step=self.step,
             connect_s=round(opened_s - started_s, 4),
             state_s=round(time.perf_counter() - opened_s, 4),
         )
@@ -212,17 +202,16 @@ class SynchronousStrategy(Strategy):
 
     def cut(self, generation: int) -> None:
         self._generation_group.cut(generation)
-        agreement = self._agreement
-        if agreement is not None and self._generation_group.has_cut(self._generation_group.number):
-            agreement.cut(f"generation {generation} is over")
+        if self._generation_group.has_cut(self._generation_group.number):
+            self._transaction.cut(f"generation {generation} is over")
 
     def hand_over(self, *, leaving: Collection[str] = ()) -> None:
         group = self._process_group
         if group is not None:
             # The time depends on the size of the state: watched like a bring-up.
             self._set_stage(TrainerStage.BRINGING_UP, self._generation_group.number, group)
-            members = self._agreement.members if self._agreement is not None else ()
-            self._hand_over([rank for rank, each in enumerate(members) if each in leaving])
+            members = enumerate(self._transaction.votes.members)
+            self._hand_over([rank for rank, each in members if each in leaving])
             self._set_stage(TrainerStage.TRAINING, self._generation_group.number, group)
 
     def _hand_over(self, leaving: Collection[int]) -> None:
@@ -235,30 +224,25 @@ class SynchronousStrategy(Strategy):
             # Whatever raises, release the group: otherwise it blocks all later ones.
             releases.callback(self._generation_group.release)
             releases.callback(self._release_training)
-            releases.callback(self._passes.forget)
-            if self._agreement is not None:
-                releases.callback(self._agreement.close)
-            releases.callback(self._undo)
-            self._reduces, self._agreement = True, None
+            releases.callback(self._transaction.leave)
+            releases.callback(self._transaction.roll_back)
+            self._reduces = True
         self._process_group = None
-
-    def _undo(self) -> None:
-        if self._passes.undo():
-            self._registered.undo()
-            self.position.undo(self._step)
-            if self._hyperparameters is not None:
-                self._hyperparameters.failed(self._step)
 
     # --- what the script registered ---
 
+    @property
+    def _registered(self) -> RegisteredState:
+        return self._transaction.registered
+
     def carry(self, registered: RegisteredState) -> None:
         super().carry(registered)
-        self._registered = registered
+        self._transaction.registered = registered
 
     def gradients_lack(self) -> str:
         if self._registered.scaler is not None:
             return "gradients that the registered GradScaler has scaled"
-        if self._agreement is not None and self._agreement.weights.are_own:
+        if self._transaction.has_own_weights:
             return "sums of losses with weights of their own"
         return ""
 
@@ -272,14 +256,13 @@ class SynchronousStrategy(Strategy):
     def _check_registered(self) -> None:
         """Raise RegisteredStateDiffers unless registered state is the same on all members.
         Collective."""
-        group, agreement = self._process_group, self._agreement
-        if self._registered and group is not None and agreement is not None:
-            self._compare_registered(group, agreement.members)
+        if self._registered and self._process_group is not None:
+            self._compare_registered(self._process_group, self._transaction.votes.members)
 
     def _compare_registered(self, group: dist.ProcessGroup, members: Sequence[str]) -> None:
         # Without a state of the job, members still have their own weights and averages of them.
         content = self._registered.comparable(with_tensors=self._has_state)
-        compare(group, members, self._step if self._has_state else UNTRAINED, content)
+        compare(group, members, self.step if self._has_state else UNTRAINED, content)
 
     # --- checkpoints ---
 
@@ -300,7 +283,7 @@ class SynchronousStrategy(Strategy):
         finished the step, as it may still change registered state or weights.
         """
         if self._registered or self._checkpoints.samples.are_known:
-            self._checkpoints.owed = self._checkpoints.due(self._step)
+            self._checkpoints.owed = self._checkpoints.due(self.step)
         else:
             self._write_checkpoint()
 
@@ -309,7 +292,7 @@ class SynchronousStrategy(Strategy):
 
     @property
     def checkpoint_due(self) -> bool:
-        return self._checkpoints.due(self._step)
+        return self._checkpoints.due(self.step)
 
     @property
     def written_checkpoint(self) -> int | None:
@@ -320,7 +303,7 @@ class SynchronousStrategy(Strategy):
         return self._checkpoints.are_kept
 
     def leaves_with_checkpoint(self) -> bool:
-        if self.position.checkpoint_at != self._step or not self.position.leaves():
+        if self.position.checkpoint_at != self.step or not self.position.leaves():
             return False
         self._checkpoints.conclude()
         return True
@@ -333,13 +316,7 @@ class SynchronousStrategy(Strategy):
 
     def _open_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         """Begin a step. Changes that passes and the script make to the model can be undone."""
-        if self._watch is not None:
-            self._watch.sign()
-        self._registered.attempt()
-        self.position.begin_step(self._step)
-        self._passes.begin(model, parameters)
-        if self._agreement is not None:
-            self._agreement.begin(self._step)
+        self._transaction.begin(model, parameters)
         if not self._reduces:
             self._reduces = True
             self._reduce_in_backward(True)
@@ -349,8 +326,8 @@ class SynchronousStrategy(Strategy):
 
         Raises InvalidSpec if they train only a part of a model.
         """
-        self._passes.models(optimizers)
-        self._passes.chosen = optimizers
+        self._transaction.models(optimizers)
+        self._transaction.chosen = optimizers
 
     def update(self) -> None:
         """Step the chosen optimizers now, within the step; undone if the step fails."""
@@ -359,18 +336,13 @@ class SynchronousStrategy(Strategy):
             expected="session.step() alone, which steps the optimizer when its block ends",
         )
 
-    def _agree_on(self, action: OptimizerAction) -> None:
-        """See `StepAgreement.meet`, for the chosen optimizers. Does nothing with a single one."""
-        if self._agreement is not None and self._passes.training is not None:
-            self._agreement.meet(action, self._passes.chosen)
-
     def begin_part(self, index: int, num_parts: int) -> None:
-        if self._passes.training is not None:
+        if self._transaction.training is not None:
             raise InvalidSpec(
                 "batch.parts with several optimizers",
                 expected="one session.backward for each loss, of the whole batch",
             )
-        reduces = self._agreement is None or self._agreement.begin_part(index, num_parts)
+        reduces = self._transaction.votes.begin_part(index, num_parts)
         if reduces != self._reduces:
             self._reduces = reduces
             self._reduce_in_backward(reduces)
@@ -378,82 +350,18 @@ class SynchronousStrategy(Strategy):
     def _reduce_in_backward(self, reduces: bool) -> None:
         """See `Layout.reduce_in_backward`."""
 
-    def _exchange_parts(self) -> None:
-        """See `StepAgreement.exchange_parts`."""
-        if self._agreement is not None and self.passes_meet:
-            self._agreement.exchange_parts()
-
-    def _weighing(self) -> AbstractContextManager[None]:
-        """See `StepPasses.weighing`.
-
-        Raises UnequalPasses on all members unless all of them make this backward pass.
-        """
-        if self._agreement is not None and self.passes_meet:
-            self._agreement.passing()
-            self._agree_on(OptimizerAction.BACKWARD)
-        return self._passes.weighing()
-
-    def _announce(self) -> None:
-        """See `StepAgreement.announce`: a forward pass that communicates begins."""
-        if self._agreement is not None:
-            self._agreement.announce()
-
-    def _propose(self, *, is_faulty: bool = False, idle: Sequence[str] = ()) -> None:
-        """See `StepAgreement.propose`: all passes of the step were made."""
-        if self._agreement is not None:
-            self._agreement.propose(is_faulty=is_faulty, idle=idle)
-
     def _settle(self) -> None:
-        """See `StepAgreement.settle`: from here on no member makes a further pass in this step."""
-        if self._agreement is not None:
-            factor = self._agreement.settle()
-            scaler = self._registered.scaler
-            if factor is not None and scaler is not None:
-                factor /= scale_of(scaler)
-            if factor not in (None, 1.0):
-                self._scale_gradients(factor)
+        """See `StepTransaction.settle`. Raises on all members unless all take the step."""
+        factor = self._transaction.settle()
+        if factor != 1.0:
+            self._scale_gradients(factor)
 
     def _scale_gradients(self, factor: float) -> None:
         """Multiply the gradients that this member's optimizer uses by `factor`."""
 
-    def _weigh(self, weight: float) -> float:
-        """Add the weight of a loss; return the factor for the loss."""
-        agreement = self._agreement
-        if agreement is None:
-            raise GenerationBroken(f"step {self._step} was begun outside any generation")
-        agreement.weights.add(weight)
-        return weight / agreement.weights.unit
-
-    def _check_weighted(self) -> None:
-        if not self._passes.weighted:
-            raise InvalidSpec(
-                f"step {self._step} has no session.backward(loss)",
-                seen="no backward pass, or a plain loss.backward()",
-                expected="session.backward(loss) once or more, which weighs this member's share",
-            )
-
-    def _update_scale(self, *, overflowed: bool) -> None:
-        """Update the loss scale when the step is committed."""
-        scaler = self._registered.scaler
-        if scaler is not None:
-            log.debug("loss_scaled", step=self._step, overflowed=overflowed)
-            self._registered.defer(partial(update, scaler, overflowed=overflowed))
-
-    def _commit_step(self) -> None:
-        if self._watch is not None:
-            self._watch.sign()
-        self._registered.stepped()
-        self._step += 1
-        self._passes.commit()
-        self._registered.committed()
-        self.position.stepped()
-
     def withdraw_step(self) -> None:
-        """Undo the step in progress, as no member takes it or a later one. May raise StateLost."""
-        self._passes.undo()
-        self._registered.undo()
-        self.position.mark_wait("")
-        self._passes.check_whole(self._step)
+        """See `StepTransaction.withdraw`."""
+        self._transaction.withdraw()
 
     def finish(self) -> None:
         group = self.group
@@ -488,7 +396,7 @@ class SynchronousStrategy(Strategy):
 
     @property
     def step(self) -> int:
-        return self._step
+        return self._transaction.step
 
     @property
     def has_state(self) -> bool:

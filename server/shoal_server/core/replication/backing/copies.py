@@ -6,16 +6,14 @@ from enum import Enum
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import (
+    AcceptRequest,
     AdoptImage,
-    BeginImage,
     DropImage,
     DropShard,
     Effect,
     EnterEpoch,
     RefreshShardRecord,
-    ReplayRecord,
     SendReply,
-    StoreChunk,
 )
 from shoal_server.core.replication.protocol.messages import (
     BackupRefusalReason,
@@ -23,6 +21,7 @@ from shoal_server.core.replication.protocol.messages import (
     BackupState,
     ChunkReceived,
     CopyUpToDate,
+    Data,
     ImageChunk,
     ImageInstalled,
     ImageStart,
@@ -123,20 +122,25 @@ class Copies:
     # --- requests of primaries ---
 
     def requested(
-        self, peer: Holder, link: int, request: Request, assignment: ShardAssignment | None
+        self,
+        peer: Holder,
+        link: int,
+        request: Request,
+        data: Data,
+        assignment: ShardAssignment | None,
     ) -> Iterator[Effect]:
         match request:
+            case UpdateMessage():
+                yield from self._record(peer, link, request, data, assignment)
+            case ImageChunk():
+                yield from self._chunk(peer, link, request, data)
             case Offer():
                 yield from self._offered(peer, link, request, assignment)
-            case ImageChunk():
-                yield from self._chunk(peer, link, request)
-            case UpdateMessage():
-                yield from self._record(peer, link, request, assignment)
             case CopyUpToDate() | ImageStart():
                 if not self._may_tell(assignment, peer, request):
                     yield SendReply(peer, link, self._other_holders(request, assignment))
                 elif isinstance(request, ImageStart):
-                    yield from self._image(peer, link, request)
+                    yield from self._image(peer, link, request, data)
                 else:
                     yield from self._continued(peer, link, request, assignment)
 
@@ -226,7 +230,12 @@ class Copies:
         yield SendReply(peer, link, ImageInstalled(key, request.epoch, 0, copy.received))
 
     def _record(
-        self, peer: Holder, link: int, record: UpdateMessage, assignment: ShardAssignment | None
+        self,
+        peer: Holder,
+        link: int,
+        record: UpdateMessage,
+        data: Data,
+        assignment: ShardAssignment | None,
     ) -> Iterator[Effect]:
         """Accept a record that continues the copy, even if the newest assignment names another
         primary: the sender may count sent records as received. Only a sender still named there gets
@@ -247,16 +256,17 @@ class Copies:
         if is_next:
             copy.received = record.version
         # Reply before the record is applied, which takes a while: a push waits for the reply.
-        received = RecordsReceived(key, record.epoch, copy.received)
-        yield SendReply(
-            peer, link, received if may_tell else self._other_holders(record, assignment)
-        )
+        if may_tell:
+            received = RecordsReceived(key, record.epoch, copy.received)
+            yield SendReply(peer, link, received, record.answer_may_wait)
+        else:
+            yield SendReply(peer, link, self._other_holders(record, assignment))
         if is_next:
-            yield ReplayRecord(key, record.version)
+            yield AcceptRequest(record, data)
 
     # --- images ---
 
-    def _image(self, peer: Holder, link: int, start: ImageStart) -> Iterator[Effect]:
+    def _image(self, peer: Holder, link: int, start: ImageStart, data: Data) -> Iterator[Effect]:
         key, coming = start.key, self._coming.get(start.key)
         if (
             coming is not None
@@ -276,9 +286,9 @@ class Copies:
             )
             return
         self._coming[key] = IncomingImage(peer, link, start)
-        yield BeginImage(key, start.image)
+        yield AcceptRequest(start, data)
 
-    def _chunk(self, peer: Holder, link: int, chunk: ImageChunk) -> Iterator[Effect]:
+    def _chunk(self, peer: Holder, link: int, chunk: ImageChunk, data: Data) -> Iterator[Effect]:
         coming = self._coming.get(chunk.key)
         # Ignore chunks of an image that was dropped.
         if (
@@ -287,7 +297,7 @@ class Copies:
             and chunk.index == coming.come
         ):
             coming.come += 1
-            yield StoreChunk(chunk.key, chunk.image, chunk.index)
+            yield AcceptRequest(chunk, data)
 
     def stored(self, key: Key, image: int, index: int) -> Iterator[Effect]:
         coming = self._coming.get(key)

@@ -15,8 +15,9 @@ from shoal_server.core.replication.protocol.effects import (
     OpenShard,
     RefuseVersion,
     ResumePushes,
+    SetFollowers,
+    SetUnreplicated,
     StopPushes,
-    TrimRecords,
 )
 from shoal_server.core.replication.protocol.events import AckLevel, Token
 from shoal_server.core.replication.protocol.messages import Key
@@ -29,6 +30,7 @@ from shoal_server.core.shards.assignments import (
     put_on_disk,
     without_backup,
 )
+from shoal_server.core.shards.shard_log import Record, ShardLog
 
 
 class HandoverPhase(Enum):
@@ -81,7 +83,8 @@ class LedShard:
     ) -> None:
         self.key = key
         self.assignment = assignment
-        self.version = version
+        self.log = ShardLog[Record](version)
+        """Records that followers may still need."""
         self.born = born
         self.run = ""
         """Run of the job to which the record belongs."""
@@ -95,12 +98,19 @@ class LedShard:
         self._origin = origin
         self._began_at = version
         self._disk = _Disk(keeps)
-        self._trimmed = version
+        self._followers = SetFollowers(key, False, ())
+        """The latest report of the followers."""
+        self._unreplicated_bytes = 0
         self._waiters = {level: Waiters() for level in (AckLevel.REPLICATED, AckLevel.DURABLE)}
 
     @property
     def epoch(self) -> int:
         return self.assignment.epoch
+
+    @property
+    def version(self) -> int:
+        """Version that the last applied push made."""
+        return self.log.version
 
     # --- safe versions ---
 
@@ -180,17 +190,32 @@ class LedShard:
             for token in self._waiters[level].clear():
                 yield RefuseVersion(token, why)
 
-    def not_kept(self, version: int) -> None:
-        """Note that records up to that version are not kept, and cannot be sent."""
-        self._trimmed = max(self._trimmed, version)
+    # --- records ---
 
-    def trimmed(self) -> Iterator[Effect]:
-        """Discard kept records that no follower needs."""
+    def append(self, record: Record) -> None:
+        """Keep the record of an applied push, if there are followers."""
+        if self.followers:
+            self.log.append(record)
+        else:
+            self.log.skip(record.version)
+
+    def trim(self) -> None:
+        """Discard records that no follower needs."""
         needs = (f.needs_from(self.version) for f in self.followers.values())
-        needed = min(needs, default=self.version)
-        if needed > self._trimmed:
-            self._trimmed = needed
-            yield TrimRecords(self.key, needed)
+        self.log.trim(min(needs, default=self.version))
+
+    def unreplicated(self) -> Iterator[Effect]:
+        """Report the size of the records, if it has changed."""
+        if self._unreplicated_bytes != self.log.num_bytes:
+            self._unreplicated_bytes = self.log.num_bytes
+            yield SetUnreplicated(self.key, self.log.num_bytes)
+
+    def followed(self, links: tuple[tuple[Holder, int], ...]) -> Iterator[Effect]:
+        """Report the followers, if they have changed. `links`: those over which pushes are sent."""
+        followers = SetFollowers(self.key, bool(self.followers), links)
+        if followers != self._followers:
+            self._followers = followers
+            yield followers
 
     # --- the disk ---
 
@@ -217,7 +242,7 @@ class LedShard:
 
     def continues(self, copy_epoch: int, born: int, version: int) -> bool:
         """True if a copy is a prefix of this shard's history, and the rest is kept here."""
-        if born != self.born or not self._trimmed <= version <= self.version:
+        if born != self.born or not self.log.start <= version <= self.version:
             return False
         if copy_epoch == self.epoch:
             return True
@@ -345,5 +370,5 @@ class LedShard:
 
     def stopped(self, version: int) -> None:
         if self.handover.phase is HandoverPhase.STOPPING:
-            self.version = max(version, self.version)
+            assert version == self.version, "pushes are reported before the stop"
             self.handover.phase = HandoverPhase.STOPPED

@@ -13,9 +13,9 @@ from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import (
     AckRefusalReason,
     CloseImage,
-    CutImage,
     Effect,
     LogLine,
+    MakeImage,
     SendRequest,
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
@@ -35,6 +35,7 @@ from shoal_server.core.replication.protocol.messages import (
     UpdateMessage,
 )
 from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.core.shards.shard_log import Record
 
 TOGETHER_S = 0.05
 """Time within which handovers that become due are made together."""
@@ -118,15 +119,23 @@ class LedShards:
             follower.phase = FollowerPhase.OFFERED
             yield SendRequest(peer, link.number, Offer(led.key, led.epoch, led.born, led.run))
 
-    def send_update(self, led: LedShard, version: int) -> Iterator[Effect]:
+    def followed(self, led: LedShard) -> Iterator[Effect]:
+        """Report the shard's followers, if they have changed."""
+        yield from led.followed(tuple(self._links_of(led)))
+
+    def send_update(self, led: LedShard, record: Record) -> Iterator[Effect]:
         """Send an applied push to the shard's followers."""
+        for holder, link in self._links_of(led):
+            update = UpdateMessage(led.key, led.epoch, record.version)
+            yield SendRequest(holder, link, update, record)
+
+    def _links_of(self, led: LedShard) -> Iterator[tuple[Holder, int]]:
+        """Yield the links over which pushes are sent."""
         for holder, follower in led.followers.items():
             if follower.phase is FollowerPhase.FOLLOWING:
                 link = self.links.opened(holder)
                 if link is not None:
-                    yield SendRequest(
-                        holder, link.number, UpdateMessage(led.key, led.epoch, version)
-                    )
+                    yield holder, link.number
 
     def held(self, event: ev.RecordDelivered) -> LedShard | None:
         """Note a `RecordDelivered`; return the shard if it moves the follower on, else None."""
@@ -191,9 +200,10 @@ class LedShards:
             touched.effects.append(LogLine("copies_taken_again", peer=peer))
         follower.begin(reply.version, led.version)
         touched.effects += link.images.drop(led.key)
-        for version in range(reply.version + 1, led.version + 1):
-            record = UpdateMessage(led.key, led.epoch, version)
-            touched.effects.append(SendRequest(peer, link.number, record))
+        for record in led.log.after(reply.version):
+            update = UpdateMessage(led.key, led.epoch, record.version)
+            touched.effects.append(SendRequest(peer, link.number, update, record))
+        touched.effects += self.followed(led)
         touched.effects += self._next_image(peer)
         touched.shards.append(led)
 
@@ -258,7 +268,7 @@ class LedShards:
 
     def _next_image(self, peer: Holder) -> Iterator[Effect]:
         link = self.links.opened(peer)
-        key = link.images.next_cut(self._last_image + 1) if link is not None else None
+        key = link.images.next_image(self._last_image + 1) if link is not None else None
         if key is None:
             return
         self._last_image += 1
@@ -267,9 +277,9 @@ class LedShards:
         if led is not None and follower is not None:
             # Keep the records of pushes applied from now on: the image may not include them.
             follower.image_version = led.version
-        yield CutImage(key, self._last_image)
+        yield MakeImage(key, self._last_image)
 
-    def image_cut(self, event: ev.ImageCut) -> Iterator[Effect]:
+    def image_made(self, event: ev.ImageMade) -> Iterator[Effect]:
         led = self._shards.get(event.key)
         for peer in led.followers if led is not None else ():
             link = self.links.find(peer)
@@ -290,12 +300,12 @@ class LedShards:
                 # Once there is a link again, the peer is asked for its state first.
                 current.start = start
                 return
-            for request in link.images.cut(start):
+            for request in link.images.begin(start):
                 yield SendRequest(peer, link.number, request)
             return
         yield CloseImage(event.image)
 
-    def image_not_cut(self, event: ev.ImageNotCut) -> Iterator[Effect]:
+    def image_not_made(self, event: ev.ImageNotMade) -> Iterator[Effect]:
         led = self._shards.get(event.key)
         for peer in list(led.followers) if led is not None else ():
             link = self.links.find(peer)
@@ -316,6 +326,7 @@ class LedShards:
         followed = self.followed_by(peer)
         for led in followed:
             led.followers[peer].unlink()
+            touched.effects += self.followed(led)
         if poison is not None and poison in self._shards:
             note = LogLine("copy_refused", poison, peer, "each link breaks under its image")
             touched.effects.append(note)

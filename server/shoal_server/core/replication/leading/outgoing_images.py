@@ -49,7 +49,7 @@ class OutgoingImages:
         """Shards whose images are not taken yet."""
         return list(self._waiting)
 
-    def next_cut(self, number: int) -> Key | None:
+    def next_image(self, number: int) -> Key | None:
         """Make the next waiting shard current, under that number. None if a shard is current
         already, or none waits."""
         if self.current is not None or not self._waiting:
@@ -57,7 +57,7 @@ class OutgoingImages:
         self.current = OutgoingImage(self._waiting.popleft(), number)
         return self.current.key
 
-    def cut(self, start: ImageStart) -> Iterator[Request]:
+    def begin(self, start: ImageStart) -> Iterator[Request]:
         """Send the image that was just taken."""
         image = self.current
         assert image is not None

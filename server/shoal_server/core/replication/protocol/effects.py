@@ -1,11 +1,22 @@
-"""Effects of a server's core, executed in the order given; their outcomes return as events."""
+"""Effects of a server's core, executed in the order given; their outcomes return as events. Each
+carries all that its edge needs: an edge does not read the core."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.events import Token
-from shoal_server.core.replication.protocol.messages import Key, Reply, Request
+from shoal_server.core.replication.protocol.messages import (
+    Data,
+    ImageChunk,
+    ImageStart,
+    Key,
+    Reply,
+    Request,
+    UpdateMessage,
+)
+from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.core.shards.shard_log import Record
 
 
 class AckRefusalReason(Enum):
@@ -18,10 +29,18 @@ class AckRefusalReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WriteShardRecord:
-    """Replace the shard's record by `ReplicationCore.revised` of it, by compare-and-swap, retried
-    as often as needed; then `ShardRecordWritten`."""
+    """Read the shard's newest record, submit it as `ShardRecordRead`, and replace it by the answer,
+    by compare-and-swap; do so as often as needed, then submit `ShardRecordWritten`."""
 
     key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class ReviseShardRecord:
+    """Write this record in place of the one that was just read. Equal to it: write nothing."""
+
+    key: Key
+    assignment: ShardAssignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +48,13 @@ class RefreshShardRecord:
     """Read the shard's newest record; then `ShardRecordRefreshed`."""
 
     key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class SetLease:
+    """Admit pushes until this time: afterwards other servers may have assumed this one dead."""
+
+    ends_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +127,22 @@ class SettleCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class TrimRecords:
-    """Discard kept records up to this version: no follower needs them."""
+class SetFollowers:
+    """Note which servers follow the shard that is led here; none do when that begins."""
 
     key: Key
-    version: int
+    is_followed: bool
+    """True if any server has, or is getting, a copy of the shard from this one."""
+    links: tuple[tuple[Holder, int], ...]
+    """Links over which each push is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetUnreplicated:
+    """Note the size of the records that some follower may still need."""
+
+    key: Key
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +163,15 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Send a request over a link that this server opened. The edge adds the data: a record's by its
-    version, a chunk's by its image."""
+    """Send a request over a link that this server opened. The data of a chunk, and an image's
+    header, are those of the image that `MakeImage` asked for."""
 
     peer: Holder
     link: int
     request: Request
+    record: Record | None = None
+    """The record that an `UpdateMessage` announces. The core keeps it as long as a follower needs
+    it: one that is gone by the time of sending need not be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +181,13 @@ class SendReply:
     peer: Holder
     link: int
     reply: Reply
+    may_wait: bool = False
+    """True if the reply is not urgent."""
 
 
 @dataclass(frozen=True, slots=True)
-class CutImage:
-    """Take an image of the shard as it is now; then `ImageCut` or `ImageNotCut`."""
+class MakeImage:
+    """Take an image of the shard as it is now; then `ImageMade` or `ImageNotMade`."""
 
     key: Key
     image: int
@@ -165,30 +207,16 @@ class CloseImage:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayRecord:
-    """Apply the record that was just received, after all earlier ones."""
+class AcceptRequest:
+    """Process the data of a received request, after those of all earlier ones.
 
-    key: Key
-    version: int
+    `UpdateMessage`: apply the record. `ImageStart`: allocate memory for the image; `ImageFailed` if
+    there is not enough. `ImageChunk`: store the chunk; then `ChunkStored` or `ImageFailed`; the
+    last chunk is followed by `ImageRestored`.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class BeginImage:
-    """Allocate memory for the image that was just announced; `ImageFailed` if there is not enough.
-    Its chunks may follow at once."""
-
-    key: Key
-    image: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreChunk:
-    """Store the chunk that was just received; then `ChunkStored` or `ImageFailed`. The last chunk
-    is followed by `ImageRestored`."""
-
-    key: Key
-    image: int
-    index: int
+    request: UpdateMessage | ImageStart | ImageChunk
+    data: Data
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +273,9 @@ class LogLine:
 
 Effect = (
     WriteShardRecord
+    | ReviseShardRecord
     | RefreshShardRecord
+    | SetLease
     | AcknowledgeVersion
     | RefuseVersion
     | LeadShard
@@ -255,17 +285,16 @@ Effect = (
     | StepDown
     | DropShard
     | SettleCopy
-    | TrimRecords
+    | SetFollowers
+    | SetUnreplicated
     | OpenLink
     | CloseLink
     | SendRequest
     | SendReply
-    | CutImage
+    | MakeImage
     | ReleaseChunks
     | CloseImage
-    | ReplayRecord
-    | BeginImage
-    | StoreChunk
+    | AcceptRequest
     | AdoptImage
     | DropImage
     | EnterEpoch

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shoal_server.core.processes import Holder
-from shoal_server.core.replication.protocol.messages import Key, Reply, Request
+from shoal_server.core.replication.protocol.messages import Data, Key, Reply, Request
 from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.core.shards.shard_log import Record
 
 Token = Hashable
 """Identifies a caller that waits for an acknowledgement."""
@@ -32,6 +33,15 @@ class ShardAssigned:
     run: str = ""
     """Run of the job to which the record belongs. Ids and epochs of different runs cannot be
     compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecordRead:
+    """The newest record was read for a write that `WriteShardRecord` asked for; answered by one
+    `ReviseShardRecord`."""
+
+    key: Key
+    assignment: ShardAssignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +95,7 @@ class PushApplied:
     """This server has applied a push, as primary."""
 
     key: Key
-    version: int
-    is_kept: bool = True
-    """True if the push's record is kept and can be sent; without a follower it is not kept."""
+    record: Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +119,11 @@ class AckAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class VersionJournaled:
-    """This server's journal has the whole shard, up to this version."""
+    """This server's journal has the whole shard, up to this version. None: it no longer keeps the
+    shard, as the disk fails."""
 
     key: Key
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class DiskFailed:
-    """This server's journal no longer keeps the shard."""
-
-    key: Key
+    version: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +197,8 @@ class ReplyReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageCut:
-    """The image that `CutImage` asked for was taken."""
+class ImageMade:
+    """The image that `MakeImage` asked for was taken."""
 
     key: Key
     image: int
@@ -205,8 +207,8 @@ class ImageCut:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageNotCut:
-    """The image that `CutImage` asked for could not be taken."""
+class ImageNotMade:
+    """The image that `MakeImage` asked for could not be taken."""
 
     key: Key
     image: int
@@ -239,6 +241,7 @@ class RequestReceived:
     peer: Holder
     link: int
     request: Request
+    data: Data = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +315,7 @@ class WakeTimeReached:
 
 Event = (
     ShardAssigned
+    | ShardRecordRead
     | ShardRecordWritten
     | ShardRecordNotWritten
     | ShardRecordRefreshed
@@ -322,7 +326,6 @@ Event = (
     | AckRequested
     | AckAbandoned
     | VersionJournaled
-    | DiskFailed
     | PushesStopped
     | CopySettled
     | CopyFailed
@@ -331,8 +334,8 @@ Event = (
     | LinkBroken
     | RecordDelivered
     | ReplyReceived
-    | ImageCut
-    | ImageNotCut
+    | ImageMade
+    | ImageNotMade
     | IncomingLinkOpened
     | IncomingLinkEnded
     | RequestReceived

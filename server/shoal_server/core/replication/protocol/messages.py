@@ -1,5 +1,5 @@
-"""Messages between the servers of a shard. Data (gradients, chunks of a shard) travels with a
-message and is not seen by the core, which knows versions and numbers of chunks.
+"""Messages between the servers of a shard. Data (gradients, chunks of a shard) travel with a
+message, and events and effects carry them; the core knows only versions and numbers of chunks.
 
 A primary opens a link to each server that holds copies of its shards. Requests go from the primary
 to the backup, replies back; messages arrive in order or the link breaks.
@@ -10,6 +10,9 @@ from enum import Enum
 
 Key = tuple[str, int]
 """A job's name and the id of one of its shards."""
+
+Data = object
+"""Data of a message, which the core passes on and does not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class UpdateMessage:
     key: Key
     epoch: int
     version: int
+    answer_may_wait: bool = False
+    """True if the answer is not urgent: the record counts as received without it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from shoal_server.core.replication.protocol.messages import (
     UpdateMessage,
 )
 from shoal_server.parameters.comparison import digest as comparison
-from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.memory import Memory
+from shoal_server.parameters.shard.record import UpdateRecord
 
 PIECE_BYTES = 2 * 1024 * 1024
 INLINE_BYTES = 128 * 1024
@@ -180,8 +180,6 @@ class ArrivedRequest:
     is_borrowed: bool = False
     """True if the sender reuses the memory of a record's data once the next request is read: to
     keep the data for longer, use `owned`."""
-    answer_may_wait: bool = False
-    """True if the answer to a record is not urgent."""
 
     def owned(self) -> "ArrivedRequest":
         """Return the same request with copies of its data."""
@@ -272,7 +270,6 @@ class _Unfinished:
             parts=self.parts or [b""],
             why_dropped=self.why_dropped,
             is_borrowed=self.is_borrowed,
-            answer_may_wait=self.arrived.answer_may_wait,
         )
 
 
@@ -315,8 +312,8 @@ class RequestAssembler:
     def _begin_record(self, start: pb.RecordStart) -> ArrivedRequest | None:
         _check_size(start.num_bytes, MAX_RECORD_BYTES)
         key = start.job, start.shard_id
-        record = UpdateMessage(key, start.epoch, start.record.version)
-        arrived = ArrivedRequest(record, push=start.record, answer_may_wait=start.answer_may_wait)
+        record = UpdateMessage(key, start.epoch, start.record.version, start.answer_may_wait)
+        arrived = ArrivedRequest(record, push=start.record)
         self._open = _Unfinished(arrived, start.num_bytes, self._memory)
         whole = self._add(checked(start.first))
         if self._open is not None:

@@ -23,6 +23,13 @@ EVERY_STEPS_ON_GPU = 64
 """Interval on devices for which a comparison waits, in place of `EVERY_STEPS`."""
 
 
+def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return this member's part of each tensor, in its present memory."""
+    cut = [each for each in tensors if isinstance(each, DTensor)]
+    parts = dict(zip(map(id, cut), all_local(cut), strict=True))
+    return [parts.get(id(each), each) for each in tensors]
+
+
 class OwnParts:
     """This member's parts of some parameters, in the memory that they have in this generation.
 
@@ -43,11 +50,6 @@ class OwnParts:
     def all(self) -> list[Tensor]:
         """Return the present part of each parameter: a script may have replaced its memory."""
         return [*self._whole, *all_local(self._cut)] if self._cut else self._whole
-
-    def present(self, names: Iterable[str]) -> list[Tensor]:
-        """Return the parts of these parameters, as `all`."""
-        own = dict(zip(self.parameters, self.all(), strict=True))
-        return [own[name] for name in names]
 
     def num_writes(self) -> list[int]:
         """Return the number of writes to each parameter; see `differing`."""

@@ -1,4 +1,4 @@
-"""What is read of a cut is the shard as it was then, whatever is pushed, made, evicted or read
+"""What is read of an image is the shard as it was then, whatever is pushed, made, evicted or read
 meanwhile; and a shard built from its chunks is that shard, to the last bit."""
 
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clusters.snapshot_world import loaded
 from support.models.table_specs import OPTIMIZERS, live, look_up, new_push, new_shard, new_table
 
 from shoal_proto.errors import InternalError, MalformedMessage
@@ -15,13 +16,13 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.replication_pb2 import CutHeader
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, TableSpec
-from shoal_server.parameters.cuts import flat_cut, shard_cut
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.images import flat_image, shard_image
+from shoal_server.parameters.images.image import LoadedImage
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.shard.dense import DensePush, DenseShard, new_dense_shard
-from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.versioned import AnyShard
-from shoal_server.parameters.tables import admission, builder, row_cut
+from shoal_server.parameters.tables import admission, builder, row_image
 from shoal_server.parameters.tables.builder import ShardBuilder
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.parameters.tables.shard import TableShard
@@ -33,13 +34,13 @@ SMALL_CHUNK_BYTES = 512
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a small shard has many."""
-    for module in (shard_cut, flat_cut, row_cut):
+    for module in (shard_image, flat_image, row_image):
         monkeypatch.setattr(module, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
     monkeypatch.setattr(builder, "LEAST_CHUNK_BYTES", SMALL_CHUNK_BYTES)
     monkeypatch.setattr(admission, "SKETCH_WIDTH", 64)
 
 
-def bits(image: Image) -> tuple[int, bytes, dict[str, bytes], Sequence[object]]:
+def bits(image: LoadedImage) -> tuple[int, bytes, dict[str, bytes], Sequence[object]]:
     """All that an image says, for comparing."""
     tensors = {
         name: bytes(str(tensor.dtype), "ascii") + tensor.contiguous().numpy().tobytes()
@@ -116,11 +117,11 @@ class Dense:
 WORLDS = [(Table, kind) for kind in sorted(OPTIMIZERS)] + [(Dense, "sgd"), (Dense, "adam")]
 
 
-def built(cut: ShardCut, header: CutHeader | None = None) -> AnyShard:
-    made = ShardBuilder(header or cut.header)
-    assert made.num_chunks == cut.num_chunks
+def built(image: ShardImage, header: CutHeader | None = None) -> AnyShard:
+    made = ShardBuilder(header or image.header)
+    assert made.num_chunks == image.num_chunks
     while not made.is_whole:
-        made.add(cut.chunk(made.next_chunk))
+        made.add(image.chunk(made.next_chunk))
     return made.finish()
 
 
@@ -131,38 +132,38 @@ def built(cut: ShardCut, header: CutHeader | None = None) -> AnyShard:
 def test_what_is_built_from_a_cut_is_the_shard_as_it_was(
     world: type[Table | Dense], kind: str, seed: int
 ) -> None:
-    """Several cuts are open at a time; chunks are read twice, in between pushes, and let go of at
+    """Several images are open at a time; chunks are read twice, in between pushes, and let go of at
     random once they are taken."""
     run = world(kind, seed)
     for _ in range(10):
         run.push()
     with ExitStack() as stack:
-        pending: list[tuple[ShardCut, ShardBuilder, AnyShard | None, object]] = []
+        pending: list[tuple[ShardImage, ShardBuilder, AnyShard | None, object]] = []
         for _ in range(3):
-            wanted = bits(run.shard.image())
-            cut = stack.enter_context(run.shard.cut())
-            header = CutHeader.FromString(cut.header.SerializeToString())
-            pending.append((cut, ShardBuilder(header), None, wanted))
+            wanted = bits(loaded(run.shard))
+            image = stack.enter_context(run.shard.image())
+            header = CutHeader.FromString(image.header.SerializeToString())
+            pending.append((image, ShardBuilder(header), None, wanted))
             for _ in range(int(run.random.integers(0, 4))):
                 run.push()
         while not all(made.is_whole for _, made, _, _ in pending):
-            for cut, made, _, _ in pending:
+            for image, made, _, _ in pending:
                 if made.is_whole:
                     continue
                 index = made.next_chunk
-                first = bytes(cut.chunk(index))
-                assert len(first) == cut.num_bytes(index) == made.num_bytes(index)
+                first = bytes(image.chunk(index))
+                assert len(first) == image.num_bytes(index) == made.num_bytes(index)
                 if run.random.random() < 0.5:
                     run.push()
-                assert bytes(cut.chunk(index)) == first
+                assert bytes(image.chunk(index)) == first
                 made.add(first)
                 if run.random.random() < 0.5:
-                    cut.release(index)
+                    image.release(index)
         for _, made, _, wanted in pending:
             copy = made.finish()
-            assert bits(copy.image()) == wanted
+            assert bits(loaded(copy)) == wanted
             assert copy.version == made.header.version
-    assert run.shard.body.cuts.held_bytes == 0
+    assert run.shard.body.images.held_bytes == 0
 
 
 @pytest.mark.parametrize("world", [Table("adam", 3), Dense("adam", 3)])
@@ -170,17 +171,18 @@ def test_a_built_shard_goes_on_as_the_first_one_does(world: Table | Dense) -> No
     """Rows that are made, evicted and found again, and retries, come to the same in both."""
     for _ in range(30):
         world.push()
-    records = []
-    with world.shard.cut(records.append) as cut:
+    told = []
+    world.shard.subscribe(told.append)
+    with world.shard.image() as image:
         for _ in range(10):
             world.push()
-        copy = built(cut)
+        copy = built(image)
     for _ in range(40):
         world.push()
-    assert [record.push.version for record in records] == list(range(32, 82))
-    for record in records:
+    assert [record.push.version for record in told] == list(range(32, 82))
+    for record in told:
         copy.replay(record)
-    assert bits(copy.image()) == bits(world.shard.image())
+    assert bits(loaded(copy)) == bits(loaded(world.shard))
 
 
 @pytest.mark.parametrize("world", [Table("adam", 5), Dense("adam", 5)])
@@ -188,37 +190,37 @@ def test_a_file_is_of_the_shard_as_it_was(world: Table | Dense) -> None:
     """Although a push comes between any two of its pieces."""
     for _ in range(30):
         world.push()
-    wanted = bits(world.shard.image())
-    with world.shard.cut() as cut:
+    wanted = bits(loaded(world.shard))
+    with world.shard.image() as image:
         pieces = []
-        for piece in image_file.pieces(cut):
+        for piece in image_file.pieces(image):
             pieces.append(bytes(piece))
             world.push()
     data = b"".join(pieces)
     digest, shard_id = image_file.digest(data), world.shard.shard_id
     image = image_file.from_bytes(data, sha256=digest, file="f", shard_id=shard_id)
-    assert bits(restore(image).image()) == wanted
+    assert bits(loaded(restore(image))) == wanted
 
 
 def test_only_what_a_push_touches_is_copied_aside() -> None:
-    """And nothing of what was released, or once all cuts are closed."""
+    """And nothing of what was released, or once all images are closed."""
     table = Table("adam", 1)
     for _ in range(60):
         table.push()
     shard = table.shard
-    with shard.cut() as cut:
-        before = cut.held_bytes
+    with shard.image() as image:
+        before = image.held_bytes
         table.push()
-        assert before < cut.held_bytes < before + shard.memory_bytes // 2
-        for index in range(cut.num_chunks):
-            cut.release(index)
-        held_bytes = cut.held_bytes
+        assert before < image.held_bytes < before + shard.memory_bytes // 2
+        for index in range(image.num_chunks):
+            image.release(index)
+        held_bytes = image.held_bytes
         table.push()
-        assert cut.held_bytes == held_bytes
-        aside_bytes, with_cut = shard.body.cuts.held_bytes, shard.held_bytes
-    assert 0 < aside_bytes == with_cut - shard.held_bytes
+        assert image.held_bytes == held_bytes
+        aside_bytes, with_image = shard.body.images.held_bytes, shard.held_bytes
+    assert 0 < aside_bytes == with_image - shard.held_bytes
     table.push()
-    assert shard.body.cuts.held_bytes == 0
+    assert shard.body.images.held_bytes == 0
 
 
 def test_a_chunk_that_was_let_go_of_is_refused() -> None:
@@ -226,16 +228,16 @@ def test_a_chunk_that_was_let_go_of_is_refused() -> None:
     table = Table("sgd", 1)
     for _ in range(10):
         table.push()
-    cut = table.shard.cut()
-    last = cut.num_chunks - 1
-    cut.release(last)
+    image = table.shard.image()
+    last = image.num_chunks - 1
+    image.release(last)
     with pytest.raises(InternalError, match="released"):
-        cut.chunk(last)
-    cut.close()
-    cut.close()
+        image.chunk(last)
+    image.close()
+    image.close()
     for index in (0, last):
         with pytest.raises(InternalError, match="closed"):
-            cut.chunk(index)
+            image.chunk(index)
 
 
 def test_a_builder_takes_what_it_expects_and_nothing_else() -> None:
@@ -243,17 +245,17 @@ def test_a_builder_takes_what_it_expects_and_nothing_else() -> None:
     table = Table("adagrad", 1)
     for _ in range(10):
         table.push()
-    with table.shard.cut() as cut:
-        made = ShardBuilder(cut.header)
+    with table.shard.image() as image:
+        made = ShardBuilder(image.header)
         with pytest.raises(MalformedMessage, match="not the next chunk"):
-            made.add(bytes(cut.chunk(0)) + b"x")
+            made.add(bytes(image.chunk(0)) + b"x")
         with pytest.raises(InternalError, match="not whole"):
             made.finish()
         while not made.is_whole:
-            made.add(cut.chunk(made.next_chunk))
+            made.add(image.chunk(made.next_chunk))
         with pytest.raises(MalformedMessage, match="not the next chunk"):
             made.add(b"x")
-        assert bits(made.finish().image()) == bits(table.shard.image())
+        assert bits(loaded(made.finish())) == bits(loaded(table.shard))
 
 
 @pytest.mark.parametrize(
@@ -274,8 +276,8 @@ def test_a_header_of_something_else_is_refused(spoil: object) -> None:
     """With what was seen, before memory is taken for it."""
     for world in (Table("adam", 1), Dense("adam", 1)):
         world.push()
-        with world.shard.cut() as cut:
-            header = CutHeader.FromString(cut.header.SerializeToString())
+        with world.shard.image() as image:
+            header = CutHeader.FromString(image.header.SerializeToString())
         assert callable(spoil)
         spoil(header)
         with pytest.raises(MalformedMessage, match="layout that this server does not know"):

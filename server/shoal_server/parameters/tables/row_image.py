@@ -1,4 +1,4 @@
-"""A cut through the rows of a shard: a row is saved, once, before it changes."""
+"""An image of the rows of a shard: a row is saved, once, before it changes."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import TensorImage
-from shoal_server.parameters.cuts.shard_cut import CHUNK_BYTES, Locked, TensorStream, released
+from shoal_server.parameters.images.image import TensorStream
+from shoal_server.parameters.images.shard_image import CHUNK_BYTES, Locked, released
 from shoal_server.parameters.tables.growing import GrowingTensor
 from shoal_server.parameters.tables.index import Rows
 from shoal_server.parameters.tables.row_chunks import RowChunks
@@ -21,7 +22,7 @@ FIRST_SAVED = 256
 
 
 class Columns(Protocol):
-    """A store, as seen by its cuts."""
+    """A store, as seen by its images."""
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
@@ -29,8 +30,8 @@ class Columns(Protocol):
         ...
 
 
-class RowCut:
-    """The rows below `num_rows`, as of the time of the cut. `save` and `read` are called under the
+class RowImage:
+    """The rows below `num_rows`, as of the image's version. `save` and `read` are called under the
     lock of the store's content."""
 
     def __init__(self, store: Columns, num_rows: int, num_live: int) -> None:
@@ -131,11 +132,3 @@ class RowCut:
         at, saved_at = torch.from_numpy(changed), torch.from_numpy(saved_positions[changed] - 1)
         for name, copy in copies.items():
             copy[at] = self._saved[name].tensor.index_select(0, saved_at)
-
-    def ordered(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sort the tensors by rising ids."""
-        order = torch.from_numpy(np.argsort(tensors[IDS].numpy(), kind="stable"))
-        # One after the other, so that at most one exists twice.
-        for name in list(tensors):
-            tensors[name] = tensors[name].index_select(0, order)
-        return tensors

@@ -1,4 +1,4 @@
-"""Cuts through tensors of which each push may change any part."""
+"""Images of tensors of which each push may change any part."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -9,8 +9,9 @@ from torch import Tensor
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import TensorImage
-from shoal_server.parameters.cuts.shard_cut import CHUNK_BYTES, Locked, TensorStream, released
-from shoal_server.parameters.cuts.tensor_bytes import DTYPES, as_bytes, describe, from_bytes
+from shoal_server.parameters.images.image import TensorStream
+from shoal_server.parameters.images.shard_image import CHUNK_BYTES, Locked, released
+from shoal_server.parameters.images.tensor_bytes import DTYPES, as_bytes, describe, from_bytes
 
 
 class FlatTensors:
@@ -54,8 +55,8 @@ class FlatTensors:
         target.copy_(from_bytes(data, torch.uint8, (len(data),)))
 
 
-class FlatCut:
-    """A cut through tensors. Call `preserve` before each change of them, under the lock that
+class FlatImage:
+    """An image of tensors. Call `preserve` before each change of them, under the lock that
     protects them."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -107,6 +108,3 @@ class FlatCut:
         for index in self._flat.chunks_of(described.name):
             data = locked(partial(self.read, index))
             yield from_bytes(data, dtype, (len(data) // dtype.itemsize,))
-
-    def ordered(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        return tensors

@@ -1,30 +1,29 @@
-"""A cut of a shard at one version, read in chunks while pushes go on.
+"""An image of a live shard, read in chunks while pushes go on.
 
-    cut = shard.cut()                     no copy is made; pushes go on at once
-    for i in range(cut.num_chunks):
-        send(cut.chunk(i))                may be called again, until
-        cut.release(i)                    the chunk is released
-    cut.close()
+    image = shard.image()                 no copy is made; pushes go on at once
+    for i in range(image.num_chunks):
+        send(image.chunk(i))              may be called again, until
+        image.release(i)                  the chunk is released
+    image.close()
 
 Before a push changes data of a chunk that is not released, the old data are copied: what is read is
-as of the cut. For a table these are the rows that the push touches; for a dense shard, which has a
-few MiB, all of it.
+of the image's version. For a table these are the rows that the push touches; for a dense shard,
+which has a few MiB, all of it.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from shoal_proto.errors import InternalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import CutHeader, CutRest, SessionImage, TensorImage
-from shoal_server.parameters.cuts.tensor_bytes import DTYPES, from_message, to_message
+from shoal_server.parameters.images.image import Stamp, TensorStream
+from shoal_server.parameters.images.tensor_bytes import from_message, to_message
 
 T = TypeVar("T")
 
@@ -32,23 +31,14 @@ CHUNK_BYTES = 2 * 1024 * 1024
 
 
 class Locked(Protocol):
-    """Does work under the lock of a shard's content; raises InternalError unless the cut is open
+    """Does work under the lock of a shard's content; raises InternalError unless the image is open
     before and after it."""
 
     def __call__(self, work: Callable[[], T]) -> T: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TensorStream:
-    """One tensor of a cut, for a file."""
-
-    described: TensorImage
-    pieces: Iterator[Tensor]
-    """Contiguous pieces in order; the reader owns each."""
-
-
-class CutContent(Protocol):
-    """The large part of a cut. Call `read` with the lock of the shard's content."""
+class ImageContent(Protocol):
+    """The large part of an image. Call `read` with the lock of the shard's content."""
 
     described: Sequence[TensorImage]
     """The tensors of the content."""
@@ -62,7 +52,7 @@ class CutContent(Protocol):
         ...
 
     def read(self, index: int) -> Buffer:
-        """Copy a chunk as of the cut."""
+        """Copy a chunk as of the image."""
         ...
 
     def release(self, index: int) -> None:
@@ -82,16 +72,12 @@ class CutContent(Protocol):
         """Return all tensors. A piece is read when it is requested, within `locked`."""
         ...
 
-    def ordered(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sort what `streams` returned into an order that depends only on the content."""
-        ...
+
+ContentT = TypeVar("ContentT", bound=ImageContent)
 
 
-ContentT = TypeVar("ContentT", bound=CutContent)
-
-
-class OpenCuts(Generic[ContentT]):
-    """The open cuts of a shard, whose data must be preserved on changes. Used from any thread."""
+class OpenImages(Generic[ContentT]):
+    """The open images of a shard, whose data must be preserved on changes. Used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,7 +94,7 @@ class OpenCuts(Generic[ContentT]):
             self._open = (*self._open, content)
 
     def remove(self, content: ContentT) -> None:
-        """Remove a cut; it may be removed already."""
+        """Remove an image; it may be removed already."""
         with self._lock:
             self._open = tuple(each for each in self._open if each is not content)
 
@@ -117,34 +103,36 @@ class OpenCuts(Generic[ContentT]):
         return sum(content.held_bytes for content in self._open)
 
 
-class ShardCut:
-    """A cut of one shard. All methods may be called from any thread, and concurrently. `chunk` and
-    `tensors` copy and wait for the shard's lock, which a push holds while it is applied: do not
-    call them on the event loop. `release` and `header` neither copy nor wait. `close` takes no lock
-    either, but frees the copied data, which takes 0.1 ms per MiB."""
+class ShardImage:
+    """An image of one shard. All methods may be called from any thread, and concurrently. `chunk`
+    and the pieces of `streams` copy and wait for the shard's lock, which a push holds while it is
+    applied: do not read them on the event loop. `release` and `header` neither copy nor wait.
+    `close` takes no lock either, but frees the copied data, which takes 0.1 ms per MiB."""
 
     def __init__(
         self,
         header: CutHeader,
         *,
-        content: CutContent,
+        content: ImageContent,
         rest: CutRest,
         lock: AbstractContextManager[bool],
-        cuts: OpenCuts[CutContent],
+        images: OpenImages[ImageContent],
+        epoch: int,
     ) -> None:
         """`header` is completed here with the content and the rest; `lock` protects the content,
-        which is in `cuts`."""
+        which is in `images`."""
         self._content = content
         self._rest_message = rest
         self._rest = rest.SerializeToString(deterministic=True)
         self._num_rest = -(-len(self._rest) // CHUNK_BYTES)
         self._lock = lock
-        self._cuts = cuts
+        self._images = images
         self._is_closed = False
         header.chunk_bytes, header.rest_bytes = CHUNK_BYTES, len(self._rest)
         header.tensors.extend(content.described)
         self.header = header
         """The header for a `ShardBuilder`. Do not change it."""
+        self.stamp = Stamp(header.shard_id, epoch, header.version)
 
     @property
     def shard_id(self) -> int:
@@ -186,13 +174,13 @@ class ShardCut:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the cut takes in addition to the shard."""
+        """Memory that the image takes in addition to the shard."""
         return 0 if self._is_closed else len(self._rest) + self._content.held_bytes
 
     def chunk(self, index: int) -> Buffer:
-        """Return a chunk as of the cut; the same bytes each time, until it is released.
+        """Return a chunk as of the image; the same bytes each time, until it is released.
 
-        Raises InternalError once it is released or the cut is closed.
+        Raises InternalError once it is released or the image is closed.
         """
         if index < self._num_rest:
             self._check_open()
@@ -216,10 +204,10 @@ class ShardCut:
     def close(self) -> None:
         """Release everything. May be called again; a `chunk` call in progress raises."""
         self._is_closed = True
-        self._cuts.remove(self._content)
+        self._images.remove(self._content)
         self._content.close()
 
-    def __enter__(self) -> "ShardCut":
+    def __enter__(self) -> "ShardImage":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -234,34 +222,17 @@ class ShardCut:
         ]
         return [*self._content.streams(self._locked), *small]
 
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Copy all tensors; for a table in the order of the ids, so that shards with equal rows
-        give equal tensors. No chunk may be released before."""
-        large = {each.described.name: _whole(each) for each in self._content.streams(self._locked)}
-        small = {each.description.name: from_message(each) for each in self._rest_message.tensors}
-        return {**self._content.ordered(large), **small}
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise InternalError(
-                f"the cut of shard {self.header.shard_id} at version {self.version} is closed",
+                f"the image of shard {self.header.shard_id} at version {self.version} is closed",
                 seen="a chunk that is asked for",
                 expected="nothing more",
             )
 
 
-def _whole(stream: TensorStream) -> Tensor:
-    described, at = stream.described, 0
-    whole = torch.empty(tuple(described.shape), dtype=DTYPES[described.dtype])
-    flat = whole.view(-1)
-    for piece in stream.pieces:
-        flat[at : at + piece.numel()] = piece.view(-1)
-        at += piece.numel()
-    return whole
-
-
 def rest_of(sessions: Sequence[SessionImage], tensors: Mapping[str, Tensor]) -> CutRest:
-    """Make the small part of a cut."""
+    """Make the small part of an image."""
     return CutRest(
         sessions=sessions, tensors=[to_message(name, each) for name, each in tensors.items()]
     )
@@ -270,5 +241,5 @@ def rest_of(sessions: Sequence[SessionImage], tensors: Mapping[str, Tensor]) -> 
 def released(index: int) -> InternalError:
     """Return the error for a read of a released chunk."""
     return InternalError(
-        "a released chunk of a cut was requested", seen=f"chunk {index} of its content"
+        "a released chunk of an image was requested", seen=f"chunk {index} of its content"
     )

@@ -1,0 +1,121 @@
+"""Processes of bench/weights.py: readers of each kind, a trainer, and the sender of a bare socket.
+
+    python bench/weights_readers.py KIND MB [PORT]
+
+A line for bench/weights.py begins with "told"; others are logs. A reader prints "told ready", and
+for each round "told done", its number, and the time at which its tensors had the model.
+"""
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+TENSOR_BYTES = 8 * 1024 * 1024
+SERIES = "bench/policy"
+SHM = Path("/dev/shm")
+FLOOR, FILE = SHM / "shoal-bench-floor", SHM / "shoal-bench.safetensors"
+WAIT_S = 3600.0
+
+
+def model_of(mb: int, number: float = 0.0) -> dict[str, torch.Tensor]:
+    """A model of bf16 tensors of 8 MiB each."""
+    count, elements = mb * 1024 * 1024 // TENSOR_BYTES, TENSOR_BYTES // 2
+    shape = (elements // 1024, 1024)
+    return {f"w{i}": torch.full(shape, number, dtype=torch.bfloat16) for i in range(count)}
+
+
+def say(*words: object) -> None:
+    print("told", *words, flush=True)
+
+
+def read_shoal(mb: int, *, local: bool, by_difference: bool = False) -> None:
+    """Install each newest version. Says, as "took", how long it took until it was verified."""
+    from shoal.weights.subscription import Subscription  # noqa: PLC0415 - other kinds do without
+    from shoal_client.weights.reader import SeriesReader  # noqa: PLC0415
+    from shoal_difference.codec import apply  # noqa: PLC0415
+    from shoal_proto.errors import VersionGone  # noqa: PLC0415
+
+    class Reader(SeriesReader):
+        def report(
+            self, installed: int, digest: bytes, fetch_s: float = 0.0, fetch_bytes: int = 0
+        ) -> None:
+            super().report(installed, digest, fetch_s, fetch_bytes)
+            say("took", installed, fetch_s)
+
+    target, name = model_of(mb), f"reader-{os.getpid()}"
+    addresses, difference = [os.environ["SHOAL_COORDINATOR"]], apply if by_difference else None
+    reader = Reader(addresses, SERIES, name, may_be_local=local, apply_difference=difference)
+    with Subscription(reader, SERIES) as series:
+        say("ready")
+        while True:
+            version = series.wait(timeout=WAIT_S)
+            try:
+                series.fetch(version, into=target)
+            except VersionGone:
+                continue  # a newer one was published before this reader had its lease
+            assert target["w0"][0, 0] == target[next(reversed(target))][0, 0]
+            say("done", version.number, time.monotonic())
+
+
+def publish_once(mb: int) -> None:
+    """Publish one version, and live on."""
+    import shoal  # noqa: PLC0415
+
+    shoal.publish(SERIES, model_of(mb, 3.5), keep=1).wait("committed", timeout=WAIT_S)
+    say("ready")
+    sys.stdin.read()
+
+
+def read_shm(mb: int) -> None:
+    target = model_of(mb)
+    raw = torch.from_file(str(FLOOR), shared=True, size=mb << 20, dtype=torch.uint8)
+    say("ready")
+    for line in sys.stdin:
+        at = 0
+        for tensor in target.values():
+            tensor.view(torch.uint8).view(-1).copy_(raw[at : at + tensor.nbytes])
+            at += tensor.nbytes
+        say("done", int(line), time.monotonic())
+
+
+def read_safetensors(mb: int) -> None:
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    target = model_of(mb)
+    say("ready")
+    for line in sys.stdin:
+        for name, tensor in load_file(FILE).items():
+            target[name].copy_(tensor)
+        say("done", int(line), time.monotonic())
+
+
+def send_bare(mb: int, port: int) -> None:
+    """Send the bytes of a model for each byte that arrives."""
+    data = bytes(bytearray(os.urandom(1 << 20)) * mb)
+    with socket.create_connection(("127.0.0.1", port)) as own:
+        while own.recv(1):
+            own.sendall(data)
+
+
+def main() -> None:
+    kind, *numbers = sys.argv[1:]
+    arguments = [int(each) for each in numbers]
+    if kind.startswith("shoal"):
+        local, by_difference = kind == "shoal", kind == "shoal-differences"
+        read_shoal(*arguments, local=local, by_difference=by_difference)
+    else:
+        programs = {
+            "publisher": publish_once,
+            "shm": read_shm,
+            "safetensors": read_safetensors,
+            "sender": send_bare,
+        }
+        programs[kind](*arguments)
+
+
+if __name__ == "__main__":
+    main()

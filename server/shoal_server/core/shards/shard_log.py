@@ -1,0 +1,59 @@
+"""The history of a shard from an image on: the image's version, and the records after it."""
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
+
+
+class Record(Protocol):
+    """One push as it was applied. Its data are not read here."""
+
+    @property
+    def version(self) -> int:
+        """Version of the shard that the push made."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the record in memory."""
+        ...
+
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+class ShardLog(Generic[RecordT]):
+    """Records by version, without a gap. The first one kept follows the version `start`: an image
+    of that version or a later one, and the records after it, give the whole shard."""
+
+    def __init__(self, start: int) -> None:
+        """Begin an empty log after the version `start`."""
+        self._records: deque[RecordT] = deque()
+        self.start = start
+        self.version = start
+        """Version that the last record made."""
+        self.num_bytes = 0
+        """Size of all records in the log."""
+
+    def append(self, record: RecordT) -> None:
+        assert record.version == self.version + 1, (record.version, self.version)
+        self._records.append(record)
+        self.version += 1
+        self.num_bytes += record.num_bytes
+
+    def trim(self, version: int) -> None:
+        """Discard the records up to that version: an image has them."""
+        while self.start < min(version, self.version):
+            self.num_bytes -= self._records.popleft().num_bytes
+            self.start += 1
+
+    def skip(self, version: int) -> None:
+        """Begin again after that version, and discard all records before it."""
+        self._records.clear()
+        self.start = self.version = version
+        self.num_bytes = 0
+
+    def after(self, version: int) -> Iterator[RecordT]:
+        """Yield the records after that version; those that were discarded are left out."""
+        yield from islice(self._records, max(0, version - self.start), None)

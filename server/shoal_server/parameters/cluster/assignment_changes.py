@@ -1,0 +1,35 @@
+"""Changes of shard assignments, with as many tries as etcd needs."""
+
+import asyncio
+from collections.abc import Callable, Collection
+
+import structlog
+
+from shoal_proto.errors import RetryError, ShoalError
+from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
+
+log = structlog.get_logger(__name__)
+
+RETRY_PAUSE_S = 0.1
+
+
+async def change_assignments(
+    records: AssignmentMirror,
+    job: str,
+    shard_ids: Collection[int],
+    change: Callable[[ShardAssignment], ShardAssignment],
+) -> bool:
+    """Apply a change to each of these shards' records. True if the job's shards are still placed.
+
+    Returns once each record was written, or the change does not apply: then `change` returns its
+    argument. If another process writes a record meanwhile, only that record is decided again.
+    """
+    while True:
+        try:
+            return await records.change(job, shard_ids, change)
+        except ShoalError as error:
+            if not isinstance(error, RetryError) and error.details.get("outcome") != "unknown":
+                raise
+            log.warning("assignments_not_changed", job=job, reason=str(error))
+            await asyncio.sleep(RETRY_PAUSE_S)

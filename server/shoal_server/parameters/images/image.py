@@ -1,0 +1,84 @@
+"""Images of shards: the values of a shard at one version.
+
+A shard is sent to another server as an image, followed by the records of the pushes applied since,
+in order; a journal has the same two, a snapshot an image of each shard. The same records replayed
+on the same image give the same shard, to the last bit.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from shoal_proto.v1.replication_pb2 import SessionImage, TensorImage
+from shoal_server.parameters.images.tensor_bytes import describe
+
+
+@dataclass(frozen=True, order=True)
+class Stamp:
+    """Identifies an image of a shard of one job."""
+
+    shard_id: int
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStream:
+    """One tensor of an image, for a file."""
+
+    described: TensorImage
+    pieces: Iterator[Tensor]
+    """Contiguous pieces in order; the reader owns each."""
+
+
+class Image(Protocol):
+    """A whole shard at one version."""
+
+    @property
+    def kind(self) -> str:
+        """ "dense" or "table"."""
+        ...
+
+    @property
+    def shard_id(self) -> int: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def spec(self) -> bytes:
+        """The shard's specification: a serialized message, by kind."""
+        ...
+
+    @property
+    def sessions(self) -> Sequence[SessionImage]:
+        """The outcomes of pushes that the shard remembers."""
+        ...
+
+    def streams(self) -> Sequence[TensorStream]:
+        """Return values and optimizer state, each in pieces that are read when they are requested.
+        Unused rows of a table are left out."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedImage:
+    """An image in memory, whose tensors are never written to."""
+
+    kind: str
+    shard_id: int
+    version: int
+    spec: bytes
+    tensors: Mapping[str, Tensor]
+    """Values and optimizer state by name, on the CPU, contiguous."""
+    sessions: Sequence[SessionImage]
+    run: str = ""
+    """The run of the job, if a journal has it; shards of another run have the same ids."""
+
+    def streams(self) -> Sequence[TensorStream]:
+        return [
+            TensorStream(describe(name, tensor), iter((tensor.contiguous(),)))
+            for name, tensor in self.tensors.items()
+        ]

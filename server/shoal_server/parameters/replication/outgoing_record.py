@@ -1,0 +1,51 @@
+"""The record of a push to a primary that may still have to be sent to a backup."""
+
+from collections.abc import Callable
+from functools import partial
+from weakref import ReferenceType, ref
+
+from shoal_proto.pieces import Buffer
+from shoal_server.parameters.shard.record import UpdateRecord
+
+
+class OutgoingRecord:
+    """An update record whose data may lie in lent memory. The replication core owns it, and
+    discards it once no backup needs it; links refer to it weakly. Lives on the event loop."""
+
+    __slots__ = ("__weakref__", "_record", "num_bytes", "version")
+
+    def __init__(self, record: UpdateRecord) -> None:
+        self._record = record
+        self.version: int = record.push.version
+        self.num_bytes = record.num_bytes
+
+    def get(self) -> UpdateRecord:
+        """Return the record. If it is lent, it is valid for this turn of the event loop: afterwards
+        its memory may be used for another push."""
+        return self._record
+
+    def owned(self) -> UpdateRecord:
+        """Return the record with data that are never overwritten."""
+        if self._record.is_lent:
+            self._replace(bytes(self._record.data), is_lent=False)
+        return self._record
+
+    def lies_at(self, data: Buffer) -> Callable[[], None]:
+        """Note that `data` has a copy of the record's data. Returns the function to call before
+        that memory is used for anything else."""
+        self._replace(data, is_lent=True)
+        return self.when_reused()
+
+    def when_reused(self) -> Callable[[], None]:
+        """Return the function to call before the memory of the data is used for anything else: it
+        copies the data if they still lie there, and the record is needed."""
+        return partial(_give_back, ref(self), self._record.data)
+
+    def _replace(self, data: Buffer, *, is_lent: bool) -> None:
+        self._record = UpdateRecord(self._record.push, data, is_lent)
+
+
+def _give_back(found: "ReferenceType[OutgoingRecord]", data: Buffer) -> None:
+    record = found()
+    if record is not None and record.get().data is data:
+        record._replace(bytes(data), is_lent=False)

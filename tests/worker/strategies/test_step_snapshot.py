@@ -1,0 +1,104 @@
+"""What a step writes is undone with it, from copies that are made once and reused."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.strategies.rollback import step_snapshot
+from shoal.strategies.rollback.step_snapshot import StepSnapshot
+from shoal_proto.errors import InvalidSpec
+
+
+class Masked(nn.Module):
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+
+@pytest.fixture
+def on_gpus() -> Iterator[None]:
+    """Within, nothing is on the host as far as copies go."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(step_snapshot, "is_on_host", lambda _: False)
+        yield
+
+
+def copies_in(snapshot: StepSnapshot, model: nn.Module) -> int:
+    """How many copies the next step makes."""
+    with pytest.MonkeyPatch.context() as patched:
+        made: list[Tensor] = []
+        plain = Tensor.clone
+
+        def cloned(self: Tensor) -> Tensor:
+            made.append(self)
+            return plain(self)
+
+        patched.setattr(Tensor, "clone", cloned)
+        snapshot.begin(model, {})
+    return len(made)
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_a_buffer_that_nobody_writes_is_copied_once() -> None:
+    snapshot, model = StepSnapshot(), Masked()
+    assert [copies_in(snapshot, model) for _ in range(3)] == [1, 0, 0]
+    model.mask.mul_(2)
+    assert [copies_in(snapshot, model) for _ in range(2)] == [1, 0]
+    # Another one in its place, with as few writes.
+    model.mask = torch.full((3,), 5.0)
+    assert [copies_in(snapshot, model) for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_what_a_step_writes_is_taken_back_each_time() -> None:
+    snapshot, model = StepSnapshot(), Masked()
+    for _ in range(3):
+        snapshot.begin(model, {})
+        model.mask.add_(1)
+        with pytest.raises(InvalidSpec, match="mask"):
+            snapshot.check_buffers(1)
+        snapshot.restore()
+        assert model.mask.tolist() == [1.0, 1.0, 1.0]
+    snapshot.begin(model, {})
+    model.mask.add_(1)
+    snapshot.settle()
+    snapshot.commit()
+    snapshot.begin(model, {})
+    model.mask.zero_()
+    snapshot.restore()
+    assert model.mask.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_step_that_fails_while_the_optimizer_steps_leaves_no_whole_state() -> None:
+    """Until it is committed, the weights are those of no step."""
+    snapshot, model = StepSnapshot(), nn.Linear(2, 2)
+    snapshot.begin(model, dict(model.named_parameters()))
+    assert snapshot.is_whole
+    snapshot.settle()
+    snapshot.restore()
+    assert not snapshot.is_whole
+    snapshot.begin(model, dict(model.named_parameters()))
+    snapshot.settle()
+    snapshot.commit()
+    assert snapshot.is_whole
+
+
+@torch.no_grad()
+def test_what_an_update_within_a_step_changes_is_saved_once() -> None:
+    """Also a weight that the script had written to before the update: it has its first content."""
+    snapshot, model = StepSnapshot(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.clone()
+    snapshot.begin(model, dict(model.named_parameters()), [optimizer])
+    model.weight.add_(1)
+    for _ in range(2):
+        with snapshot.updating([optimizer], list(model.parameters())):
+            model.weight.add_(1)
+    model.weight.add_(1)
+    snapshot.restore()
+    assert snapshot.is_whole
+    assert torch.equal(model.weight, before)

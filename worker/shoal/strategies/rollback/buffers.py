@@ -1,0 +1,138 @@
+"""Buffers of a model, such as running means, in the steps that change them."""
+
+from collections.abc import Iterable, Mapping
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+
+from shoal.torch_private.modules import buffer_table, transient_buffers
+from shoal.torch_private.tensors import foreach_copy_
+from shoal_proto.errors import InvalidSpec
+
+_Table = dict[str, Tensor | None]
+"""The dict in which a module keeps its buffers."""
+
+
+class StepBuffers:
+    """The buffers of a model that a step may change, as forward passes do."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self.lasting = LastingBuffers(None)
+        self._all_tables: list[_Table] = []
+        self._num_buffers = 0
+        """Number of buffers of all modules at the last walk over the modules."""
+        self._tables: list[tuple[_Table, frozenset[str]]] = []
+        """Tables with transient buffers (not in the model's state_dict), and their names in it."""
+        self._passing: Mapping[int, str] = {}
+        """Names of transient buffers in the model, by the buffer's id."""
+        self._refusal: InvalidSpec | None = None
+
+    def begin(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+        """Begin a step. Returns the persistent buffers, and the transient ones. Raises as
+        `settle`."""
+        if self._refusal is not None:
+            raise self._refusal
+        # A walk over the modules of a model takes longer than all else at the beginning of a step.
+        if self._model is not model:
+            self._look_at(model)
+        elif sum(map(len, self._all_tables)) != self._num_buffers:
+            # The script has added a buffer to a module, or removed one.
+            self.lasting.settle()
+            self._look_at(model)
+        self.lasting.settle()
+        transient = [
+            each
+            for table, names in self._tables
+            for name in names
+            if (each := table.get(name)) is not None
+        ]
+        return self.lasting.buffers, transient
+
+    def _look_at(self, model: nn.Module) -> None:
+        self._model, self.lasting = model, LastingBuffers(model)
+        parts = [(buffer_table(part), transient_buffers(part)) for part in model.modules()]
+        self._all_tables = [table for table, _ in parts]
+        self._num_buffers = sum(map(len, self._all_tables))
+        self._tables = [(table, frozenset(names)) for table, names in parts if names]
+        self._passing = {
+            id(buffer): f"{path}.{name}" if path else name
+            for path, part in model.named_modules()
+            for name in transient_buffers(part)
+            if (buffer := buffer_table(part).get(name)) is not None
+        }
+
+    def names_of(self, buffers: Iterable[Tensor]) -> list[str]:
+        """Return the names of those buffers that are transient ones of the model."""
+        return [self._passing[id(each)] for each in buffers if id(each) in self._passing]
+
+    def forget(self) -> None:
+        """Release the model too. If `settle` refuses a buffer, the next step raises the error."""
+        try:
+            self.lasting.settle()
+        except InvalidSpec as refusal:
+            self._refusal = refusal
+        self._model, self.lasting = None, LastingBuffers(None)
+        self._all_tables, self._tables, self._passing = [], [], {}
+        self._num_buffers = 0
+
+
+class LastingBuffers:
+    """The persistent buffers of a model, which stay the same tensors throughout training.
+
+    A module may replace a buffer by another tensor, as `self.count = self.count + 1` does. Code
+    that collects the model's state refers to the first tensor, so the new value is copied into it.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._tables: list[_Table] = []
+        self._names: list[str] = []
+        self._entries: list[Tensor] = []
+        """A buffer for each (table, name), in their order; tied ones occur several times."""
+        for part in model.modules() if model is not None else ():
+            for name, buffer in buffer_table(part).items():
+                if buffer is not None and name not in transient_buffers(part):
+                    self._tables.append(buffer_table(part))
+                    self._names.append(name)
+                    self._entries.append(buffer)
+        self.buffers = list({id(buffer): buffer for buffer in self._entries}.values())
+
+    def settle(self) -> None:
+        """Copy the value of each replacement into the original buffer, and put that back.
+
+        Raises InvalidSpec if a replacement has another shape or dtype: joiners have the original.
+        """
+        if not self._entries:
+            return
+        present = list(map(dict.get, self._tables, self._names))
+        if all(map(is_, present, self._entries)):
+            return
+        given: dict[int, Tensor | None] = {}
+        for name, buffer, now in zip(self._names, self._entries, present, strict=True):
+            if given.setdefault(id(buffer), now) is not now:
+                raise _refusal(name, now, "the same one in all its places in the model")
+            if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
+                raise _refusal(name, now, f"{_outline(buffer)}, as it was before")
+        values = [given[id(buffer)] for buffer in self.buffers]
+        with torch.no_grad():
+            foreach_copy_(self.buffers, [value for value in values if value is not None])
+        self.reinstall()
+
+    def reinstall(self) -> None:
+        """Put the buffers back in place of replacements."""
+        for table, name, buffer in zip(self._tables, self._names, self._entries, strict=True):
+            table[name] = buffer
+
+
+def _refusal(name: str, seen: Tensor | None, expected: str) -> InvalidSpec:
+    return InvalidSpec(
+        f"another tensor replaced a module's buffer {name!r}",
+        seen="nothing" if seen is None else _outline(seen),
+        expected=expected,
+        fix="Make it with its final size, and write to it in place.",
+    )
+
+
+def _outline(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"

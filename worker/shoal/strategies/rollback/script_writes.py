@@ -1,0 +1,237 @@
+"""Writes of a script, within a step, to parameters and to the state of optimizers."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.model.local_parts import placed_like
+from shoal.model.trained_parameters import are_same
+from shoal.strategies.rollback.parameter_watch import OwnParts, ParameterWatch, own_parts
+from shoal.torch_private.tensors import all_writes, num_writes
+
+FIRST_STEPS = 3
+"""Number of steps in which each parameter is saved. More than one, as a teacher (a moving average)
+that began as a copy does not change in the first step, nor in the second if the first had a
+learning rate of 0."""
+
+CopyOf = Callable[[object], Tensor | None]
+"""Function that returns a tensor's copy from the beginning of the step; None if there is none."""
+
+
+class ParameterWrites:
+    """Writes of a script to parameters within a step: by sharpness-aware minimisation between two
+    passes, for example, or by a model that updates a teacher in its forward pass.
+
+    A script without such writes should not pay for copies. In the first steps all parameters are
+    saved when a step begins, which covers scripts that write from the start. Later only parameters
+    that the script has written to are saved; the others are watched for writes. The first write to
+    one of these cannot be undone; from the next step on, writes to it can.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: Mapping[str, Tensor] = {}
+        self._watch = ParameterWatch({})
+        self._num_steps: dict[str, int] = {}
+        """Number of steps in which a parameter was saved, up to `FIRST_STEPS`; in all
+        generations."""
+        self._names: set[str] = set()
+        """Parameters that the script has written to, in all generations."""
+        self._saved: list[Tensor] = []
+        """The parameters of these names."""
+        self._fresh: dict[str, Tensor] = {}
+        """Other parameters that are saved, as these are their first steps."""
+        self._is_planned = self._is_watched = False
+        self._is_updated = False
+        """True if the session has changed parameters since the step began."""
+
+    def begin(self, parameters: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Begin a step. Returns the parameters to be saved that the script has written to, and
+        others to be saved."""
+        if parameters is not self._parameters:
+            self._parameters, self._is_planned = parameters, False
+        if not self._is_planned:
+            self._plan()
+        self._watch.mark()
+        self._is_watched, self._is_updated = True, False
+        return self._saved, list(self._fresh.values())
+
+    def _plan(self) -> None:
+        """Choose the parameters that are saved, and those that are watched."""
+        held = OwnParts(self._parameters).parameters
+        watched = {name: each for name, each in held.items() if name not in self._names}
+        self._saved = [each for name, each in held.items() if name in self._names]
+        self._fresh = {
+            name: each
+            for name, each in watched.items()
+            if self._num_steps.get(name, 0) < FIRST_STEPS
+        }
+        self._watch = ParameterWatch(watched)
+        self._is_planned = True
+
+    def written(self, *, closely: bool) -> list[Tensor]:
+        """Return the watched parameters that were written to. `closely`: see `ParameterWatch`."""
+        found = self._watch.changed(closely=closely) if self._is_watched else set()
+        if found:
+            self._names |= found
+            self._is_planned = False
+        return [self._parameters[name] for name in found]
+
+    def pause(self) -> None:
+        """Note that the session is about to change parameters within the step."""
+        self._is_watched, self._is_updated = False, True
+
+    def resume(self) -> None:
+        """Note that the session has changed the parameters."""
+        self._watch.mark()
+        self._is_watched = True
+
+    def settle(self, copy_of: CopyOf) -> None:
+        """Note, after `written`, that until the step is committed only the optimizer changes
+        parameters."""
+        self._is_watched = False
+        fresh = {name: each for name, each in self._fresh.items() if name not in self._names}
+        if not fresh:
+            return
+        if not self._is_updated:
+            self._names |= _differing(fresh, copy_of)
+        for name in fresh:
+            self._num_steps[name] = self._num_steps.get(name, 0) + 1
+        self._is_planned = False
+
+    def forget(self) -> None:
+        """Release the model."""
+        self._parameters, self._watch = {}, ParameterWatch({})
+        self._saved, self._fresh, self._is_watched = [], {}, False
+
+
+@torch.no_grad()
+def _differing(parameters: Mapping[str, Tensor], copy_of: CopyOf) -> set[str]:
+    """Return the names of parameters that differ from their copies."""
+    pairs = zip(own_parts(list(parameters.values())), parameters.values(), strict=True)
+    copies = ((part, copy_of(each)) for part, each in pairs)
+    are_as_begun = [
+        part.eq(copy.to(part.device)).all() for part, copy in copies if copy is not None
+    ]
+    # Stacked, so that one read waits for all.
+    found = torch.stack([each.to(are_as_begun[0].device) for each in are_as_begun]).tolist()
+    return {name for name, is_as_begun in zip(parameters, found, strict=True) if not is_as_begun}
+
+
+class StateWrites:
+    """Writes of a script to optimizers' state within a step: to reset momentum, for example, or to
+    keep the original of weights that it perturbs.
+
+    To undo a step, the objects that were in the state when it began are put back. Tensors that the
+    script writes to in place, by torch's count of writes, are saved at the beginning of each later
+    step. The first write in place cannot be undone.
+    """
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
+        """The state when the step began."""
+        self._contents: list[object] = []
+        """All optimizers, keys and values in that state, in order."""
+        self._keys: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._num_writes: list[int] = []
+        """The tensors in that state, their keys, and the number of writes to each."""
+        self._written: set[str] = set()
+        """Keys of state that the script has written to in place, in all generations."""
+        self._are_counted = False
+
+    def begin(self, optimizers: Collection[Optimizer]) -> list[Tensor]:
+        """Begin a step: note the state's objects. Returns the tensors to be saved."""
+        contents = _contents_of(optimizers)
+        if not are_same(contents, self._contents):
+            self._look(optimizers)
+            self._contents = contents
+        self.resume()
+        if not self._written:
+            return []
+        pairs = zip(self._keys, self._tensors, strict=True)
+        return [each for key, each in pairs if key in self._written]
+
+    def _look(self, optimizers: Iterable[Optimizer]) -> None:
+        """Note the state's objects, as they differ from those at the last step."""
+        self._begun = [
+            (each, {parameter: dict(state) for parameter, state in each.state.items()})
+            for each in optimizers
+        ]
+        states = [state for _, own in self._begun for state in own.values()]
+        found = [(k, v) for state in states for k, v in state.items() if isinstance(v, Tensor)]
+        self._keys, self._tensors = [key for key, _ in found], [each for _, each in found]
+        self._are_counted = not any(each.is_inference() for each in self._tensors)
+
+    def _counts(self) -> list[int]:
+        if self._are_counted:
+            return all_writes(self._tensors)
+        return list(map(num_writes, self._tensors))
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors that were written to in place."""
+        now = self._counts()
+        if now == self._num_writes:
+            return []
+        counts = zip(now, self._num_writes, strict=True)
+        found = [index for index, (count, before) in enumerate(counts) if count != before]
+        self._written |= {self._keys[index] for index in found}
+        return [self._tensors[index] for index in found]
+
+    def resume(self) -> None:
+        """Note that changes so far are not the script's."""
+        self._num_writes = self._counts()
+
+    @contextmanager
+    def as_begun(self, copy_of: CopyOf) -> Iterator[None]:
+        """Return a context with the state from when the step began."""
+        present = [(each, dict(each.state)) for each, _ in self._begun]
+        _put(self._begun, copy_of)
+        try:
+            yield
+        finally:
+            _put(present)
+
+    def reinstall(self) -> None:
+        """Put back the objects that were in the state when the step began."""
+        _put(self._begun)
+
+    def forget(self) -> None:
+        """Release the optimizers' state."""
+        self._begun, self._contents, self._keys, self._tensors = [], [], [], []
+        self._num_writes = []
+
+
+def _put(
+    states: Iterable[tuple[Optimizer, Mapping[Tensor, dict[str, Any]]]],
+    copy_of: CopyOf = lambda _: None,
+) -> None:
+    """Set the state of optimizers, with the copies of its tensors if there are any."""
+    for optimizer, state in states:
+        optimizer.state.clear()
+        for parameter, values in state.items():
+            optimizer.state[parameter] = {
+                key: value if (copy := copy_of(value)) is None else placed_like(value, copy)
+                for key, value in values.items()
+            }
+
+
+def tensors_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """List the tensors in the state of optimizers."""
+    states = (state for each in optimizers for state in each.state.values())
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _contents_of(optimizers: Iterable[Optimizer]) -> list[object]:
+    """List optimizers, and the keys and values of their state."""
+    contents: list[object] = []
+    for each in optimizers:
+        contents.append(each)
+        for parameter, state in each.state.items():
+            contents.append(parameter)
+            contents += state
+            contents += state.values()
+    return contents

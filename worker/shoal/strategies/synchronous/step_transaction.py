@@ -1,0 +1,259 @@
+"""Transaction of a synchronous step: all members take the step, or it did not happen.
+
+It begins with a snapshot of what it may write. Members vote before each further pass, and on
+the step as a whole. With all votes in, the optimizer steps within `committing`. Until then
+`roll_back` undoes the step: what the snapshot covers, registered objects, and wishes of the script.
+Random numbers need no undo, as each step seeds torch by its first sample. Hyperparameters of groups
+are restored with registered objects, else compared with those of the first attempt.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import structlog
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.model.several import (
+    SeveralModels,
+    SeveralOptimizers,
+    Training,
+    optimizers_of,
+    parts_due,
+)
+from shoal.state.registered.objects import RegisteredState
+from shoal.strategies.rollback.step_snapshot import StepSnapshot
+from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.loss_scale import update
+from shoal.strategies.synchronous.script_position import ScriptPosition
+from shoal.strategies.synchronous.step_agreement import StepAgreement
+from shoal.strategies.synchronous.step_vote import OptimizerAction
+from shoal.torch_private.amp import scale_of
+from shoal_proto.errors import GenerationBroken, InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+
+class StepTransaction:
+    """The step in progress on this member. One object for all steps, in all generations."""
+
+    def __init__(
+        self, position: ScriptPosition, sign: Callable[[], None], *, passes_meet: bool
+    ) -> None:
+        """`sign` notes that the trainer makes progress. `passes_meet`: True if members communicate
+        in the passes of a step."""
+        self.step = 0
+        """Number of committed steps."""
+        self.position = position
+        self.registered = RegisteredState()
+        self.snapshot = StepSnapshot()
+        self.in_step = False
+        self.is_weighted = False
+        """True if the step had a backward pass weighted by this member's share."""
+        self.training: Training | None = None
+        """The optimizer of each model, if there are several optimizers."""
+        self.chosen: frozenset[str] = frozenset()
+        """The optimizers for the next pass, clipping or update."""
+        self.due: frozenset[str] = frozenset()
+        """The optimizers that have gradients."""
+        self._sign, self._passes_meet = sign, passes_meet
+        self._computes = False
+        self._votes: StepAgreement | None = None
+
+    # --- the parts of all steps ---
+
+    def train(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Set the model and optimizer of all steps, in all generations. Called before any other
+        method."""
+        self.hyperparameters = Hyperparameters(optimizer)
+        self._optimizers = list(optimizers_of(optimizer).values())
+        if isinstance(model, SeveralModels) and isinstance(optimizer, SeveralOptimizers):
+            self.training = Training(model, optimizer)
+
+    def enter(
+        self, group: dist.ProcessGroup, members: Sequence[str], *, shares_samples: bool
+    ) -> None:
+        """Vote with these members from now on; arguments as of `StepAgreement`."""
+        self._votes = StepAgreement(
+            group, members, self.hyperparameters, self.position, shares_samples=shares_samples
+        )
+
+    @property
+    def votes(self) -> StepAgreement:
+        """The votes of the present generation. Raises GenerationBroken outside any generation."""
+        if self._votes is None:
+            raise GenerationBroken(f"step {self.step} was begun outside any generation")
+        return self._votes
+
+    # --- begin ---
+
+    def begin(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        """Begin a step. Writes to the buffers of `model`, to `parameters` and to the optimizer's
+        state are undone if it fails; see `StepSnapshot.begin`."""
+        self._sign()
+        self.registered.attempt()
+        self.position.mark_wait(f"session.step() after {self.step} steps")
+        self.snapshot.begin(model, parameters, self._optimizers)
+        self.begin_alone()
+        if self._votes is not None:
+            self._votes.begin(self.step)
+
+    def begin_alone(self) -> None:
+        """Begin a step on which members do not vote: the strategy rolls back whole rounds."""
+        self.position.norms.clear()
+        self.in_step, self.is_weighted = True, False
+        self.due = frozenset()
+
+    # --- passes ---
+
+    def models(self, optimizers: frozenset[str]) -> frozenset[str]:
+        """The models that these optimizers train; a single model has the empty name."""
+        return frozenset([""]) if self.training is None else self.training.models_of(optimizers)
+
+    def take(self, call: str) -> frozenset[str]:
+        """Return the chosen optimizers. Raises InvalidSpec if one of them has no gradients."""
+        if missing := self.chosen - self.due:
+            raise InvalidSpec(
+                f"{call} of an optimizer that has no gradients in this step",
+                seen=", ".join(sorted(missing)),
+                expected="session.backward(loss, optimizer=...) of it before",
+            )
+        return self.chosen
+
+    def parameters(self, optimizer: Optimizer) -> list[Tensor]:
+        """List the parameters of the chosen optimizers."""
+        return [
+            one
+            for name, each in optimizers_of(optimizer).items()
+            if name in self.chosen
+            for group in each.param_groups
+            for one in group["params"]
+        ]
+
+    def ours(self) -> bool:
+        """True if a gradient may arrive now: the session asked for it, or no step has begun."""
+        return self._computes or not self.in_step
+
+    @contextmanager
+    def weighing(self) -> Iterator[None]:
+        """Return a context for a backward pass whose loss is weighted by this member's share.
+
+        Raises UnequalPasses on all members unless all of them make this backward pass.
+        """
+        if self._passes_meet:
+            self.votes.passing()
+            self.agree_on(OptimizerAction.BACKWARD)
+        self._computes = self.is_weighted = True
+        self.due |= self.chosen
+        try:
+            yield
+        finally:
+            self._computes = False
+
+    def weigh(self, weight: float) -> float:
+        """Add the weight of a loss; return the factor for the loss."""
+        self.votes.weights.add(weight)
+        return weight / self.votes.weights.unit
+
+    @property
+    def has_own_weights(self) -> bool:
+        """True if the script has given weights for this member's losses."""
+        return self._votes is not None and self._votes.weights.are_own
+
+    def check_weighted(self) -> None:
+        """Raise InvalidSpec if the step had no backward pass of the session."""
+        if not self.is_weighted:
+            raise InvalidSpec(
+                f"step {self.step} has no session.backward(loss)",
+                seen="no backward pass, or a plain loss.backward()",
+                expected="session.backward(loss) once or more, which weighs this member's share",
+            )
+
+    @contextmanager
+    def updating(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Iterator[None]:
+        """Return a context in which the chosen ones of several optimizers step within the step,
+        with complete gradients. `held`: the tensors of their models that this changes on this
+        member."""
+        assert isinstance(optimizer, SeveralOptimizers), "one that is alone is not updated early"
+        optimizer.due = self.chosen
+        parts = parts_due(optimizer)
+        with self.snapshot.updating(parts, held):
+            yield
+        for each in parts:
+            each.zero_grad(set_to_none=True)
+        self.due -= self.chosen
+
+    # --- votes ---
+
+    def agree_on(self, action: OptimizerAction) -> None:
+        """See `StepAgreement.meet`, for the chosen optimizers. Does nothing with a single one."""
+        if self.training is not None:
+            self.votes.meet(action, self.chosen)
+
+    def settle(self) -> float:
+        """See `StepAgreement.settle`: from here on no member makes a further pass in this step.
+        Returns the factor for gradients; 1 if they were multiplied already."""
+        factor, scaler = self.votes.settle(), self.registered.scaler
+        scale = 1.0 if factor is None or scaler is None else scale_of(scaler)
+        return 1.0 if factor is None else factor / scale
+
+    # --- commit, or roll back ---
+
+    @contextmanager
+    def committing(self, optimizer: Optimizer, *, overflowed: bool = False) -> Iterator[None]:
+        """Return a context in which the optimizer steps, those that have gradients if there are
+        several; then the step is committed. An error within leaves no state of any committed step.
+
+        `overflowed`: the gradients overflowed, so that no optimizer steps; the loss scale is
+        updated when the step is committed.
+        """
+        self.snapshot.settle()
+        if isinstance(optimizer, SeveralOptimizers):
+            optimizer.due = self.due
+        yield
+        self._sign()
+        scaler = self.registered.scaler
+        if scaler is not None:
+            log.debug("loss_scaled", step=self.step, overflowed=overflowed)
+            self.registered.defer(partial(update, scaler, overflowed=overflowed))
+        self.registered.stepped()
+        self.step += 1
+        self.in_step = False
+        self.snapshot.commit()
+        self.registered.committed()
+        self.position.stepped()
+
+    def roll_back(self) -> None:
+        """Undo the step in progress, if there is one. It is to be taken again."""
+        if self.in_step:
+            self._undo()
+            self.position.undo(self.step)
+            self.hyperparameters.failed(self.step)
+
+    def withdraw(self) -> None:
+        """Undo the step in progress, as no member takes it or a later one. May raise StateLost."""
+        self._undo()
+        self.position.mark_wait("")
+        self.snapshot.check_whole(self.step)
+
+    def _undo(self) -> None:
+        self.in_step = False
+        self.snapshot.restore()
+        self.registered.undo()
+
+    # --- the end of a generation ---
+
+    def cut(self, reason: str) -> None:
+        """Make this member's waits for votes raise. Any thread."""
+        votes = self._votes
+        if votes is not None:
+            votes.cut(reason)
+
+    def leave(self) -> None:
+        """Release the votes' memory and the model, as the generation is over for this member."""
+        votes, self._votes = self._votes, None
+        self.snapshot.forget()
+        if votes is not None:
+            votes.close()
