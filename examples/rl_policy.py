@@ -2,14 +2,17 @@
 
     shoal up                                                             # in one terminal
     export SHOAL_COORDINATOR=127.0.0.1:7700
-    python examples/rl_policy.py rollout                                 # any number of these
+    python examples/rl_policy.py rollout                                 # in two more, or twenty
     shoal run -n 2 --job rl examples/rl_policy.py train
 
 The trainer publishes its policy every few steps, and rollouts play with the newest version. They
-are no members of the job: start, stop and kill them, and kill workers, as you like. What was played
-goes back to the trainer as files.
+are no members of the job: start, stop and kill them as you like. What was played goes back to the
+trainer as files. Kill a worker: the other one trains and publishes on, and no rollout notices. Kill
+all of them: rollouts continue with the last version, and so do rollouts that start afterwards; a
+trainer that is started again, with `shoal run --fresh`, publishes the next number.
 """
 
+import os
 import random
 import sys
 import tempfile
@@ -43,19 +46,21 @@ def rollout(num_rounds: int) -> None:
     policy = new_policy()
     PLAYED.mkdir(exist_ok=True)
     with shoal.subscribe(SERIES) as series:
-        version = series.wait(timeout=300)
-        for number in range(num_rounds):
-            series.fetch(version, into=policy)
+        series.wait(timeout=300)
+        for _ in range(num_rounds):
+            newest = series.newest()
+            is_new = newest is not None and newest.number > series.version
+            if is_new:
+                series.fetch("newest", into=policy)
             states = torch.randint(NUM_STATES, (NUM_PLAYS,))
             with torch.no_grad():
                 arms = torch.distributions.Categorical(logits=logits(policy, states)).sample()
             rewards = (arms == BEST[states]).float()
-            draft = PLAYED / f"{time.monotonic_ns()}.draft"
+            draft = PLAYED / f"{time.monotonic_ns()}-{os.getpid()}.draft"
             torch.save((states, arms, rewards), draft)
             draft.rename(draft.with_suffix(".pt"))
-            if number % 20 == 0:
-                print(f"version {version.number}: reward {rewards.mean():.2f}", flush=True)
-            version = series.newest() or version
+            if is_new:
+                print(f"version {series.version}: reward {rewards.mean():.2f}", flush=True)
 
 
 def plays() -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,9 @@
 """The scripts of docs/weights.md, one after the other on one cluster."""
 
+import functools
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -37,9 +40,12 @@ def test_the_scripts_of_the_page_publish_and_read(shoal_command: Shoal, tmp_path
         assert "Version(1, step=17, digest=" in output
 
 
-@pytest.mark.nightly
-def test_the_toy_example_learns(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Rollouts of later versions earn more than those of the first."""
+@pytest.mark.long
+def test_the_toy_example_learns_while_a_worker_is_killed(
+    shoal_command: Shoal, tmp_path: Path
+) -> None:
+    """Both rollouts outlive a worker of the trainer, and earn more with later versions. One that
+    starts after the trainer has ended plays with its last version."""
     example = str(Path(__file__).parents[2] / "examples" / "rl_policy.py")
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
         to_cluster = {
@@ -47,17 +53,30 @@ def test_the_toy_example_learns(shoal_command: Shoal, tmp_path: Path) -> None:
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(tmp_path),
         }
-        rollout = shoal_command.start_python(example, "rollout", environment=to_cluster)
+        start = functools.partial(
+            shoal_command.start_python, example, "rollout", environment=to_cluster
+        )
+        rollouts = [start(), start()]
         run = shoal_command.start(
             "run", "-n", "2", "--job", "rl", example, "train", environment=to_cluster
         )
+        before = [read_until(rollout, "reward", 2) for rollout in rollouts]
+        commands = shoal_command.processes().items()
+        workers = [p for p, line in commands if line.endswith("py train") and " run " not in line]
+        os.kill(max(workers), signal.SIGKILL)
         code, output = finish(run)
         assert code == 0, output
-        lines = read_until(rollout, "reward", 2)
-        rollout.kill()
-        rewards = [float(line.rpartition(" ")[2]) for line in lines if "reward" in line]
-        rest, _ = rollout.communicate()
-        rewards += [
-            float(line.rpartition(" ")[2]) for line in rest.splitlines() if "reward" in line
-        ]
-        assert rewards[-1] > 0.8 > rewards[0]
+        late = start()
+        last = read_until(late, "reward")[-1]
+        newest = last.partition(":")[0]
+        behind = [read_until(rollout, f"{newest}:") for rollout in rollouts]
+        for rollout in (*rollouts, late):
+            rollout.kill()
+        for first, final in zip(before, behind, strict=True):
+            assert reward(first[0]) < 0.5 and reward(final[-1]) > 0.8
+        assert reward(last) > 0.8
+        assert set(re.findall(r"published (version \d+) of step", output)) == {newest}
+
+
+def reward(line: str) -> float:
+    return float(line.rpartition(" ")[2])

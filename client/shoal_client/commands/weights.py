@@ -25,6 +25,7 @@ Reply = TypeVar("Reply", bound=Message)
 
 ANSWER_WITHIN_S = 10.0
 DIGEST_DIGITS = 12
+MAX_NUMBER = 2**63 - 1
 EXPORTERS = "shoal.weights"
 """Group of entry points for actions that need tensors."""
 
@@ -69,9 +70,9 @@ class WeightsConfig:
             raise InvalidSpec("bad name of a series", seen=repr(self.series), expected=SERIES_RULE)
         wanted = {"pin": "a number", "unpin": "a number", "rollback": "--to"}.get(self.action, "")
         for name, value in (("a number", self.number), ("--to", self.to)):
-            if self.action == "export" and name == "a number" and value >= 0:
+            if self.action == "export" and name == "a number" and 0 <= value <= MAX_NUMBER:
                 continue
-            if (value > 0) != (wanted == name) or value < 0:
+            if (value > 0) != (wanted == name) or not 0 <= value <= MAX_NUMBER:
                 raise InvalidSpec(
                     f"{self.action} takes {wanted or 'no number of a version'}",
                     seen=f"{name}: {value}",

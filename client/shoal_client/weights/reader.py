@@ -429,9 +429,16 @@ class SeriesReader:
 
 def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[pb.StoreServer]:
     """The servers that hold a segment of a version by its newest record. Raises VersionGone if it
-    is not kept any more."""
+    is not kept any more, or if the series has another version with its number."""
     for version in view.versions:
         if version.number == record.number:
+            if version.digest != record.digest:
+                raise VersionGone(
+                    f"version {record.number} of series {view.series} is another one",
+                    seen=f"digest {record.digest.hex()[:12]}, of another series or of one that was"
+                    " removed",
+                    expected=f"digest {version.digest.hex()[:12]}",
+                )
             names = version.segments[index].holders
             return [server for server in view.servers if server.id in names]
     if view.head < record.number:

@@ -122,6 +122,9 @@ class Relay(WeightStoreServicer):
                 options = (
                     ("grpc.so_reuseport", 0),
                     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                    # Channels of this package ping every 2 s: gRPC would close their connections.
+                    ("grpc.http2.min_ping_interval_without_data_ms", 900),
+                    ("grpc.keepalive_permit_without_calls", 1),
                 )
                 pool = ThreadPoolExecutor(2, thread_name_prefix="shoal-relay-calls")
                 self._server = grpc.server(

@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import grpc
 import pytest
 from client.weights.test_series import LIMIT_S, SERIES, Script, contents, sealed
 from support.clusters.parameter_cluster import ParameterCluster
 from support.processes.served_process import awaited
 from support.weights import halting_relay
 
+from shoal_client.connection.coordinators import CHANNEL_OPTIONS
 from shoal_client.weights.reader import SeriesReader
 from shoal_client.weights.relay import Relay
 from shoal_client.weights.stores import RelaySource, WeightStores
@@ -124,6 +126,24 @@ def test_a_relay_holds_one_version(relay: Relay) -> None:
         assert fetched(relay, each.digest, may_be_local=True).view() == each.view()
     with pytest.raises(Unavailable, match="does not hold"):
         fetched(relay, old.digest, may_be_local=True)
+
+
+@pytest.mark.long
+def test_a_connection_to_a_relay_outlasts_its_pings(relay: Relay) -> None:
+    """A channel pings every two seconds: gRPC's own servers take that for too often, and close the
+    connection after a few pings."""
+    has_been_ready, has_left = threading.Event(), threading.Event()
+
+    def note(state: grpc.ChannelConnectivity) -> None:
+        if state is grpc.ChannelConnectivity.READY:
+            has_been_ready.set()
+        elif has_been_ready.is_set():
+            has_left.set()
+
+    with grpc.insecure_channel(relay.address, CHANNEL_OPTIONS) as channel:
+        channel.subscribe(note, try_to_connect=True)
+        assert has_been_ready.wait(LIMIT_S)
+        assert not has_left.wait(12.0)
 
 
 def test_another_series_is_refused(relay: Relay) -> None:

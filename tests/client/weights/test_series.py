@@ -153,6 +153,20 @@ def test_a_reader_that_waits_longer_than_it_may_is_told(reader: SeriesReader) ->
         reader.wait(newer_than=0, timeout_s=0.5)
 
 
+def test_a_version_of_another_series_is_gone(
+    cluster: ParameterCluster, script: Script, reader: SeriesReader
+) -> None:
+    """It has the same number. No server is asked for its bytes again and again."""
+    script.publish(b"11", b"22")
+    record = reader.wait(timeout_s=LIMIT_S)
+    of_another = pb.VersionRecord()
+    of_another.CopyFrom(record)
+    of_another.digest = bytes(32)
+    of_another.segments[0].digest = bytes(32)
+    with pytest.raises(VersionGone, match="is another one"):
+        reader.fetch(of_another, timeout_s=LIMIT_S)
+
+
 def test_an_older_version_is_not_installed(script: Script, reader: SeriesReader) -> None:
     first = script.publish(b"11", b"22")
     second = script.publish(b"33", b"44")

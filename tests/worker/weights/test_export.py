@@ -1,6 +1,7 @@
 """A version as a directory of safetensors files."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,15 @@ from shoal.weights.subscription import Weights
 from shoal_proto.errors import InvalidSpec
 
 
-def published(count: int = 1) -> list[Weights]:
+def published(count: int = 1, metadata: Mapping[str, object] | None = None) -> list[Weights]:
     series = MemorySeries()
     publications = Publications("job/policy", series.connect, SeriesOptions())
     for number in range(1, count + 1):
         head = torch.full((4, 2), float(number), dtype=torch.bfloat16)
         state = {"a": torch.arange(6.0).view(2, 3) * number, "embed": head, "head": head}
         own = held_state(state, step=number * 10, rank=0, world_size=1)
-        publications.publish(own, PublisherRank(number=1, rank=0, world_size=1)).wait(timeout=10)
+        rank = PublisherRank(number=1, rank=0, world_size=1)
+        publications.publish(own, rank, metadata).wait(timeout=10)
     publications.close()
     return [series.subscription().fetch(number) for number in range(1, count + 1)]
 
@@ -75,6 +77,39 @@ def test_a_version_is_exported_once_and_another_does_not_take_its_directory(
     assert export(first, tmp_path / "model") == export(first, tmp_path / "model")
     with pytest.raises(InvalidSpec, match="is there already"):
         export(second, tmp_path / "model")
+
+
+def test_processes_that_export_at_the_same_time_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In containers they may all have the same id. The second one begins and ends while the first
+    one writes."""
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    [weights] = published()
+    write, inner = module._write_files, []
+
+    def write_slowly(found: Weights, directory: Path) -> None:
+        write(found, directory)
+        if not inner:
+            inner.append(directory)
+            export(weights, tmp_path / "model")
+            write(found, directory)
+
+    monkeypatch.setattr(module, "_write_files", write_slowly)
+    where = export(weights, tmp_path / "model")
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+    [file] = where.glob("*.safetensors")
+    assert torch.equal(load_file(file)["a"], weights["a"])
+
+
+def test_metadata_of_the_publisher_replace_nothing_of_the_index(tmp_path: Path) -> None:
+    """A publisher may call its own values version, step or digest, too."""
+    own = {"step": "last", "digest": "none", "total_size": 0, "loss": 0.5}
+    [weights] = published(metadata=own)
+    where = export(weights, tmp_path / "model")
+    metadata = json.loads((where / module.INDEX).read_text())["metadata"]
+    assert (metadata["step"], metadata["total_size"], metadata["loss"]) == (10, 40, "0.5")
+    assert export(weights, where) == where
 
 
 def test_an_export_that_fails_leaves_nothing(

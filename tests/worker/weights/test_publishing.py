@@ -22,6 +22,7 @@ from shoal_proto.errors import (
     ShapeMismatch,
     VersionGone,
 )
+from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP
 
 ALONE = PublisherRank(number=1, rank=0, world_size=1)
 
@@ -185,6 +186,13 @@ def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
         SeriesOptions(**options)
 
 
+@pytest.mark.parametrize(("name", "most"), [("keep", MAX_KEEP), ("copies", MAX_COPIES)])
+def test_what_the_coordinator_would_refuse_is_refused_at_once(name: str, most: int) -> None:
+    SeriesOptions(**{name: most})
+    with pytest.raises(InvalidSpec, match=f"{name} is out of range"):
+        SeriesOptions(**{name: most + 1})
+
+
 def test_large_metadata_are_refused(publications: Publications) -> None:
     with pytest.raises(InvalidSpec, match="metadata are too large"):
         publications.publish(held(1.0, 1), ALONE, {"text": "x" * 5000})
@@ -200,6 +208,29 @@ def test_a_state_dict_of_a_module_is_published_under_all_its_names(
     assert found.keys() == model.state_dict().keys()
     assert found["a.weight"] is found["b.weight"]
     assert sum(series.layouts[series.records[0].layout_digest].segment_bytes) < 700
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "reason"),
+    [
+        ("w", torch.empty(6, 3, device="meta"), "meta device"),
+        ("w", torch.zeros(6, 3).to_sparse(), "sparse"),
+        (7, torch.zeros(3), "name"),
+    ],
+    ids=["meta", "sparse", "number"],
+)
+def test_what_has_no_bytes_or_no_name_is_not_published(
+    series: MemorySeries,
+    publications: Publications,
+    name: str,
+    tensor: Tensor,
+    reason: str,
+) -> None:
+    with pytest.raises(InvalidSpec, match=reason):
+        own = held_state({name: tensor}, step=1, rank=0, world_size=1)
+        publications.publish(own, ALONE)
+    publish(publications, 1.0, 1)
+    assert len(series.records) == 1
 
 
 # --- readers ---
@@ -245,6 +276,47 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(
         series.subscription().fetch(into=target)
     assert not target["b"].any()
     assert series.reports == []
+
+
+@pytest.mark.parametrize(
+    ("unfit", "reason"),
+    [
+        (torch.empty(6, 3, device="meta"), "meta device"),
+        (torch.zeros(1, 3).expand(6, 3), "share memory"),
+        (torch.zeros(6, 3).to_sparse(), "sparse"),
+    ],
+    ids=["meta", "expanded", "sparse"],
+)
+def test_a_tensor_that_cannot_be_written_is_refused_and_nothing_changes(
+    series: MemorySeries, publications: Publications, unfit: Tensor, reason: str
+) -> None:
+    """Writing to a meta tensor would do nothing, and the version would be reported as served."""
+    publish(publications, 4.0, 1)
+    target = {"b": torch.zeros(5), "n": torch.tensor(0), "w": unfit}
+    with pytest.raises(InvalidSpec, match=f"w .*{reason}"):
+        series.subscription().fetch(into=target)
+    assert not target["b"].any()
+    assert series.reports == []
+
+
+def test_tensors_made_in_inference_mode_are_installed(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """Engines make their models there."""
+    publish(publications, 4.0, 1)
+    with torch.inference_mode():
+        target = model_of(0.0)
+    series.subscription().fetch(into=target)
+    assert target["w"].unique().tolist() == [4.0]
+
+
+def test_an_index_is_a_number_or_the_newest(
+    series: MemorySeries, publications: Publications
+) -> None:
+    publish(publications, 4.0, 1)
+    for wanted in ("latest", 1.5, None):
+        with pytest.raises(InvalidSpec, match="version"):
+            series.subscription().fetch(wanted)  # type: ignore[arg-type]
 
 
 def test_a_reader_never_goes_back(series: MemorySeries, publications: Publications) -> None:

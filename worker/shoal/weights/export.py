@@ -18,6 +18,7 @@ from shoal.state.host_copies import as_bytes
 from shoal.weights.script import subscribe
 from shoal.weights.subscription import Weights
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.incarnation import new_incarnation
 
 Format = Literal["safetensors", "sglang"]
 FILE_BYTES = 5_000_000_000
@@ -66,19 +67,18 @@ def export(
         _check_same(target, weights)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.parent / f".{target.name}.{os.getpid()}.draft"
-    shutil.rmtree(draft, ignore_errors=True)
+    # Process ids are no names for drafts: those of containers that share the directory are equal.
+    draft = target.parent / f".{target.name}.{new_incarnation()[-12:]}.draft"
     draft.mkdir()
     try:
         _write_files(weights, draft)
         if base is not None:
             _copy_others(Path(base), draft)
         _sync(draft)
-        draft.rename(target)
+        _rename(draft, target, weights)
         _sync(target.parent)
-    except BaseException:
+    finally:
         shutil.rmtree(draft, ignore_errors=True)
-        raise
     return target
 
 
@@ -95,6 +95,15 @@ def export_series(
     with subscribe(series, coordinator=coordinator) as subscription:
         weights = subscription.fetch("newest" if version is None else version)
         return export(weights, directory, format=format, base=base)
+
+
+def _rename(draft: Path, target: Path, weights: Weights) -> None:
+    try:
+        draft.rename(target)
+    except OSError:
+        if not target.exists():
+            raise
+        _check_same(target, weights)  # another process has exported meanwhile
 
 
 def _check_same(target: Path, weights: Weights) -> None:
@@ -117,11 +126,11 @@ def _write_files(weights: Weights, directory: Path) -> None:
         weight_map |= dict.fromkeys(tensors, name)
     version = weights.version
     metadata = {
+        **version.metadata,  # First: it replaces nothing that readers of the index rely on.
         "total_size": sum(tensor.nbytes for tensors in files for tensor in tensors.values()),
         "version": f"{version.number:06d}",
         "digest": version.digest,
         "step": version.step,
-        **version.metadata,
     }
     text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
     _write(directory / INDEX, text.encode())

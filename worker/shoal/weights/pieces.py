@@ -131,7 +131,7 @@ class RankPart:
 def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
     """The part of a version that this rank publishes; floating point values in `dtype`, if given.
 
-    Raises InvalidSpec for a tensor with an unsupported dtype.
+    Raises InvalidSpec for a tensor with an unsupported dtype, without values, or sparse.
     """
     specs = {name: _spec(name, each.shard, dtype) for name, each in held.tensors.items()}
     pieces = [piece for group in _by_replicas(held, dtype) for piece in group]
@@ -182,6 +182,7 @@ def _by_replicas(held: HeldWeights, dtype: torch.dtype | None) -> Iterator[list[
     for name, each in held.tensors.items():
         ranks = tuple(sorted(each.replicas))
         if held.rank in ranks and each.shard.chunk.num_elements:
+            _check_readable(name, each.shard.tensor)
             groups.setdefault(ranks, []).append(
                 PublishedPiece(
                     name=name,
@@ -192,6 +193,20 @@ def _by_replicas(held: HeldWeights, dtype: torch.dtype | None) -> Iterator[list[
             )
     for ranks, pieces in groups.items():
         yield list(balanced(pieces, ranks.index(held.rank), len(ranks)))
+
+
+def _check_readable(name: str, tensor: Tensor) -> None:
+    reason = ""
+    if tensor.is_meta:
+        reason = "it is on the meta device, which has no values"
+    elif tensor.layout is not torch.strided:
+        reason = f"it is {str(tensor.layout).removeprefix('torch.')}"
+    if reason:
+        raise InvalidSpec(
+            f"{name} cannot be published: {reason}",
+            seen=f"{tuple(tensor.shape)} on {tensor.device}",
+            expected="a dense tensor with values",
+        )
 
 
 def _rows_of(chunk: Chunk) -> tuple[int, int]:

@@ -171,7 +171,9 @@ class Installation:
     def write(self, segments: Mapping[int, Tensor]) -> None:
         """Install the version: write all tensors, from verified segments."""
         for name, shard in self._shards.items():
-            self._layout.tensors[name].read_into(shard.tensor, shard.chunk, segments)
+            # A tensor made in inference mode can be written in that mode only.
+            with torch.inference_mode(shard.tensor.is_inference()):
+                self._layout.tensors[name].read_into(shard.tensor, shard.chunk, segments)
 
 
 def _tensors(into: Target) -> dict[str, Tensor]:
@@ -197,7 +199,27 @@ def _own_shard(name: str, tensor: Tensor) -> TensorShard:
                     seen=str(placement),
                     expected="Shard(dim) or Replicate() in each dimension of the mesh",
                 )
-    return shard_of(tensor)
+    shard = shard_of(tensor)
+    _check_writable(name, shard.tensor)
+    return shard
+
+
+def _check_writable(name: str, tensor: Tensor) -> None:
+    """Raise InvalidSpec for a tensor whose elements cannot each be written: writing would fail with
+    others written before, or do nothing."""
+    reason = ""
+    if tensor.is_meta:
+        reason = "is on the meta device, which has no memory"
+    elif tensor.layout is not torch.strided:
+        reason = f"is {str(tensor.layout).removeprefix('torch.')}"
+    elif any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        reason = "is expanded: its elements share memory"
+    if reason:
+        raise InvalidSpec(
+            f"{name} cannot be installed into: it {reason}",
+            seen=f"{tuple(tensor.shape)} on {tensor.device}",
+            expected="a dense tensor with memory for each element",
+        )
 
 
 def _check_names(published: set[str], own: set[str]) -> None:

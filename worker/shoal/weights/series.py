@@ -39,6 +39,8 @@ CLOSE_S = 30.0
 LOOK_S = 0.1
 """Interval of checks if a version is on the servers' disks, and if a generation is over."""
 MAX_METADATA_BYTES = 4096
+MAX_KEEP, MAX_COPIES = 64, 16
+"""Limits of the coordinator, which would refuse each publication."""
 STEP_PUBLICATIONS = 1 << 16
 """Limit of the publications after one step."""
 
@@ -60,7 +62,7 @@ class SeriesOptions:
     parameter servers."""
 
     def __post_init__(self) -> None:
-        for name, most in (("keep", 1000), ("copies", 16)):
+        for name, most in (("keep", MAX_KEEP), ("copies", MAX_COPIES)):
             value = as_index(name, getattr(self, name))
             object.__setattr__(self, name, value)
             if not 1 <= value <= most:
@@ -464,13 +466,17 @@ def held_state(
     """The weights that a rank holds of a script's own tensors. Plain tensors are the same on all
     ranks; of a DTensor each rank holds its slice. Names of the same tensor object are tied.
 
-    Raises InvalidSpec for a value that is no tensor.
+    Raises InvalidSpec for a value that is no tensor, and for a name that is no text.
     """
     given = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
     tensors: dict[str, HeldTensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, tensor in given.items():
+        if not isinstance(name, str):
+            raise InvalidSpec(
+                "the name of a published tensor is no text", seen=repr(name), expected="a str"
+            )
         if not isinstance(tensor, Tensor):
             raise InvalidSpec(
                 f"{name} cannot be published", seen=type(tensor).__name__, expected="a tensor"

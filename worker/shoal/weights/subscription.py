@@ -39,6 +39,7 @@ from shoal_proto.errors import (
     VersionGone,
 )
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.numbers_given import as_index
 from shoal_proto.segments.reused import ReusedSegment
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.v1 import weights_pb2
@@ -252,6 +253,8 @@ class Subscription:
     def _record_of(self, wanted: Wanted) -> weights_pb2.VersionRecord:
         if isinstance(wanted, WeightVersion):
             return wanted.record
+        if wanted != "newest":
+            wanted = as_index("version", wanted)
         versions = self._reader.view().versions
         if wanted == "newest":
             if not versions:
@@ -353,8 +356,10 @@ class Subscription:
     async def stream(self, every: int | None = None) -> AsyncIterator[WeightVersion]:
         """Yield versions as they are committed: the newest each time. With `every`, yields all
         versions that are still kept and whose numbers are multiples of it."""
-        if every is not None and every < 1:
-            raise InvalidSpec("every is out of range", seen=repr(every), expected="1 or more")
+        if every is not None:
+            every = as_index("every", every)
+            if every < 1:
+                raise InvalidSpec("every is out of range", seen=repr(every), expected="1 or more")
         last = self.version
         while True:
             newest = await self.wait_async(last)

@@ -336,7 +336,12 @@ class PublishedSeries:
             )
             if publication.stage is PublicationStage.GATHERING:
                 yield from self._abandon(rejected)
-            yield self._as_refused(event.call, rejected)
+                yield self._as_refused(event.call, rejected)
+            else:
+                # It may become a version with the earlier part: it is not abandoned.
+                yield replace(
+                    self._as_refused(event.call, rejected), refusal=PublicationRefusal.INVALID
+                )
         yield from self._give_up_oldest(number)
 
     def _known_as_committed(self, event: PartContributed) -> Effect | None:

@@ -545,6 +545,12 @@ async def test_the_command_lists_pins_and_rolls_back(
         ("pin", "policy", "1"),
         ("rollback", "rl/policy", "1"),
         ("list", "a/b/c"),
+        ("pin", "rl/policy", str(2**70)),
+        ("rollback", "rl/policy", "--to", str(2**70)),
+        ("export", "rl/policy", str(2**70), "--into", "there"),
+        ("export", "rl/policy"),
+        ("pin", "rl/pölicy", "1"),
+        ("pin", f"rl/{'p' * 129}", "1"),
     ],
 )
 def test_a_command_that_lacks_something_is_refused(arguments: tuple[str, ...]) -> None:

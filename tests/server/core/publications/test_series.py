@@ -195,6 +195,18 @@ def test_parts_that_contradict_each_other_end_the_publication_for_all() -> None:
     assert "step" in next(e.what for e in effects if isinstance(e, RequestRefused))
 
 
+def test_another_part_of_a_publication_that_is_complete_is_refused_and_ends_nothing() -> None:
+    """Its caller is not told that the publication is abandoned: it becomes a version with the first
+    part, whose segment must stay."""
+    run = Run()
+    run.begin()
+    run.submit(contributed(1))
+    effects = run.submit(contributed(1, content="another", call="again"))
+    assert refusals(effects) == {"again": PublicationRefusal.INVALID}
+    run.settle()
+    assert run.series.head.number == 1
+
+
 def test_a_publication_that_nobody_completes_is_given_up() -> None:
     run = Run()
     run.begin()
