@@ -212,6 +212,19 @@ def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
         coordinators.close()
 
 
+def phase_of(addresses: Sequence[str], job: str) -> str:
+    """Return the job's phase; empty if there is no such job. Raises Unavailable if no coordinator
+    answers."""
+    coordinators = Coordinators(addresses)
+    try:
+        request = pb.GetJobRequest(job=job)
+        return coordinators.call(_get, request, timeout_s=ANSWER_WITHIN_S).phase
+    except UnknownJob:
+        return ""
+    finally:
+        coordinators.close()
+
+
 def check_not_finished(addresses: Sequence[str], job: str) -> None:
     """Raise JobFinished, StateLost or JobStopped, with advice, if the job cannot be joined."""
     coordinators = Coordinators(addresses)
