@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs report help demo test test-long torch-table nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle slurm-test engine-test clean
+.PHONY: docs report help demo test test-long torch-table nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle slurm-test engine-test ssh-test clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -161,6 +161,14 @@ slurm-test: $(VENV)/.installed ## run the batch script under a real Slurm of thr
 	command -v slurmctld munged ip > /dev/null && command -v slurmd > /dev/null || { apt-get update && \
 		RUNLEVEL=1 apt-get install --yes --no-install-recommends slurm-wlm munge iproute2; }
 	PYTHONPATH=tests $(BIN)/python -m deploy.slurm_campaign $(SLURM)
+
+# The packages would start an sshd: the test has its own, in network namespaces.
+SSH ?=
+ssh-test: $(VENV)/.installed ## run `shoal run --hosts` over real sshds of three hosts (needs root; installs Debian's OpenSSH; SSH="--only lost")
+	@test "$$(id -u)" = 0 || { echo "make ssh-test: network namespaces and sshd need root"; exit 2; }
+	command -v sshd ssh ip > /dev/null || { apt-get update && \
+		RUNLEVEL=1 apt-get install --yes --no-install-recommends openssh-server openssh-client iproute2; }
+	PYTHONPATH=tests $(BIN)/python -m deploy.ssh_campaign $(SSH)
 
 # uv resolves for another machine than this one, and writes hashes.
 locks: $(BIN)/pip ## write deploy/locks from pyproject.toml and constraints.txt (LOCKS="--torch DIR": wheels of torch)

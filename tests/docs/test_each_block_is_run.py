@@ -136,6 +136,7 @@ TABLE = {
         "tests/e2e/test_plain_grpc_worker.py::test_plain_grpc_clients_train_together"
     ),
     ("docs/pipeline.md", "with shoal.join"): WAYS,
+    ("docs/run.md", "shoal run --hosts"): "tests/worker/launcher/test_run_hosts.py",
     ("docs/quickstart.md", "make demo"): DEMO,
     (
         "docs/quickstart.md",

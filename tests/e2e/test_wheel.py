@@ -69,6 +69,16 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
     assert not any("test" in Path(name).parts[0] for name in names)
 
 
+def test_the_wheel_is_for_linux_and_says_whose_it_is(wheel: Path) -> None:
+    """pip refuses it on other systems; an index shows author and keywords."""
+    assert wheel.name.endswith("-py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64.whl")
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = archive.read(metadata).decode().splitlines()
+    assert "Author: The Shoal authors" in lines
+    assert any(line.startswith("Keywords: ") and "elastic training" in line for line in lines)
+
+
 IMPORT_ALL = """
 import importlib, pkgutil
 import shoal, shoal_client, shoal_proto, shoal_server

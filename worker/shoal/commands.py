@@ -7,7 +7,7 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
     """Add `shoal run`."""
     command(
         "run",
-        "start and watch the workers of a job on this host",
+        "start and watch the workers of a job, on this host or over ssh",
         "shoal.launcher.run_config:RunConfig",
         "shoal.launcher.command:run",
     )

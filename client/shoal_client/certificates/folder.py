@@ -39,6 +39,11 @@ class CertificateFolder:
         self.path = path
 
     @property
+    def can_issue(self) -> bool:
+        """True if the authority's key is here."""
+        return (self.path / CA_KEY_FILE).exists()
+
+    @property
     def is_made(self) -> bool:
         """True if the folder has an authority."""
         return (self.path / CA_FILE).exists() or (self.path / CA_KEY_FILE).exists()
@@ -80,6 +85,11 @@ class CertificateFolder:
         """Issue one more certificate; return its file. Raises InvalidSpec if the name is taken."""
         self._check_private()
         return self._keep_new(self._authority(), holder)
+
+    def issue_for_another_machine(self, holder: CertificateHolder) -> IssuedCertificate:
+        """Issue a certificate of which no file is kept here. Raises InvalidSpec."""
+        self._check_private()
+        return self._authority().issue(holder)
 
     def renew(self) -> list[Path]:
         """Issue every certificate of the folder again, with a new key and the same duration; return

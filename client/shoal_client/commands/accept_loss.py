@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import grpc
 from cyclopts import Parameter
 
-from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
+from shoal_client.connection.addresses import UsualCoordinators, usual_coordinators
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
@@ -50,11 +50,12 @@ class AcceptLossConfig:
     samples: Literal["anew", "keep"] | None = None
     """anew: train on all samples again; keep: continue after those already trained on. By default
     anew if nothing of the trained values is left; if a part is left, you have to choose."""
-    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    coordinators: UsualCoordinators = ()
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
         check_name(self.job, "job")
+        object.__setattr__(self, "coordinators", self.coordinators or usual_coordinators())
         if any(not 0 <= shard < 2**32 for shard in self.shards):
             raise InvalidSpec(
                 "bad --shard", seen=str(list(self.shards)), expected="ids of shards, from 0"

@@ -7,11 +7,9 @@ from typing import Annotated
 import grpc
 from cyclopts import Parameter
 
-from shoal_client.connection.addresses import CoordinatorAddresses
+from shoal_client.connection.addresses import CoordinatorAddresses, only_cluster
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
-from shoal_proto.errors import InvalidSpec
-from shoal_proto.tls import local_clusters
 from shoal_proto.tls.options import TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -56,18 +54,8 @@ class StatusAddress(TlsOptions):
 def _usual_urls() -> str:
     """The page at the usual port; if this user's clusters on this machine have others, that of the
     only one. Raises InvalidSpec if there are several."""
-    running = [each for each in local_clusters.running() if each.pages]
-    usual = DEFAULT_URL.removeprefix("http://")
-    if not running or any(usual in each.pages for each in running):
-        return DEFAULT_URL
-    if len(running) > 1:
-        raise InvalidSpec(
-            "you have several clusters on this machine",
-            seen=" and ".join(",".join(each.pages) for each in running),
-            expected="the address of one",
-            fix="Give it with --http URL or $SHOAL_HTTP.",
-        )
-    return ",".join(f"http://{page}" for page in running[0].pages)
+    found = only_cluster(DEFAULT_URL.removeprefix("http://"), "--http URL or $SHOAL_HTTP")
+    return DEFAULT_URL if found is None else ",".join(f"http://{page}" for page in found.pages)
 
 
 def http_url_of(coordinators: Sequence[str]) -> str:

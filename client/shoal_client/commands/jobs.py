@@ -10,7 +10,7 @@ from typing import Annotated
 import grpc
 from cyclopts import Parameter
 
-from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
+from shoal_client.connection.addresses import UsualCoordinators, usual_coordinators
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.connection.job_secret import JobSecretFile, secret_in
 from shoal_client.host.reports import check_reachable
@@ -46,12 +46,13 @@ class RemoveConfig:
 
     job: str = field(kw_only=False)
     """Name of the job."""
-    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    coordinators: UsualCoordinators = ()
     job_secret: JobSecretFile = None
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
         check_name(self.job, "job")
+        object.__setattr__(self, "coordinators", self.coordinators or usual_coordinators())
 
 
 def remove(config: RemoveConfig) -> int:
@@ -75,12 +76,13 @@ class StopConfig:
     """Reason that the log and the page show."""
     wait_s: Annotated[float, Parameter(metavar="SECONDS")] = 60.0
     """Seconds to wait for the last member to leave. 0: do not wait."""
-    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    coordinators: UsualCoordinators = ()
     job_secret: JobSecretFile = None
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
         check_name(self.job, "job")
+        object.__setattr__(self, "coordinators", self.coordinators or usual_coordinators())
         if not 0 <= self.wait_s <= MAX_WAIT_S:
             raise InvalidSpec(
                 "bad --wait-s", seen=f"{self.wait_s:g}", expected=f"0 to {MAX_WAIT_S:g}"
@@ -97,11 +99,12 @@ class WaitConfig:
     """Name of the job."""
     wait_s: Annotated[float, Parameter(metavar="SECONDS")] = math.inf
     """Seconds to wait. 0: only look. By default without a limit."""
-    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    coordinators: UsualCoordinators = ()
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
         check_name(self.job, "job")
+        object.__setattr__(self, "coordinators", self.coordinators or usual_coordinators())
         if not self.wait_s >= 0:
             raise InvalidSpec("bad --wait-s", seen=f"{self.wait_s:g}", expected="0 or more")
 
@@ -117,12 +120,13 @@ class RetryConfig:
     """Name of the job."""
     from_scratch: Annotated[bool, Parameter(negative=())] = False
     """Start at step 0 if no member has the job's state."""
-    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    coordinators: UsualCoordinators = ()
     job_secret: JobSecretFile = None
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
         check_name(self.job, "job")
+        object.__setattr__(self, "coordinators", self.coordinators or usual_coordinators())
 
 
 def stop(config: StopConfig) -> int:
@@ -204,6 +208,19 @@ def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
     try:
         request = pb.ResetJobRequest(job=job, job_secret=job_secret)
         return coordinators.call(_reset, request, timeout_s=ANSWER_WITHIN_S).existed
+    finally:
+        coordinators.close()
+
+
+def phase_of(addresses: Sequence[str], job: str) -> str:
+    """Return the job's phase; empty if there is no such job. Raises Unavailable if no coordinator
+    answers."""
+    coordinators = Coordinators(addresses)
+    try:
+        request = pb.GetJobRequest(job=job)
+        return coordinators.call(_get, request, timeout_s=ANSWER_WITHIN_S).phase
+    except UnknownJob:
+        return ""
     finally:
         coordinators.close()
 

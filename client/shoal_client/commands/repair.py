@@ -7,7 +7,7 @@ from typing import Annotated
 import grpc
 from cyclopts import Parameter
 
-from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
+from shoal_client.connection.addresses import UsualCoordinators, usual_coordinators
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
@@ -39,11 +39,12 @@ class RepairConfig:
     """The job's --max, likewise."""
     desired_members: Annotated[int, Parameter(name="--desired")] = 0
     """The job's --desired, likewise."""
-    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    coordinators: UsualCoordinators = ()
     tls: TlsOption = field(default_factory=TlsOptions)
 
     def __post_init__(self) -> None:
         check_name(self.job, "job")
+        object.__setattr__(self, "coordinators", self.coordinators or usual_coordinators())
         bounds = (self.min_members, self.max_members, self.desired_members)
         if any(not 0 <= each < 2**31 for each in bounds):
             raise InvalidSpec("bad bounds of a job", seen=str(bounds), expected="0 to 2147483647")

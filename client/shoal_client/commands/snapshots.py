@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
-from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
+from shoal_client.connection.addresses import UsualCoordinators, usual_coordinators
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.tls_refusals import explained
 from shoal_client.host.reports import check_reachable
@@ -25,7 +25,7 @@ from shoal_proto.names import check_name
 from shoal_proto.status import from_rpc_error
 from shoal_proto.terminal import printable
 from shoal_proto.tls.names import COORDINATOR_NAME
-from shoal_proto.tls.options import TlsOption, TlsOptions
+from shoal_proto.tls.options import TlsOptions
 from shoal_proto.v1.snapshots_pb2 import (
     ListSnapshotsReply,
     ListSnapshotsRequest,
@@ -54,11 +54,10 @@ def _url(option: str) -> Parameter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallOptions:
+class CallOptions(TlsOptions):
     """Options of the call to the coordinator, and of the printed answer."""
 
-    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
-    tls: TlsOption = field(default_factory=TlsOptions)
+    coordinators: UsualCoordinators = ()
     timeout_s: Annotated[float, Parameter(name="--timeout", metavar="SECONDS")] = 3600.0
     """Seconds to wait for the answer."""
     as_json: Annotated[bool, Parameter(name="--json")] = False
@@ -67,6 +66,11 @@ class CallOptions:
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
             raise InvalidSpec("bad --timeout", seen=f"{self.timeout_s:g}", expected="above 0")
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Addresses of the coordinators. Raises InvalidSpec if the user has several clusters."""
+        return self.coordinators or usual_coordinators()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +179,8 @@ Call = Callable[[Callable[[SnapshotsStub], Any], Message], Any]
 def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
     """Yield a function that calls the leading coordinator. Each call is made once: calls take long,
     and errors are raised at once."""
-    check_reachable(options.coordinators, min(ANSWER_WITHIN_S, options.timeout_s))
-    coordinators = Coordinators(options.coordinators)
+    check_reachable(options.addresses, min(ANSWER_WITHIN_S, options.timeout_s))
+    coordinators = Coordinators(options.addresses)
 
     def call(method: Callable[[SnapshotsStub], Any], request: Message) -> Any:
         stub = SnapshotsStub(coordinators.channel())

@@ -6,8 +6,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls import local_clusters
+from shoal_proto.tls.local_clusters import LocalClusterRecord
 
-DEFAULT_COORDINATORS = ("127.0.0.1:7700",)
+USUAL_COORDINATOR = "127.0.0.1:7700"
 
 
 def parse_coordinators(text: str) -> tuple[str, ...]:
@@ -40,3 +42,37 @@ CoordinatorAddresses = Annotated[
     ),
 ]
 """The option --coordinator."""
+UsualCoordinators = Annotated[
+    CoordinatorAddresses,
+    Parameter(
+        help=f"Addresses of the coordinators. By default {USUAL_COORDINATOR}, or your only cluster"
+        " on this machine."
+    ),
+]
+"""The option --coordinator of a command that finds the user's only cluster by itself. Its value is
+empty if it is not given: `usual_coordinators` has the addresses then."""
+
+
+def usual_coordinators() -> tuple[str, ...]:
+    """Return the coordinator at the usual port; if this user's clusters on this machine have
+    others, those of the only one. Raises InvalidSpec if there are several."""
+    found = only_cluster(USUAL_COORDINATOR, "--coordinator HOST:PORT or $SHOAL_COORDINATOR")
+    if found is None:
+        return (USUAL_COORDINATOR,)
+    return tuple(each for each in found.addresses if each not in found.pages)
+
+
+def only_cluster(usual: str, option: str) -> LocalClusterRecord | None:
+    """Return the only cluster of this user on this machine; None if there is none, or one serves at
+    the usual address. Raises InvalidSpec if there are several. `option`: the way to name one."""
+    running = [each for each in local_clusters.running() if each.pages]
+    if not running or any(usual in each.addresses for each in running):
+        return None
+    if len(running) > 1:
+        raise InvalidSpec(
+            "you have several clusters on this machine",
+            seen=" and ".join(",".join(each.addresses) for each in running),
+            expected="the address of one",
+            fix=f"Give it with {option}.",
+        )
+    return running[0]

@@ -57,6 +57,9 @@ class LocalClusterConfig:
     """host:port of the first coordinator's gRPC service; port 0: a free one, as for all others."""
     http: str = "127.0.0.1:0"
     """host:port of the first coordinator's HTTP service."""
+    advertise: str = ""
+    """Address of this machine by which others reach the coordinators and the parameter servers,
+    which then listen on all addresses, with TLS. Empty: they are for this machine alone."""
     snapshot_roots: Sequence[str] = ()
     """URLs at and below which callers may have snapshots written. Snapshots without a URL go to
     `snapshots` in the directory."""
@@ -90,6 +93,12 @@ class LocalClusterConfig:
                 seen=str(self.num_coordinators),
                 expected="1 or more",
             )
+        if self.advertise and self.tls is None and self.certificates is None:
+            raise InvalidSpec(
+                "other machines would reach the cluster without TLS",
+                seen=f"advertise={self.advertise!r} without certificates",
+                expected="tls or certificates",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +106,9 @@ class CoordinatorAddress:
     """Addresses of a coordinator of the cluster."""
 
     grpc: str
-    """host:port"""
+    """host:port on this machine."""
+    advertised: str
+    """host:port for other machines; the same without `advertise`."""
     http: str
     """Base URL."""
 
@@ -129,6 +140,7 @@ class LocalCluster:
         self._supervisor = Supervisor(on_exit=self._exited, grace_s=config.grace_s)
         self._on_exit = on_exit
         self._say = say
+        self._interface = _interface(config.advertise)
         self._given_up = ""
         self._on_given_up: Callable[[str], None] = lambda reason: None
         self._coordinators: dict[str, CoordinatorAddress] = {}
@@ -274,7 +286,11 @@ class LocalCluster:
         servers = dict(self._spawn_server() for _ in range(self._config.num_parameter_servers))
         for name, process in coordinators.items():
             ready = self._await_ready(process)
-            self._coordinators[name] = CoordinatorAddress(grpc=ready["grpc"], http=ready["http"])
+            self._coordinators[name] = CoordinatorAddress(
+                grpc=_at(ANY_PORT, ready["grpc"]) if self._config.advertise else ready["grpc"],
+                advertised=ready["grpc"],
+                http=ready["http"],
+            )
         self._servers = {
             name: self._await_ready(server)["grpc"] for name, server in servers.items()
         }
@@ -341,8 +357,8 @@ class LocalCluster:
 
     def _restart_server(self, name: str, failures: int) -> Process:
         # If another program has taken its port, use a new one: servers are found by their ids.
-        address = self._servers[name] if failures == 1 else ANY_PORT
-        process = self._spawn(name, "--listen", address, "--id", name)
+        address = _at(ANY_PORT, self._servers[name]) if failures == 1 else ANY_PORT
+        process = self._start_server(name, address)
         self._servers[name] = self._await_again(process)["grpc"]
         return process
 
@@ -360,10 +376,12 @@ class LocalCluster:
         limits = (f"{option}={seconds:g}" for option, seconds in self._config.limits.items())
         return self._spawn(
             name,
-            *("--listen", listen, "--http", http, "--snapshot-url", str(self.snapshots)),
+            *("--listen", self._reached(listen), "--http", http),
+            *("--snapshot-url", str(self.snapshots)),
             *(f"--snapshot-root={url}" for url in self._config.snapshot_roots),
             # At the end of the cluster its etcd is stopped, whoever drains.
             "--drain-s=0",
+            *self._advertise_arguments,
             *(() if self._config.parameters else ("--no-parameters",)),
             *self._access.coordinator_arguments,
             *limits,
@@ -372,7 +390,19 @@ class LocalCluster:
     def _spawn_server(self) -> tuple[str, Process]:
         name = f"ps-{self._num_servers}"
         self._num_servers += 1
-        return name, self._spawn(name, "--listen", ANY_PORT, "--id", name)
+        return name, self._start_server(name, ANY_PORT)
+
+    def _start_server(self, name: str, listen: str) -> Process:
+        arguments = ("--listen", self._reached(listen), "--id", name)
+        return self._spawn(name, *arguments, *self._advertise_arguments)
+
+    def _reached(self, listen: str) -> str:
+        """Return the address to listen on: with `advertise` the same port on every interface."""
+        return _at(f"{self._interface}:0", listen) if self._interface else listen
+
+    @property
+    def _advertise_arguments(self) -> Sequence[str]:
+        return ("--advertise", self._config.advertise) if self._config.advertise else ()
 
     def _begin(self, command: ChildCommand) -> Process:
         with self._lock:
@@ -433,6 +463,14 @@ class LocalCluster:
             fix=f"{advice}The end of its log, {path}:\n{tail(path)}",
             exit_code=exit_code,
         )
+
+
+def _interface(advertise: str) -> str:
+    """Return all of this machine's addresses, of IPv4 or of both; empty if nothing is
+    advertised."""
+    if not advertise:
+        return ""
+    return "[::]" if ":" in advertise else "0.0.0.0"
 
 
 def _at(wanted: str, found: str) -> str:

@@ -58,6 +58,8 @@ class ChildCommand:
     """Called with each line of stdout and stderr, without its end, on a thread for this child.
     Without a sink and a log_path the child writes to this process' stdout and stderr.
     """
+    stdin: int | None = None
+    """File descriptor that the child reads; None: nothing."""
 
     def __post_init__(self) -> None:
         if not self.arguments:
@@ -245,7 +247,7 @@ class Supervisor:
         try:
             popen = subprocess.Popen(
                 [*guard, *command.arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if command.stdin is None else command.stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT if output is not None else None,
                 env=None if command.environment is None else dict(command.environment),

@@ -4,14 +4,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from support.clusters import status_world
 from support.clusters.status_world import World
 
-from shoal_client.cli import main, parse
+from shoal_client.cli import installed_commands, main, parse, read_config
 from shoal_client.commands.address import StatusAddress
 from shoal_proto.errors import InvalidSpec, UnknownMember
 from shoal_proto.tls import local_clusters
@@ -127,6 +127,33 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("SHOAL_HTTP", raising=False)
     monkeypatch.delenv("SHOAL_COORDINATOR", raising=False)
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    "command", ["stop", "retry", "rm", "wait", "accept-loss", "repair", "snapshot", "snapshots"]
+)
+def test_a_command_on_a_job_asks_the_only_cluster(folder: Path, command: str) -> None:
+    """With its certificates. If there are several, one has to be named."""
+
+    def addresses() -> Sequence[str]:
+        config = read_config([command, "digits"], installed_commands())
+        return config.call.addresses if hasattr(config, "call") else config.coordinators
+
+    assert addresses() == ("127.0.0.1:7700",)
+    page, coordinator = "127.0.0.1:41000", "127.0.0.1:41001"
+    record = LocalClusterRecord(
+        addresses=[coordinator, page], pages=[page], certificates=folder / "certs"
+    )
+    only = Announcement(record)
+    assert addresses() == (coordinator,)
+    with pytest.raises(InvalidSpec, match=f"in {folder / 'certs'}"):
+        parse([command, "digits"])
+    another = cluster_at("127.0.0.1:42000")
+    with pytest.raises(InvalidSpec, match="you have several clusters on this machine"):
+        addresses()
+    assert read_config([command, "--help"], installed_commands()) is None
+    only.close()
+    another.close()
 
 
 def cluster_at(*pages: str) -> Announcement:

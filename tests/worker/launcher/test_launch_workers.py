@@ -801,7 +801,7 @@ def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
         (("-n", "1", "--max-restarts", "-1"), "bad --max-restarts"),
         (("-n", "1", "--grace-s", "0"), "bad --grace-s; saw 0; expected above 0"),
         (("-n", "many"), "bad -n; saw 'many'; expected a number, auto, gpu or cpu"),
-        (("--nnodes", "2"), "starts the workers of one host; saw --nnodes 2; expected the same"),
+        (("--nnodes", "2"), "starts the workers of one host; saw --nnodes 2 without --hosts"),
         (("--workers", "3"), "Unknown option: --workers. --help shows the options."),
     ],
 )

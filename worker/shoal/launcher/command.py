@@ -1,4 +1,4 @@
-"""The command `shoal run`: runs the workers of one job on this host."""
+"""The command `shoal run`: runs the workers of one job on this host, or on several over ssh."""
 
 import logging
 import signal
@@ -14,6 +14,7 @@ from types import FrameType
 import structlog
 
 from shoal.launcher.launcher import Launcher
+from shoal.launcher.over_ssh import HostLaunchers
 from shoal.launcher.run_config import RunConfig, threads_per_worker
 from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.connection.admission import ADMISSION_VARIABLE, admission_s
@@ -34,6 +35,7 @@ from shoal_proto.tls.options import LauncherTls
 
 REACH_TIMEOUT_S = 3.0
 BAD_ARGUMENTS = 2
+LOOPBACK = "127.0.0.1"
 
 
 def run(config: RunConfig) -> int:
@@ -48,7 +50,11 @@ def run(config: RunConfig) -> int:
         print(problem, end="", file=sys.stderr, flush=True)
         return BAD_ARGUMENTS
     _log_from_level(config)
-    if "OMP_NUM_THREADS" not in config.environment and config.num_workers > 1:
+    if (
+        "OMP_NUM_THREADS" not in config.environment
+        and config.num_workers > 1
+        and not config.over_ssh.hosts
+    ):
         threads = threads_per_worker(config.num_workers)
         _say(f"OMP_NUM_THREADS={threads} for each worker; set it yourself for another number")
     orders = StopOrders()
@@ -61,24 +67,30 @@ def run(config: RunConfig) -> int:
     with ExitStack() as stack:
         # This handler is for the time before and after the launcher's own.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
+        hosts = None
+        if config.over_ssh.hosts:
+            hosts = stack.enter_context(HostLaunchers(config, orders, say=_say))
+            config = hosts.connect()
         if config.coordinators:
             _await_coordinator(config)
             _say(f"job {config.job}: workers elsewhere join it with --job {config.job}")
             _check_job(config)
-            return Launcher(config, orders).run()
-        cluster = _own_cluster(stack, config)
+            return hosts.run(config) if hosts else Launcher(config, orders).run()
+        address = hosts.address if hosts else LOOPBACK
+        cluster = _own_cluster(stack, config, "" if address == LOOPBACK else address)
         tls = LauncherTls(folder=cluster.certificates)
         stack.enter_context(identity.using(tls.files))
-        launcher = Launcher(
-            replace(
-                config,
-                coordinators=(cluster.coordinator,),
-                cluster=ClusterOptions(),
-                tls=tls,
-                alone=True,
-            ),
-            orders,
+        config = replace(
+            config,
+            coordinators=tuple(each.advertised for each in cluster.coordinators),
+            cluster=ClusterOptions(),
+            tls=tls,
+            alone=True,
         )
+        if hosts:
+            cluster.when_given_up(hosts.give_up)
+            return hosts.run(config)
+        launcher = Launcher(config, orders)
         cluster.when_given_up(launcher.give_up)
         return launcher.run()
 
@@ -139,7 +151,9 @@ def _check_job(config: RunConfig) -> None:
         _say(f"job {config.job} starts over: the records of its last run are removed")
 
 
-def _own_cluster(stack: ExitStack, run: RunConfig) -> LocalCluster:
+def _own_cluster(stack: ExitStack, run: RunConfig, advertise: str) -> LocalCluster:
+    """Start a cluster for the run. `advertise`: address of this machine for other hosts, if
+    any."""
     options, environment = run.cluster, dict(run.environment)
     if run.output.verbose:
         environment["SHOAL_LOG_LEVEL"] = "DEBUG"
@@ -147,6 +161,7 @@ def _own_cluster(stack: ExitStack, run: RunConfig) -> LocalCluster:
     _say("no --coordinator given: starting a cluster on this machine for this run")
     config = LocalClusterConfig(
         directory=directory,
+        advertise=advertise,
         num_parameter_servers=options.num_parameter_servers,
         # Nobody else starts servers for it.
         parameters=options.num_parameter_servers > 0,
@@ -157,6 +172,8 @@ def _own_cluster(stack: ExitStack, run: RunConfig) -> LocalCluster:
     )
     cluster = stack.enter_context(LocalCluster(config, say=_say))
     _say(f"coordinator at {cluster.coordinator}, status page at {cluster.http_url}")
+    if advertise:
+        _say(f"for other hosts the coordinator is at {cluster.coordinators[0].advertised}")
     return cluster
 
 

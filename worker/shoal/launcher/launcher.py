@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -438,7 +438,9 @@ class Launcher:
     def _say(self, text: str) -> None:
         with self._output:
             message = printable(text, lines=True)
-            print(f"shoal run: {message}", file=sys.stderr, flush=True)
+            # Nobody reads any more if an ssh connection was lost; the workers still drain.
+            with suppress(BrokenPipeError):
+                print(f"shoal run: {message}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _lifelines(self) -> Iterator[None]:

@@ -3,18 +3,20 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from shoal.launcher.hosts import HostOptions, WorkerCount, check_reached, num_workers_of
 from shoal.launcher.metrics import parse_address
 from shoal_client.connection.addresses import CoordinatorAddresses
 from shoal_client.local.options import ClusterOptions
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.secrets import job_secret
+from shoal_proto.tls.files import TlsFiles
 from shoal_proto.tls.identity import files_at, without_tls
 from shoal_proto.tls.names import CertificateRole
 from shoal_proto.tls.options import LauncherTls, LauncherTlsOption
@@ -29,35 +31,10 @@ that a step frees to the kernel, which must clear each page again for the next s
 
 
 _INTERNAL = Parameter(parse=False)
-_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def _workers_of(kind: Any, tokens: Sequence[Any]) -> int:
-    """Parse -n: a number, or the number of GPUs or cores for `auto`, `gpu` and `cpu`. Raises
-    InvalidSpec."""
-    text = str(tokens[-1].value)
-    cores = len(os.sched_getaffinity(0))
-    match text:
-        case "auto":
-            return _num_gpus() or cores
-        case "gpu":
-            return _num_gpus()  # RunConfig refuses 0.
-        case "cpu":
-            return cores
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidSpec(
-            "bad -n", seen=repr(text), expected="a number, auto, gpu or cpu"
-        ) from None
-
-
-def _num_gpus() -> int:
-    """Count the GPUs that this process may use, without torch, which takes seconds to import."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None:
-        return len([each for each in shown.split(",") if each.strip() not in ("", "-1")])
-    return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
+def _workers_of(kind: Any, tokens: Sequence[Any]) -> WorkerCount:
+    return num_workers_of(str(tokens[-1].value))  # RunConfig refuses 0.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +83,7 @@ class OutputOptions:
 class RunConfig:
     """Starts workers of a job on this host and waits until they have ended. A worker that is killed
     is restarted. Without --coordinator (or $SHOAL_COORDINATOR) it starts a cluster on this machine
-    for the run."""
+    for the run. With --hosts the workers are started on those hosts, over ssh."""
 
     script: Annotated[Sequence[str], Parameter(metavar="SCRIPT")] = field(kw_only=False)
     """Script that each worker runs, with its arguments; a module with -m."""
@@ -116,10 +93,9 @@ class RunConfig:
         int,
         Parameter(name=["-n", "--nproc-per-node"], metavar="N", converter=_workers_of, n_tokens=1),
     ] = 1
-    """Worker processes on this host. auto: one for each of its GPUs, or, without any, for each core
-    that this process may use."""
-    num_nodes: Annotated[str, Parameter(name="--nnodes", show=False)] = ""
-    """torchrun's option; only 1 is allowed. Hosts join a job by its name, in any number."""
+    """Worker processes on this host, or on each of --hosts. auto: one for each of its GPUs, or,
+    without any, for each core that this process may use."""
+    over_ssh: Annotated[HostOptions, Parameter(name="*")] = field(default_factory=HostOptions)
     job: Annotated[str, Parameter(metavar="NAME")] = ""
     """Name of the job. By default the script's name; with --coordinator it gets a random ending, so
     that two runs do not meet by accident, and is printed."""
@@ -133,7 +109,8 @@ class RunConfig:
     """The most workers that train, over all hosts; further ones are standbys. 0: same as --desired.
     """
     desired_members: Annotated[int, Parameter(name="--desired", metavar="N")] = 0
-    """The job starts as soon as this many workers have joined. 0: same as -n."""
+    """The job starts as soon as this many workers have joined. 0: same as -n, or the workers of all
+    --hosts that can be reached."""
     restart: Annotated[RestartOptions, Parameter(name="*")] = field(default_factory=RestartOptions)
     output: Annotated[OutputOptions, Parameter(name="*")] = field(default_factory=OutputOptions)
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
@@ -157,15 +134,8 @@ class RunConfig:
                 expected=NAME_RULE,
                 fix="Give it one with --job; without that it is the script's.",
             )
-        if self.num_nodes not in ("", "1", "1:1"):
-            raise InvalidSpec(
-                "`shoal run` starts the workers of one host",
-                seen=f"--nnodes {self.num_nodes}",
-                expected="the same command on each host, with one --coordinator and one --job",
-                fix="--min and --max bound the number of workers over all hosts; --desired is the"
-                " number with which the job starts.",
-            )
-        if self.num_workers < 1:
+        # With --hosts, the number may be each host's own.
+        if self.num_workers < 1 and not self.over_ssh.hosts:
             raise InvalidSpec("no workers", seen=f"-n {self.num_workers}", expected="at least 1")
         if self.min_members < 1:
             raise InvalidSpec("bad --min", seen=str(self.min_members), expected="at least 1")
@@ -183,11 +153,29 @@ class RunConfig:
                 expected="--insecure only if the run starts a cluster of its own",
                 fix="Without a certificate the run speaks plain text already.",
             )
+        if self.cluster.insecure and self.over_ssh.hosts:
+            raise InvalidSpec(
+                "--insecure is for a cluster on one machine",
+                seen="--insecure with --hosts",
+                expected="one of them: other hosts reach the cluster with TLS only",
+            )
+        if self.over_ssh.hosts and not self.alone:
+            check_reached(self.over_ssh.hosts, self.coordinators)
         job_secret(self.environment)  # A bad secret is refused here, and not by each worker.
-        self._set_bounds()
+        if not self.over_ssh.hosts:
+            self._set_bounds(self.num_workers)
 
-    def _set_bounds(self) -> None:
-        desired = self.desired_members or self.num_workers
+    def on_hosts(self, num_workers: Sequence[int]) -> "RunConfig":
+        """Return the config with bounds for these hosts, given by the number of workers of each
+        host that can be reached. Raises InvalidSpec."""
+        num_nodes = self.over_ssh.min_nodes
+        least = sum(sorted(num_workers)[:num_nodes]) if num_nodes else 0
+        found = replace(self, min_members=max(self.min_members, least))
+        found._set_bounds(sum(num_workers))
+        return found
+
+    def _set_bounds(self, num_workers: int) -> None:
+        desired = self.desired_members or num_workers
         highest = self.max_members or max(desired, self.min_members)
         if not self.min_members <= highest:
             raise InvalidSpec(
@@ -200,7 +188,7 @@ class RunConfig:
                 "--desired is out of bounds",
                 seen=str(desired),
                 expected=f"between --min {self.min_members} and --max {highest}",
-                fix="Without --desired it is the number of workers (-n).",
+                fix="Without --desired it is the number of workers.",
             )
         object.__setattr__(self, "desired_members", desired)
         object.__setattr__(self, "max_members", highest)
@@ -221,11 +209,16 @@ def _job_of(target: str, module: bool) -> str:
     return name or "job"
 
 
-def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dict[str, str]:
-    """Return the environment of one worker; `index` is its local rank."""
-    files = config.tls.files_of(CertificateRole.WORKER) or files_at(
+def worker_files(config: RunConfig) -> TlsFiles | None:
+    """Return the files with which workers speak to the cluster; None if it does not use TLS."""
+    return config.tls.files_of(CertificateRole.WORKER) or files_at(
         config.coordinators, CertificateRole.WORKER
     )
+
+
+def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dict[str, str]:
+    """Return the environment of one worker; `index` is its local rank."""
+    files = worker_files(config)
     environment = without_tls(config.environment) | (files.environment() if files else {})
     if config.output.verbose:
         environment["SHOAL_LOG_LEVEL"] = "DEBUG"

@@ -1,0 +1,283 @@
+"""`shoal run --hosts`, with an `ssh` on PATH that runs its command on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from shoal.launcher.hosts import RunHost, parse_hosts
+from shoal_client.cli import main
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+
+DEADLINE_S = 60.0
+SSH = """#!/bin/sh
+# Takes `ssh OPTION... -- HOST COMMAND`; there is no host "gone", and "moved" has no such folder.
+echo "$*" >> "$SSH_LOG"
+while [ "$1" != -- ]; do shift; done
+case $2 in
+    gone) echo "ssh: connect to host gone port 22: No route to host" >&2; exit 255 ;;
+    moved) exec sh -c "$(echo "$3" | sed 's/on_host [^ ]*/on_host \\/nowhere/')" ;;
+esac
+echo "Welcome to $2"
+export HOST_NAME="$2" SSH_CONNECTION="127.0.0.1 50000 127.0.0.1 22"
+exec sh -c "$3"
+"""
+SHOW = """
+import os, stat, sys
+print("shown", os.environ["HOST_NAME"], os.environ["SHOAL_LOCAL_WORLD_SIZE"],
+      os.environ["SHOAL_MIN_MEMBERS"], os.environ["SHOAL_DESIRED_MEMBERS"],
+      os.environ["SHOAL_JOB_SECRET"], os.environ.get("SHOAL_ADDRESS"), os.getcwd(), sys.argv[1:])
+"""
+WAIT = "import os, signal; print('pid', os.getpid(), os.getppid(), flush=True); signal.pause()"
+TRAIN = """
+import os, pathlib
+import shoal, torch
+
+folder = pathlib.Path(os.environ["SHOAL_TLS_CERT"]).parent
+modes = sorted({path.stat().st_mode & 0o777 for path in [folder, *folder.iterdir()]})
+names = sorted(path.name for path in folder.iterdir())
+print("folder", folder, [oct(mode) for mode in modes], names, flush=True)
+kept = pathlib.Path(f"{os.environ['SHOAL_MEMBER_ID']}.pem")
+kept.write_bytes((folder / "worker.crt").read_bytes())
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = (torch.randn(60, 4), torch.randn(60, 1))
+with shoal.join() as session:
+    model, optimizer = session.distribute(model, optimizer, strategy="ddp")
+    for batch in session.batches(data, global_batch_size=6, epochs=1):
+        with session.step():
+            session.forward_backward(batch, torch.nn.functional.mse_loss)
+    print("trained with", session.world_size, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a coordinator, which is on loopback and not known as such."""
+    config = LocalClusterConfig(
+        directory=tmp_path_factory.mktemp("cluster"),
+        num_parameter_servers=0,
+        parameters=False,
+        listen="127.0.0.2:0",
+    )
+    with LocalCluster(config) as cluster:
+        yield cluster.coordinator
+
+
+Run = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def run_hosts(tmp_path: Path) -> Iterator[Run]:
+    """Starts `shoal run --hosts HOSTS OPTIONS train.py ARGUMENTS` in a folder with an odd name."""
+    started: list[subprocess.Popen[str]] = []
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH)
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    folder = tmp_path / "it's $HOME"
+    folder.mkdir()
+
+    def start(
+        script: str, hosts: str, *options: str, arguments: tuple[str, ...] = (), **variables: str
+    ) -> subprocess.Popen[str]:
+        (folder / "train.py").write_text(script)
+        environment = {name: v for name, v in os.environ.items() if not name.startswith("SHOAL_")}
+        environment |= {
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+            "SSH_LOG": str(tmp_path / "ssh.log"),
+            "SHOAL_LOG_DIR": str(tmp_path / "logs"),
+            **variables,
+        }
+        words = ("run", "--hosts", hosts, *options, "train.py", *arguments)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal_client", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, output
+
+
+def pids_of(process: "subprocess.Popen[str]", number: int) -> dict[str, tuple[int, int]]:
+    """The process ids of the hosts' workers and of their launchers, once so many have begun."""
+    found: dict[str, tuple[int, int]] = {}
+    assert process.stdout is not None
+    for line in process.stdout:
+        host, _, text = line.partition(": ")
+        if "] pid " in text:
+            worker, launcher = text.rpartition("] pid ")[2].split()
+            found[host] = int(worker), int(launcher)
+        if len(found) == number:
+            return found
+    raise AssertionError(f"only {found} began")
+
+
+def await_gone(pids: list[int]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline_s, f"{left} run on"
+        time.sleep(0.05)
+
+
+def test_hosts_are_read_as_a_user_writes_them() -> None:
+    assert parse_hosts("a, me@b.example:4,[fd00::1]:gpu,me@[fd00::2],localhost:auto") == (
+        RunHost("a"),
+        RunHost("me@b.example", "4"),
+        RunHost("fd00::1", "gpu"),
+        RunHost("me@fd00::2"),
+        RunHost("localhost", "auto"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--hosts=-oProxyCommand=x",), "bad host; saw '-oProxyCommand=x'"),
+        (("--hosts", "a,b;reboot"), "bad host; saw 'b;reboot'"),
+        (("--hosts", "a@-b"), "bad host; saw 'a@-b'"),
+        (("--hosts", "a b"), "bad host; saw 'a b'"),
+        (("--hosts", "$(reboot)"), "bad host; saw '$(reboot)'"),
+        (("--hosts", "[a.b]"), "bad host; saw '[a.b]'"),
+        (("--hosts", "a:0"), "no workers; saw a:0; expected at least 1"),
+        (("--hosts", "a:many"), "bad number of workers of a; saw 'many'"),
+        (("--hosts", "a:1,a:2"), "a host is given twice; saw a"),
+        (("--hosts", "a,b", "--nnodes", "3"), "does not fit --hosts; saw --nnodes 3 with 2 hosts"),
+        (("--hosts", "a,b", "--nnodes", "x:y"), "does not fit --hosts"),
+        (("--hosts", "a", "--insecure"), "--insecure is for a cluster on one machine"),
+        (("--hosts", "a", "--coordinator", "127.0.0.1:7700"), "cannot reach the coordinator"),
+        (("--host-python", "x"), "--host-python and --host-address are for --hosts"),
+    ],
+)
+def test_bad_hosts_are_refused_before_anything_starts(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    words: str,
+) -> None:
+    """One line, exit code 2. A name cannot become an option of ssh or a command."""
+    monkeypatch.delenv("SHOAL_COORDINATOR", raising=False)
+    (tmp_path / "train.py").touch()
+    assert main(["run", *options, str(tmp_path / "train.py")]) == 2
+    errors = capsys.readouterr().err
+    assert words in errors
+    assert errors.count("\n") == 1
+
+
+def test_each_host_has_a_launcher_with_its_number_of_workers(
+    run_hosts: Run, coordinator: str, tmp_path: Path
+) -> None:
+    """Arguments, folder and variables arrive as they are; hosts that cannot be used are named, and
+    the others train without them."""
+    arguments = ("--lr", "1 2", "it's", "$(id)", "-n")
+    code, output = finish(
+        run_hosts(
+            SHOW,
+            "a,gone,b:2,moved,localhost",
+            *("-n", "3", "--coordinator", coordinator, "--nnodes", "2:5"),
+            arguments=arguments,
+            SHOAL_JOB_SECRET="not-for-other-users",
+            SHOAL_ADDRESS="10.0.0.1",
+            HOST_NAME="localhost",
+        )
+    )
+    assert code == 0, output
+    assert "gone is left out: ssh: connect to host gone port 22: No route to host" in output
+    assert "moved is left out: Welcome" not in output
+    assert "moved is left out: no such directory: /nowhere" in output
+    assert "workers: 3 on a, 2 on b, 3 on localhost" in output
+    shown = [line for line in output.splitlines() if "] shown " in line]
+    folder = tmp_path / "it's $HOME"
+    assert len(shown) == 8
+    for line in shown:
+        host = line.partition(": ")[0]
+        number = 2 if host == "b" else 3
+        known = f"{host} {number} 5 8 not-for-other-users None {folder}"
+        assert line.endswith(f"] shown {known} {list(arguments)}")
+    called = (tmp_path / "ssh.log").read_text()
+    assert called.count("BatchMode=yes") == called.count("ConnectTimeout=10") == 4
+    assert "not-for-other-users" not in called, "every user of the host sees its command line"
+
+
+def test_a_script_that_fails_gives_its_exit_code(run_hosts: Run, coordinator: str) -> None:
+    code, output = finish(run_hosts("raise SystemExit(3)", "a,b", "--coordinator", coordinator))
+    assert code == 3, output
+
+
+def test_without_any_usable_host_nothing_runs(run_hosts: Run) -> None:
+    code, output = finish(run_hosts(SHOW, "gone,moved"))
+    assert code == 1
+    assert "too few hosts can be used; saw 0 of 2; expected at least 1" in output
+    assert "ssh -o BatchMode=yes HOST true" in output
+    assert "cluster" not in output
+    code, output = finish(run_hosts(SHOW, "gone,a", "--nnodes", "2"))
+    assert code == 1
+    assert "saw 1 of 2; expected at least 2" in output
+
+
+def test_ctrl_c_ends_all_hosts(run_hosts: Run, coordinator: str) -> None:
+    run = run_hosts(WAIT, "a,b", "--coordinator", coordinator)
+    pids = pids_of(run, 2)
+    run.send_signal(signal.SIGINT)
+    code, output = finish(run)
+    assert code == 130
+    assert "SIGINT: workers finish their step and end; once more kills them" in output
+    await_gone([pid for pair in pids.values() for pid in pair])
+
+
+def test_nothing_on_a_host_outlives_the_command(run_hosts: Run, coordinator: str) -> None:
+    """The connection's end is noticed, also after a SIGKILL of this end."""
+    run = run_hosts(WAIT, "a,b", "--coordinator", coordinator)
+    pids = pids_of(run, 2)
+    run.kill()
+    await_gone([pid for pair in pids.values() for pid in pair])
+
+
+def test_a_lost_host_is_named_and_the_others_go_on(run_hosts: Run, coordinator: str) -> None:
+    run = run_hosts(WAIT, "a,b", "--coordinator", coordinator)
+    pids = pids_of(run, 2)
+    os.kill(pids["a"][1], signal.SIGKILL)
+    assert run.stdout is not None
+    assert any("a was lost: its connection has ended" in line for line in run.stdout)
+    assert Path(f"/proc/{pids['b'][0]}").exists()
+    run.send_signal(signal.SIGTERM)
+    assert finish(run)[0] == 143
+
+
+@pytest.mark.long
+def test_hosts_train_with_a_cluster_and_keys_of_the_run(run_hosts: Run, tmp_path: Path) -> None:
+    """Keys are in a folder that only the user can read, for this job alone, and are removed."""
+    code, output = finish(run_hosts(TRAIN, "a,b:2", "--ps", "0", "--job", "digits"))
+    assert code == 0, output
+    assert "job digits is finished" in output
+    assert output.count("trained with 3") == 3
+    folders = {line.split()[3] for line in output.splitlines() if "] folder " in line}
+    assert len(folders) == 2, "one for each host"
+    assert output.count("['0o600', '0o700'] ['ca.crt', 'worker.crt', 'worker.key']") == 3
+    assert not [folder for folder in folders if Path(folder).exists()]
+    for path in (tmp_path / "it's $HOME").glob("*.pem"):
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        assert uris == ["spiffe://shoal/worker/worker/job/digits"]

@@ -1,0 +1,212 @@
+"""Hosts of `shoal run --hosts`, as a user writes them, and the number of workers of each."""
+
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from shoal_proto.errors import InvalidSpec
+
+LOCALHOST = "localhost"
+"""This machine, without ssh."""
+MAX_HOSTS = 1000
+_GPUS = Path("/proc/driver/nvidia/gpus")
+# A name that begins with "-" would be an option of ssh.
+_HOST = re.compile(
+    r"(?P<name>([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\]))"
+    r"(:(?P<num_workers>[A-Za-z0-9]+))?"
+)
+_GROUP = Group(
+    "Several hosts, over ssh",
+    help="Hosts have the script, the current directory and Shoal at the same paths as this machine,"
+    " and accept your ssh key without a password.",
+)
+
+
+class WorkerCount(int):
+    """Number of workers on this host, and the text that gave it: `auto`, `gpu` and `cpu` have
+    another value on other hosts."""
+
+    text: str
+
+
+def num_workers_of(text: str, option: str = "-n") -> WorkerCount:
+    """Return the number that -n gives: a number, or that of GPUs or cores for `auto`, `gpu` and
+    `cpu`. Raises InvalidSpec."""
+    cores = len(os.sched_getaffinity(0))
+    match text:
+        case "auto":
+            number = _num_gpus() or cores
+        case "gpu":
+            number = _num_gpus()
+        case "cpu":
+            number = cores
+        case _:
+            try:
+                number = int(text)
+            except ValueError:
+                raise InvalidSpec(
+                    f"bad {option}", seen=repr(text), expected="a number, auto, gpu or cpu"
+                ) from None
+    count = WorkerCount(number)
+    count.text = text
+    return count
+
+
+def _num_gpus() -> int:
+    """Count the GPUs that this process may use, without torch, which takes seconds to import."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None:
+        return len([each for each in shown.split(",") if each.strip() not in ("", "-1")])
+    return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
+
+
+@dataclass(frozen=True)
+class RunHost:
+    """Host that runs workers."""
+
+    name: str
+    """HOST or USER@HOST, as ssh takes it."""
+    num_workers: str = ""
+    """Number of workers, auto, gpu or cpu; empty: that of -n."""
+
+    def __post_init__(self) -> None:
+        # Only the host itself knows its number of GPUs.
+        count = num_workers_of(self.num_workers or "1", f"number of workers of {self.name}")
+        if count < 1 and count.text != "gpu":
+            raise InvalidSpec("no workers", seen=f"{self.name}:{count}", expected="at least 1")
+
+
+def parse_hosts(text: str) -> tuple[RunHost, ...]:
+    """Return the hosts in `HOST[:N],...`. Raises InvalidSpec."""
+    hosts = tuple(_host_of(part.strip()) for part in text.split(",") if part.strip())
+    names = [host.name for host in hosts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidSpec(
+            "a host is given twice",
+            seen=", ".join(twice),
+            expected="each host once, with its number of workers: HOST:N",
+        )
+    if not 0 < len(hosts) <= MAX_HOSTS:
+        raise InvalidSpec(
+            "bad --hosts", seen=f"{len(hosts)} hosts", expected=f"1 to {MAX_HOSTS} hosts"
+        )
+    return hosts
+
+
+def _host_of(text: str) -> RunHost:
+    match = _HOST.fullmatch(text)
+    if match is None or not _is_address(match["name"]):
+        raise InvalidSpec(
+            "bad host",
+            seen=repr(text),
+            expected="HOST, HOST:N or USER@HOST:N, with names of letters, digits, '.', '_' and '-'"
+            " that do not start with '-'",
+        )
+    return RunHost(match["name"].replace("[", "").replace("]", ""), match["num_workers"] or "")
+
+
+def _is_address(name: str) -> bool:
+    """True if what is in brackets is an IPv6 address, or there are no brackets."""
+    if not name.endswith("]"):
+        return True
+    try:
+        ipaddress.IPv6Address(name[name.index("[") + 1 : -1])
+    except ValueError:
+        return False
+    return True
+
+
+def check_reached(hosts: Sequence[RunHost], coordinators: Sequence[str]) -> None:
+    """Raise InvalidSpec if a coordinator listens for this machine alone, and a host is another."""
+    loopback = ("127.0.0.1:", "localhost:", "[::1]:")
+    found = [each for each in coordinators if each.startswith(loopback)]
+    if found and any(host.name != LOCALHOST for host in hosts):
+        raise InvalidSpec(
+            "the hosts cannot reach the coordinator",
+            seen=f"{','.join(found)}, which is for its own machine alone",
+            expected="an address that the hosts reach",
+            fix="Leave --coordinator out (and unset SHOAL_COORDINATOR): the run then starts a"
+            " cluster on this machine, for these hosts too.",
+        )
+
+
+def _parsed(kind: Any, tokens: Sequence[Any]) -> tuple[RunHost, ...]:
+    return parse_hosts(str(tokens[-1].value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """Hosts on which workers are started over ssh."""
+
+    hosts: Annotated[
+        Sequence[RunHost],
+        Parameter(
+            name="--hosts",
+            metavar="HOST[:N],...",
+            group=_GROUP,
+            converter=_parsed,
+            n_tokens=1,
+            json_list=False,
+            json_dict=False,
+        ),
+    ] = ()
+    """Start workers on these hosts, over ssh: N on each, or as many as -n says. localhost: this
+    machine. A host that cannot be reached is reported and left out. Without --coordinator, the
+    run starts a cluster on this machine for them."""
+    num_nodes: Annotated[str, Parameter(name="--nnodes", metavar="N|MIN:MAX", group=_GROUP)] = ""
+    """Number of hosts, as torchrun takes it: refuse to begin with fewer than MIN of --hosts, and
+    train only with the workers of that many. N alone: all of them."""
+    python: Annotated[str, Parameter(name="--host-python", metavar="PATH", group=_GROUP)] = ""
+    """Python with Shoal on the hosts. By default the path of this one."""
+    address: Annotated[str, Parameter(name="--host-address", metavar="ADDRESS", group=_GROUP)] = ""
+    """Address of this machine for the hosts. By default the one from which their ssh servers see
+    this machine."""
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            self._check_alone()
+            return
+        least, most = self._nodes()
+        if not 1 <= least <= most or len(self.hosts) > most or least > len(self.hosts):
+            raise InvalidSpec(
+                "--nnodes does not fit --hosts",
+                seen=f"--nnodes {self.num_nodes} with {len(self.hosts)} hosts",
+                expected="N or MIN:MAX, with at least MIN and at most MAX hosts",
+            )
+
+    def _check_alone(self) -> None:
+        if self.num_nodes not in ("", "1", "1:1"):
+            raise InvalidSpec(
+                "`shoal run` starts the workers of one host",
+                seen=f"--nnodes {self.num_nodes} without --hosts",
+                expected="--hosts HOST,HOST, or the same command on each host, with one"
+                " --coordinator and one --job",
+                fix="--min and --max bound the number of workers over all hosts; --desired is the"
+                " number with which the job starts.",
+            )
+        if self.python or self.address:
+            raise InvalidSpec(
+                "--host-python and --host-address are for --hosts",
+                seen="no --hosts",
+                expected="--hosts HOST,HOST",
+            )
+
+    @property
+    def min_nodes(self) -> int:
+        """Number of hosts without which the job does not train; 0: any number will do."""
+        return self._nodes()[0] if self.num_nodes else 0
+
+    def _nodes(self) -> tuple[int, int]:
+        if not self.num_nodes:
+            return 1, MAX_HOSTS
+        least, _, most = self.num_nodes.partition(":")
+        try:
+            return int(least), int(most or least)
+        except ValueError:
+            return 0, 0

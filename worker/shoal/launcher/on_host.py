@@ -1,0 +1,139 @@
+"""The part of `shoal run --hosts` on each host: an ordinary `shoal run`, started over ssh.
+
+    python -m shoal.launcher.on_host DIRECTORY WORKERS [SCRIPT]
+
+It says on stdout what it is (`HostGreeting`), or ends with a reason. Then it reads one line, the
+`LaunchOrder`: keys and the environment come through the connection, so that no other user of the
+host sees them in the list of processes. Keys are in a folder that only the user can read, for as
+long as the run lasts. Each further line is a Ctrl-C. The end of the connection is a SIGTERM: no
+worker outlives it by more than `--grace-s`.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from io import FileIO
+from pathlib import Path
+from types import FrameType
+
+from shoal.launcher.hosts import num_workers_of
+from shoal_client.cli import main as run_command
+from shoal_client.local.directory import temporary_directory
+from shoal_proto.tls.identity import FOLDER_VARIABLE
+
+MARK = "shoal-host: "
+"""Start of the lines that are for the other side; all others are output."""
+MAX_ORDER_BYTES = 1 << 24
+BAD_ARGUMENTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostGreeting:
+    """First line of a host that can be used."""
+
+    version: str
+    num_workers: int
+    seen_address: str
+    """Address from which ssh has connected; empty without ssh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOrder:
+    """Work of a host."""
+
+    arguments: Sequence[str]
+    """Arguments of `shoal`."""
+    environment: Mapping[str, str]
+    """Variables to set."""
+    files: Mapping[str, str]
+    """Contents of the certificate's files by name; empty: the run uses no TLS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostEnding:
+    """Last line of a host whose run has ended."""
+
+    exit_code: int
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the host's workers, as the other side says; return the exit code of `shoal run`."""
+    # One stream, so that lines stay in order.
+    os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
+    directory, workers, *script = arguments
+    if problem := _problem(directory, script):
+        print(problem, flush=True)
+        return BAD_ARGUMENTS
+    os.chdir(directory)
+    count = int(num_workers_of(workers))
+    if count < 1:
+        print(f"no workers; saw {workers}: {count}; expected at least 1", flush=True)
+        return BAD_ARGUMENTS
+    _tell(
+        HostGreeting(
+            version=version("shoal"),
+            num_workers=count,
+            seen_address=os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
+        )
+    )
+    # Not sys.stdin: Python cannot end while a thread waits within its buffer.
+    orders = FileIO(sys.stdin.fileno(), closefd=False)
+    line = orders.readline(MAX_ORDER_BYTES)
+    if not line.endswith(b"\n"):
+        return 0  # The other side has ended, or leaves this host out.
+    order = LaunchOrder(**json.loads(line))
+    os.environ.update(order.environment)
+    signal.signal(signal.SIGTERM, _leave)
+    threading.Thread(target=_relay, args=(orders,), name="shoal-orders", daemon=True).start()
+    with temporary_directory("shoal-run-") as folder:
+        if order.files:
+            _write(folder, order.files)
+            os.environ[FOLDER_VARIABLE] = str(folder)
+        code = run_command(order.arguments)
+    _tell(HostEnding(exit_code=code))
+    return code
+
+
+def _problem(directory: str, script: Sequence[str]) -> str:
+    if not Path(directory).is_dir():
+        return f"no such directory: {directory}"
+    missing = [each for each in script if not Path(directory, each).is_file()]
+    return f"no such script: {missing[0]} in {directory}" if missing else ""
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files into the folder, which has mode 700."""
+    for name, text in files.items():
+        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _relay(orders: FileIO) -> None:
+    """Pass on each Ctrl-C of the other side as a signal to this process."""
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    while orders.readline(MAX_ORDER_BYTES):
+        signal.pthread_kill(main_thread, signal.SIGINT)
+    # Nobody reads the output any more, and the workers must still be able to print.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
+    signal.pthread_kill(main_thread, signal.SIGTERM)
+
+
+def _tell(message: HostGreeting | HostEnding) -> None:
+    print(MARK + json.dumps(asdict(message)), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,456 @@
+"""The launchers of `shoal run --hosts`: one on each host, each behind a connection of `ssh`.
+
+The other end of a connection is `shoal.launcher.on_host`. This end holds its stdin, through which
+it gives the work and each Ctrl-C. A host that cannot be used says so by ending before its greeting;
+a host that is lost, by ending without its exit code.
+"""
+
+import json
+import os
+import queue
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from importlib.metadata import version
+from ipaddress import ip_address
+from types import FrameType, TracebackType
+
+from shoal.launcher.hosts import LOCALHOST, RunHost, WorkerCount
+from shoal.launcher.on_host import MARK, HostEnding, HostGreeting, LaunchOrder
+from shoal.launcher.run_config import RunConfig, worker_files
+from shoal_client.certificates.authority import CertificateHolder
+from shoal_client.certificates.folder import CertificateFolder
+from shoal_client.commands.jobs import phase_of
+from shoal_client.host.stop_orders import StopOrders
+from shoal_client.local.process import ChildCommand, Process, Supervisor
+from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
+from shoal_proto.terminal import printable
+from shoal_proto.tls.identity import CA_FILE, VARIABLES
+from shoal_proto.tls.names import Caller, CertificateRole
+
+SSH_OPTIONS = (
+    "-T",
+    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes"),
+    # A host that is cut off counts as lost after half a minute.
+    *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR"),
+)
+GREETING_S = 90.0
+"""Time for a host to connect and greet: a busy host may take long to start Python."""
+KILLED_S = 15.0
+"""Time for hosts to end after a second Ctrl-C."""
+OUTPUT_S = 2.0
+"""Time to read the last lines of a connection that has ended."""
+END_S = 30.0
+"""Time for hosts to end after the grace time of their workers."""
+LAST_LINES = 3
+VALID = timedelta(days=30)
+"""Validity of the certificate that is copied to the hosts once; it is for this job alone."""
+INSISTED = 2
+"""Number of signals that are passed on; a further one ends the connections."""
+DRAINED = 128 + signal.SIGTERM
+PASSED_ON = ("SHOAL_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTHON")
+"""Beginnings of the names of variables that hosts get."""
+KEPT_BACK = {
+    *(*VARIABLES, "SHOAL_TLS", "SHOAL_COORDINATOR", "SHOAL_HTTP"),
+    *("SHOAL_MEMBER_ID", "SHOAL_ADDRESS", "SHOAL_LOG_DIR", "SHOAL_METRICS"),
+}
+"""Variables that mean something else on another host, or are given as options."""
+
+
+Sink = Callable[[str], None]
+_Message = HostGreeting | HostEnding | Process | int | str
+"""A host's message or its end; without a host a signal, or why the cluster is gone."""
+
+
+class _Connection:
+    """One host: its process here, its stdin, and what it has said."""
+
+    def __init__(self, host: RunHost) -> None:
+        self.host = host
+        self.process: Process | None = None
+        self.orders = -1
+        self.greeting: HostGreeting | None = None
+        self.exit_code: int | None = None
+        """Exit code of the host's launcher; None if it runs, or the host was lost."""
+        self.is_over = False
+        self.last_lines: list[str] = []
+        """Newest lines before the greeting: the reason if there is none."""
+
+    def start(self, command: Sequence[str], supervisor: Supervisor, sink: Sink) -> None:
+        stdin, self.orders = os.pipe()
+        try:
+            self.process = supervisor.spawn(
+                ChildCommand(name=self.host.name, arguments=command, sink=sink, stdin=stdin)
+            )
+        finally:
+            os.close(stdin)
+
+    def write(self, data: bytes) -> None:
+        """Write to the host's stdin, in full."""
+        with suppress(BrokenPipeError):  # Its end is another event.
+            while data:
+                data = data[os.write(self.orders, data) :]
+
+    def close(self) -> None:
+        if self.orders >= 0:
+            os.close(self.orders)
+            self.orders = -1
+
+    @property
+    def reason(self) -> str:
+        """Reason for which the host cannot be used."""
+        if self.greeting is not None and self.greeting.version != version("shoal"):
+            return f"it has shoal {self.greeting.version}, and this machine {version('shoal')}"
+        if self.last_lines:
+            return "; ".join(self.last_lines)
+        ended = self.process is not None and self.process.exit_code is not None
+        return "it ended without a message" if ended else f"no answer within {GREETING_S:g} s"
+
+
+class HostLaunchers:
+    """The launchers on all hosts. `connect` first, then `run`; the end of the block ends them."""
+
+    def __init__(self, config: RunConfig, orders: StopOrders, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._orders = orders
+        self._say = say
+        self._events: queue.SimpleQueue[tuple[_Connection | None, _Message]] = queue.SimpleQueue()
+        self._by_name = {host.name: _Connection(host) for host in config.over_ssh.hosts}
+        self._connections = [*self._by_name.values()]
+        self._supervisor = Supervisor(on_exit=self._exited, grace_s=5.0)
+        self._output = threading.Lock()
+        self._interrupted: list[int] = []
+        self._give_up_s: float | None = None
+        self._given_up = ""
+        self._codes: list[int] = []
+
+    def __enter__(self) -> "HostLaunchers":
+        self._supervisor.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for each in self._by_name.values():
+            each.close()
+        self._supervisor.close()
+
+    # --- connecting ---
+
+    def connect(self) -> RunConfig:
+        """Connect to the hosts, and leave out those that cannot be used; return the config with
+        bounds for the others. Raises Unavailable if too few are left."""
+        needs_ssh = any(each.host.name != LOCALHOST for each in self._connections)
+        if needs_ssh and shutil.which("ssh") is None:
+            raise InvalidSpec(
+                "no ssh on this machine",
+                seen="no `ssh` on PATH",
+                expected="OpenSSH's client",
+                fix="Debian: apt-get install openssh-client",
+            )
+        for each in self._connections:
+            each.start(self._command(each.host), self._supervisor, self._sink(each))
+        self._await_greetings()
+        usable = [each for each in self._connections if self._is_usable(each)]
+        for each in self._connections:
+            if each not in usable:
+                self._say(f"{each.host.name} is left out: {printable(each.reason)}")
+                each.close()
+        least = max(1, self._config.over_ssh.min_nodes)
+        if len(usable) < least:
+            raise Unavailable(
+                "too few hosts can be used",
+                seen=f"{len(usable)} of {len(self._connections)}",
+                expected=f"at least {least}",
+                fix="Try `ssh -o BatchMode=yes HOST true`: ssh must not ask for a password or for"
+                " the host's key.",
+            )
+        self._connections = usable
+        counts = [(each.host.name, _greeted(each).num_workers) for each in usable]
+        self._say(f"workers: {', '.join(f'{number} on {name}' for name, number in counts)}")
+        self._config = self._config.on_hosts([number for _, number in counts])
+        return self._config
+
+    @property
+    def address(self) -> str:
+        """Address of this machine for the hosts; loopback if they are this machine. Raises
+        InvalidSpec if it is not known."""
+        if self._config.over_ssh.address:
+            return self._config.over_ssh.address
+        greetings = [_greeted(each) for each in self._connections]
+        seen = Counter(each.seen_address for each in greetings if _is_useful(each.seen_address))
+        if not seen:
+            return "127.0.0.1"
+        address = seen.most_common(1)[0][0]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe:
+            try:
+                probe.bind((address, 0))
+            except OSError:
+                raise InvalidSpec(
+                    "the address of this machine for the hosts is not known",
+                    seen=f"the hosts see {address}, which is not an address of this machine",
+                    expected="one that the hosts reach, without a router or jump host in between",
+                    fix="Give it with --host-address ADDRESS.",
+                ) from None
+        return address
+
+    def _command(self, host: RunHost) -> Sequence[str]:
+        count = self._config.num_workers
+        usual = count.text if isinstance(count, WorkerCount) else str(count)
+        script = () if self._config.module else (self._config.script[0],)
+        python = self._config.over_ssh.python or sys.executable
+        words = (
+            *(python, "-P", "-u", "-m", "shoal.launcher.on_host"),
+            *(os.getcwd(), host.num_workers or usual, *script),  # noqa: PTH109 - text, not a path
+        )
+        line = f"exec {shlex.join(words)}"
+        if host.name == LOCALHOST:
+            return ("sh", "-c", line)
+        return ("ssh", *SSH_OPTIONS, "--", host.name, line)
+
+    def _await_greetings(self) -> None:
+        deadline_s, waiting = time.monotonic() + GREETING_S, set(self._connections)
+        while waiting and (left_s := deadline_s - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                connection, message = self._events.get(timeout=left_s)
+                assert connection is not None
+                if isinstance(message, HostGreeting):
+                    connection.greeting = message
+                else:
+                    connection.is_over = True
+                waiting.discard(connection)
+
+    def _is_usable(self, connection: _Connection) -> bool:
+        greeting = connection.greeting
+        is_same = greeting is not None and greeting.version == version("shoal")
+        return is_same and not connection.is_over
+
+    # --- running ---
+
+    def run(self, config: RunConfig) -> int:
+        """Have the hosts run the job, and return the exit code when all have ended. `config`: that
+        of `connect`, with the coordinators."""
+        self._config = config
+        files = _files_for_hosts(config)
+        with self._signals():
+            for each in self._connections:
+                order = LaunchOrder(
+                    arguments=_arguments(config, _greeted(each).num_workers),
+                    environment=_environment(config.environment),
+                    files=files,
+                )
+                each.write(json.dumps(asdict(order)).encode() + b"\n")
+            while not all(each.is_over for each in self._connections):
+                try:
+                    connection, message = self._events.get(timeout=self._left_s())
+                except queue.Empty:
+                    names = [each.host.name for each in self._connections if not each.is_over]
+                    self._say(f"not ended in time, left behind: {', '.join(names)}")
+                    break
+                self._on_event(connection, message)
+                if len(self._interrupted) > INSISTED:
+                    break
+        code = self._exit_code()
+        self._say(f"exit code {code}")
+        return code
+
+    def give_up(self, reason: str) -> None:
+        """End the workers, as their cluster is gone for good. Callable from any thread."""
+        self._events.put((None, reason))
+
+    def _on_event(self, connection: _Connection | None, message: _Message) -> None:
+        if connection is None:
+            assert isinstance(message, int | str)
+            self._end(message)
+        elif connection not in self._connections:
+            pass  # It was left out.
+        elif isinstance(message, HostEnding):
+            connection.exit_code = message.exit_code
+            self._codes.append(message.exit_code)
+        elif isinstance(message, Process):
+            connection.is_over = True
+            if connection.exit_code is None:
+                self._say(f"{connection.host.name} was lost: its connection has ended")
+            self._end_if_starved()
+
+    def _end(self, order: int | str) -> None:
+        """End the hosts, by a signal or since their cluster was given up."""
+        if isinstance(order, str):
+            self._given_up = order
+            self._say(f"ending the workers: {order}")
+        else:
+            self._interrupted.append(order)
+            name, again = signal.Signals(order).name, len(self._interrupted) > 1
+            self._say(
+                f"{name}: workers are killed"
+                if again
+                else f"{name}: workers finish their step and end; once more kills them"
+            )
+        again = len(self._interrupted) > 1
+        limit_s = KILLED_S if again else self._config.restart.grace_s + END_S
+        self._give_up_s = time.monotonic() + limit_s
+        for each in self._connections:
+            if not each.is_over:
+                each.write(b"\n")
+
+    def _end_if_starved(self) -> None:
+        """End the workers if too few hosts are left, and no worker can come."""
+        left = sum(_greeted(each).num_workers for each in self._connections if not each.is_over)
+        codes = (each.exit_code for each in self._connections)
+        if (
+            not 0 < left < self._config.min_members
+            or not self._config.alone
+            or self._interrupted
+            or self._given_up
+            or 0 in codes
+        ):
+            return
+        least = self._config.min_members
+        self.give_up(f"{left} of at least {least} workers are left, and none can come")
+
+    def _left_s(self) -> float | None:
+        return None if self._give_up_s is None else max(0.0, self._give_up_s - time.monotonic())
+
+    def _exit_code(self) -> int:
+        """Return 0 if the job is finished, also if hosts were lost; a script's own code first."""
+        phase = ""
+        with suppress(ShoalError):
+            phase = phase_of(self._config.coordinators, self._config.job)
+        if phase:
+            self._say(f"job {self._config.job} is {phase}")
+        failed = [code for code in self._codes if code not in (0, DRAINED)]
+        if phase == "finished":
+            return next((code for code in failed if code < 128), 0)
+        if self._given_up:
+            return 1
+        if self._interrupted:
+            return 128 + self._interrupted[0]
+        if failed:
+            return failed[0]
+        if not self._codes:
+            return 1
+        return 0 if 0 in self._codes else DRAINED
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            if not self._orders.repeats(number):
+                self._events.put((None, number))
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # --- called on the threads of the connections ---
+
+    def _exited(self, process: Process) -> None:
+        process.drain(OUTPUT_S)  # The exit code is in its output.
+        self._events.put((self._by_name[process.name], process))
+
+    def _sink(self, connection: _Connection) -> Sink:
+        def take(line: str) -> None:
+            if line.startswith(MARK) and (message := _message(line.removeprefix(MARK))):
+                self._events.put((connection, message))
+            elif connection.greeting is None:
+                connection.last_lines = [*connection.last_lines, line][-LAST_LINES:]
+            else:
+                self._print(f"{connection.host.name}: {line}")
+
+        return take
+
+    def _print(self, line: str) -> None:
+        with self._output:
+            try:
+                print(line, flush=True)
+            except BrokenPipeError:
+                # As in any pipeline: end the work when the reader is gone.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                self._events.put((None, signal.SIGTERM))
+
+
+def _greeted(connection: _Connection) -> HostGreeting:
+    assert connection.greeting is not None
+    return connection.greeting
+
+
+def _message(text: str) -> HostGreeting | HostEnding | None:
+    """Return the message in the line; None if a script has printed a line like it."""
+    try:
+        content = json.loads(text)
+        return HostEnding(**content) if "exit_code" in content else HostGreeting(**content)
+    except (ValueError, TypeError):
+        return None
+
+
+def _is_useful(address: str) -> bool:
+    """True if other machines can connect to the address."""
+    try:
+        found = ip_address(address)
+    except ValueError:
+        return False
+    return not found.is_loopback and "%" not in address
+
+
+def _files_for_hosts(config: RunConfig) -> Mapping[str, str]:
+    """Return the files with which the hosts speak to the cluster: a certificate for this job alone
+    if the authority's key is here, else that of this machine's workers."""
+    files = worker_files(config)
+    if files is None:
+        return {}
+    folder = CertificateFolder(files.ca.parent)
+    cert, key = files.cert, files.key
+    name = CertificateRole.WORKER.value
+    if files.ca.name == CA_FILE and folder.can_issue:
+        caller = Caller(CertificateRole.WORKER, name, config.job)
+        issued = folder.issue_for_another_machine(CertificateHolder(caller=caller, valid=VALID))
+        texts = (files.ca.read_text(), issued.cert.decode(), issued.key.decode())
+    else:
+        texts = (files.ca.read_text(), cert.read_text(), key.read_text())
+    return dict(zip((CA_FILE, f"{name}.crt", f"{name}.key"), texts, strict=True))
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in variables.items()
+        if name.startswith(PASSED_ON) and name not in KEPT_BACK
+    }
+
+
+def _arguments(config: RunConfig, num_workers: int) -> Sequence[str]:
+    """Return the arguments of `shoal` on a host."""
+    restart, output = config.restart, config.output
+    options: dict[str, object] = {
+        "-n": num_workers,
+        "--job": config.job,
+        "--coordinator": ",".join(config.coordinators),
+        "--min": config.min_members,
+        "--max": config.max_members,
+        "--desired": config.desired_members,
+        "--max-restarts": restart.max_restarts,
+        "--restart-on": restart.restart_on,
+        "--grace-s": repr(restart.grace_s),
+    }
+    if output.metrics:
+        options["--metrics"] = output.metrics
+    if output.log_directory is not None:
+        options["--log-dir"] = output.log_directory
+    words = [str(word) for option in options.items() for word in option]
+    flags = [*(["--verbose"] if output.verbose else []), *(["-m"] if config.module else [])]
+    return ("run", *words, *flags, "--", *config.script)
