@@ -221,6 +221,16 @@ def what_follows_on_a_copy_is_refused_of_who_leads_no_longer(patch: Patch) -> No
     patch.setattr(Copies, "_record", record)
 
 
+def a_record_is_discarded_once_one_follower_has_it(patch: Patch) -> None:
+    """Another one lacks it."""
+
+    def trim(led: LedShard) -> None:
+        needs = (f.needs_from(led.version) for f in led.followers.values())
+        led.log.trim(max(needs, default=led.version))
+
+    patch.setattr(LedShard, "trim", trim)
+
+
 def who_has_nothing_of_a_shard_keeps_its_place_in_the_record(patch: Patch) -> None:
     """Nobody else leads the shard then, nor calls it lost."""
     patch.setattr(MissingShards, "revised", lambda missing, key, a: a)
@@ -264,6 +274,7 @@ FAULTS: Sequence[Fault] = (
     what_was_held_in_another_run_is_kept,
     what_nobody_loads_any_more_is_waited_for,
     who_has_nothing_of_a_shard_keeps_its_place_in_the_record,
+    a_record_is_discarded_once_one_follower_has_it,
 )
 RARE = (
     what_follows_on_a_copy_is_refused_of_who_leads_no_longer,

@@ -13,7 +13,9 @@ from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.messages import (
     BackupState,
     ChunkReceived,
+    CopyUpToDate,
     ImageChunk,
+    ImageStart,
     Key,
     Reply,
     UpdateMessage,
@@ -35,6 +37,8 @@ class ServerPeers:
         self._opened: dict[tuple[Holder, int], tuple[Link, End]] = {}
         """Links opened by this process, by peer and number."""
         self._accepted: dict[tuple[Holder, int], tuple[Link, End]] = {}
+        self._sent: dict[tuple[Holder, int, Key], int] = {}
+        """Version of the last record that was sent, or that records are to follow."""
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             fx.OpenLink: self._open,
             fx.CloseLink: self._close,
@@ -115,6 +119,7 @@ class ServerPeers:
         found = self._opened.get((effect.peer, effect.link))
         assert found is not None, f"{effect} over a link that is not there"
         link, end = found
+        self._check_order(effect)
         request = effect.request
         is_held = link.send(end, (request, self._data_of(effect)))
         if is_held and isinstance(request, UpdateMessage):
@@ -122,6 +127,16 @@ class ServerPeers:
                 effect.peer, effect.link, request.key, request.epoch, request.version
             )
             self._server.process.act(0.0, lambda: self._server.tell(held))
+
+    def _check_order(self, effect: fx.SendRequest) -> None:
+        """Check that records follow an image or a copy without a gap."""
+        request, place = effect.request, (effect.peer, effect.link, effect.request.key)
+        if isinstance(request, CopyUpToDate | ImageStart):
+            self._sent[place] = request.version
+        elif isinstance(request, UpdateMessage):
+            assert effect.record is not None and effect.record.version == request.version, effect
+            self._sent[place] += 1
+            assert request.version == self._sent[place], f"{effect} is sent after a gap"
 
     def _data_of(self, effect: fx.SendRequest) -> Any:
         request = effect.request
