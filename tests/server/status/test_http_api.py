@@ -17,6 +17,7 @@ from shoal_proto.health import gauges
 from shoal_proto.incarnation import public_id
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.terminal import printable
+from shoal_server.status.access.guard import OPEN
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.health import EXAMPLE
 from shoal_server.status.views import FIGURES, AcceptedLossView, LostShardView, Readiness
@@ -136,6 +137,19 @@ async def test_a_health_report_is_shown_with_its_member(http: httpx.AsyncClient)
     assert entry["health"]["samples_per_s"] == 900.5
     assert entry["losses"] == [[1300, 0.125]]
     assert (await http.get("/api/v1/jobs")).json()[0]["step"] == 1300
+
+
+async def test_every_file_that_the_page_names_is_served(http: httpx.AsyncClient) -> None:
+    """The scripts and the style of its head, and the library that is loaded later; to readers
+    without a token, too."""
+    named = re.findall(r'(?:src|href)="(/[^"]+[.](?:js|css))"', (await http.get("/")).text)
+    named += re.findall(r'"(/vendor/[^"]+)"', (await http.get("/plot.js")).text)
+    assert len(named) > 8
+    for path in named:
+        answer = await http.get(path)
+        assert answer.status_code == 200, path
+        assert answer.headers["content-type"].startswith(("text/javascript", "text/css"))
+        assert path in OPEN
 
 
 async def test_a_step_that_is_wrong_does_not_stay(world: World, http: httpx.AsyncClient) -> None:

@@ -46,20 +46,17 @@ async def test_the_page_shows_the_job_that_runs(
 async def test_the_page_charts_the_life_of_a_job(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Loss, throughput, step times and staleness, each told in words too; changes are marked, and
-    the timeline says what they cost."""
+    """Loss, throughput, step times and staleness, each told in words too; the timeline says what
+    changes cost."""
     status_world.charted(world.board)
     await page.goto(f"{server.url}/?job=digits")
     charts = page.get_by_role("region", name="Charts")
-    loss = charts.get_by_role("img", name="Loss from")
+    loss = charts.get_by_role("slider", name="Loss from")
     await expect(loss).to_have_count(1)
     assert "over 4 min" in str(await loss.get_attribute("aria-label"))
-    assert await loss.locator("path").count() == 1
-    told = await loss.locator(".mark.lost title").text_content()
-    assert told == "generation 3: lost w9 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
-    await expect(charts.get_by_role("img", name="Step time from 10 ms")).to_have_count(1)
-    await expect(charts.get_by_role("img", name="Samples per second")).to_have_count(1)
-    await expect(charts.get_by_role("img", name="Staleness")).to_have_count(1)
+    await expect(charts.get_by_role("slider", name="Step time from 10 ms")).to_have_count(1)
+    await expect(charts.get_by_role("slider", name="Samples per second")).to_have_count(1)
+    await expect(charts.get_by_role("slider", name="Staleness")).to_have_count(1)
     generations = page.get_by_role("region", name="Generations")
     await expect(generations).to_contain_text("paused 0.06 s")
 
@@ -183,7 +180,7 @@ async def test_nothing_is_cut_off_at_any_width(
     await page.set_viewport_size({"width": width, "height": 800})
     await page.goto(f"{server.url}/?job=digits")
     await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
-    await expect(page.locator(".chart")).not_to_have_count(0)
+    await expect(page.locator(".chart .uplot")).not_to_have_count(0)
     assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -204,7 +201,7 @@ async def test_text_stands_out_from_its_ground(
     await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     await page.goto(f"{server.url}/?job=digits")
     await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
-    await expect(page.locator(".chart")).not_to_have_count(0)
+    await expect(page.locator(".chart .uplot")).not_to_have_count(0)
     poor = await page.evaluate(CONTRAST)
     assert poor == []
 

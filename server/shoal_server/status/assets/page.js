@@ -6,7 +6,7 @@ const STALE_AFTER_MS = 4000;
 const RETRY_MS = 1500;
 const SHOWN_GENERATIONS = 12;
 const SVG = "http://www.w3.org/2000/svg";
-const IN_SVG = new Set(["svg", "path", "circle", "line", "svg:title"]);
+const IN_SVG = new Set(["svg", "path", "circle"]);
 const FILTERED_FROM = 8;
 const TONES = {
   running: "good", training: "good", ready: "good", serving: "good", committed: "info",
@@ -19,7 +19,7 @@ const TONES = {
 
 function h(tag, attributes, ...children) {
   const node = IN_SVG.has(tag)
-    ? document.createElementNS(SVG, tag.replace("svg:", "")) : document.createElement(tag);
+    ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
     if (value === undefined || value === null || value === false) continue;
     // Styles are set as properties: the page's policy forbids style attributes.
@@ -42,6 +42,13 @@ function morph(old, fresh) {
     old.replaceWith(fresh);
     return;
   }
+  // The element's own script changes what is in it.
+  const keeps = old.dataset && old.dataset.keeps;
+  if (keeps !== (fresh.dataset && fresh.dataset.keeps)) {
+    old.replaceWith(fresh);
+    return;
+  }
+  if (keeps !== undefined) return;
   if (old.nodeType === Node.TEXT_NODE) {
     if (old.data !== fresh.data) old.data = fresh.data;
     return;
@@ -470,6 +477,7 @@ function show(state) {
     : h("p", { class: "notice warn" }, `Not ready: ${readiness.reason}`));
   fill("jobs", jobList(state, state.job && state.job.detail.summary.job));
   fill("job", state.job ? jobView(state) : blank(state, page.wanted));
+  drawCharts();
   fill("clock", `As of ${clockOf(new Date(state.now_unix_s * 1000))}`);
   const job = state.job && state.job.detail.summary;
   document.title = job ? `${job.job}: ${job.shown_state} · Shoal` : "Shoal";
