@@ -152,6 +152,31 @@ async def test_every_file_that_the_page_names_is_served(http: httpx.AsyncClient)
         assert path in OPEN
 
 
+async def test_the_age_of_a_checkpoint_is_known_if_it_was_seen_to_come(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """The first report may name one that is long there. Members say whether they write any."""
+
+    async def course(**figures: object) -> dict[str, object]:
+        assert (await http.post(HEALTH, json={**REPORT, "course": figures})).status_code == 204
+        shown: dict[str, object] = (await http.get("/api/v1/jobs/digits")).json()["course"]
+        return shown
+
+    assert (await course())["writes_checkpoints"] is None
+    assert (await course(writes_checkpoints=False))["writes_checkpoints"] is False
+    first = await course(writes_checkpoints=True, checkpoint_step=100)
+    assert first["writes_checkpoints"] is True
+    assert isinstance(first["checkpoint_unix_s"], float)
+    again = await course(checkpoint_step=100)
+    assert again["checkpoint_unix_s"] == first["checkpoint_unix_s"]
+    world.renew()
+    world.put(status_world.job())
+    taken_over = await course(checkpoint_step=100)
+    assert taken_over["checkpoint_step"] == 100
+    assert taken_over["checkpoint_unix_s"] is None
+    assert isinstance((await course(checkpoint_step=200))["checkpoint_unix_s"], float)
+
+
 async def test_a_step_that_is_wrong_does_not_stay(world: World, http: httpx.AsyncClient) -> None:
     """The next report of the same process mends it, in the job's step too."""
     for synchronous in (True, False):

@@ -6,6 +6,7 @@ from support.clusters import status_world
 from support.clusters.status_world import World
 
 from shoal_proto.errors import Unavailable
+from shoal_proto.health import CourseFigures
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 from shoal_server.status.views import ProcessView, Readiness
@@ -84,6 +85,37 @@ async def test_many_jobs_can_be_filtered(world: World, server: StatusServer, pag
     await expect(page.locator(".reason")).to_have_text("another one")
     await expect(jobs).to_have_count(5)
     await expect(page.locator("#jobs h2")).to_contain_text("5 of 201")
+
+
+@pytest.mark.parametrize(
+    ("writes", "told"),
+    [(False, "No checkpoints are configured"), (True, "No checkpoint is written yet")],
+)
+async def test_a_job_without_a_checkpoint_says_so(
+    world: World, server: StatusServer, page: Page, writes: bool, told: str
+) -> None:
+    course = CourseFigures(writes_checkpoints=writes)
+    world.board.report("digits", "w0", status_world.health("w0", course=course))
+    await page.goto(f"{server.url}/?job=digits")
+    saved = page.get_by_role("region", name="Saved")
+    await expect(saved).to_contain_text(told)
+    written = CourseFigures(writes_checkpoints=True, checkpoint_step=1000)
+    world.board.report("digits", "w0", status_world.health("w0", course=written))
+    await expect(saved).to_contain_text("step 1,000, 200 steps ago, written ")
+    await expect(saved).not_to_contain_text(told)
+
+
+async def test_an_interrupted_job_shows_how_its_last_member_ended(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    world.change("digits", phase="collect", state="interrupted", members=())
+    reason = "w1 left: RuntimeError: out of memory"
+    world.board.event("digits", "member_removed", reason, member_id="w1")
+    await page.goto(f"{server.url}/?job=digits")
+    state = page.locator("h1 + .pill")
+    await expect(state).to_have_text("interrupted")
+    await expect(state).to_have_class("pill bad")
+    await expect(page.locator(".title + .error")).to_contain_text(reason)
 
 
 async def test_a_change_is_shown_without_a_reload_and_keeps_what_the_reader_did(

@@ -176,14 +176,20 @@ function progress({ course }) {
 }
 
 // The state from which the job would continue if all members were lost now.
-function saved({ summary, course }, now_s) {
+function saved({ summary, course, synchronous }, now_s) {
+  const steps = isNumber(course.checkpoint_step) && plural(Math.max(0, summary.step - course.checkpoint_step), "step");
   const kept = [
-    isNumber(course.checkpoint_step)
-      && ["Checkpoint", `step ${count(course.checkpoint_step)}, ${plural(Math.max(0, summary.step - course.checkpoint_step), "step")} ago`],
+    isNumber(course.checkpoint_step) && ["Checkpoint", [`step ${count(course.checkpoint_step)}, ${steps} ago`,
+      isNumber(course.checkpoint_unix_s) && [", written ", ago(course.checkpoint_unix_s, now_s)]]],
     isNumber(course.snapshot_unix_s) && ["Snapshot", ago(course.snapshot_unix_s, now_s)],
   ].filter(Boolean);
-  return kept.length === 0 ? null : section("Saved", "where the job would continue if all members were lost",
-    h("dl", { class: "settings" }, kept.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
+  const isOver = OVER.has(summary.state);
+  const warning = isOver || !synchronous || kept.length ? ""
+    : course.writes_checkpoints === false ? "No checkpoints are configured: if all members were lost, the job would start from step 0. Set checkpoints= in the script."
+      : course.writes_checkpoints ? "No checkpoint is written yet: if all members were lost, the job would start from its newest earlier one, or from step 0." : "";
+  return kept.length === 0 && !warning ? null : section("Saved", "where the job would continue if all members were lost",
+    warning && h("p", { class: "unsaved" }, warning),
+    kept.length > 0 && h("dl", { class: "settings" }, kept.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
 }
 
 function settings(job) {
