@@ -55,6 +55,7 @@ _TYPES = {
     "vendor/uPlot.min.css": "text/css",
     "actions.js": "text/javascript",
     "output.js": "text/javascript",
+    "outputs.js": "text/javascript",
     "login.js": "text/javascript",
     "page.css": "text/css",
 }

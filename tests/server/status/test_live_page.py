@@ -87,6 +87,23 @@ async def test_many_jobs_can_be_filtered(world: World, server: StatusServer, pag
     await expect(page.locator("#jobs h2")).to_contain_text("5 of 201")
 
 
+async def test_long_names_of_jobs_are_shown_where_they_differ(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """The end of a name is in sight and its middle is left out; the whole name is there on hover
+    and for screen readers."""
+    names = [f"train_fsdp_on_the_large_data-c8234{number}" for number in range(3)]
+    for name in names:
+        world.put(status_world.job(name))
+    await page.goto(f"{server.url}/?job=digits")
+    for name in names:
+        link = page.get_by_role("link", name=name)
+        await expect(link).to_have_count(1)
+        await expect(link.locator(".name")).to_have_attribute("title", name)
+        end = link.get_by_text(name[-7:], exact=True)
+        assert await end.evaluate("(n) => n.scrollWidth <= n.clientWidth && n.clientWidth > 20")
+
+
 @pytest.mark.parametrize(
     ("writes", "told"),
     [(False, "No checkpoints are configured"), (True, "No checkpoint is written yet")],

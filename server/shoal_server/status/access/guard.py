@@ -24,6 +24,7 @@ OPEN = frozenset(
         "/page.js",
         "/actions.js",
         "/output.js",
+        "/outputs.js",
         "/charts.js",
         "/plot.js",
         "/export.js",

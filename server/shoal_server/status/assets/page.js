@@ -8,6 +8,7 @@ const SHOWN_GENERATIONS = 12;
 const SVG = "http://www.w3.org/2000/svg";
 const IN_SVG = new Set(["svg", "path", "circle"]);
 const FILTERED_FROM = 8;
+const ENDS_WITH = 7;
 const TONES = {
   running: "good", training: "good", ready: "good", serving: "good", committed: "info",
   starting: "info", preparing: "info", "bringing-up": "info", joining: "info",
@@ -130,6 +131,13 @@ function matches(job, filter) {
   return filter.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }
 
+// A name whose middle is left out if there is no room for all of it: names often differ at the end.
+function named(name) {
+  if (name.length <= ENDS_WITH * 2) return h("b", null, name);
+  return h("b", { class: "cut" }, h("span", { class: "hidden" }, name),
+    h("span", { "aria-hidden": "true" }, name.slice(0, -ENDS_WITH)), h("span", { "aria-hidden": "true" }, name.slice(-ENDS_WITH)));
+}
+
 function jobList(state, selected) {
   const field = document.getElementById("filter");
   field.hidden = state.jobs.length < FILTERED_FROM && !field.value;
@@ -137,7 +145,7 @@ function jobList(state, selected) {
   const items = shown.map((job) => h("li", null,
     h("a", { href: `?job=${encodeURIComponent(job.job)}`, "data-job": job.job,
       "aria-current": job.job === selected ? "page" : null },
-      h("span", { class: "name" }, h("b", null, job.job), pill(job.shown_state)),
+      h("span", { class: "name", title: job.job }, named(job.job), pill(job.shown_state)),
       h("small", null, `${plural(job.num_members, "member")} · step ${count(job.step)}`))));
   const note = shown.length < state.jobs.length ? `${shown.length} of ${state.jobs.length}` : "";
   return [h("h2", null, "Jobs", note && h("small", null, ` ${note}`)),
@@ -279,6 +287,7 @@ function members(page_job, now_s) {
             column("Waits for"))),
           h("tbody", { role: "rowgroup" }, job.members.map((entry) =>
             memberRow(entry, now_s, shows))))),
+    job.members.length > 1 && h("p", { class: "more" }, h("button", { type: "button", "data-output": "all", "aria-haspopup": "dialog" }, "Output of all members")),
     (hidden > 0 || page.all_members) && h("p", { class: "more" },
       hidden > 0 ? `${count(hidden)} more; members with a problem are listed first. ` : "",
       h("button", { type: "button", "data-members": hidden > 0 ? "all" : "few" }, hidden > 0 ? `Show all ${count(job.summary.num_members)}` : "Show fewer")));
@@ -294,7 +303,7 @@ function cost(change) {
 
 function generation({ record, num_members, joined, gone }, now_s, change) {
   const chips = record.members.map((m) => h("li", {
-    class: `chip${joined.includes(m.member_id) ? " joined" : ""}`, title: `rank ${m.rank}` },
+    class: `chip${joined.includes(m.member_id) ? " joined" : ""}`, title: `${m.member_id}, rank ${m.rank}` },
     m.member_id, joined.includes(m.member_id) && h("span", { class: "hidden" }, " joined")));
   const left = gone.map((id) =>
     h("li", { class: "chip gone" },
