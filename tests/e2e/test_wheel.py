@@ -60,12 +60,17 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_is_complete(wheel: Path) -> None:
-    """Protocol sources, the type marker of each package and the page are in it; no tests are."""
+    """Protocol sources, the type marker of each package and the page are in it, with the library
+    that draws its charts and that one's licence; no tests are."""
     names = zipfile.ZipFile(wheel).namelist()
     for package in ("shoal", "shoal_client", "shoal_proto", "shoal_server"):
         assert f"{package}/py.typed" in names
     assert {Path(name).name for name in names} >= {"membership.proto", "LICENSE"}
     assert any(name.startswith("shoal_server/status/") and name.endswith(".html") for name in names)
+    vendor = "shoal_server/status/assets/vendor/uPlot"
+    assert {f"{vendor}.{rest}" for rest in ("iife.min.js", "min.css", "LICENSE")} <= set(names)
+    licences = [name for name in names if "/licenses/" in name and name.endswith("uPlot.LICENSE")]
+    assert len(licences) == 1
     assert not any("test" in Path(name).parts[0] for name in names)
 
 

@@ -41,6 +41,22 @@ class _MemberHealth:
 
 
 @dataclass(kw_only=True)
+class _Checkpoints:
+    """Newest checkpoint of a job, and the time at which it was first reported."""
+
+    is_followed: bool = False
+    """True after the first report: later checkpoints are new when they are reported."""
+    step: int = -1
+    unix_s: float | None = None
+
+    def add(self, step: int | None, unix_s: float) -> None:
+        if step is not None and step > self.step:
+            # The first report may name a checkpoint that is long there: its age is not known.
+            self.step, self.unix_s = step, unix_s if self.is_followed else None
+        self.is_followed = True
+
+
+@dataclass(kw_only=True)
 class _JobBoard:
     events: deque[EventView] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     health: OrderedDict[str, _MemberHealth] = field(default_factory=OrderedDict)
@@ -54,6 +70,7 @@ class _JobBoard:
     series: Series = field(default_factory=Series)
     logged: LoggedValues = field(default_factory=LoggedValues)
     snapshot_unix_s: float | None = None
+    checkpoints: _Checkpoints = field(default_factory=_Checkpoints)
 
     def replace(self, member_id: str, health: HealthView) -> _MemberHealth:
         """Start the record of a member's new process, and settle that of its former one."""
@@ -184,6 +201,21 @@ class StatusBoard:
         reported = [getattr(course, figure) for course in courses if course is not None]
         return max((value for value in reported if value is not None), default=None)
 
+    def checkpoint_unix_s(self, job: str) -> float | None:
+        """Time at which the newest checkpoint was reported; None if this coordinator has not seen
+        it become the newest."""
+        board = self._jobs.get(job)
+        return board.checkpoints.unix_s if board else None
+
+    def writes_checkpoints(self, job: str) -> bool | None:
+        """True if a member of the job has reported that it writes checkpoints, False if all that
+        reported do not, None if none has said."""
+        board = self._jobs.get(job)
+        courses = [each.latest.course for each in board.health.values()] if board else []
+        said = [each.writes_checkpoints for each in courses if each is not None]
+        known = [each for each in said if each is not None]
+        return any(known) if known else None
+
     def logged(self, job: str) -> LoggedValues:
         """Values that the script of the job has logged."""
         board = self._jobs.get(job)
@@ -238,6 +270,7 @@ class StatusBoard:
             self._tell(job, board.stories.paused(pause))
         if health.course is not None:
             board.logged.add(health.course.logged)
+            board.checkpoints.add(health.course.checkpoint_step, self._clock())
         if health.loss is not None:
             board.last_loss = health.loss
         if health.loss is not None and health.step is not None:
@@ -254,6 +287,7 @@ class StatusBoard:
             board.gone_highest_step = board.gone_total_steps = 0
             board.last_loss = None
             board.stories, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
+            board.checkpoints = _Checkpoints()
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
         """The latest report of the process with that public id; None if the member's is another."""

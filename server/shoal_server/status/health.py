@@ -30,6 +30,7 @@ EXAMPLE = {
     "course": {
         "num_steps": 56000,
         "checkpoint_step": 1000,
+        "writes_checkpoints": True,
         "logged": {"accuracy": [1000, 0.97]},
     },
 }

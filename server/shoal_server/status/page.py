@@ -49,8 +49,13 @@ _TYPES = {
     "index.html": "text/html",
     "page.js": "text/javascript",
     "charts.js": "text/javascript",
+    "plot.js": "text/javascript",
+    "export.js": "text/javascript",
+    "vendor/uPlot.iife.min.js": "text/javascript",
+    "vendor/uPlot.min.css": "text/css",
     "actions.js": "text/javascript",
     "output.js": "text/javascript",
+    "outputs.js": "text/javascript",
     "login.js": "text/javascript",
     "page.css": "text/css",
 }

@@ -94,6 +94,10 @@ class CourseView(View):
     """Seconds to its end at the recent pace; null if unknown."""
     checkpoint_step: int | None = None
     """Step of the newest checkpoint that members have reported."""
+    checkpoint_unix_s: float | None = None
+    """Time at which members reported that checkpoint; null if this coordinator took over later."""
+    writes_checkpoints: bool | None = None
+    """True if the members write checkpoints; null if none has said."""
     snapshot_unix_s: float | None = None
     """Time of the newest snapshot that this coordinator has taken."""
     logged: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -273,6 +277,8 @@ class StatusQueries:
             progress=progress,
             eta_s=None if job.state in OVER else self._eta_s(job, progress, num_steps),
             checkpoint_step=board.highest(job.job, "checkpoint_step"),
+            checkpoint_unix_s=board.checkpoint_unix_s(job.job),
+            writes_checkpoints=board.writes_checkpoints(job.job),
             snapshot_unix_s=board.snapshot_unix_s(job.job),
             logged=board.logged(job.job).newest(),
         )

@@ -17,6 +17,7 @@ from shoal_proto.health import gauges
 from shoal_proto.incarnation import public_id
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.terminal import printable
+from shoal_server.status.access.guard import OPEN
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.health import EXAMPLE
 from shoal_server.status.views import FIGURES, AcceptedLossView, LostShardView, Readiness
@@ -136,6 +137,44 @@ async def test_a_health_report_is_shown_with_its_member(http: httpx.AsyncClient)
     assert entry["health"]["samples_per_s"] == 900.5
     assert entry["losses"] == [[1300, 0.125]]
     assert (await http.get("/api/v1/jobs")).json()[0]["step"] == 1300
+
+
+async def test_every_file_that_the_page_names_is_served(http: httpx.AsyncClient) -> None:
+    """The scripts and the style of its head, and the library that is loaded later; to readers
+    without a token, too."""
+    named = re.findall(r'(?:src|href)="(/[^"]+[.](?:js|css))"', (await http.get("/")).text)
+    named += re.findall(r'"(/vendor/[^"]+)"', (await http.get("/plot.js")).text)
+    assert len(named) > 8
+    for path in named:
+        answer = await http.get(path)
+        assert answer.status_code == 200, path
+        assert answer.headers["content-type"].startswith(("text/javascript", "text/css"))
+        assert path in OPEN
+
+
+async def test_the_age_of_a_checkpoint_is_known_if_it_was_seen_to_come(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """The first report may name one that is long there. Members say whether they write any."""
+
+    async def course(**figures: object) -> dict[str, object]:
+        assert (await http.post(HEALTH, json={**REPORT, "course": figures})).status_code == 204
+        shown: dict[str, object] = (await http.get("/api/v1/jobs/digits")).json()["course"]
+        return shown
+
+    assert (await course())["writes_checkpoints"] is None
+    assert (await course(writes_checkpoints=False))["writes_checkpoints"] is False
+    first = await course(writes_checkpoints=True, checkpoint_step=100)
+    assert first["writes_checkpoints"] is True
+    assert isinstance(first["checkpoint_unix_s"], float)
+    again = await course(checkpoint_step=100)
+    assert again["checkpoint_unix_s"] == first["checkpoint_unix_s"]
+    world.renew()
+    world.put(status_world.job())
+    taken_over = await course(checkpoint_step=100)
+    assert taken_over["checkpoint_step"] == 100
+    assert taken_over["checkpoint_unix_s"] is None
+    assert isinstance((await course(checkpoint_step=200))["checkpoint_unix_s"], float)
 
 
 async def test_a_step_that_is_wrong_does_not_stay(world: World, http: httpx.AsyncClient) -> None:

@@ -6,6 +6,7 @@ from support.clusters import status_world
 from support.clusters.status_world import World
 
 from shoal_proto.errors import Unavailable
+from shoal_proto.health import CourseFigures
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 from shoal_server.status.views import ProcessView, Readiness
@@ -46,20 +47,17 @@ async def test_the_page_shows_the_job_that_runs(
 async def test_the_page_charts_the_life_of_a_job(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Loss, throughput, step times and staleness, each told in words too; changes are marked, and
-    the timeline says what they cost."""
+    """Loss, throughput, step times and staleness, each told in words too; the timeline says what
+    changes cost."""
     status_world.charted(world.board)
     await page.goto(f"{server.url}/?job=digits")
     charts = page.get_by_role("region", name="Charts")
-    loss = charts.get_by_role("img", name="Loss from")
+    loss = charts.get_by_role("slider", name="Loss from")
     await expect(loss).to_have_count(1)
     assert "over 4 min" in str(await loss.get_attribute("aria-label"))
-    assert await loss.locator("path").count() == 1
-    title = await loss.locator(".mark.lost title").text_content()
-    assert title == "generation 3: lost w9 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
-    await expect(charts.get_by_role("img", name="Step time from 10 ms")).to_have_count(1)
-    await expect(charts.get_by_role("img", name="Samples per second")).to_have_count(1)
-    await expect(charts.get_by_role("img", name="Staleness")).to_have_count(1)
+    await expect(charts.get_by_role("slider", name="Step time from 10 ms")).to_have_count(1)
+    await expect(charts.get_by_role("slider", name="Samples per second")).to_have_count(1)
+    await expect(charts.get_by_role("slider", name="Staleness")).to_have_count(1)
     generations = page.get_by_role("region", name="Generations")
     await expect(generations).to_contain_text("paused 0.06 s")
 
@@ -87,6 +85,54 @@ async def test_many_jobs_can_be_filtered(world: World, server: StatusServer, pag
     await expect(page.locator(".reason")).to_have_text("another one")
     await expect(jobs).to_have_count(5)
     await expect(page.locator("#jobs h2")).to_contain_text("5 of 201")
+
+
+async def test_long_names_of_jobs_are_shown_where_they_differ(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """The end of a name is in sight and its middle is left out; the whole name is there on hover
+    and for screen readers."""
+    names = [f"train_fsdp_on_the_large_data-c8234{number}" for number in range(3)]
+    for name in names:
+        world.put(status_world.job(name))
+    await page.goto(f"{server.url}/?job=digits")
+    for name in names:
+        link = page.get_by_role("link", name=name)
+        await expect(link).to_have_count(1)
+        await expect(link.locator(".name")).to_have_attribute("title", name)
+        end = link.get_by_text(name[-7:], exact=True)
+        assert await end.evaluate("(n) => n.scrollWidth <= n.clientWidth && n.clientWidth > 20")
+
+
+@pytest.mark.parametrize(
+    ("writes", "told"),
+    [(False, "No checkpoints are configured"), (True, "No checkpoint is written yet")],
+)
+async def test_a_job_without_a_checkpoint_says_so(
+    world: World, server: StatusServer, page: Page, writes: bool, told: str
+) -> None:
+    course = CourseFigures(writes_checkpoints=writes)
+    world.board.report("digits", "w0", status_world.health("w0", course=course))
+    await page.goto(f"{server.url}/?job=digits")
+    saved = page.get_by_role("region", name="Saved")
+    await expect(saved).to_contain_text(told)
+    written = CourseFigures(writes_checkpoints=True, checkpoint_step=1000)
+    world.board.report("digits", "w0", status_world.health("w0", course=written))
+    await expect(saved).to_contain_text("step 1,000, 200 steps ago, written ")
+    await expect(saved).not_to_contain_text(told)
+
+
+async def test_an_interrupted_job_shows_how_its_last_member_ended(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    world.change("digits", phase="collect", state="interrupted", members=())
+    reason = "w1 left: RuntimeError: out of memory"
+    world.board.event("digits", "member_removed", reason, member_id="w1")
+    await page.goto(f"{server.url}/?job=digits")
+    state = page.locator("h1 + .pill")
+    await expect(state).to_have_text("interrupted")
+    await expect(state).to_have_class("pill bad")
+    await expect(page.locator(".title + .error")).to_contain_text(reason)
 
 
 async def test_a_change_is_shown_without_a_reload_and_keeps_what_the_reader_did(
@@ -183,7 +229,7 @@ async def test_nothing_is_cut_off_at_any_width(
     await page.set_viewport_size({"width": width, "height": 800})
     await page.goto(f"{server.url}/?job=digits")
     await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
-    await expect(page.locator(".chart")).not_to_have_count(0)
+    await expect(page.locator(".chart .uplot")).not_to_have_count(0)
     assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -204,7 +250,7 @@ async def test_text_stands_out_from_its_ground(
     await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     await page.goto(f"{server.url}/?job=digits")
     await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
-    await expect(page.locator(".chart")).not_to_have_count(0)
+    await expect(page.locator(".chart .uplot")).not_to_have_count(0)
     poor = await page.evaluate(CONTRAST)
     assert poor == []
 

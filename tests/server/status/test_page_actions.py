@@ -132,7 +132,7 @@ async def test_progress_and_what_was_logged(world: World, server: StatusServer, 
     bar = page.get_by_role("progressbar", name="Progress")
     await expect(bar).to_have_attribute("aria-valuenow", "50.0")
     assert "left at the recent pace" in str(await bar.get_attribute("aria-valuetext"))
-    chart = page.get_by_role("img", name="accuracy from 0.55 to 0.75 to step 1,200")
+    chart = page.get_by_role("slider", name="accuracy from 0.55 to 0.75 to step 1,200")
     await expect(chart).to_have_count(1)
     saved = page.get_by_role("region", name="Saved")
     await expect(saved).to_contain_text("step 1,000, 200 steps ago")
@@ -189,7 +189,7 @@ async def test_it_looks_as_it_did(world: World, page: Page, scheme: str, width: 
         await page.set_viewport_size({"width": width, "height": 900})
         await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         await page.goto(f"{url}/?job=digits")
-        await expect(page.locator(".chart")).not_to_have_count(0)
+        await expect(page.locator(".chart .uplot")).not_to_have_count(0)
         dynamic = [
             page.locator(each) for each in ("time", "#clock", ".charts", ".section header p")
         ]

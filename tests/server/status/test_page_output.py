@@ -51,6 +51,32 @@ async def test_the_output_of_a_member_is_read_in_its_dialog(
     assert await page.evaluate("output.path") == ""
 
 
+async def test_the_output_of_all_members_is_read_in_one_place(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """Each line behind its member's name, new lines as they come; who cannot be asked is named, and
+    nothing is asked for once the dialog is closed."""
+    world.printed["w0"] = [f"line {number}" for number in range(40)]
+    world.printed["w1"] = [HOSTILE]
+    await page.goto(f"{server.url}/?job=digits")
+    await page.get_by_role("button", name="Output of all members").click()
+    shown = page.get_by_role("dialog", name="Output of all members")
+    output = shown.get_by_role("log")
+    await expect(output).to_contain_text("w0 line 39")
+    await expect(output).not_to_contain_text("w0 line 19\n")
+    await expect(output).to_contain_text(f"w1 {HOSTILE}")
+    await expect(shown.get_by_role("status")).to_have_text("no launcher passes on the output of w2")
+    world.printed["w2"] = ["it is there"]
+    world.printed["w1"].append("a new line")
+    await expect(output).to_contain_text("w2 it is there")
+    await expect(output).to_contain_text("w1 a new line")
+    await expect(shown.get_by_role("status")).to_have_text("From the launchers of 3 members")
+    assert await page.evaluate("window.hit") is None
+    await page.keyboard.press("Escape")
+    await expect(shown).to_be_hidden()
+    assert await page.evaluate("outputs.members.length") == 0
+
+
 async def test_who_cannot_be_asked_is_said_and_asked_again(
     world: World, server: StatusServer, page: Page
 ) -> None:

@@ -164,6 +164,7 @@ class StepReports:
         return CourseFigures(
             num_steps=self._num_steps,
             checkpoint_step=strategy.written_checkpoint,
+            writes_checkpoints=strategy.writes_checkpoints,
             logged=self._controller.job_log.newest(),
         )
 

@@ -1,107 +1,74 @@
-// Small charts of a job's figures over time, from /api/v1/jobs/JOB/history, which is fetched every few
-// seconds. Colours and sizes are in the style sheet.
+// Charts of a job's figures, from /api/v1/jobs/JOB/history, which is fetched every few seconds: which
+// charts there are and which values they have. plot.js draws them.
 "use strict";
 
 const HISTORY_EACH_MS = 5000;
-const CHART = { width: 300, height: 80 };
-const MAX_MARKS = 40;
+const RANGES = [[900, "15 min"], [3600, "1 h"], [21600, "6 h"], [0, "All"]];
+const COLOURS = ["--accent", "--good", "--info", "--warn", "--bad", "--idle", "--muted", "--text"];
+const LOSS = /(^|[^a-z])loss/i;
+// A first step counts as an outlier from this multiple of the highest other value on.
+const OUTLIER = 2;
 
-const charted = { job: "", asked_ms: 0, history: null };
+const histories = new Map();
+// Choices of the reader. Of linear scales, the titles: the scale of a loss is logarithmic by default.
+const chosen = { range_s: 0, other: "", linear: new Set() };
 
 // The job's newest known history; fetches it again when that is due.
 function historyOf(job) {
-  if (charted.job !== job) Object.assign(charted, { job, asked_ms: 0, history: null });
-  if (Date.now() - charted.asked_ms > HISTORY_EACH_MS) {
-    charted.asked_ms = Date.now();
+  const known = histories.get(job) || { asked_ms: 0, history: null };
+  histories.set(job, known);
+  if (Date.now() - known.asked_ms > HISTORY_EACH_MS) {
+    known.asked_ms = Date.now();
     fetch(`/api/v1/jobs/${encodeURIComponent(job)}/history`)
       .then((response) => (response.ok ? response.json() : null))
-      .then((found) => { if (found && charted.job === job) charted.history = found; })
-      .catch(() => null); // The connection is lost: the head of the page says so.
+      .catch(() => null) // The connection is lost: the head of the page says so.
+      .then((found) => {
+        if (!found) return;
+        known.history = found;
+        drawCharts();
+      });
   }
-  return charted.history;
+  return known.history;
 }
 
-// One path for a line: a subpath for each run without a gap, a dot for a single point.
-function pathOf(values, x, y) {
-  let path = "";
-  values.forEach((value, i) => {
-    if (!isNumber(value)) return;
-    const joins = i > 0 && isNumber(values[i - 1]);
-    const at = `${x(i).toFixed(1)} ${y(value).toFixed(1)}`;
-    path += joins ? `L${at}` : `M${at}l0.1 0`;
+function forgetHistories(kept) {
+  for (const job of histories.keys()) if (!kept.includes(job)) histories.delete(job);
+}
+
+// --- lines ---
+
+const middles = (series) => series.unix_s.map((unix_s) => unix_s + series.interval_s / 2);
+
+function line(name, xs, ys, more) {
+  const rows = xs.map((x, i) => [x, isNumber(ys[i]) ? ys[i] : null]);
+  return { name, rows, colour: COLOURS[0], ...more };
+}
+
+// Values of a series over steps. Steps that were taken again have their newest values.
+function overSteps(series, ys) {
+  const rows = [];
+  series.step.forEach((step, i) => {
+    if (!isNumber(ys[i])) return;
+    while (rows.length && rows.at(-1)[0] >= step) rows.pop();
+    rows.push([step, ys[i]]);
   });
-  return path;
+  return { xs: rows.map(([x]) => x), ys: rows.map(([, y]) => y) };
 }
 
-function chart(title, lines, series, changes, write, spanned) {
-  const numbers = lines.flatMap((line) => line.values).filter(isNumber);
-  if (numbers.length < 2) return null;
-  const { width, height } = CHART;
-  const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
-  const first = series.unix_s[0];
-  const last = series.unix_s.at(-1) + series.interval_s;
-  const across = (unix_s) => ((unix_s - first) / (last - first || 1)) * width;
-  const x = (i) => across(series.unix_s[i] + series.interval_s / 2);
-  // The scale spans at least a tenth of the value, so that small changes look small.
-  const span = Math.max(high - low, 0.1 * Math.abs(high)) || 1;
-  const bottom = (low + high - span) / 2;
-  const y = (value) => 3 + (height - 6) * (1 - (value - bottom) / span);
-  const newest = lines[0].values.filter(isNumber).at(-1);
-  const oldest = lines[0].values.find(isNumber);
-  const shownChanges = changes.filter((c) => c.unix_s >= first && c.unix_s <= last).slice(-MAX_MARKS);
-  const marks = shownChanges.map((c) => h("line", {
-    class: c.lost.length ? "mark lost" : "mark", x1: across(c.unix_s), x2: across(c.unix_s), y1: 0, y2: height,
-  }, h("svg:title", null, c.line)));
-  const ends = spanned || { from: `${duration(last - first)} ago`, to: "now", over: `over ${duration(last - first)}` };
-  const label = `${title} from ${write(oldest)} to ${write(newest)} ${ends.over}, `
-    + `between ${write(low)} and ${write(high)}`;
-  return h("figure", { class: "chart" },
-    h("figcaption", null, h("b", null, title), h("span", null, write(newest))),
-    h("div", { class: "plot" },
-      h("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": label },
-        marks, lines.map((line) => h("path", { class: line.kind, d: pathOf(line.values, x, y) })))),
-    h("div", { class: "axis", "aria-hidden": "true" },
-      h("span", null, ends.from),
-      h("span", { class: "key" }, [...lines.map((line) => line.name), `${write(low)} to ${write(high)}`].filter(Boolean).join(" · ")),
-      h("span", null, ends.to)));
+// Positions of the first steps of generations. These take long for reasons of their own: the scale
+// is not made for them.
+function firstSteps(series, xs) {
+  return new Set(xs.filter((_, i) => i === 0 || series.generation[i] !== series.generation[i - 1]));
 }
 
-function stepTimes(series) {
+function stepTimes(series, xs) {
   const ranks = series.step_s_by_rank;
+  const skips = { skipped: firstSteps(series, xs) };
   if (ranks.length > 1 && ranks.length <= 8 && !series.slowest_step_s.some((slowest, i) =>
     isNumber(slowest) && slowest > 1.001 * Math.max(...ranks.map((rank) => rank[i] || 0)))) {
-    return ranks.map((values, rank) => ({ values, kind: `rank r${rank}`, name: rank === 0 ? `ranks 0 to ${ranks.length - 1}` : "" }));
+    return ranks.map((values, rank) => line(`rank ${rank}`, xs, values, { colour: COLOURS[rank], ...skips }));
   }
-  return [{ values: series.step_s, kind: "", name: "median" },
-    { values: series.slowest_step_s, kind: "slowest", name: "slowest" }];
-}
-
-function charts(job) {
-  const history = historyOf(job.summary.job);
-  if (!history || (history.series.unix_s.length < 2 && !(history.logged || []).length)) return null;
-  const { series, changes, logged } = history;
-  const one = (values) => [{ values, kind: "", name: "" }];
-  const ms = (value) => (isNumber(value) ? `${significant(value * 1000)} ms` : "–");
-  const drawn = [
-    chart("Loss", one(series.loss), series, changes, significant),
-    chart("Samples per second", one(series.samples_per_s), series, changes, count),
-    chart("Step time", stepTimes(series), series, changes, ms),
-    chart("Staleness", one(series.staleness), series, changes, significant),
-    chart("Pauses", one(pauses(series, changes)), series, changes, (s) => (isNumber(s) ? `${significant(s)} s` : "–")),
-    ...(logged || []).map(loggedChart),
-  ].filter(Boolean);
-  if (drawn.length === 0) return null;
-  return section("Charts", `since ${moment(new Date(series.unix_s[0] * 1000))}; a line down marks a change of members`,
-    h("div", { class: "charts" }, drawn));
-}
-
-// Chart of the values that the script logged under one name, over steps.
-function loggedChart(logged) {
-  const { steps, values, interval_steps } = logged;
-  if (values.length < 2) return null;
-  const axis = { unix_s: steps, interval_s: interval_steps };
-  const ends = { from: `step ${count(steps[0])}`, to: `step ${count(logged.newest_step)}`, over: `to step ${count(logged.newest_step)}` };
-  return chart(logged.name, [{ values, kind: "", name: "" }], axis, [], significant, ends);
+  return [line("median", xs, series.step_s, skips), line("slowest", xs, series.slowest_step_s, { colour: "--warn", ...skips })];
 }
 
 // Seconds that each change took, at the interval in which it came.
@@ -111,3 +78,145 @@ function pauses(series, changes) {
     return found.length ? Math.max(...found.map((c) => c.paused_s)) : null;
   });
 }
+
+// --- charts ---
+
+const milliseconds = (value) => (isNumber(value) ? `${significant(value * 1000)} ms` : "–");
+const seconds = (value) => (isNumber(value) ? `${significant(value)} s` : "–");
+// Title, name in a series, and text of a value.
+const FIGURES = [["Loss", "loss", (value) => significant(value)], ["Samples per second", "samples_per_s", (value) => count(value)],
+  ["Step time", "step_s", milliseconds], ["Staleness", "staleness", (value) => significant(value)]];
+
+// Charts over time, with the job's changes of members.
+function overTime({ series, changes }) {
+  const xs = middles(series);
+  const charts = FIGURES.map(([title, figure, write]) => ({
+    title, write, axis: "time", changes,
+    lines: figure === "step_s" ? stepTimes(series, xs) : [line("", xs, series[figure])],
+  }));
+  return [...charts, { title: "Pauses", write: seconds, axis: "time", changes, lines: [line("", xs, pauses(series, changes))] }];
+}
+
+// Charts of two jobs over steps, since they need not have run at one time.
+function compared(job, history, other, others) {
+  return FIGURES.map(([title, figure, write]) => ({
+    title, write, axis: "step", changes: [],
+    lines: [[job, history, "--accent"], [other, others, "--warn"]].map(([name, { series }, colour]) => {
+      const { xs, ys } = overSteps(series, series[figure]);
+      return line(name, xs, ys, { colour, skipped: figure === "step_s" ? firstSteps(series, series.step) : null });
+    }),
+  }));
+}
+
+// Charts of the values that the script logged under one name, over steps.
+function ofLogged(job, history, other, others) {
+  const same = (name) => others && others.logged.find((each) => each.name === name);
+  return (history.logged || []).map((logged) => ({
+    title: logged.name, key: `logged ${logged.name}`, write: significant, axis: "step", changes: [],
+    lines: [line(other ? job : "", logged.steps, logged.values),
+      other && same(logged.name) && line(other, same(logged.name).steps, same(logged.name).values, { colour: "--warn" })].filter(Boolean),
+  }));
+}
+
+// The part of a chart that the reader has chosen; null without two values.
+function fitted(chart, history) {
+  const { series } = history;
+  const end_s = series.unix_s.length ? series.unix_s.at(-1) + series.interval_s : 0;
+  const start_s = chosen.range_s && series.unix_s.length ? end_s - chosen.range_s : -Infinity;
+  const first = series.unix_s.findIndex((unix_s) => unix_s + series.interval_s > start_s);
+  const from = chart.axis === "time" ? start_s : chosen.range_s ? series.step[Math.max(0, first - 1)] ?? 0 : -Infinity;
+  const lines = chart.lines.map((each) => ({ ...each, rows: each.rows.filter(([x, y]) => x >= from && y !== null) }));
+  const xs = lines.flatMap((each) => each.rows.map(([x]) => x));
+  if (xs.length < 2) return null;
+  const ys = lines.flatMap((each) => each.rows.map(([, y]) => y));
+  const mayBeLog = LOSS.test(chart.title) && Math.min(...ys) > 0;
+  const isLog = mayBeLog && !chosen.linear.has(chart.title);
+  return {
+    key: chart.key || chart.title, ...chart, lines, mayBeLog, isLog,
+    across: [chart.axis === "time" && chosen.range_s ? Math.max(start_s, series.unix_s[0]) : Math.min(...xs), Math.max(...xs)],
+    height: heightOf(lines, isLog), stepAt: stepsOf(series),
+  };
+}
+
+// Lowest and highest value of the scale.
+function heightOf(lines, isLog) {
+  const usual = lines.flatMap(({ rows, skipped }) => rows.filter(([x]) => !skipped || !skipped.has(x)).map(([, y]) => y));
+  const all = lines.flatMap(({ rows }) => rows.map(([, y]) => y));
+  const values = usual.length > 1 && Math.max(...all) > OUTLIER * Math.max(...usual) ? usual : all;
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  if (isLog) return [low / 1.1, high * 1.1];
+  // The scale spans at least a tenth of the value, so that small changes look small.
+  const span = Math.max(high - low, 0.1 * Math.abs(high)) || 1;
+  const bottom = (low + high - span * 1.1) / 2;
+  return [low >= 0 ? Math.max(0, bottom) : bottom, bottom + span * 1.1];
+}
+
+// The step that a job had reached at a time.
+function stepsOf(series) {
+  return (unix_s) => {
+    const i = series.unix_s.findLastIndex((start_s) => start_s <= unix_s);
+    return i < 0 ? null : series.step[i];
+  };
+}
+
+// What the charts of a job are made from: as long as it is the same, so are they.
+const sourcesOf = (job) => [job, chosen.other, historyOf(job), chosen.other && historyOf(chosen.other), chosen.range_s, [...chosen.linear].join("\n")];
+const made = { sources: [], charts: null };
+
+// All charts of a job, as the reader has chosen them; null before the first values.
+function chartsOf(job) {
+  const sources = sourcesOf(job);
+  if (sources.some((each, i) => each !== made.sources[i])) Object.assign(made, { sources, charts: makeCharts(job) });
+  return made.charts;
+}
+
+function makeCharts(job) {
+  const history = historyOf(job);
+  if (!history) return null;
+  const others = chosen.other && historyOf(chosen.other);
+  const other = others ? chosen.other : "";
+  const all = [...(other ? compared(job, history, other, others) : overTime(history)), ...ofLogged(job, history, other, others)];
+  return all.map((chart) => fitted(chart, history)).filter(Boolean);
+}
+
+// Section of a job's charts. What is in its figures is drawn after the page.
+function charts(job) {
+  const { job: name } = job.summary;
+  if (chosen.other === name) chosen.other = "";
+  forgetHistories([name, chosen.other]);
+  const found = chartsOf(name);
+  if (!found || found.length === 0 && !chosen.range_s && !chosen.other) return null;
+  const history = historyOf(name);
+  const note = chosen.other ? "over steps" : history.series.unix_s.length
+    ? `since ${moment(new Date(history.series.unix_s[0] * 1000))}; a line down marks a change of members` : "";
+  const ranges = RANGES.map(([range_s, text]) => h("button", { type: "button", "data-range": range_s,
+    "aria-pressed": String(range_s === chosen.range_s) }, text));
+  return section("Charts", note,
+    h("div", { class: "choices" },
+      h("span", { class: "ranges", role: "group", "aria-label": "Range" }, ranges),
+      page.state.jobs.length > 1 && h("label", null, "Compare with ", h("select", { id: "compare", "data-keeps": `compare ${name}` }, h("option", { value: "" }, "no other job")))),
+    found.length === 0 && h("p", { class: "empty" }, "No values in this range."),
+    h("div", { class: "charts" }, found.map(({ key }) => h("figure", { class: "chart", "data-keeps": `${name} ${key}`, "data-chart": key }))));
+}
+
+// The other jobs, in the field in which one of them is chosen.
+function listOthers(field, job) {
+  const names = page.state.jobs.map((each) => each.job).filter((name) => name !== job);
+  if (field.options.length !== names.length + 1 || names.some((name, i) => field.options[i + 1].value !== name)) {
+    field.replaceChildren(field.options[0], ...names.map((name) => h("option", { value: name }, name)));
+  }
+  if (field.value !== chosen.other) field.value = chosen.other;
+}
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("button[data-range]");
+  if (!button) return;
+  chosen.range_s = Number(button.dataset.range);
+  show(page.state);
+});
+
+document.addEventListener("change", (event) => {
+  if (event.target.id !== "compare") return;
+  chosen.other = event.target.value;
+  show(page.state);
+});

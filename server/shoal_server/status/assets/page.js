@@ -6,8 +6,9 @@ const STALE_AFTER_MS = 4000;
 const RETRY_MS = 1500;
 const SHOWN_GENERATIONS = 12;
 const SVG = "http://www.w3.org/2000/svg";
-const IN_SVG = new Set(["svg", "path", "circle", "line", "svg:title"]);
+const IN_SVG = new Set(["svg", "path", "circle"]);
 const FILTERED_FROM = 8;
+const ENDS_WITH = 7;
 const TONES = {
   running: "good", training: "good", ready: "good", serving: "good", committed: "info",
   starting: "info", preparing: "info", "bringing-up": "info", joining: "info",
@@ -19,7 +20,7 @@ const TONES = {
 
 function h(tag, attributes, ...children) {
   const node = IN_SVG.has(tag)
-    ? document.createElementNS(SVG, tag.replace("svg:", "")) : document.createElement(tag);
+    ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
     if (value === undefined || value === null || value === false) continue;
     // Styles are set as properties: the page's policy forbids style attributes.
@@ -42,6 +43,13 @@ function morph(old, fresh) {
     old.replaceWith(fresh);
     return;
   }
+  // The element's own script changes what is in it.
+  const keeps = old.dataset && old.dataset.keeps;
+  if (keeps !== (fresh.dataset && fresh.dataset.keeps)) {
+    old.replaceWith(fresh);
+    return;
+  }
+  if (keeps !== undefined) return;
   if (old.nodeType === Node.TEXT_NODE) {
     if (old.data !== fresh.data) old.data = fresh.data;
     return;
@@ -123,6 +131,13 @@ function matches(job, filter) {
   return filter.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }
 
+// A name whose middle is left out if there is no room for all of it: names often differ at the end.
+function named(name) {
+  if (name.length <= ENDS_WITH * 2) return h("b", null, name);
+  return h("b", { class: "cut" }, h("span", { class: "hidden" }, name),
+    h("span", { "aria-hidden": "true" }, name.slice(0, -ENDS_WITH)), h("span", { "aria-hidden": "true" }, name.slice(-ENDS_WITH)));
+}
+
 function jobList(state, selected) {
   const field = document.getElementById("filter");
   field.hidden = state.jobs.length < FILTERED_FROM && !field.value;
@@ -130,7 +145,7 @@ function jobList(state, selected) {
   const items = shown.map((job) => h("li", null,
     h("a", { href: `?job=${encodeURIComponent(job.job)}`, "data-job": job.job,
       "aria-current": job.job === selected ? "page" : null },
-      h("span", { class: "name" }, h("b", null, job.job), pill(job.shown_state)),
+      h("span", { class: "name", title: job.job }, named(job.job), pill(job.shown_state)),
       h("small", null, `${plural(job.num_members, "member")} · step ${count(job.step)}`))));
   const note = shown.length < state.jobs.length ? `${shown.length} of ${state.jobs.length}` : "";
   return [h("h2", null, "Jobs", note && h("small", null, ` ${note}`)),
@@ -169,14 +184,20 @@ function progress({ course }) {
 }
 
 // The state from which the job would continue if all members were lost now.
-function saved({ summary, course }, now_s) {
+function saved({ summary, course, synchronous }, now_s) {
+  const steps = isNumber(course.checkpoint_step) && plural(Math.max(0, summary.step - course.checkpoint_step), "step");
   const kept = [
-    isNumber(course.checkpoint_step)
-      && ["Checkpoint", `step ${count(course.checkpoint_step)}, ${plural(Math.max(0, summary.step - course.checkpoint_step), "step")} ago`],
+    isNumber(course.checkpoint_step) && ["Checkpoint", [`step ${count(course.checkpoint_step)}, ${steps} ago`,
+      isNumber(course.checkpoint_unix_s) && [", written ", ago(course.checkpoint_unix_s, now_s)]]],
     isNumber(course.snapshot_unix_s) && ["Snapshot", ago(course.snapshot_unix_s, now_s)],
   ].filter(Boolean);
-  return kept.length === 0 ? null : section("Saved", "where the job would continue if all members were lost",
-    h("dl", { class: "settings" }, kept.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
+  const isOver = OVER.has(summary.state);
+  const warning = isOver || !synchronous || kept.length ? ""
+    : course.writes_checkpoints === false ? "No checkpoints are configured: if all members were lost, the job would start from step 0. Set checkpoints= in the script."
+      : course.writes_checkpoints ? "No checkpoint is written yet: if all members were lost, the job would start from its newest earlier one, or from step 0." : "";
+  return kept.length === 0 && !warning ? null : section("Saved", "where the job would continue if all members were lost",
+    warning && h("p", { class: "unsaved" }, warning),
+    kept.length > 0 && h("dl", { class: "settings" }, kept.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
 }
 
 function settings(job) {
@@ -266,6 +287,7 @@ function members(page_job, now_s) {
             column("Waits for"))),
           h("tbody", { role: "rowgroup" }, job.members.map((entry) =>
             memberRow(entry, now_s, shows))))),
+    job.members.length > 1 && h("p", { class: "more" }, h("button", { type: "button", "data-output": "all", "aria-haspopup": "dialog" }, "Output of all members")),
     (hidden > 0 || page.all_members) && h("p", { class: "more" },
       hidden > 0 ? `${count(hidden)} more; members with a problem are listed first. ` : "",
       h("button", { type: "button", "data-members": hidden > 0 ? "all" : "few" }, hidden > 0 ? `Show all ${count(job.summary.num_members)}` : "Show fewer")));
@@ -281,7 +303,7 @@ function cost(change) {
 
 function generation({ record, num_members, joined, gone }, now_s, change) {
   const chips = record.members.map((m) => h("li", {
-    class: `chip${joined.includes(m.member_id) ? " joined" : ""}`, title: `rank ${m.rank}` },
+    class: `chip${joined.includes(m.member_id) ? " joined" : ""}`, title: `${m.member_id}, rank ${m.rank}` },
     m.member_id, joined.includes(m.member_id) && h("span", { class: "hidden" }, " joined")));
   const left = gone.map((id) =>
     h("li", { class: "chip gone" },
@@ -470,6 +492,7 @@ function show(state) {
     : h("p", { class: "notice warn" }, `Not ready: ${readiness.reason}`));
   fill("jobs", jobList(state, state.job && state.job.detail.summary.job));
   fill("job", state.job ? jobView(state) : blank(state, page.wanted));
+  drawCharts();
   fill("clock", `As of ${clockOf(new Date(state.now_unix_s * 1000))}`);
   const job = state.job && state.job.detail.summary;
   document.title = job ? `${job.job}: ${job.shown_state} · Shoal` : "Shoal";
