@@ -120,6 +120,23 @@ def effective_bars(entries: Entries) -> dict[str, list[Bar]]:
     return found
 
 
+def async_trace_table(entries: Entries) -> str:
+    rows = [
+        (
+            trace_name(entry["trace"], entry["mtbf_min"], entry["speed"]),
+            *(entry["seed"], entry["changes"], entry["losses"]),
+            *(entry["pushes"], entry["pushes_per_s"], entry["longest_pause_s"]),
+            *(entry["samples_lost"], entry["samples_unlogged"]),
+        )
+        for entry in entries
+    ]
+    head = (
+        *("changes of machines", "seed", "changes", "losses", "pushes", "pushes a second"),
+        *("longest time without a push, s", "samples lost", "samples not written down"),
+    )
+    return table(head, rows)
+
+
 def long_run_table(entries: Entries) -> str:
     rows = []
     for (system, steps), own in grouped(entries, ("system", "steps")).items():
@@ -216,6 +233,7 @@ def rows_table(entries: Entries) -> str:
 
 BLOCKS: Mapping[str, Callable[[Entries], str]] = {
     "trace": trace_table,
+    "async_trace": async_trace_table,
     "long_run": long_run_table,
     "kills": kills_table,
     "goodput_model": goodput_table,

@@ -36,12 +36,12 @@ from exactness import difference, result
 from recovery import TORCHFT_MISSING, Stuck, has_torchft
 from rows import print_entries, record
 from training.changes import (
+    KEYS,
     Change,
-    changes_of,
+    add_arguments,
+    changes_asked,
+    described,
     interruption_s,
-    poisson,
-    read_trace,
-    scaled,
     starting,
 )
 from training.effective import checkpoint_every, effective
@@ -49,9 +49,7 @@ from training.exactness import checkpoint_and_step_s, one_process_at
 from training.machines import ONE_PROCESS, START_S, SYSTEMS, Machines, NotTraining, Plan
 
 PAUSE_S = 0.03
-REPLACED_AFTER_MIN = 5.0
 STEPS_BEFORE = 30
-KEYS = ("trace", "mtbf_min", "speed", "seed", "system")
 
 
 def replay(
@@ -67,18 +65,7 @@ def replay(
             machines.join(name)
         machines.await_training(len(first), STEPS_BEFORE, START_S)
         start_s = time.monotonic()
-        num_changes = 0
-        for change in later:
-            if change.at_s >= length_s:
-                break
-            time.sleep(max(0.0, start_s + change.at_s - time.monotonic()))
-            if change.joins:
-                machines.join(change.machine)
-            else:
-                machines.lose(change.machine, notice_s)
-            num_changes += 1
-            print(f"{system}: {change}", flush=True)
-        time.sleep(max(0.0, start_s + length_s - time.monotonic()))
+        num_changes = machines.follow(later, start_s, length_s, notice_s)
         machines.steps.read()
         steps = [step for own in machines.steps.by_pid.values() for step in own]
         found = effective(steps, start_s, start_s + length_s)
@@ -103,11 +90,7 @@ def measure(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str,
     with tempfile.TemporaryDirectory() as name:
         for system in systems:
             entry = {
-                "trace": Path(asked.trace).stem if asked.trace else "poisson",
-                "mtbf_min": None if asked.trace else asked.mtbf,
-                "speed": asked.speed,
-                "seed": asked.seed,
-                "notice_s": asked.notice,
+                **described(asked),
                 "system": system,
                 "checkpoint_every": every if system == "torchrun" else None,
                 "pause_s": asked.pause,
@@ -132,35 +115,10 @@ def measure(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str,
     return entries
 
 
-def changes_asked(asked: argparse.Namespace) -> tuple[list[Change], float]:
-    """The changes, and for how long they are replayed."""
-    if asked.trace:
-        with Path(asked.trace).open() as lines:
-            levels = read_trace(lines, asked.speed)
-        whole_s = levels[-1].at_s - levels[0].at_s
-        return changes_of(scaled(levels, asked.max), asked.seed), asked.seconds or whole_s
-    length_s = asked.seconds or 600.0
-    changes = poisson(
-        seed=asked.seed,
-        mtbf_s=60.0 * asked.mtbf / asked.speed,
-        replaced_after_s=60.0 * REPLACED_AFTER_MIN / asked.speed,
-        num_machines=asked.max,
-        length_s=length_s,
-    )
-    return changes, length_s
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", help="a file of lines milliseconds,add|remove,node")
-    source.add_argument("--mtbf", type=float, help="minutes between two losses, on average")
-    parser.add_argument("--speed", type=float, default=60.0, help="trace time over real time")
+    add_arguments(parser)
     parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--max", type=int, default=4, help="machines at once, at most")
-    parser.add_argument("--seconds", type=float, help="end after so long (600 without a trace)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--notice", type=float, default=0.0, help="seconds before each loss")
     parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds in each step")
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()

@@ -1,17 +1,21 @@
 """Changes of a set of machines: read from a trace, or drawn by a seed.
 
-Pure: a trace and a seed give the same changes for every system.
+A trace and a seed give the same changes for every system.
 """
 
+import argparse
 import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
 
 SETTLED_S = 15.0
 """A machine counts as settled this long after its start, when its worker surely trains: the last
 settled machine is never lost. No system keeps its state if every machine with a copy goes."""
+REPLACED_AFTER_MIN = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,3 +161,48 @@ def interruption_s(changes: Sequence[Change], length_s: float) -> float:
     """Mean time between the changes after the start: each one restarts a job of torchrun."""
     later = [each for each in changes if 0.0 < each.at_s < length_s]
     return length_s / max(1, len({each.at_s for each in later}))
+
+
+KEYS = ("trace", "mtbf_min", "speed", "seed", "system")
+"""Keys of a measured entry: another run with the same ones replaces it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that say which changes are replayed."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", help="a file of lines milliseconds,add|remove,node")
+    source.add_argument("--mtbf", type=float, help="minutes between two losses, on average")
+    parser.add_argument("--speed", type=float, default=60.0, help="trace time over real time")
+    parser.add_argument("--max", type=int, default=4, help="machines at once, at most")
+    parser.add_argument("--seconds", type=float, help="end after so long (600 without a trace)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--notice", type=float, default=0.0, help="seconds before each loss")
+
+
+def changes_asked(asked: argparse.Namespace) -> tuple[list[Change], float]:
+    """The changes, and for how long they are replayed."""
+    if asked.trace:
+        with Path(asked.trace).open() as lines:
+            levels = read_trace(lines, asked.speed)
+        whole_s = levels[-1].at_s - levels[0].at_s
+        return changes_of(scaled(levels, asked.max), asked.seed), asked.seconds or whole_s
+    length_s = asked.seconds or 600.0
+    changes = poisson(
+        seed=asked.seed,
+        mtbf_s=60.0 * asked.mtbf / asked.speed,
+        replaced_after_s=60.0 * REPLACED_AFTER_MIN / asked.speed,
+        num_machines=asked.max,
+        length_s=length_s,
+    )
+    return changes, length_s
+
+
+def described(asked: argparse.Namespace) -> dict[str, Any]:
+    """The options, as an entry of the results names them."""
+    return {
+        "trace": Path(asked.trace).stem if asked.trace else "poisson",
+        "mtbf_min": None if asked.trace else asked.mtbf,
+        "speed": asked.speed,
+        "seed": asked.seed,
+        "notice_s": asked.notice,
+    }

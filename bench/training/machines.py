@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from torch.distributed import TCPStore
+from training.changes import Change
 from training.jobs import (
     TUNED_RDZV,
     await_file,
@@ -66,19 +67,32 @@ class Running:
 
 @contextmanager
 def shoal_ddp(plan: Plan) -> Iterator[Running]:
-    with _shoal(plan, "ddp") as running:
+    script = ("on_exactness.py", str(plan.directory), "ddp", str(plan.pause_s))
+    with _shoal(plan, script) as running:
         yield running
 
 
 @contextmanager
 def shoal_fsdp(plan: Plan) -> Iterator[Running]:
-    with _shoal(plan, "fsdp") as running:
+    """Two copies of each part: a second loss can come before the first has been made good."""
+    script = ("on_exactness.py", str(plan.directory), "fsdp", str(plan.pause_s), "2")
+    with _shoal(plan, script) as running:
         yield running
 
 
 @contextmanager
-def _shoal(plan: Plan, strategy: str) -> Iterator[Running]:
-    config = LocalClusterConfig(directory=plan.directory / "cluster", num_parameter_servers=0)
+def shoal_async_sgd(plan: Plan) -> Iterator[Running]:
+    """The training whose updates can be counted; bench/async_trace.py."""
+    script = ("on_counted_samples.py", str(plan.directory), str(plan.pause_s))
+    with _shoal(plan, script, num_servers=2) as running:
+        yield running
+
+
+@contextmanager
+def _shoal(plan: Plan, script: tuple[str, ...], num_servers: int = 0) -> Iterator[Running]:
+    config = LocalClusterConfig(
+        directory=plan.directory / "cluster", num_parameter_servers=num_servers
+    )
     numbers = {"-n": 1, "--desired": 1, "--min": 1, "--max": plan.max_machines}
     with LocalCluster(config) as cluster:
         yield Running(
@@ -88,7 +102,7 @@ def _shoal(plan: Plan, strategy: str) -> Iterator[Running]:
                 name=name,
                 job=plan.directory.name,
                 options={**numbers, "--max-restarts": plan.max_restarts},
-                script=("on_exactness.py", str(plan.directory), strategy, str(plan.pause_s)),
+                script=script,
             ),
             services={name: process.pid for name, process in cluster.processes.items()},
         )
@@ -207,6 +221,24 @@ class Machines:
             later.start()
         else:
             kill_machine(process)
+
+    def follow(
+        self, changes: Iterable[Change], start_s: float, length_s: float, notice_s: float
+    ) -> int:
+        """Make the changes at their times, return once the length has passed: the number made."""
+        number = 0
+        for change in changes:
+            if change.at_s >= length_s:
+                break
+            time.sleep(max(0.0, start_s + change.at_s - time.monotonic()))
+            if change.joins:
+                self.join(change.machine)
+            else:
+                self.lose(change.machine, notice_s)
+            number += 1
+            print(f"{self._directory.name}: {change}", flush=True)
+        time.sleep(max(0.0, start_s + length_s - time.monotonic()))
+        return number
 
     def await_training(self, num_machines: int, num_steps: int, within_s: float) -> None:
         """Return once all of so many machines have trained so many steps together."""

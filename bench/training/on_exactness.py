@@ -1,4 +1,4 @@
-"""A worker whose result is compared: on_exactness.py DIRECTORY STRATEGY [PAUSE_S].
+"""A worker whose result is compared: on_exactness.py DIRECTORY STRATEGY [PAUSE_S [COPIES]].
 
 Trains until the file `stop` names a step, and leaves the whole model in `weights.pt`.
 """
@@ -22,7 +22,11 @@ from workload import StepLog
 import shoal
 from shoal.strategies import find_strategy
 
-OPTIONS = {"tensor": {"min_split_bytes": 0}, "hybrid": {"min_split_bytes": 0}, "hsdp": {"shard": 2}}
+OPTIONS: dict[str, dict[str, int]] = {
+    "tensor": {"min_split_bytes": 0},
+    "hybrid": {"min_split_bytes": 0},
+    "hsdp": {"shard": 2},
+}
 PAUSE_S = 0.01
 """Pause after each step, as for a device: otherwise thousands would be taken between two faults."""
 
@@ -34,7 +38,10 @@ def main() -> None:
     model = new_model()
     optimizer = new_optimizer(model)
     schedule = new_schedule(optimizer)
-    strategy = type(find_strategy(sys.argv[2]))(**OPTIONS.get(sys.argv[2], {}))
+    options = dict(OPTIONS.get(sys.argv[2], {}))
+    if len(sys.argv) > 4:
+        options["copies"] = int(sys.argv[4])
+    strategy = type(find_strategy(sys.argv[2]))(**options)
     with shoal.join() as session:
         session.register("schedule", schedule)
         session.distribute(model, optimizer, strategy)

@@ -1,0 +1,137 @@
+"""Updates of async-sgd that survive while machines join and are lost.
+
+    .venv/bin/python bench/async_trace.py --trace FILE --speed 60 --record
+    .venv/bin/python bench/async_trace.py --mtbf 10 --seconds 100 --seed 1 --record
+
+The changes are those of bench/trace.py, with the same options; the parameter servers are among what
+is not lost. Each sample adds 1 to a weight of its own, so the weights at the end say how often each
+was trained on, and each worker writes down the samples of every push that was acknowledged.
+
+`pushes` counts these. `samples_lost` is what was written down and is not in the weights;
+`samples_unlogged` what is in the weights and was not written down: at most one push of each lost
+machine, which was killed between the acknowledgement and its line. More would be a push that was
+applied twice, and ends the bench. `longest_pause_s` is the longest time without any push.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rows import print_entries, record
+from torch import Tensor
+from training.changes import KEYS, Change, add_arguments, changes_asked, described, starting
+from training.jobs import logs_in
+from training.machines import START_S, Machines, NotTraining, Plan, shoal_async_sgd
+
+PAUSE_S, STEPS_BEFORE = 0.03, 30
+END_S = 60.0
+SAMPLES_OF_A_PUSH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """How the weights differ from what the workers wrote down."""
+
+    pushes: int
+    samples_lost: int
+    samples_unlogged: int
+
+
+def counted(weights: Iterable[Tensor], logs: Iterable[Sequence[str]]) -> Counted:
+    """Compare the weights that each worker left, of which the newest count, with all logs.
+
+    A weight only grows, so the largest is the newest. The last line of a log may be half a line,
+    of a worker that was killed.
+    """
+    newest = torch.stack(list(weights)).amax(0).long()
+    written = torch.zeros_like(newest)
+    pushes = 0
+    for lines in logs:
+        for line in lines:
+            if line.endswith("\n"):
+                written.scatter_add_(0, torch.tensor(json.loads(line)), torch.ones_like(newest))
+                pushes += 1
+    missing = written - newest
+    return Counted(
+        pushes=pushes,
+        samples_lost=int(missing.clamp(min=0).sum()),
+        samples_unlogged=int((-missing).clamp(min=0).sum()),
+    )
+
+
+def replay(
+    plan: Plan, changes: Sequence[Change], length_s: float, notice_s: float
+) -> dict[str, Any]:
+    plan.directory.mkdir()
+    first, later = starting(changes)
+    losses = sum(not each.joins for each in later if each.at_s < length_s)
+    with shoal_async_sgd(plan) as running, Machines(plan, running) as machines:
+        for name in first:
+            machines.join(name)
+        machines.await_training(len(first), STEPS_BEFORE, START_S)
+        start_s = time.monotonic()
+        num_changes = machines.follow(later, start_s, length_s, notice_s)
+        machines.steps.read()
+        all_steps = [step.at_s for own in machines.steps.by_pid.values() for step in own]
+        (plan.directory / "stop").touch()
+        await_weights(plan.directory, len(machines.names))
+    at_s = sorted(each for each in all_steps if start_s <= each < start_s + length_s)
+    found = counted(
+        (torch.load(path) for path in plan.directory.glob("weights-*.pt")),
+        (path.read_text().splitlines(True) for path in plan.directory.glob("samples-*")),
+    )
+    if found.samples_unlogged > losses * SAMPLES_OF_A_PUSH:
+        raise SystemExit(f"{found} with {losses} losses: a push was applied twice")
+    return {
+        "changes": num_changes,
+        "losses": losses,
+        "wall_s": length_s,
+        "pushes_per_s": len(at_s) / length_s,
+        "longest_pause_s": max(
+            after - at for at, after in pairwise([start_s, *at_s, start_s + length_s])
+        ),
+        "pushes": found.pushes,
+        "samples_lost": found.samples_lost,
+        "samples_unlogged": found.samples_unlogged,
+    }
+
+
+def await_weights(directory: Path, num_workers: int) -> None:
+    """Return once every worker that is there has left its weights."""
+    give_up_s = time.monotonic() + END_S
+    while len(list(directory.glob("weights-*.pt"))) < num_workers:
+        if time.monotonic() > give_up_s:
+            raise NotTraining(f"not all have ended within {END_S:g} s:\n{logs_in(directory)}")
+        time.sleep(0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--record", action="store_true")
+    asked = parser.parse_args()
+    changes, length_s = changes_asked(asked)
+    with tempfile.TemporaryDirectory() as name:
+        plan = Plan(
+            directory=Path(name) / "shoal-async-sgd",
+            pause_s=PAUSE_S,
+            max_machines=asked.max,
+            checkpoint_every=0,
+        )
+        figures = replay(plan, changes, length_s, asked.notice)
+    entries = [{**described(asked), "system": "shoal-async-sgd", **figures}]
+    columns = ("system", "changes", "losses", "pushes", "pushes_per_s", "longest_pause_s")
+    print_entries("async_trace", entries, (*columns, "samples_lost", "samples_unlogged"))
+    if asked.record:
+        record("async_trace", entries, keys=KEYS)
+
+
+if __name__ == "__main__":
+    main()
