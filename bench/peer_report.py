@@ -73,6 +73,14 @@ def trace_name(trace: str, mtbf_min: float | None, speed: float) -> str:
     return f"a loss every {mtbf_min:g} min, {speed:g} x"
 
 
+def distance(entries: Entries) -> str:
+    """The largest one; or in how many runs nothing trained any more at the end."""
+    found = [entry["distance"] for entry in entries if entry["distance"] is not None]
+    stopped = len(entries) - len(found)
+    parts = [f"{max(found):.1e}"] if found else []
+    return " ".join([*parts, f"({stopped} had stopped)"] if stopped else parts)
+
+
 OF_TRACE = ("trace", "mtbf_min", "speed", "system")
 
 
@@ -94,7 +102,7 @@ def trace_table(entries: Entries) -> str:
                 max(entry["longest_pause_s"] for entry in own),
                 round(middle(own, "steps_twice")),
                 max(entry["steps_lost"] for entry in own),
-                f"{max(entry['distance'] for entry in own):.1e}",
+                distance(own),
             )
         )
     head = (

@@ -20,7 +20,8 @@ Shoal too, whose order of samples all systems share.
 
 Figures of each system are defined in `training/effective.py`; the clock starts when all machines
 of the start train. `distance` is the largest difference of a weight from one process after as many
-steps. With `--record` they go to docs/benchmarks/results/trace.json, for docs/report.md.
+steps; None of a system that does not train any more at the end. With `--record` they go to
+docs/benchmarks/results/trace.json, for docs/report.md.
 """
 
 import argparse
@@ -55,7 +56,8 @@ STEPS_BEFORE = 30
 def replay(
     system: str, plan: Plan, changes: Sequence[Change], length_s: float, notice_s: float
 ) -> tuple[dict[str, Any], int, Any]:
-    """Figures of one system, and the steps and weights that it ended with."""
+    """Figures of one system, and the steps and weights that it ended with; 0 and None of one that
+    does not train at the end."""
     plan.directory.mkdir()
     first, later = starting(changes)
     if system == ONE_PROCESS:
@@ -76,8 +78,11 @@ def replay(
             "relaunches": machines.num_relaunches,
         }
         print(f"{system}: {figures}", flush=True)
-        num_steps, weights = result(machines.steps, plan.directory)
-    return figures, num_steps, weights
+        try:
+            return figures, *result(machines.steps, plan.directory)
+        except Stuck as error:
+            print(f"{system} does not train at the end: {error}", flush=True)
+            return figures, 0, None
 
 
 def measure(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str, Any]]:
@@ -103,7 +108,7 @@ def measure(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str,
             )
             try:
                 figures, *end = replay(system, plan, changes, length_s, asked.notice)
-            except (NotTraining, Stuck) as error:
+            except NotTraining as error:
                 print(f"{system} is left out: {error}", flush=True)
                 continue
             entries.append({**entry, **figures})
@@ -111,7 +116,7 @@ def measure(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str,
     expected = one_process_at(num_steps for _, num_steps, _ in ended)
     for entry, num_steps, weights in ended:
         entry["steps"] = num_steps
-        entry["distance"] = difference(weights, expected[num_steps])
+        entry["distance"] = None if weights is None else difference(weights, expected[num_steps])
     return entries
 
 

@@ -70,6 +70,15 @@ def test_seeds_of_one_system_make_one_row(peer_report: Any) -> None:
     assert "torchrun: 32 %" in figure
 
 
+def test_a_run_in_which_nothing_trained_at_the_end_is_counted(peer_report: Any) -> None:
+    entry = {**OF_TRACE, "system": "torchrun", "effective": 0.1}
+    stopped = {**entry, "seed": 2, "distance": None}
+    lines = peer_report.trace_table([{**entry, "seed": 1}, stopped]).splitlines()
+    assert lines[-1].endswith("| 1.5e-06 (1 had stopped) |")
+    (alone,) = peer_report.trace_table([stopped]).splitlines()[-1:]
+    assert alone.endswith("| (1 had stopped) |")
+
+
 def test_what_was_not_measured_is_absent(peer_report: Any) -> None:
     empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in peer_report.BLOCKS)
     assert peer_report.page_with(empty, {}) == empty
