@@ -130,8 +130,10 @@ def results(name: str) -> list[Mapping[str, Any]]:
 def measured(steps: Sequence[Mapping[str, Any]]) -> list[System]:
     """Systems by what `bench/long_run.py steps` measured.
 
-    The pause is the time that a kill added, without the steps that were trained again for it: those
-    depend on the time between checkpoints, which is computed here.
+    The pause of a kill is the run's time beyond that of its steps, at their median, over the number
+    of kills. Steps that were trained again are not part of it: their number depends on the time
+    between checkpoints, which is computed here. Steps that merely took longer than the median are,
+    so it is an upper bound.
     """
     found = []
     for name in dict.fromkeys(entry["system"] for entry in steps):
@@ -140,7 +142,7 @@ def measured(steps: Sequence[Mapping[str, Any]]) -> list[System]:
             continue
         costs_s = [entry["checkpoint_s"] for entry in own if entry.get("checkpoint_s") is not None]
         pause_s = median(
-            (entry["seconds"] - entry["seconds_without"] - entry["steps_twice"] * entry["step_s"])
+            (entry["seconds"] - (entry["steps"] + entry["steps_twice"]) * entry["step_s"])
             / entry["kills"]
             for entry in own
         )

@@ -63,6 +63,15 @@ def grouped(entries: Entries, keys: Sequence[str]) -> dict[tuple[Any, ...], list
     return found
 
 
+def in_order(groups: Mapping[tuple[Any, ...], list[Any]]) -> list[tuple[Any, list[Any]]]:
+    """Groups of one trace side by side, each with Shoal first, whenever they were measured."""
+    traces = list(dict.fromkeys(key[:-1] for key in groups))
+    systems = dict.fromkeys(key[-1] for key in groups)
+    names = sorted(systems, key=lambda name: not name.startswith("shoal"))
+    keys = [(*trace, name) for trace in traces for name in names]
+    return [(key, groups[key]) for key in keys if key in groups]
+
+
 def middle(entries: Entries, key: str) -> float:
     return median(entry[key] for entry in entries)
 
@@ -86,7 +95,7 @@ OF_TRACE = ("trace", "mtbf_min", "speed", "system")
 
 def trace_table(entries: Entries) -> str:
     rows = []
-    for (trace, mtbf_min, speed, system), own in grouped(entries, OF_TRACE).items():
+    for (trace, mtbf_min, speed, system), own in in_order(grouped(entries, OF_TRACE)):
         low, high = (of(entry["effective"] for entry in own) for of in (min, max))
         spread = f" ({100 * low:.1f} to {100 * high:.1f})" if len(own) > 1 else ""
         rows.append(
@@ -116,7 +125,7 @@ def trace_table(entries: Entries) -> str:
 
 def effective_bars(entries: Entries) -> dict[str, list[Bar]]:
     found: dict[str, list[Bar]] = {}
-    for (trace, mtbf_min, speed, system), own in grouped(entries, OF_TRACE).items():
+    for (trace, mtbf_min, speed, system), own in in_order(grouped(entries, OF_TRACE)):
         found.setdefault(trace_name(trace, mtbf_min, speed), []).append(
             Bar(
                 label=system,

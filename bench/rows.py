@@ -96,8 +96,10 @@ def cell_text(value: object) -> str:
 
 
 def command_line() -> str:
-    """The command by which this script was started, from the root of the repository."""
-    return " ".join([f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    """The command by which this script was started, from the root of the repository. A file that
+    was named by its whole path is named without its folder."""
+    arguments = [Path(each).name if each.startswith("/") else each for each in sys.argv[1:]]
+    return " ".join([f"bench/{Path(sys.argv[0]).name}", *arguments])
 
 
 def record(name: str, entries: Sequence[Mapping[str, Any]], *, keys: Sequence[str]) -> Path:

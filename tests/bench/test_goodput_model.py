@@ -39,8 +39,8 @@ def test_a_restart_that_takes_longer_than_the_time_between_failures_never_ends(m
 
 
 def test_constants_come_from_entries_of_long_runs(model: Any) -> None:
-    """The pause of a kill is what it added, without the steps that were trained again."""
-    own = {"system": "shoal-ddp", "kills": 10, "seconds": 110.0, "seconds_without": 100.0}
+    """The pause of a kill is what goes beyond the steps, those that were trained again included."""
+    own = {"system": "shoal-ddp", "kills": 10, "seconds": 110.0, "steps": 1000}
     own |= {"steps_twice": 0, "step_s": 0.1, "checkpoint_s": None}
     theirs = {**own, "system": "torchrun", "seconds": 160.0, "steps_twice": 100}
     theirs["checkpoint_s"] = 0.5
