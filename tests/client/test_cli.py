@@ -39,7 +39,7 @@ def _options(config: type) -> list[tuple[str, object]]:
         kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         names = [name for each in marks for name in each.name or ()]
         inner = [each for each in (kind, *get_args(kind)) if dataclasses.is_dataclass(each)]
-        if inner and not names:
+        if inner and not any(name.startswith("--") for name in names):
             assert isinstance(inner[0], type)
             found += [
                 (option, None if field.default is None else default)
