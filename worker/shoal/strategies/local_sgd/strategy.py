@@ -281,7 +281,7 @@ class LocalSGD(SynchronousStrategy):
         if not num_steps:
             return
         self._is_meeting = True
-        self._transaction.votes.settle_round(self._round.applied, self._round.conflict)
+        self._transaction.settle_round(self._round.applied, self._round.conflict)
         with self._generation_group.judging():
             self._outer_loop.synchronise(
                 self.step,

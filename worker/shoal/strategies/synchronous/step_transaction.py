@@ -25,7 +25,7 @@ from shoal.model.several import (
 )
 from shoal.state.registered.objects import RegisteredState
 from shoal.strategies.rollback.step_snapshot import StepSnapshot
-from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values
 from shoal.strategies.synchronous.loss_scale import update
 from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal.strategies.synchronous.step_agreement import StepAgreement
@@ -192,12 +192,21 @@ class StepTransaction:
         if self.training is not None:
             self.votes.meet(action, self.chosen)
 
+    def begin_part(self, index: int, num_parts: int) -> bool:
+        """See `StepAgreement.begin_part`. True outside a generation."""
+        return self._votes is None or self._votes.begin_part(index, num_parts)
+
     def settle(self) -> float:
         """See `StepAgreement.settle`: from here on no member makes a further pass in this step.
         Returns the factor for gradients; 1 if they were multiplied already."""
         factor, scaler = self.votes.settle(), self.registered.scaler
         scale = 1.0 if factor is None or scaler is None else scale_of(scaler)
         return 1.0 if factor is None else factor / scale
+
+    def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
+        """See `StepAgreement.settle_round`. Does nothing outside a generation."""
+        if self._votes is not None:
+            self._votes.settle_round(applied, conflict)
 
     # --- commit, or roll back ---
 

@@ -342,7 +342,7 @@ class SynchronousStrategy(Strategy):
                 "batch.parts with several optimizers",
                 expected="one session.backward for each loss, of the whole batch",
             )
-        reduces = self._transaction.votes.begin_part(index, num_parts)
+        reduces = self._transaction.begin_part(index, num_parts)
         if reduces != self._reduces:
             self._reduces = reduces
             self._reduce_in_backward(reduces)
