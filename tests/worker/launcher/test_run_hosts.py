@@ -25,6 +25,8 @@ case $2 in
     moved) exec sh -c "$(echo "$3" | sed 's/[$]HOME/nowhere/')" ;;
 esac
 echo "Welcome to $2"
+# A host does not have this machine's variables.
+for name in $(env | sed -n 's/^\\(SHOAL_[A-Z_]*\\)=.*/\\1/p'); do unset "$name"; done
 export HOST_NAME="$2" SSH_CONNECTION="127.0.0.1 50000 127.0.0.1 22"
 exec sh -c "$3"
 """
@@ -45,6 +47,7 @@ names = sorted(path.name for path in folder.iterdir())
 print("folder", folder, [oct(mode) for mode in modes], names, flush=True)
 kept = pathlib.Path(f"{os.environ['SHOAL_MEMBER_ID']}.pem")
 kept.write_bytes((folder / "worker.crt").read_bytes())
+torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 data = (torch.randn(60, 4), torch.randn(60, 1))
