@@ -97,8 +97,7 @@ class StepTransaction:
         self.position.mark_wait(f"session.step() after {self.step} steps")
         self.snapshot.begin(model, parameters, self._optimizers)
         self.begin_alone()
-        if self._votes is not None:
-            self._votes.begin(self.step)
+        self.votes.begin(self.step)
 
     def begin_alone(self) -> None:
         """Begin a step on which members do not vote: the strategy rolls back whole rounds."""
@@ -160,7 +159,7 @@ class StepTransaction:
     @property
     def has_own_weights(self) -> bool:
         """True if the script has given weights for this member's losses."""
-        return self._votes is not None and self._votes.weights.are_own
+        return self.votes.weights.are_own
 
     def check_weighted(self) -> None:
         """Raise InvalidSpec if the step had no backward pass of the session."""
@@ -193,8 +192,8 @@ class StepTransaction:
             self.votes.meet(action, self.chosen)
 
     def begin_part(self, index: int, num_parts: int) -> bool:
-        """See `StepAgreement.begin_part`. True outside a generation."""
-        return self._votes is None or self._votes.begin_part(index, num_parts)
+        """See `StepAgreement.begin_part`."""
+        return self.votes.begin_part(index, num_parts)
 
     def settle(self) -> float:
         """See `StepAgreement.settle`: from here on no member makes a further pass in this step.
@@ -204,9 +203,8 @@ class StepTransaction:
         return 1.0 if factor is None else factor / scale
 
     def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
-        """See `StepAgreement.settle_round`. Does nothing outside a generation."""
-        if self._votes is not None:
-            self._votes.settle_round(applied, conflict)
+        """See `StepAgreement.settle_round`."""
+        self.votes.settle_round(applied, conflict)
 
     # --- commit, or roll back ---
 
