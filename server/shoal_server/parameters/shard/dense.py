@@ -95,7 +95,7 @@ class DenseBody:
         return self.decode(self.decoder(record.codec, record.blocks), data)
 
     def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> GradientDecoder:
-        """Return the decoder of a compressed gradient of these blocks.
+        """Return the decoder for a compressed gradient of these blocks.
 
         Raises InvalidSpec or ShapeMismatch for a codec that does not fit.
         """
@@ -140,8 +140,8 @@ class DenseBody:
     def values(
         self, version: int, known_version: int = 0, writer: CopyOut | None = None
     ) -> DenseValues:
-        """Return the values, as ShardData if no writer is given; none if the version is still
-        `known_version`."""
+        """Return the values, in ShardData messages if no writer is given. Return no values if the
+        caller has them: `known_version` equals `version`."""
         if known_version == version:
             return DenseValues(version=version, num_bytes=0, messages=())
         writer = writer or SHARD_DATA.writer(self._shard_id, self.num_bytes)
@@ -167,7 +167,7 @@ class DenseBody:
         return np.zeros(1, np.int64), ()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the optimizer state of another body. Raises InternalError if some is missing."""
+        """Copy another body's optimizer state. Raises InternalError if a tensor is missing."""
         self._rule.load_state(state)
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
@@ -223,8 +223,8 @@ def dense_from_image(image: LoadedImage) -> DenseShard:
 
 
 def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
-    """Compute the `memory_bytes` of a new dense shard. They are linear in the number of elements:
-    computed from two small shards with as many blocks."""
+    """Return the `memory_bytes` that a new dense shard will have. They are linear in the number of
+    elements, so they are derived from the sizes of two tiny shards with as many blocks."""
 
     def bytes_of(block_size: int) -> int:
         values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])

@@ -1,7 +1,7 @@
-"""The scope of a step: the shards that it touches, remembered with each push.
+"""The scope of a step: the shards that the step touches, remembered with each push.
 
-After a move or the loss of a server, one shard may be the only one that remembers that a step has
-begun. The scope names the other shards for which a cut has to wait.
+After a move or the loss of a server, a single shard may remember that a step has begun. The scope
+names the other shards of the step, for which a cut has to wait.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ TABLES = "tables:"
 """Prefix of the session of a step that pushes to tables alone: such steps have their own
 numbers."""
 MAX_SHARD_IDS = 1 << 17
-"""Bound on shard ids, above what any job has. It bounds the memory for one push's scope."""
+"""Bound on shard ids, more than any job has. It bounds the memory of one push's scope."""
 
 
 @dataclass(frozen=True, slots=True)

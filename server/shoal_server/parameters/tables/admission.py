@@ -1,6 +1,6 @@
-"""Admission: which ids get a row: all, those pushed often enough, or a share drawn by hash.
+"""Admission: all ids get a row, or those pushed often enough, or a share that is chosen by hash.
 
-A decision depends only on the shard's state and the pushes, so backups decide alike.
+A decision depends only on the shard's state and the pushes, so backups decide as the primary does.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ MAX_COUNT = 2**16 - 1
 
 
 class RowGate(Protocol):
-    """Decides for each pushed id without a row; called at most once per id and version."""
+    """Decides if a pushed id without a row gets one. Called at most once per id and version."""
 
     def admit(self, ids: Ids, version: int) -> Mask: ...
 
