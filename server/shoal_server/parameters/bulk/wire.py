@@ -50,7 +50,8 @@ class FrameConnection:
         self._sent_s = self._loop.time()
         self._take: TakeFrame | None = None
         self.pauses = ReadingPauses()
-        """Pauses in reading, by the pushes that the function given to `deliver` took."""
+        """Decides when reading pauses, from the pushes that the function given to `deliver`
+        took."""
         self._paused: tuple[asyncio.TimerHandle, asyncio.Future[Frame]] | None = None
 
     async def next_frame(self) -> Frame:
@@ -71,17 +72,17 @@ class FrameConnection:
         return frame
 
     def read_chunks_into(self, buffer_for: Callable[[int], memoryview] | None) -> None:
-        """Receive the body of each frame from now on into the memory that `buffer_for` returns for
-        its size; `buffer_for` may raise MalformedMessage. None: into new memory."""
+        """Receive the body of each later frame into the memory that `buffer_for` returns for the
+        body's size. `buffer_for` may raise MalformedMessage; None stands for new memory."""
         self._chunk_buffer = buffer_for
 
     def _buffer_for(self, num_bytes: int) -> memoryview:
         return (self._chunk_buffer or _unset)(num_bytes)
 
     async def next_descriptor(self) -> int:
-        """Receive the next frame, DESCRIPTOR, and return its descriptor, which the caller closes.
-        The other end sends such a frame only when asked. Read it only by this method: any other
-        read would lose the descriptor.
+        """Receive a DESCRIPTOR frame, and return its descriptor, which the caller closes. Call this
+        if the next frame is one, as the other end sends it only on request: any other read would
+        lose the descriptor.
 
         Raises PeerHungUp, MalformedMessage or ChecksumMismatch.
         """
@@ -123,9 +124,9 @@ class FrameConnection:
             remove(number)
 
     def deliver(self, take: TakeFrame | None) -> None:
-        """Offer each frame to `take` as soon as it comes, while a task waits in `next_frame`:
-        waking the task would cost more than handling most frames. What `take` raises, `next_frame`
-        raises. None: stop that."""
+        """Offer each frame to `take` as soon as it comes, while a task waits in `next_frame`: to
+        wake the task would cost more than to handle most frames. An error of `take` is raised by
+        `next_frame`. None: offer no more frames."""
         self._take = take
 
     def _next_untaken(self) -> Frame | None:
@@ -135,8 +136,8 @@ class FrameConnection:
         return frame
 
     async def _await_untaken(self) -> Frame:
-        """Wait for a frame that is not taken. Until then the socket stays registered with the event
-        loop."""
+        """Wait for a frame that the `deliver` function does not take. Until then the socket stays
+        registered with the event loop."""
         number = self.socket.fileno()
         awaited: asyncio.Future[Frame] = self._loop.create_future()
         self._loop.add_reader(number, self._readable, awaited)
@@ -252,8 +253,9 @@ class FrameConnection:
             self._flush(frame)
 
     def end_reading(self) -> None:
-        """Keep the other end from sending more. Data already sent can still be read, followed by
-        PeerHungUp. See unix(7): the kernel decides both under one lock."""
+        """Keep the other end from sending more. Data that were sent before can still be read; then
+        PeerHungUp is raised. The kernel takes one lock for this call and for each send (unix(7)),
+        so no data are lost between the two."""
         self._end_pauses()
         try:
             self.socket.shutdown(socket.SHUT_RD)

@@ -159,10 +159,10 @@ def _field(value: bytes, name: str) -> object:
 
 
 def _text(value: bytes, name: str) -> str:
-    found = _field(value, name)
-    return found if isinstance(found, str) else ""
+    field = _field(value, name)
+    return field if isinstance(field, str) else ""
 
 
 def _number(value: bytes, name: str) -> int:
-    found = _field(value, name)
-    return found if isinstance(found, int) else 0
+    field = _field(value, name)
+    return field if isinstance(field, int) else 0
