@@ -24,8 +24,8 @@ def row_bytes(codec: GradientCodec, dim: int) -> int:
 
 
 def decode_rows(codec: GradientCodec, data: Buffer, dim: int) -> Tensor:
-    """Return the gradients as R x C in fp32; maybe not finite. `data` has whole rows, at least
-    one."""
+    """Return the gradients as R x C in fp32. They may be infinite or NaN. `data` has one or more
+    whole rows."""
     if codec.kind != "int8":
         return torch.frombuffer(data, dtype=HALF[codec.kind]).to(torch.float32).view(-1, dim)
     raw = torch.frombuffer(data, dtype=torch.uint8).view(-1, SCALE_BYTES + dim)

@@ -1,4 +1,4 @@
-"""Comparison of backups with their primaries on this server, piece by piece, all the time."""
+"""Continuous comparison, piece by piece, of backups with their primaries on this server."""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from shoal_server.parameters.shard.workers import Runner
 log = structlog.get_logger(__name__)
 
 COMPARE_EACH_S = 0.25
-"""Interval between two pieces of 1 MiB, of one shard after the other: 14 GB an hour per server."""
+"""Interval between two pieces of 1 MiB. The shards take turns: 14 GB an hour per server."""
 
 
 class Comparing:

@@ -1,4 +1,4 @@
-"""Writer of the core's changes of assignments; changes decided together are written together."""
+"""Writer of assignments that the core changes. Changes decided together are written together."""
 
 import asyncio
 from collections import defaultdict
@@ -59,7 +59,7 @@ class RecordWriter:
             change = partial(self._revised, job)
             await change_assignments(self._records, job, shard_ids, change)
         except ShoalError as error:
-            # Tried again later: an operator may change what etcd allows this server.
+            # Tried again later: an operator may correct this server's permissions in etcd.
             log.error("assignments_not_changed", job=job, reason=str(error))
             for shard_id in sorted(shard_ids):
                 self._driver.submit_event(ShardRecordNotWritten((job, shard_id)))
@@ -82,6 +82,6 @@ class RecordWriter:
         try:
             await self._records.refresh(key[0])
         except ShoalError as error:
-            # The core answers waiting calls from what it knows.
+            # The core answers waiting calls from the records that it has.
             log.warning("assignments_not_read", job=key[0], reason=str(error))
         self._driver.submit_event(ShardRecordRefreshed(key))

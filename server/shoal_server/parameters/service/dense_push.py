@@ -37,7 +37,7 @@ class DensePushPart:
     decoder: GradientDecoder | None = None
     """Decodes the gradient; None: it is not compressed."""
     next_address: str = ""
-    """Address of the server that the shard is being handed over to; empty: none."""
+    """Address of the successor while the shard is being handed over; else empty."""
 
     @property
     def shard_id(self) -> int:
@@ -136,7 +136,7 @@ class DensePushKind:
         push = partial(self._push, part, writer)
         work = partial(guarded, push, self._header.token.job, part.shard_id)
         if part.decoder is not None:
-            # Not on the event loop: decoding takes longer than applying as many bytes.
+            # Too much for the event loop: decoding takes longer than applying as many bytes.
             num_bytes += INLINE_BYTES
         applied = asyncio.ensure_future(part.replica.work(self._run, num_bytes, work))
         if not applied.done():
@@ -149,7 +149,7 @@ class DensePushKind:
     async def _once_safe(
         self, replica: ShardReplica, applied: Awaitable[ShardAnswer | ShoalError]
     ) -> ShardAnswer | ShoalError:
-        """Return the answer, once its newest version is as safe as the push asks for."""
+        """Return the answer once its newest version is as safe as the push demands."""
         answer = await applied
         if isinstance(answer, ShoalError):
             return answer

@@ -20,16 +20,16 @@ from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.shard import LookupResult, TableShard
 
 MAX_LOOKUP_BYTES = 4 * 1024 * 1024
-"""Bound on the rows that one message, or one item of a bulk call, asks for."""
+"""Bound on the rows that one message, or one item of a bulk call, requests."""
 
 
 async def look_up(
     replica: ShardReplica, shard: TableShard, ids: bytes, num_bytes: int, run: Runner
 ) -> LookupResult:
-    """Look up rows, in the order of `ids`. `num_bytes`: size of their values."""
+    """Look up rows, in the order of `ids`. `num_bytes`: the size of the rows' values."""
     work = partial(shard.read, partial(shard.body.look_up, ids))
     found: LookupResult = await replica.work(run, ROWS_COST * num_bytes, work)
-    # A version may be lost until a backup has it, and must not be visible before.
+    # Until a backup has the version, it may be lost: no caller may see it before.
     await replica.wait_safe(found.version)
     return found
 
@@ -39,7 +39,8 @@ async def answer_message(
     found: Sequence[tuple[ShardReplica, TableShard] | ShoalError],
     run: Runner,
 ) -> list[FoundRows]:
-    """Answer one message of a gRPC call, in its order. All shards are looked up concurrently."""
+    """Return the answers to one message of a gRPC call, in its order. Shards are looked up
+    concurrently."""
     left_bytes = MAX_LOOKUP_BYTES
     answers: list[Awaitable[FoundRows]] = []
     for rows, shard in zip(asked, found, strict=True):
@@ -82,7 +83,7 @@ async def _found(
 
 @dataclass(frozen=True, kw_only=True)
 class LookupPart:
-    """One item of a bulk call."""
+    """One item of a bulk call: rows of one shard."""
 
     number: int
     item: TableLookupItem
@@ -119,7 +120,8 @@ IncomingLookup = IncomingPush[LookupPart, AnyPiece, LookupAnswer]
 
 
 class LookupKind:
-    """Bulk lookups: received item by item like pushes, each answered once it is looked up."""
+    """The kind of a bulk lookup. Items are received like parts of a push; each is answered once its
+    rows are looked up."""
 
     applies_at_once = True
 
@@ -180,7 +182,7 @@ class LookupKind:
         if isinstance(answer, ShoalError):
             return answer
         try:
-            # A version may be lost until a backup has it, and must not be visible before.
+            # Until a backup has the version, it may be lost: no caller may see it before.
             await part.replica.wait_safe(answer.rows.version)
         except ShoalError as error:
             return error
@@ -193,7 +195,7 @@ class LookupKind:
 
 
 def _read(part: LookupPart, writer: CopyOut) -> LookupAnswer:
-    # Copied: the answer may be written to the memory that the ids lie in.
+    # Copied, as the answer may be written to the memory that the ids lie in.
     ids = bytes(part.assembler.join())
 
     def answer(version: int) -> LookupAnswer:

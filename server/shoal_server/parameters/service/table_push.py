@@ -1,4 +1,4 @@
-"""Pushes to tables: receives the rows of each shard, applies and answers them."""
+"""Pushes to tables: the rows of each shard are received, applied and answered."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -44,7 +44,7 @@ class TablePushPart:
     incoming: IncomingRows
 
     def __post_init__(self) -> None:
-        """Check that the part may be received. Raises Overloaded or InvalidSpec."""
+        """Raise Overloaded or InvalidSpec if the part may not be received."""
         self.replica.check_capacity()
         if self.codec is not None:
             gradient_row_bytes(self.shard.body.table, self.codec)
@@ -99,7 +99,7 @@ class TablePushPart:
 
 
 def checked(header: TablePushHeader) -> Scope | None:
-    """Check the push as a whole, and return the scope of its step. Raises MalformedMessage or
+    """Check a push's header, and return the scope of its step. Raises MalformedMessage or
     InvalidSpec."""
     check_sequence(header.sequence)
     shard_ids = [item.shard_id for item in header.shards]
@@ -179,12 +179,12 @@ class TablePushKind:
         return asyncio.ensure_future(self._applied(part))
 
     async def _applied(self, part: TablePushPart) -> TablePushOutcome | ShoalError:
-        """Apply the part, and return its answer once the update is as safe as the push asks for."""
+        """Apply the part, and return its answer once the update is as safe as the push demands."""
         self._memory.refresh()
         body = part.shard.body
         num_bytes = ROWS_COST * part.num_bytes + body.regrown_bytes(part.item.num_rows)
         if part.codec is not None:
-            # Not on the event loop: decoding takes longer than applying as many bytes.
+            # Too much for the event loop: decoding takes longer than applying as many bytes.
             num_bytes += INLINE_BYTES
         push = partial(self._push, part, body.now_s())
         work = partial(guarded, push, part.replica.job, part.shard_id)
