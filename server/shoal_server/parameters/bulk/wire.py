@@ -21,16 +21,16 @@ log = structlog.get_logger(__name__)
 SMALL_BYTES = 32 * 1024
 
 TakeFrame = Callable[[Frame], bool]
-"""Handles a frame without waiting, if possible. Returns True if it did."""
+"""Handles a frame without waiting, if possible. Returns True if the frame was handled."""
 
 
 class PeerHungUp(Exception):
-    """The other end has closed the connection, or it broke."""
+    """The other end has closed the connection, or the connection broke."""
 
 
 class FrameConnection:
-    """A connection that one task may read and any number may write. The socket does not block.
-    Lives on the event loop."""
+    """A connection that one task may read, and to which any number of tasks may write. The socket
+    does not block. Lives on the event loop."""
 
     def __init__(self, connected: socket.socket, *, first: FrameKind | None = None) -> None:
         """`first`: the kind that the first frame of the other end must have."""
@@ -80,9 +80,9 @@ class FrameConnection:
         return (self._chunk_buffer or _unset)(num_bytes)
 
     async def next_descriptor(self) -> int:
-        """Receive a DESCRIPTOR frame, and return its descriptor, which the caller closes. Call this
-        if the next frame is one, as the other end sends it only on request: any other read would
-        lose the descriptor.
+        """Receive the next frame, which must be DESCRIPTOR, and return its descriptor. The caller
+        closes the descriptor. The other end sends such a frame only on request; read it only by
+        this method, as any other read would lose the descriptor.
 
         Raises PeerHungUp, MalformedMessage or ChecksumMismatch.
         """
@@ -267,7 +267,7 @@ class FrameConnection:
         read. Data already received can still be read."""
         self._end_pauses()
         try:
-            # For TLS too: SSLSocket.shutdown would end the decryption of data yet to be read.
+            # Not SSLSocket.shutdown: it would end the decryption of data that are not read yet.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
         except OSError as error:
             log.debug("sending_ended_already", reason=str(error))
@@ -315,5 +315,5 @@ def _runs(parts: Sequence[Buffer]) -> Iterator[Buffer]:
 
 
 def _unset(num_bytes: int) -> memoryview:
-    """Return memory for a piece, not initialised: it is filled before it is used."""
+    """Return memory for a frame's body. It is not initialised: it is filled before it is used."""
     return np.empty(num_bytes, dtype=np.uint8).data

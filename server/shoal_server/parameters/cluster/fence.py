@@ -62,7 +62,7 @@ class Fence:
         await self._tasks.close()
 
     async def wait_failed(self) -> None:
-        """Never return; raise what ended the watch."""
+        """Never return; raise the error that ended the watch."""
         await self._incarnations.wait_failed()
 
     async def check(self, token: Token) -> str:
@@ -90,7 +90,7 @@ class Fence:
     async def _check_run(self, token: Token) -> None:
         """Raise Fenced if the token is of another run of the job. A process that outlived the
         records of its run may look like a member of the next run for a while, but its gradients
-        were computed on that earlier run's values."""
+        were computed on values of the earlier run."""
         runs = self._runs
         if runs is None or not token.run or token.run == runs.job_run(token.job):
             return

@@ -48,7 +48,7 @@ class PeerTimeouts:
     def __post_init__(self) -> None:
         if not 0 < 3 * self.beat_s <= self.silence_s:
             raise InvalidSpec(
-                "bad --silence-s: servers would take each other for dead between two heartbeats",
-                seen=f"silence after {self.silence_s:g} s, a beat each {self.beat_s:g} s",
+                "bad --silence-s: a server would count as dead between two of its heartbeats",
+                seen=f"silence after {self.silence_s:g} s, a heartbeat every {self.beat_s:g} s",
                 expected=f"at least {3 * self.beat_s:g} s of silence",
             )

@@ -100,7 +100,7 @@ class Registration:
         await self._store.transact([is_mine], [put])
 
     async def wait_failed(self) -> None:
-        """Never return; raise what ended the registration."""
+        """Never return; raise the error that ended the registration."""
         assert self._task is not None
         await asyncio.shield(self._task)
 

@@ -38,5 +38,5 @@ class SparseDecoder:
                 "the positions of a compressed gradient's values are out of range or order",
                 seen=f"{len(positions)} positions from {first} to {last},"
                 f" {'rising' if is_rising else 'not rising'}",
-                expected=f"rising ones from 0 to {self._num_values - 1}",
+                expected=f"rising positions from 0 to {self._num_values - 1}",
             )

@@ -49,7 +49,7 @@ class Image(Protocol):
 
     @property
     def spec(self) -> bytes:
-        """The shard's specification: a serialized message, by kind."""
+        """The shard's specification: a serialized message, of a type that depends on the kind."""
         ...
 
     @property

@@ -234,7 +234,7 @@ class ShardImage:
 
 
 def rest_of(sessions: Sequence[SessionImage], tensors: Mapping[str, Tensor]) -> CutRest:
-    """Make the rest of an image: what is small, and sent before the content."""
+    """Make the rest of an image: its small parts, which are sent before the content."""
     return CutRest(
         sessions=sessions, tensors=[to_message(name, each) for name, each in tensors.items()]
     )

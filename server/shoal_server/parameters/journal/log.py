@@ -10,8 +10,8 @@ Records are written in groups: all records appended during one `fsync` share the
 image, written from time to time, replaces all of its records up to the image's version; segments
 without a needed entry are removed.
 
-While the disk fails or is full, no new records are accepted. Records appended before stay in
-memory, and are written as soon as that succeeds. `failure` has the error.
+While the disk fails or is full, no new records are accepted. Records that were appended before stay
+in memory, and are written once the disk works again. `failure` has the error.
 """
 
 import errno

@@ -8,8 +8,8 @@
                       this journal
               data
 
-A write that a crash interrupted leaves a torn end, of which any bytes may be on disk. Each entry's
-count of synced bytes tells a torn end from damage: synced bytes must be intact.
+A write that a crash interrupts leaves a torn end: any part of it may be on disk. The entries'
+counts of synced bytes distinguish a torn end from damage: synced bytes must be intact.
 """
 
 import struct

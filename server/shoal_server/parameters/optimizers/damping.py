@@ -4,8 +4,9 @@ An update that is applied s versions late acts like momentum (Mitliagkas et al. 
 begets Momentum", arXiv:1605.09774), and lowers the largest stable rate. Without delay, gradient
 descent is stable below a rate of 2 / curvature; delayed by s updates, it is stable below
 2 sin(pi / (2 (2 s + 1))) / curvature (Levin and May 1976, "A note on difference-delay equations").
-That is about 1.6 / (2 s + 1) times the first. So for SGD the effective rate, lr / (1 - momentum),
-is divided by 2 s + 1: momentum is lowered first, since delay acts like it, and then the rate.
+That is about 1.6 / (2 s + 1) of the rate without delay. So for SGD the effective rate,
+lr / (1 - momentum), is divided by 2 s + 1. Momentum is lowered first, since delay acts like it; the
+rate is lowered only if that is not enough.
 
 DiLoCo's outer step is SGD on rounds instead of gradients. Each of s + 1 members pushes its own
 round, while rate and momentum are meant for the mean of all rounds. A round may go all the way to
@@ -33,7 +34,7 @@ class Damping(NamedTuple):
     rate: float
     """Factor of the learning rate."""
     momentum: float
-    """Momentum to use instead of the optimizer's own."""
+    """Momentum that replaces the optimizer's own."""
 
 
 def damping(kind: str, hyper: HyperParameters, staleness: int) -> Damping:

@@ -1,4 +1,4 @@
-"""One link from this server to a server with backups of its shards, from its opening to its end.
+"""One link from this server to another server, which has backups of this server's shards.
 
 A link consists of two streams: one for pushes, and one for images, which is opened for the first
 image. So no push waits for an image, which may have gigabytes.

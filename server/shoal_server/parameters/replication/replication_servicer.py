@@ -54,7 +54,7 @@ Caller = tuple[Holder, int]
 
 
 TakeArriving = Callable[[Arriving], bool]
-"""Handles a request without waiting, if possible. Returns True if it did."""
+"""Handles a request without waiting, if possible. Returns True if the request was handled."""
 
 
 class DirectStream(Protocol):

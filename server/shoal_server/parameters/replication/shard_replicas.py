@@ -156,7 +156,7 @@ class ShardReplicas:
         self._driver.submit_event(ev.LeaseEnded())
 
     async def wait_failed(self) -> None:
-        """Never return; raise what ended the watch of the record."""
+        """Never return; raise the error that ended the watch of the record."""
         await self._record.wait_failed()
 
     # --- what is known ---

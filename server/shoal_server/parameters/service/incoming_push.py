@@ -49,7 +49,7 @@ class PushKind(Protocol[PartT_contra, PieceT_contra, AnswerT_co]):
 
     applies_at_once: bool
     """True: a part is applied as soon as it is complete. False: a part is applied once a piece of
-    another shard, or the end, follows. That shows that the part was not too long."""
+    another shard, or the end, follows: only then is it known that the part was not too long."""
 
     def add(self, part: PartT_contra, piece: PieceT_contra) -> None:
         """Add a piece to a part. Raises a ShoalError if the piece is wrong."""

@@ -89,7 +89,7 @@ class PieceAssembler:
         left = self._spans[0][1] - self._position if self._spans else 0
         if len(data) > left:
             raise ShapeMismatch(
-                f"more bytes for shard {self._shard_id} than it has there",
+                f"more bytes for shard {self._shard_id} than it has at that offset",
                 seen=f"{len(data)} bytes at offset {piece.offset_bytes}",
                 expected=f"at most {left} bytes",
                 fix="Compare shape and dtype with the job's shard map.",

@@ -67,7 +67,7 @@ class DenseBody:
 
     @property
     def needs_base(self) -> bool:
-        """True if the values that a gradient was computed on have to follow it in a push."""
+        """True if a push has to carry the values that its gradient was computed on."""
         return self._rule.needs_base
 
     @cached_property
@@ -183,7 +183,7 @@ def new_dense_shard(spec: Shard, optimizer: OptimizerSpec, values: bytearray) ->
 
 
 def is_dense(shard: AnyShard) -> TypeGuard[DenseShard]:
-    """True if it is a shard of parameters, and not of a table."""
+    """True if the shard is of parameters, and not of a table."""
     return isinstance(shard.body, DenseBody)
 
 

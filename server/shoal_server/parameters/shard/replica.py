@@ -94,8 +94,8 @@ class ShardReplica:
         self.leading: ShardLeadership = NotLed()
         """Set when this replica first becomes primary."""
         self.is_led = False
-        """True while this replica is the primary. The epoch does not tell: a later replica of the
-        same shard id may belong to another run of the job, in the same epoch."""
+        """True while this replica is the primary. The epoch does not show this: a later replica
+        with the same shard id may belong to another run of the job, and have the same epoch."""
         self.is_followed = False
         """True if any server has, or is getting, a copy from this replica."""
         self.links: Sequence[tuple[Holder, int]] = ()
@@ -105,7 +105,7 @@ class ShardReplica:
         self.check_disk: Callable[[], None] = _check_nothing
         """Raises Overloaded while too many records wait for the journal's disk."""
         self.is_journaled = False
-        """True if this server's journal keeps the shard, or will."""
+        """True if this server's journal has the shard, or will have it."""
         self.why_no_disk: ShoalError | None = None
         """The error while the journal does not keep the shard, else None."""
         self.is_forming = False
@@ -174,7 +174,7 @@ class ShardReplica:
         if running.done():
             self._turn.release()
             return running.result()
-        # If this call is cancelled, the work in the thread goes on: its turn ends with it.
+        # If this call is cancelled, the work in the thread goes on, and keeps its turn.
         running.add_done_callback(self._end_turn)
         return await asyncio.shield(running)
 

@@ -30,7 +30,7 @@ class ReplyWriter(Protocol):
         ...
 
     def end_follows(self) -> None:
-        """Note that the next replies are the call's last: its end may be sent with them."""
+        """Note that the next replies are the last: the call's end may be sent with them."""
         ...
 
 

@@ -38,13 +38,14 @@ class RememberedSession:
 
 
 class SessionTable:
-    """All sessions of a shard. They are part of its state: hold the shard's lock for each call."""
+    """All sessions of a shard. They are part of its state: hold the shard's lock, unless a method
+    needs none."""
 
     def __init__(
         self, *, max_sessions: int = MAX_SESSIONS, max_outcomes: int = MAX_OUTCOMES
     ) -> None:
         self.max_sessions = max_sessions
-        """May be lowered at any time: sessions that are remembered already stay."""
+        """May be changed at any time: sessions that are remembered already stay."""
         self._max_outcomes = max_outcomes
         self._sessions: dict[str, RememberedSession] = {}
         self._num_bytes = 0
@@ -77,8 +78,8 @@ class SessionTable:
         forgotten sessions.
 
         Pushes of fenced incarnations are refused anyway. Raises Overloaded if every remembered
-        session is live. Backups do not know which sessions are live: they have to `forget` the same
-        ones.
+        session is live. Backups do not know which sessions are live: call `forget` with the result
+        there.
         """
         if session in self._sessions or len(self._sessions) < self.max_sessions:
             return ()
@@ -177,7 +178,7 @@ def _outcome_bytes(scope: Scope | None) -> int:
 
 
 def exported(sessions: Mapping[str, RememberedSession]) -> list[SessionImage]:
-    """Encode what `SessionTable.freeze` returned, in its order."""
+    """Encode sessions that `SessionTable.freeze` returned, in their order."""
     return [
         SessionImage(
             session=name,

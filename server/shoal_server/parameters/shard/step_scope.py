@@ -12,8 +12,8 @@ from shoal_proto.v1.replication_pb2 import StepScope
 from shoal_server.core.shards.steps import Shards, StepId, from_bits, to_bits
 
 TABLES = "tables:"
-"""Prefix of the session of a step that pushes to tables alone: such steps have their own
-numbers."""
+"""Prefix of the session of a step that pushes to tables alone: such steps are numbered
+separately."""
 MAX_SHARD_IDS = 1 << 17
 """Bound on shard ids, more than any job has. It bounds the memory of one push's scope."""
 
@@ -28,9 +28,8 @@ class Scope:
 
     @classmethod
     def of(cls, shard_ids: Collection[int], *, of_tables: bool = False) -> "Scope | None":
-        """Make a scope. None for no ids, which mean every dense shard.
-
-        Raises MalformedMessage for an id that no job has.
+        """Return the scope of these shards; None, which stands for every dense shard, if there are
+        no ids. Raises MalformedMessage for an id that no job has.
         """
         if not shard_ids:
             return None
@@ -45,7 +44,7 @@ class Scope:
 
     @classmethod
     def from_message(cls, message: StepScope) -> "Scope | None":
-        """Decode what `to_message` encoded."""
+        """Decode a scope that `to_message` encoded."""
         return cls(message.shard_bits, message.of_tables) if message.shard_bits else None
 
     @property

@@ -63,7 +63,7 @@ class UpdateRule:
         self._schedule.advance(record.version - 1)
 
     def _step_whole(self, record: PushRecord, data: Buffer) -> bool:
-        """Update all blocks at once if possible. True if that was done."""
+        """Update all blocks at once, if possible. Return False if nothing was updated."""
         if self._whole is None or self.needs_base or not record.blocks:
             return False
         if list(record.blocks) != self._all_blocks:

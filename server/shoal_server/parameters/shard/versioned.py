@@ -95,7 +95,8 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def describe_push(self, push: PushT_contra, record: PushRecord) -> None:
-        """Add to the record what the body needs. Raises if the push must not be applied."""
+        """Add the fields that `apply` needs to the record. Raises an error if the push must not be
+        applied."""
         ...
 
     def read_batch(self, record: PushRecord, data: Buffer) -> BatchT:
@@ -121,7 +122,7 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
 
     @property
     def images(self) -> OpenImages[Any]:
-        """The open images. `apply` copies the values that it changes to them first."""
+        """The open images. Before `apply` changes values, it copies them to each open image."""
         ...
 
     def image(self) -> tuple[ImageContent, SmallTensors]:
@@ -326,8 +327,8 @@ class VersionedShard(Generic[BodyT]):
         """Apply an update of the primary; the listener is called too. `is_borrowed`: the sender
         reuses the data's memory once this returns.
 
-        Raises, without a change, InternalError if it is not the next version, or ShapeMismatch or
-        MalformedMessage if it is not a push to this shard.
+        Raises, without a change, InternalError if the record is not of the next version, or
+        ShapeMismatch or MalformedMessage if it is no push to this shard.
         """
         with self._body_lock, self._lock:
             if record.push.version != self._version + 1:

@@ -8,8 +8,8 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 INLINE_BYTES = 2 * 1024 * 1024
-"""Largest work that runs on the event loop. To hand work to another thread and back takes 0.4 ms of
-CPU time, in which SGD processes a MiB: for less work than this, that is not worth it."""
+"""Largest work that runs on the event loop. The switch to another thread and back takes 0.4 ms of
+CPU time, in which SGD processes a MiB: only larger work is worth a switch."""
 ROWS_COST = 8
 """Cost of a byte in rows that are found by id, gathered and written back, relative to a byte of
 contiguous memory."""

@@ -38,7 +38,7 @@ class _JobBarrier:
     run: str = ""
     """The run that the job's shards belong to; empty while it is unknown."""
     barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
-    turned: asyncio.Event = field(default_factory=asyncio.Event)
+    admits_more: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced by a new event, when the barrier admits more steps than before."""
     part_ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a part of a step has ended."""
@@ -49,9 +49,9 @@ class _JobBarrier:
     """The cut of the images."""
     limit: asyncio.TimerHandle | None = None
 
-    def turn(self) -> None:
-        turned, self.turned = self.turned, asyncio.Event()
-        turned.set()
+    def wake_waiting(self) -> None:
+        admits_more, self.admits_more = self.admits_more, asyncio.Event()
+        admits_more.set()
 
     def set_limit(self, limit: asyncio.TimerHandle | None) -> None:
         if self.limit is not None:
@@ -82,7 +82,7 @@ class SnapshotBarriers:
         step = StepId(session, sequence)
         cut = self._of(job)
         while not cut.barrier.may_enter(step):
-            await cut.turned.wait()
+            await cut.admits_more.wait()
             cut = self._of(job)
         cut.barrier.enter(step, shards)
         try:
@@ -114,7 +114,7 @@ class SnapshotBarriers:
         self, job: str, cut_id: str, begun: Begun, wait_s: float, *, take_torn: bool
     ) -> tuple[Sequence[Stamp], Sequence[StepId]]:
         """Wait for the steps that have begun, and make an image of every shard of which this server
-        is primary. Return the images' stamps, and the steps that are torn.
+        is primary. Return the images' stamps, and the steps that stayed incomplete (torn).
 
         Raises SnapshotFailed if a step is torn and `take_torn` is False, if the server's shards
         have changed, or if the barrier has opened. The barrier is open afterwards in any case.
@@ -122,7 +122,7 @@ class SnapshotBarriers:
         cut = self._of(job)
         cut.barrier.drain(cut_id, begun)
         cut.set_limit(None)
-        cut.turn()
+        cut.wake_waiting()
         try:
             await self._drained(job, cut, wait_s)
             cut.barrier.check(cut_id, BarrierPhase.DRAINING)
@@ -186,7 +186,7 @@ class SnapshotBarriers:
         cut = self._of(job)
         if cut.barrier.open(cut_id):
             cut.set_limit(None)
-            cut.turn()
+            cut.wake_waiting()
 
     def abort(self, job: str, cut_id: str, reason: str) -> None:
         """Abort a cut in any state."""

@@ -35,7 +35,7 @@ class RowBatch:
     gradient_rc: Tensor
     """One row for each id; read-only."""
     positions: Rows | None
-    """For each row in the push's order, its position in `ids`; None: the orders are equal."""
+    """Positions in `ids` of the rows in the push's order; None: the orders are equal."""
 
     def as_they_came(self, fates: Fates) -> bytes:
         """Return one fate for each row in the push's order; empty if all rows were applied."""
@@ -128,7 +128,7 @@ def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> R
     if len(distinct) == len(ids):
         total_rc = gradient_rc[torch.from_numpy(first)]
     else:
-        # Adds rows in the order of the push, with any number of threads.
+        # This kernel adds rows in the order of the push, with any number of threads.
         total_rc = torch.ops.aten.embedding_dense_backward(
             gradient_rc, torch.from_numpy(positions), len(distinct), -1, False
         )

@@ -43,7 +43,7 @@ FULL = RowFate.ROW_FATE_FULL
 
 @dataclass(kw_only=True)
 class Counts:
-    """Counts of rows since this server has the shard, for display."""
+    """Counts of rows since this server got the shard, for display."""
 
     made: int = 0
     evicted: int = 0
@@ -221,7 +221,7 @@ class TableContent:
 
     @property
     def images(self) -> OpenImages[RowImage]:
-        """The open images. A push saves the rows that it changes to them first."""
+        """The open images. Before a push changes rows, it saves them to each open image."""
         return self._rows.images
 
     def image(self) -> tuple[RowImage, Mapping[str, Tensor]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 FREED_AT_A_TIME_BYTES = 8 * 1024 * 1024
-"""The GIL is held while memory is freed: 1 ms for this size."""
+"""Part of the memory that is freed at a time. The GIL is held meanwhile, for 1 ms."""
 
 
 class GrowingTensor:

@@ -75,8 +75,8 @@ class RowAdagradRule:
 
 
 class RowwiseAdagrad:
-    """Adagrad with one accumulator per row, of the mean of squares over its columns (as in
-    FBGEMM)."""
+    """Adagrad with one accumulator per row: the sum of the means of squares over the row's columns
+    (as in FBGEMM)."""
 
     def __init__(self, spec: RowOptimizer) -> None:
         self._eps = spec.eps
@@ -93,8 +93,8 @@ class RowwiseAdagrad:
 class RowAdamRule:
     """Lazy Adam: a row that has no gradient keeps its averages as they are.
 
-    The bias correction uses the steps of each row, or, as in `torch.optim.SparseAdam`, those of the
-    whole table: `table_step`.
+    The bias correction uses the number of steps of each row (`counts_rows`), or `table_step`, the
+    whole table's number of steps, as in `torch.optim.SparseAdam`.
     """
 
     def __init__(self, spec: RowOptimizer, *, counts_rows: bool) -> None:

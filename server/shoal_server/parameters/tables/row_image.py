@@ -42,7 +42,7 @@ class RowImage:
         self._is_released = np.zeros(len(self._chunks), np.bool_)
         # Zeros that are never written to take no memory and no time.
         self._saved_at = np.zeros(num_rows, np.int32)
-        """For each row, its position among the saved rows, counted from 1; 0: not saved."""
+        """Position of each row among the saved rows, counted from 1; 0: not saved."""
         self._saved = {
             name: GrowingTensor(FIRST_SAVED, shape, dtype)
             for name, (shape, dtype) in columns.items()

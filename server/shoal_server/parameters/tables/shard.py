@@ -168,7 +168,7 @@ def new_table_shard(spec: Shard, table: TableSpec) -> TableShard:
 
 
 def is_table(shard: AnyShard) -> TypeGuard[TableShard]:
-    """True if it is a shard of a table, and not of parameters."""
+    """True if the shard is of a table, and not of parameters."""
     return isinstance(shard.body, TableBody)
 
 

@@ -129,7 +129,7 @@ class WeightsServicer(WeightStoreServicer):
             raise AccessDenied(
                 "only a publisher may put a segment",
                 seen=f"the certificate of {use.caller}",
-                expected=f"one of the role {' or '.join(sorted(r.value for r in PUBLISHING))}",
+                expected=f"one of role {' or '.join(sorted(r.value for r in PUBLISHING))}",
             )
         series, digest = request.series, _checked_digest(request.segment.digest)
         origin = SegmentOrigin(

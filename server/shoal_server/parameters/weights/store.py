@@ -103,8 +103,8 @@ class SegmentStore:
             raise Overloaded(
                 f"rank {origin.rank} publishes {series} faster than versions are committed",
                 seen=f"segments of publications {sorted(undecided)} undecided",
-                expected=f"fewer than {MAX_UNDECIDED}, for one of {origin.publication} to come in",
-                fix="Publish again once they are committed; what was given up is freed after"
+                expected=f"fewer than {MAX_UNDECIDED} before one of {origin.publication} is put",
+                fix="Publish again once they are committed; abandoned segments are freed after"
                 f" {GRACE_S:g} s.",
             )
 

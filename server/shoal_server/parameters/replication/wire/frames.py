@@ -203,7 +203,7 @@ class _Unfinished:
     """Bytes of the parts that are reserved in `memory`."""
     uncounted_bytes: int = 0
     """Bytes that are not reserved yet. Most records are complete before they reach the threshold.
-    Data within the announcing message are never dropped: their sender relies on that."""
+    Data within the announcing message are never dropped: the primary relies on that."""
     why_dropped: str = ""
     is_borrowed: bool = False
 

@@ -89,8 +89,8 @@ class WatchedStream:
 
     @property
     def is_received(self) -> bool:
-        """True if all sent data count as received. They lie in the memory of the other process, and
-        it has announced that it reads them to the end even if this process dies."""
+        """True if all sent data count as received. The data lie in the memory of the other process,
+        which has announced that it reads all of them even if this process dies."""
         return self._reads_to_end and self._stream.is_in_memory
 
     def _note_reply(self, reply: pb.FollowReply) -> None:
