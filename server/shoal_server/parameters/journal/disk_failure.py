@@ -24,7 +24,8 @@ def disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalEr
         "the journal cannot be written",
         seen=str(error),
         expected=f"a disk at {directory} that works",
-        fix=fix or "It is tried again each second. Push with another level than durable meanwhile.",
+        fix=fix
+        or "Writing is tried again each second. Push with another level than durable meanwhile.",
     )
 
 

@@ -115,5 +115,5 @@ class Acknowledgements:
             seen="its registration in etcd was not renewed for so long that its shards may have "
             "been given to others",
             expected="a registration that etcd has renewed",
-            fix="It continues by itself once it reaches etcd; retry, after fetching the shard map.",
+            fix="The server goes on by itself once it reaches etcd; fetch the shard map and retry.",
         )

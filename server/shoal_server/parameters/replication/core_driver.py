@@ -51,7 +51,7 @@ class CoreDriver:
         finally:
             self._is_stepping = False
         if not self._is_timer_due:
-            # Once for many events, and after the work for which calls wait.
+            # The timer is set once for many events, and after the work for which calls wait.
             self._is_timer_due = True
             self._loop.call_later(TIMED_WITHIN_S, self._set_timer)
 

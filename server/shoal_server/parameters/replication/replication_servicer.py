@@ -80,8 +80,8 @@ class DirectStream(Protocol):
 
     def has_read(self, *, may_wait: bool) -> None:
         """Note that the function given to `deliver` took a push. `may_wait`: its answer may wait.
-        While all pushes have that, requests may stay unread for some milliseconds, but not after
-        `end_reading` or `end_sending`."""
+        While that holds for all pushes, requests may stay unread for some milliseconds, but not
+        after `end_reading` or `end_sending`."""
         ...
 
     def end_reading(self) -> None:

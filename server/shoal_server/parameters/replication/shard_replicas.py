@@ -259,7 +259,7 @@ class ShardReplicas:
 
     def created(self, replica: ShardReplica) -> None:
         """Make this server the primary of a shard that it has created or loaded. The shard takes
-        pushes once its backup has the values and its record says that it has content."""
+        pushes once a backup has the values and the shard's record notes that there are values."""
         key = replica.job, replica.shard_id
         self._driver.submit_event(ev.ShardCreated(key, replica.epoch, replica.state.version))
 
@@ -333,7 +333,7 @@ class ShardReplicas:
 
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
         if not replica.is_led:
-            return  # The shard was dropped while the record was written.
+            return  # The shard was dropped while its data were written.
         self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), version))
 
     def _disk_failed(self, replica: ShardReplica) -> None:

@@ -402,7 +402,7 @@ class _BulkCall:
             raise MalformedMessage(
                 "a frame refers to shared memory",
                 seen=f"{frame.kind.name} at {frame.at}",
-                expected="pieces in the stream: none is shared on this connection",
+                expected="pieces in the stream: this connection has no shared memory",
             )
         return self._arena.view(frame.at, frame.num_bytes)
 

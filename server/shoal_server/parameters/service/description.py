@@ -16,8 +16,8 @@ MAX_JOBS = 1024
 
 @dataclass(slots=True)
 class Refusals:
-    """Numbers of one job's refused shards' parts and partly applied pushes since the server
-    started."""
+    """Counts for one job since the server started: parts of pushes that were refused because of
+    their epoch, and pushes that were applied in part."""
 
     by_epoch: int = 0
     partial: int = 0

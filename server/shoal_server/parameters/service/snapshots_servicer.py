@@ -106,7 +106,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
                 files.append(messages.of_part(part))
             return pb.WriteReply(files=files)
         finally:
-            self._barriers.abort(request.job, request.cut_id, "it was written, or could not be")
+            self._barriers.abort(request.job, request.cut_id, "the call that writes it ended")
 
     async def Publish(self, request: pb.PublishCutRequest, context: Context) -> pb.PublishCutReply:
         put = PutSegmentRequest(
@@ -123,7 +123,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
                 segments.append(await self._weights.keep_cut(put, planned(image)))
             return pb.PublishCutReply(segments=segments)
         finally:
-            self._barriers.abort(request.job, request.cut_id, "it was published, or could not be")
+            self._barriers.abort(request.job, request.cut_id, "the call that publishes it ended")
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         self._barriers.abort(request.job, request.cut_id, "the coordinator gave it up")

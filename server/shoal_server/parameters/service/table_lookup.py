@@ -216,7 +216,7 @@ def _read(part: LookupPart, writer: CopyOut) -> LookupAnswer:
 def _too_many(num_bytes: int) -> ShoalError:
     return MalformedMessage(
         "one message asks for too many rows",
-        seen=f"{num_bytes} bytes of one shard's",
+        seen=f"{num_bytes} bytes of one shard",
         expected=f"at most {MAX_LOOKUP_BYTES} in a message",
         fix="Ask in several messages.",
     )

@@ -105,7 +105,7 @@ def checked(header: TablePushHeader) -> Scope | None:
     shard_ids = [item.shard_id for item in header.shards]
     if len(set(shard_ids)) != len(shard_ids) or not set(shard_ids) <= set(header.all_shard_ids):
         raise MalformedMessage(
-            "a push names a shard twice, or leaves one out of all its shards",
+            "a push names a shard twice, or a shard that is not in the list of all its shards",
             seen=str(sorted(shard_ids))[:200],
             expected=f"each once, of {sorted(header.all_shard_ids)}"[:200],
         )

@@ -30,8 +30,8 @@ Elements = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """Key of a difference: the digests of the two segments, and the element sizes that the reader
-    has requested."""
+    """Key of a difference: the digests of the two segments, and the runs of elements that the
+    reader has named."""
 
     series: str
     base: bytes

@@ -53,8 +53,8 @@ class WeightHoldings:
             raise Unavailable(
                 f"this server does not hold the segment of series {series}",
                 seen=f"digest {digest.hex()}",
-                expected="a segment that it holds: another server of the version's record may"
-                " have it",
+                expected="a segment that this server holds: another server that the version's"
+                " record names may have it",
                 details={"digest": digest.hex()},
             )
         return segment

@@ -99,7 +99,7 @@ class WeightUpkeep:
 
     async def _ensure_held(self, series: str, digest: bytes) -> bool:
         """Bring a segment into memory. True if it is in memory now, or is no longer wanted."""
-        failure: ShoalError = Unavailable("no other server of the record is there")
+        failure: ShoalError = Unavailable("no other server that the record names is registered")
         segment = self._wanted.get(series, {}).get(digest)
         if segment is None or await self._restored(series, segment):
             return True

@@ -299,9 +299,9 @@ class RequestAssembler:
             return self._add(checked(request.bytes))
         if self._open is not None:
             raise MalformedMessage(
-                "another record or chunk begins within one",
-                seen=f"{self._open.left_bytes} bytes short",
-                expected="all of its bytes first",
+                "a record or chunk begins before the previous one is complete",
+                seen=f"{self._open.left_bytes} missing bytes",
+                expected="all bytes of the previous one",
             )
         if kind == "record":
             return self._begin_record(request.record)

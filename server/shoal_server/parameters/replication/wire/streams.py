@@ -35,8 +35,8 @@ log = structlog.get_logger(__name__)
 FOLLOW = "/shoal.v1.Replication/Follow"
 OPEN_S = 2.0
 INLINE_BYTES = 4 * 1024
-"""Largest data of a record that are sent within its message if there is shared memory: a message is
-copied several times."""
+"""Size up to which a record's data are sent within its message if there is shared memory: a message
+is copied several times."""
 
 
 Keep = Callable[[memoryview], Callable[[], None]]
@@ -50,7 +50,7 @@ class PeerStream(Protocol):
     a call that is over."""
 
     inline_bytes: int
-    """Largest size at which a record's data are best written within its message."""
+    """Size up to which a record's data are best written within its message."""
 
     async def write(self, frame: Frame) -> None: ...
 

@@ -52,7 +52,7 @@ class WatchedStream:
 
     @property
     def inline_bytes(self) -> int:
-        """Largest size at which a record's data are best sent within its message."""
+        """Size up to which a record's data are best sent within its message."""
         return self._stream.inline_bytes
 
     def draft(self, data: memoryview) -> memoryview | None:
