@@ -89,8 +89,8 @@ class TlsBytes:
 
     async def send_file(self, descriptor: int, start: int, num_bytes: int) -> None:
         for at in range(start, start + num_bytes, AT_A_TIME_BYTES):
-            left = start + num_bytes - at
-            await self.send_all(os.pread(descriptor, min(AT_A_TIME_BYTES, left), at))
+            left_bytes = start + num_bytes - at
+            await self.send_all(os.pread(descriptor, min(AT_A_TIME_BYTES, left_bytes), at))
 
     def send_some(self, data: bytes) -> int:
         try:

@@ -82,8 +82,8 @@ async def succeed(store: KeyValueStore, me: Holder, *, released: str = "") -> No
     """
     own = ProcessRecord.own(me.incarnation)
     key = keys.last_process(me.server_id)
-    found = await store.get(key)
-    last = _parsed(key, found.value) if found is not None else None
+    stored = await store.get(key)
+    last = _parsed(key, stored.value) if stored is not None else None
     if last is not None and last.incarnation != me.incarnation:
         if last.has_ended(own) or last.incarnation == released:
             await ended_servers.note(store, Holder(me.server_id, last.incarnation))

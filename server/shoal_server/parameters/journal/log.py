@@ -377,9 +377,9 @@ class Journal:
 
 def _write_all(file: FileIO, data: bytes) -> None:
     """Write all data to an unbuffered file, which may write only a part per call."""
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def _num_bytes(entry: JournalEntry) -> int:

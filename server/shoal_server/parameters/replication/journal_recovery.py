@@ -39,7 +39,7 @@ class JournalRecovery:
         self._replicas = replicas
         self._disowning = DiskDisowning(store, replicas, limits)
 
-    async def at_once(self, found: Sequence[RecoveredShard[AnyShard]], within_s: float) -> None:
+    async def at_once(self, shards: Sequence[RecoveredShard[AnyShard]], within_s: float) -> None:
         """Become primary of the shards of which this server's previous process was the primary, if
         no backup in step is left. Such a backup may have later versions, and becomes primary by
         itself.
@@ -50,7 +50,7 @@ class JournalRecovery:
         """
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + within_s
-        recovered = {(each.job, each.state.shard_id): each for each in found}
+        recovered = {(each.job, each.state.shard_id): each for each in shards}
         await self._disowning.look(recovered)
         self._replicas.found_in_journal(recovered)
         jobs = set(self._replicas.jobs)
@@ -120,10 +120,10 @@ class DiskDisowning:
         self._decision.seen(known, present, ended, asked_s=asked_s, now_s=loop.time())
         for job, of_job in missing.items():
             wanted = {i: (a, self._decision.revised(a)) for i, a in of_job.items()}
-            gone = {i: (a, new) for i, (a, new) in wanted.items() if new != a}
-            if gone:
-                log.warning("shards_not_in_journal", job=job, num_shards=len(gone))
-                await replicas.change_assignments(job, gone, partial(_unless_changed, gone))
+            revised = {i: (a, new) for i, (a, new) in wanted.items() if new != a}
+            if revised:
+                log.warning("shards_not_in_journal", job=job, num_shards=len(revised))
+                await replicas.change_assignments(job, revised, partial(_unless_changed, revised))
 
     async def look_for_ever(self) -> None:
         """Repeat `look` as long as the server runs, if it has no journal: the previous process with
@@ -137,9 +137,9 @@ class DiskDisowning:
 
 
 def _unless_changed(
-    wanted: Mapping[int, tuple[ShardAssignment, ShardAssignment]], found: ShardAssignment
+    wanted: Mapping[int, tuple[ShardAssignment, ShardAssignment]], current: ShardAssignment
 ) -> ShardAssignment:
-    """Return the corrected assignment, or `found` if that is not the assignment that was read: then
-    the disk may have the shard by now, and the next `look` decides."""
-    before, after = wanted[found.shard_id]
-    return after if found == before else found
+    """Return the corrected assignment, or `current` if that is not the assignment that was read:
+    then the disk may have the shard by now, and the next `look` decides."""
+    before, after = wanted[current.shard_id]
+    return after if current == before else current

@@ -179,8 +179,8 @@ class PeerLink:
         except grpc.RpcError as error:
             reason = str(from_rpc_error(error, address))
         log.warning("replication_link_broke", to=self._to.server_id, reason=reason)
-        gone = await _refuses(address)
-        return LinkBroken(self._to, self._number, is_gone=gone, has_replied=has_replied)
+        is_gone = await _refuses(address)
+        return LinkBroken(self._to, self._number, is_gone=is_gone, has_replied=has_replied)
 
     def _hello(self, *, for_images: bool) -> pb.Hello:
         return pb.Hello(

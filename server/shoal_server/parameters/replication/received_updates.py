@@ -220,5 +220,5 @@ def _num_bytes(arrived: ArrivedRequest | PieceDigest) -> int:
     if isinstance(arrived, PieceDigest):
         return len(arrived.piece.row_ids)
     push = arrived.push
-    own = len(push.row_ids) + len(push.row_births) if push is not None else 0
-    return own + sum(map(len, arrived.parts))
+    row_bytes = len(push.row_ids) + len(push.row_births) if push is not None else 0
+    return row_bytes + sum(map(len, arrived.parts))

@@ -294,13 +294,13 @@ class ShardReplicas:
     def only_here(self) -> Mapping[str, Sequence[int]]:
         """Shards by job that would be lost with this process: no other server and no disk has a
         copy."""
-        found: dict[str, list[int]] = {}
+        shard_ids: dict[str, list[int]] = {}
         for replica in self._catalog.shards():
             assignment = self.assignment(replica.job, replica.shard_id)
             is_led = assignment is not None and assignment.primary == self.me
             if is_led and assignment and not assignment.backups and not assignment.on_disk:
-                found.setdefault(replica.job, []).append(replica.shard_id)
-        return found
+                shard_ids.setdefault(replica.job, []).append(replica.shard_id)
+        return shard_ids
 
     def _check_empty(self) -> None:
         shard_journal = self._roles.shard_journal
@@ -353,16 +353,16 @@ class ShardReplicas:
         foreign = {k for k, f in recovered.items() if f.is_of_another_run(self._record.run(k[0]))}
         # Shards of other runs or unknown jobs stay on disk and can be read later.
         self._roles.recovered.update(
-            {k: found for k, found in recovered.items() if k[0] in known and k not in foreign}
+            {k: shard for k, shard in recovered.items() if k[0] in known and k not in foreign}
         )
-        for key, found in recovered.items():
+        for key, shard in recovered.items():
             if key in foreign:
-                _log_foreign(key, found.run, self._record.run(key[0]))
+                _log_foreign(key, shard.run, self._record.run(key[0]))
                 # Another journal must have the shard of the current run: the shard waits for it.
                 self._driver.submit_event(ev.JournalShardFound(key, 0, 0))
             else:
                 self._driver.submit_event(
-                    ev.JournalShardFound(key, found.epoch, found.state.version)
+                    ev.JournalShardFound(key, shard.epoch, shard.state.version)
                 )
         for job in {job for job, _ in recovered}:
             if job in known:

@@ -216,29 +216,29 @@ class ShardRoles:
         self._tasks.start(self._load_from_journal(effect))
 
     async def _load_from_journal(self, effect: LoadJournal) -> None:
-        found = self.recovered.pop(effect.key, None)
-        if found is None and self.shard_journal is not None:
+        shard = self.recovered.pop(effect.key, None)
+        if shard is None and self.shard_journal is not None:
             # This process was the shard's primary before, and dropped the shard.
-            found = await self.shard_journal.read(*effect.key, restore)
-        if found is None:
+            shard = await self.shard_journal.read(*effect.key, restore)
+        if shard is None:
             self._driver.submit_event(JournalShardMissing(effect.key, effect.epoch))
             return
-        self._load_recovered(effect, found)
+        self._load_recovered(effect, shard)
 
-    def _load_recovered(self, effect: LoadJournal, found: RecoveredShard[AnyShard]) -> None:
-        replica = ShardReplica(found.job, found.state, ReplicaRole.PRIMARY, effect.epoch)
+    def _load_recovered(self, effect: LoadJournal, shard: RecoveredShard[AnyShard]) -> None:
+        replica = ShardReplica(shard.job, shard.state, ReplicaRole.PRIMARY, effect.epoch)
         replica.is_forming = True
-        found.state.enter_epoch(effect.epoch)
+        shard.state.enter_epoch(effect.epoch)
         self._driver.submit_event(ShardRetired(effect.key))
         self._catalog.add(replica)
         log.info(
             "shard_recovered_from_journal",
-            job=found.job,
+            job=shard.job,
             shard_id=replica.shard_id,
-            version=found.state.version,
-            num_replayed=found.num_replayed,
+            version=shard.state.version,
+            num_replayed=shard.num_replayed,
         )
-        self._driver.submit_event(ShardCreated(effect.key, effect.epoch, found.state.version))
+        self._driver.submit_event(ShardCreated(effect.key, effect.epoch, shard.state.version))
 
     # --- the end ---
 

@@ -96,8 +96,8 @@ class DensePushKind:
         """Look up every shard that the header names."""
         items = self._header.shards
         wanted = [(item.shard_id, item.epoch) for item in items]
-        found = await self._catalog.look_up(self._header.token.job, wanted)
-        for item, replica in zip(items, found, strict=True):
+        shards = await self._catalog.look_up(self._header.token.job, wanted)
+        for item, replica in zip(items, shards, strict=True):
             push.expect(item.shard_id, partial(self._part, item, replica))
 
     def _part(self, item: PushItem, replica: ShardReplica | ShoalError) -> DensePushPart:

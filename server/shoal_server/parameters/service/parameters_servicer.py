@@ -177,13 +177,13 @@ class ParametersServicer:
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
         await self._catalog.wait_for(job, [item.shard_id for item in request.shards], wait_s)
-        found = await self._catalog.look_up(job, [(i.shard_id, i.epoch) for i in request.shards])
-        errors = [error for error in found if isinstance(error, ShoalError)]
+        shards = await self._catalog.look_up(job, [(i.shard_id, i.epoch) for i in request.shards])
+        errors = [error for error in shards if isinstance(error, ShoalError)]
         for error in errors:
             raise routes.gather(error, errors)
         reads = [
             (replica, item.known_version)
-            for item, replica in zip(request.shards, found, strict=True)
+            for item, replica in zip(request.shards, shards, strict=True)
             if isinstance(replica, ShardReplica)
         ]
         async for replica, values in self._read_ahead(reads, reply_writer):

@@ -28,22 +28,22 @@ async def look_up(
 ) -> LookupResult:
     """Look up rows, in the order of `ids`. `num_bytes`: the size of the rows' values."""
     work = partial(shard.read, partial(shard.body.look_up, ids))
-    found: LookupResult = await replica.work(run, ROWS_COST * num_bytes, work)
+    looked_up: LookupResult = await replica.work(run, ROWS_COST * num_bytes, work)
     # Until a backup has the version, it may be lost: no caller may see it before.
-    await replica.wait_safe(found.version)
-    return found
+    await replica.wait_safe(looked_up.version)
+    return looked_up
 
 
 async def answer_message(
-    asked: Sequence[RowIds],
-    found: Sequence[tuple[ShardReplica, TableShard] | ShoalError],
+    requested: Sequence[RowIds],
+    looked_up: Sequence[tuple[ShardReplica, TableShard] | ShoalError],
     run: Runner,
 ) -> list[FoundRows]:
     """Return the answers to one message of a gRPC call, in its order. Shards are looked up
     concurrently."""
     left_bytes = MAX_LOOKUP_BYTES
     answers: list[Awaitable[FoundRows]] = []
-    for rows, shard in zip(asked, found, strict=True):
+    for rows, shard in zip(requested, looked_up, strict=True):
         if isinstance(shard, ShoalError):
             answers.append(_refused(rows, shard))
             continue
@@ -143,19 +143,19 @@ class LookupKind:
     async def open(self, lookup: IncomingLookup) -> None:
         """Look up every shard that the header names, and make those that never existed."""
         wanted = [(item.shard_id, item.epoch) for item in self._items]
-        found = await self._maker.look_up(self._job, wanted)
-        for number, (item, shard) in enumerate(zip(self._items, found, strict=True)):
+        looked_up = await self._maker.look_up(self._job, wanted)
+        for number, (item, shard) in enumerate(zip(self._items, looked_up, strict=True)):
             lookup.expect(number, partial(self._part, number, item, shard))
 
     def _part(
         self,
         number: int,
         item: TableLookupItem,
-        found: tuple[ShardReplica, TableShard] | ShoalError,
+        looked_up: tuple[ShardReplica, TableShard] | ShoalError,
     ) -> LookupPart:
-        if isinstance(found, ShoalError):
-            raise found
-        replica, shard = found
+        if isinstance(looked_up, ShoalError):
+            raise looked_up
+        replica, shard = looked_up
         num_bytes = item.num_rows * shard.body.row_bytes
         if num_bytes > max(MAX_LOOKUP_BYTES, shard.body.row_bytes):
             raise _too_many(num_bytes)
@@ -199,16 +199,16 @@ def _read(part: LookupPart, writer: CopyOut) -> LookupAnswer:
     ids = bytes(part.assembler.join())
 
     def answer(version: int) -> LookupAnswer:
-        found = part.shard.body.look_up(ids, version)
+        result = part.shard.body.look_up(ids, version)
         rows = FoundRows(
             shard_id=part.item.shard_id,
             item=part.number,
             epoch=part.item.epoch,
             version=version,
-            step=found.table_step,
-            num_bytes=len(found.births) + len(found.values),
+            step=result.table_step,
+            num_bytes=len(result.births) + len(result.values),
         )
-        return LookupAnswer(rows=rows, frames=writer(part.number, found.births, found.values))
+        return LookupAnswer(rows=rows, frames=writer(part.number, result.births, result.values))
 
     return part.shard.read(answer)
 

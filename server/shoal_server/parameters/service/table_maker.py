@@ -47,15 +47,15 @@ class TableMaker:
         ]
         if missing:
             await self._make(job)
-        found: list[tuple[ShardReplica, TableShard] | ShoalError] = []
+        results: list[tuple[ShardReplica, TableShard] | ShoalError] = []
         for replica in await self._catalog.look_up(job, items):
             if isinstance(replica, ShoalError):
-                found.append(replica)
+                results.append(replica)
             elif is_table(replica.state):
-                found.append((replica, replica.state))
+                results.append((replica, replica.state))
             else:
-                found.append(_dense(replica))
-        return found
+                results.append(_dense(replica))
+        return results
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
         """Add the shard's current route to a refusal; see `Catalog.with_route`."""

@@ -150,16 +150,16 @@ class TablePushKind:
         """Look up every shard that the header names, and make those that never existed."""
         items = self._header.shards
         wanted = [(item.shard_id, item.epoch) for item in items]
-        found = await self._maker.look_up(self._header.token.job, wanted)
-        for item, shard in zip(items, found, strict=True):
+        shards = await self._maker.look_up(self._header.token.job, wanted)
+        for item, shard in zip(items, shards, strict=True):
             push.expect(item.shard_id, partial(self._part, item, shard))
 
     def _part(
-        self, item: TablePushItem, found: tuple[ShardReplica, TableShard] | ShoalError
+        self, item: TablePushItem, looked_up: tuple[ShardReplica, TableShard] | ShoalError
     ) -> TablePushPart:
-        if isinstance(found, ShoalError):
-            raise found
-        replica, shard = found
+        if isinstance(looked_up, ShoalError):
+            raise looked_up
+        replica, shard = looked_up
         incoming: IncomingRows
         if self._is_in_pieces:
             codec = item.codec if item.HasField("codec") else None

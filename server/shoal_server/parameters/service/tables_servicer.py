@@ -71,9 +71,9 @@ class TablesServicer(Base):
         async for request in requests:
             yield await self._look_up(job, request.rows)
 
-    async def _look_up(self, job: str, asked: Sequence[RowIds]) -> TableLookupReply:
-        found = await self._maker.look_up(job, [(rows.shard_id, rows.epoch) for rows in asked])
-        return TableLookupReply(rows=await answer_message(asked, found, self._run))
+    async def _look_up(self, job: str, requested: Sequence[RowIds]) -> TableLookupReply:
+        shards = await self._maker.look_up(job, [(rows.shard_id, rows.epoch) for rows in requested])
+        return TableLookupReply(rows=await answer_message(requested, shards, self._run))
 
     async def look_up(
         self,

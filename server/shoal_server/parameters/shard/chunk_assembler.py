@@ -86,16 +86,16 @@ class PieceAssembler:
     def take(self, piece: AnyPiece) -> None:
         """Add the next piece. Raises ShapeMismatch or MalformedMessage for any other piece."""
         data = piece.data
-        left = self._spans[0][1] - self._position if self._spans else 0
-        if len(data) > left:
+        left_bytes = self._spans[0][1] - self._position if self._spans else 0
+        if len(data) > left_bytes:
             raise ShapeMismatch(
                 f"more bytes for shard {self._shard_id} than it has at that offset",
                 seen=f"{len(data)} bytes at offset {piece.offset_bytes}",
-                expected=f"at most {left} bytes",
+                expected=f"at most {left_bytes} bytes",
                 fix="Compare shape and dtype with the job's shard map.",
             )
         is_shared = isinstance(piece, ReadPiece) and piece.is_shared
-        most_bytes = left if is_shared else min(left, MAX_PIECE_BYTES)
+        most_bytes = left_bytes if is_shared else min(left_bytes, MAX_PIECE_BYTES)
         if piece.offset_bytes != self._position or not data or len(data) > most_bytes:
             raise MalformedMessage(
                 f"not the next piece of shard {self._shard_id}",

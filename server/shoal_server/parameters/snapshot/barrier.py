@@ -172,12 +172,12 @@ class SnapshotBarrier:
 
     def _of_cut(self) -> list[tuple[StepId, _StepState]]:
         # A step may be too old to be remembered; then it was applied, or cannot be completed.
-        found = []
+        known_steps = []
         for step in self._begun:
             known = self._sessions.get(step.session, {}).get(step.sequence)
             if known is not None:
-                found.append((step, known))
-        return found
+                known_steps.append((step, known))
+        return known_steps
 
     def _note(self, step: StepId, shards: Shards) -> _StepState:
         steps = self._sessions.setdefault(step.session, {})

@@ -68,7 +68,7 @@ class RowIndex:
         rows, ids_by_row = self._slots[slots], self.ids
         # EMPTY and REMOVED, as indices, read an id at the end of the array: it must not count.
         hit = (ids_by_row[rows] == ids) & (rows >= 0)
-        found = np.where(hit, rows, EMPTY).astype(np.int64)
+        result = np.where(hit, rows, EMPTY).astype(np.int64)
         todo = np.flatnonzero(~hit & (rows != EMPTY))
         slots, todo_ids = slots[todo], ids[todo]
         for step in count(1):
@@ -77,10 +77,10 @@ class RowIndex:
             slots = (slots + step) & (self._slots.size - 1)
             rows = self._slots[slots]
             hit = (ids_by_row[rows] == todo_ids) & (rows >= 0)
-            found[todo[hit]] = rows[hit]
+            result[todo[hit]] = rows[hit]
             goes_on = ~hit & (rows != EMPTY)
             todo, slots, todo_ids = todo[goes_on], slots[goes_on], todo_ids[goes_on]
-        return found
+        return result
 
     def insert(self, ids: Ids, rows: Rows) -> None:
         """Insert distinct ids that have no row, with their rows."""

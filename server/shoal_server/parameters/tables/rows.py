@@ -172,8 +172,8 @@ class RowStore:
         """Columns by name, and the ids, not copied. Do not keep them: while they exist, the store
         cannot grow in place."""
         top = self._top
-        own = {name: column.tensor[:top] for name, column in self._columns.items()}
-        return {IDS: self._index.id_tensor[:top]} | own
+        columns = {name: column.tensor[:top] for name, column in self._columns.items()}
+        return {IDS: self._index.id_tensor[:top]} | columns
 
     def image(self) -> RowImage:
         """Return an image of the rows as of now; close it after use."""

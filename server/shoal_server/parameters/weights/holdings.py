@@ -190,8 +190,8 @@ class WeightHoldings:
 
     def _free(self, series: str, segments: Iterable[Segment]) -> None:
         """Release the memory of segments. A connection keeps a segment that it is sending."""
-        gone = list(segments)
-        for segment in gone:
+        freed = list(segments)
+        for segment in freed:
             log.info(
                 "segment_freed",
                 series=series,
@@ -199,11 +199,11 @@ class WeightHoldings:
                 num_bytes=segment.num_bytes,
             )
             self._claims.pop((series, segment.digest)).close()
-        if gone:
+        if freed:
             # Freeing gigabytes takes the kernel a while: drop the last references on a thread, once
             # the callers have dropped theirs.
             loop = asyncio.get_running_loop()
-            loop.call_soon(loop.run_in_executor, None, gone.clear)
+            loop.call_soon(loop.run_in_executor, None, freed.clear)
 
     async def _from_chunks(self, num_bytes: int, transport: SegmentTransport) -> Segment:
         """Receive a segment. While a chunk arrives, threads digest the previous one and prepare

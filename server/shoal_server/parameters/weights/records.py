@@ -99,21 +99,21 @@ def _parsed(item: MirroredKey) -> Record | None:
 
 def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]:
     """Return the newest publication of each segment, by digest."""
-    found: dict[bytes, Position] = {}
+    positions: dict[bytes, Position] = {}
     for version in versions:
         position = version.epoch, version.publication
         for segment in version.segments:
-            found[segment.digest] = max(position, found.get(segment.digest, position))
-    return found
+            positions[segment.digest] = max(position, positions.get(segment.digest, position))
+    return positions
 
 
 def _segments(versions: Iterable[PublishedVersion]) -> Mapping[bytes, PublishedSegment]:
     """Return the segments by digest. Versions with the same bytes share segments, and may name
     different holders: a segment gets the holders of all its versions."""
-    found: dict[bytes, PublishedSegment] = {}
+    segments: dict[bytes, PublishedSegment] = {}
     for version in versions:
         for segment in version.segments:
-            known = found.get(segment.digest, segment)
+            known = segments.get(segment.digest, segment)
             holders = tuple(dict.fromkeys((*known.holders, *segment.holders)))
-            found[segment.digest] = replace(segment, holders=holders)
-    return found
+            segments[segment.digest] = replace(segment, holders=holders)
+    return segments

@@ -146,15 +146,15 @@ class SegmentStore:
         """
         known = self._series[series]
         known.newest, known.named = newest, named
-        gone = []
+        released = []
         for digest, held in list(known.held.items()):
             origin = held.origin
             held.was_named = held.was_named or _is_named(held, named)
             if digest in named:
                 held.needed_s = now_s
             elif held.was_named or (origin is not None and origin.position <= newest):
-                gone.append(known.held.pop(digest).segment)
-        return gone
+                released.append(known.held.pop(digest).segment)
+        return released
 
     def forget(self, series: str) -> list[Segment]:
         """Note that a series has no records any more; return the segments that are no longer held.
@@ -164,10 +164,10 @@ class SegmentStore:
         known = self._series.pop(series, None)
         if known is None:
             return []
-        left = {d: h for d, h in known.held.items() if not h.was_named}
-        if left:
-            self._series[series].held = left
-        return [held.segment for digest, held in known.held.items() if digest not in left]
+        remaining = {d: h for d, h in known.held.items() if not h.was_named}
+        if remaining:
+            self._series[series].held = remaining
+        return [held.segment for digest, held in known.held.items() if digest not in remaining]
 
     def abandon(
         self, series: str, rank: int, epoch: int, publications: frozenset[int]
@@ -175,7 +175,7 @@ class SegmentStore:
         """Release the segments that a rank has put for these publications, which were abandoned;
         return the segments that are no longer held."""
         known = self._series.get(series)
-        gone: list[Segment] = []
+        released: list[Segment] = []
         for digest, held in list(known.held.items()) if known is not None else ():
             origin = held.origin
             if origin is None or held.was_named or (origin.rank, origin.epoch) != (rank, epoch):
@@ -184,19 +184,19 @@ class SegmentStore:
                 continue  # an earlier version has the same bytes
             if origin.publication in publications:
                 assert known is not None
-                gone.append(known.held.pop(digest).segment)
-        return gone
+                released.append(known.held.pop(digest).segment)
+        return released
 
     def sweep(self, now_s: float) -> list[HeldSegment]:
         """Release and return the segments that no version has named for the grace period."""
-        gone = []
+        released = []
         for series, known in list(self._series.items()):
             for digest, held in list(known.held.items()):
                 if digest not in known.named and now_s - held.needed_s >= GRACE_S:
-                    gone.append(known.held.pop(digest))
+                    released.append(known.held.pop(digest))
             if not known.held and not known.named and known.newest == (0, 0):
                 del self._series[series]
-        return gone
+        return released
 
     def held(self) -> Iterator[HeldSegment]:
         """Yield all held segments."""

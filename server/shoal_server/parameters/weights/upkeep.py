@@ -95,7 +95,7 @@ class WeightUpkeep:
         return [each for each in self._all_wanted() if not self.is_durable(*each)]
 
     def _all_wanted(self) -> list[tuple[str, bytes]]:
-        return [(series, digest) for series, found in self._wanted.items() for digest in found]
+        return [(series, digest) for series, named in self._wanted.items() for digest in named]
 
     async def _ensure_held(self, series: str, digest: bytes) -> bool:
         """Bring a segment into memory. True if it is in memory now, or is no longer wanted."""
@@ -127,10 +127,10 @@ class WeightUpkeep:
             return False
 
         async def read() -> Segment:
-            found = await self._in_thread(partial(disk.read, series, wanted.digest))
-            if found is None:
+            segment = await self._in_thread(partial(disk.read, series, wanted.digest))
+            if segment is None:
                 raise Unavailable("the file of a segment is damaged, or gone")
-            return found
+            return segment
 
         try:
             await self._holdings.take(series, wanted.num_bytes, read)
