@@ -27,7 +27,7 @@ class ReadingPauses:
             self._awaited_s = max(self._awaited_s, now_s)
 
     def end(self) -> None:
-        """Make no more pauses: the end of the connection waits until all data are read."""
+        """Make no more pauses: the connection ends once all data are read."""
         self._awaited_s = inf
 
     def take(self, now_s: float) -> float:

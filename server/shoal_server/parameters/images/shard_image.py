@@ -2,8 +2,8 @@
 
     image = shard.image()                 no copy is made; pushes go on at once
     for i in range(image.num_chunks):
-        send(image.chunk(i))              may be called again, until
-        image.release(i)                  the chunk is released
+        send(image.chunk(i))              may be repeated until the release
+        image.release(i)
     image.close()
 
 Before a push changes data of a chunk that is not released, the old data are copied, so that every
@@ -217,7 +217,7 @@ class ShardImage:
 
     def streams(self) -> Sequence[TensorStream]:
         """Return all tensors, each in pieces that are read when they are requested. Unused rows of
-        a table are left out. No chunk may have been released."""
+        a table are left out. Call this before any chunk is released."""
         small = [
             TensorStream(each.description, iter((from_message(each),)))
             for each in self._rest_message.tensors
@@ -228,8 +228,8 @@ class ShardImage:
         if self._is_closed:
             raise InternalError(
                 f"the image of shard {self.header.shard_id} at version {self.version} is closed",
-                seen="a chunk that is asked for",
-                expected="nothing more",
+                seen="a read of a chunk",
+                expected="no reads after `close`",
             )
 
 

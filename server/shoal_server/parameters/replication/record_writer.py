@@ -69,6 +69,7 @@ class RecordWriter:
 
     def _revised(self, job: str, assignment: ShardAssignment) -> ShardAssignment:
         key = job, assignment.shard_id
+        # The core answers this event at once, with `ReviseShardRecord`.
         self._driver.submit_event(ShardRecordRead(key, assignment))
         return self._revised_records.pop(key)
 
@@ -76,9 +77,9 @@ class RecordWriter:
         self._revised_records[effect.key] = effect.assignment
 
     def refresh_shard_record(self, effect: RefreshShardRecord) -> None:
-        self._tasks.start(self._look(effect.key))
+        self._tasks.start(self._refresh(effect.key))
 
-    async def _look(self, key: Key) -> None:
+    async def _refresh(self, key: Key) -> None:
         try:
             await self._records.refresh(key[0])
         except ShoalError as error:

@@ -154,7 +154,7 @@ class DenseBody:
     def image(self) -> tuple[FlatImage, SmallTensors]:
         content = FlatImage(self.flat_tensors())
         self.images.add(content)
-        return content, _nothing_small
+        return content, _no_small_tensors
 
     def flat(self, chunk_bytes: int) -> FlatTensors:
         """Return all tensors, not copied."""
@@ -239,7 +239,7 @@ def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
     return least + (bytes_of(2) - least) * (num_elements - num_blocks) // num_blocks
 
 
-def _nothing_small(sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
+def _no_small_tensors(sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
     """Return no small tensors: a dense shard has none."""
     return {}
 
@@ -249,7 +249,7 @@ def _dense_spec(image: LoadedImage) -> DenseSpec:
         return DenseSpec.FromString(image.spec)
     except DecodeError as error:
         raise InternalError(
-            f"the image of shard {image.shard_id} does not say what it was made from",
+            f"the specification in the image of shard {image.shard_id} cannot be read",
             seen=repr(error),
             expected="a DenseSpec",
         ) from error

@@ -1,4 +1,4 @@
-"""Admission: all ids get a row, or those pushed often enough, or a share that is chosen by hash.
+"""Admission of ids: all get a row, or only ids pushed often enough, or a share chosen by hash.
 
 A decision depends only on the shard's state and the pushes, so backups decide as the primary does.
 """
@@ -19,8 +19,8 @@ Mask = NDArray[np.bool_]
 SKETCH_ROWS = 4
 SKETCH_WIDTH = 2**16
 AGEING_PUSHES = SKETCH_WIDTH
-"""Number of pushes of ids without a row after which all counts are halved: old pushes count less,
-and the sketch never fills up. At this number, one id in 200 is counted two too high."""
+"""Number of pushes of ids without a row after which all counts are halved, so that old pushes count
+less and the sketch never fills up. Just before, the count of one id in 200 is too high by two."""
 MAX_COUNT = 2**16 - 1
 
 
