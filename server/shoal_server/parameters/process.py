@@ -366,8 +366,7 @@ async def _journal(
 
 
 async def _until(stop: asyncio.Event, server: RunningServer) -> None:
-    """Return when `stop` is set. Raise the error if the fence, the replicas or the registration
-    fail."""
+    """Return when `stop` is set. Raise the error of a failed fence, replicas or registration."""
     waits = [
         asyncio.ensure_future(wait)
         for wait in (

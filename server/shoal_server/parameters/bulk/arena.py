@@ -50,8 +50,7 @@ class SharedArena:
 
 
 def writer_into(slot: memoryview, at: int) -> CopyOut:
-    """Return a writer that copies values to `slot`, which begins at byte `at` of the shared
-    memory."""
+    """Return a writer that copies values to `slot`, at byte `at` of the shared memory."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
         size = 0

@@ -13,8 +13,7 @@ class LateFrames:
     loop."""
 
     def __init__(self, wire: FrameConnection, freed_together: int) -> None:
-        """`freed_together`: number of freed slots whose frames are sent at once, with all other
-        queued frames."""
+        """`freed_together`: number of freed slots at which all queued frames are sent."""
         self._wire = wire
         self._freed_together = freed_together
         self._newest: dict[Hashable, bytes] = {}

@@ -31,8 +31,7 @@ class ReadingPauses:
         self._awaited_s = inf
 
     def take(self, now_s: float) -> float:
-        """Return the length of the next pause in seconds. Call this once all received data are
-        read."""
+        """Return the length of the next pause, after all received data were read."""
         may_pause = self._may_wait and now_s - self._awaited_s >= AWAITED_S
         self._num_read, self._may_wait = 0, False
         return PAUSE_S if may_pause else 0.0

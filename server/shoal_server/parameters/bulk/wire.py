@@ -50,8 +50,7 @@ class FrameConnection:
         self._sent_s = self._loop.time()
         self._take: TakeFrame | None = None
         self.pauses = ReadingPauses()
-        """Decides when reading pauses, from the pushes that the function given to `deliver`
-        took."""
+        """Pauses in reading, decided from the pushes that the `deliver` function took."""
         self._paused: tuple[asyncio.TimerHandle, asyncio.Future[Frame]] | None = None
 
     async def next_frame(self) -> Frame:
@@ -199,8 +198,7 @@ class FrameConnection:
                 raise PeerHungUp(repr(error)) from error
 
     async def send_descriptor(self, descriptor: int) -> None:
-        """Send a frame DESCRIPTOR with the descriptor of a file, over a Unix socket. Raises
-        PeerHungUp."""
+        """Send a file's descriptor over a Unix socket, as DESCRIPTOR frame. Raises PeerHungUp."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -220,8 +218,7 @@ class FrameConnection:
                 raise PeerHungUp(repr(error)) from error
 
     async def send_file(self, head: bytes, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send a frame whose body is part of a file that no longer changes; otherwise like
-        `send`."""
+        """Send a frame as `send` does. Its body is part of a file that no longer changes."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""

@@ -64,8 +64,7 @@ class ProcessRecord:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process in clock ticks since boot; empty if there is no such
-    process."""
+    """Return the start time of a process in clock ticks; empty if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

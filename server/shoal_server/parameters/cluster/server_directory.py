@@ -41,8 +41,7 @@ class ServerDirectory:
         return server.address if server is not None and server.holder == holder else None
 
     def address_of(self, server_id: str) -> str | None:
-        """Return the address of any process that is registered under that id; None if there is
-        none."""
+        """Return the address of the process that is registered under that id, if any."""
         server = self._servers.get(server_id)
         return None if server is None else server.address
 

@@ -19,8 +19,7 @@ class SparseDecoder:
         self.num_bytes = self._num_sent * ENTRY_BYTES
 
     def decode(self, data: Buffer) -> Tensor:
-        """Decode a gradient. Raises MalformedMessage if positions are out of range or not
-        rising."""
+        """Decode a gradient. Raises MalformedMessage for positions out of range or order."""
         values = torch.zeros(self._num_values)
         if not self._num_sent:
             return values

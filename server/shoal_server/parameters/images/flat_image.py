@@ -39,8 +39,7 @@ class FlatTensors:
         return [index for index, chunk in enumerate(self._chunks) if chunk[0] == name]
 
     def at(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the bytes of a chunk in `tensors`, which have the names and sizes of this
-        object's."""
+        """Return the bytes of a chunk in `tensors`, which must have the same names and sizes."""
         name, start, stop = self._chunks[index]
         return as_bytes(tensors[name])[start:stop]
 

@@ -64,8 +64,7 @@ class JournalImages:
         return kept
 
     def write(self, job: str, epoch: int, number: int, image: Image, run: str = "") -> StoredImage:
-        """Write an image, and return once it is on disk. `run`: the job's run. Raises
-        Unavailable."""
+        """Write an image to disk, with `fsync`. `run`: the job's run. Raises Unavailable."""
         file = image_file.DigestingReader(image_file.pieces(image, run))
         shard_id, version = image.shard_id, image.version
 

@@ -64,7 +64,7 @@ class JournalIndex:
         return sum(segment.num_bytes for segment in self.segments)
 
     def note(self, number: int, entry: JournalEntry) -> StoredImage | None:
-        """Add an entry of the newest segment. Return the image that the entry makes superfluous, or
+        """Add an entry of the newest segment; return the image that it makes superfluous, or
         None."""
         version = 0 if entry.record is None else entry.record.push.version
         self.segments[-1].last[entry.key] = EntryLocation(number, entry.epoch, version)
@@ -94,8 +94,7 @@ class JournalIndex:
         return image is None or (location.epoch, location.version) > (image.epoch, image.version)
 
     def take_removable(self) -> Sequence[JournalSegment]:
-        """Remove and return the oldest segments, as long as they have no needed entry; the newest
-        segment always stays."""
+        """Remove and return the oldest segments, up to one that is needed or is the newest."""
         removable = []
         while len(self.segments) > 1 and not self.overdue():
             removable.append(self.segments.pop(0))

@@ -68,8 +68,7 @@ class Journal:
     appended entries are on disk unless the disk failed."""
 
     def __init__(self, config: JournalConfig, *, fsync: Callable[[int], None] = os.fsync) -> None:
-        """Open a journal. Raises AddressInUse if another process uses the directory, and
-        JournalDamaged."""
+        """Raises AddressInUse if another process uses the directory, and JournalDamaged."""
         self._config = config
         self._fsync = fsync
         config.directory.mkdir(parents=True, exist_ok=True)
@@ -106,8 +105,7 @@ class Journal:
         return incarnation
 
     def _write_owner(self, owner: bytes) -> None:
-        """Overwrite the owner in place: this works on a full disk, and never leaves the file
-        empty."""
+        """Overwrite the owner in place, which works on a full disk. The file is never empty."""
         try:
             self._claim.seek(0)
             self._claim.write(owner)
@@ -269,8 +267,7 @@ class Journal:
             self._tidy(superfluous, batch[-1].number + 1)
 
     def _begin_with_retries(self) -> bool:
-        """Begin a segment as soon as the disk has space for it. False if the journal is closed
-        first."""
+        """Begin a segment once the disk has space for it. False if the journal is closed first."""
         while self._file is None:
             with self._wake:
                 if self._wake.wait_for(lambda: self._closing, RETRY_EACH_S):

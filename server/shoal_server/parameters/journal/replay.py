@@ -34,8 +34,7 @@ class RecoveredShard(Generic[State]):
     """The job's run; empty: unknown."""
 
     def is_of_another_run(self, run: str) -> bool:
-        """True if the shard belongs to another run of the job than `run`; False if either is
-        unknown."""
+        """True if the shard is of another run of the job than `run`, and both are known."""
         return bool(self.run and run and self.run != run)
 
 

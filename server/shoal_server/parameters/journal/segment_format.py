@@ -151,8 +151,7 @@ def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
 
 
 def _witness(data: bytes, at: int) -> int | None:
-    """Return the start of a later entry that proves that the byte at `at` was synced; else
-    None."""
+    """Return the start of a later entry that proves the sync of the byte at `at`; else None."""
     for offset in _offsets(data, at + 1):
         parsed = _entry_at(data, offset)
         if parsed is not None and parsed.synced_bytes > at:

@@ -94,9 +94,8 @@ class ShardJournal:
     # --- shards of which this server is the primary ---
 
     def lead(self, replica: ShardReplica, run: str = "") -> None:
-        """Start to journal a shard of which this server is now the primary. Records of updates that
-        are applied before the shard's image is on disk are written after it. `run`: the job's
-        run."""
+        """Start to journal a shard of which this server is now the primary; `run`: its job's run.
+        Updates that are applied before the shard's image is on disk are written after it."""
         self._start(_JournaledShard(replica, run, _new_pauses()))
 
     def _start(self, led: _JournaledShard) -> None:
@@ -203,8 +202,7 @@ class ShardJournal:
         return await asyncio.get_running_loop().run_in_executor(self._pool, put)
 
     def _ended(self, key: Key) -> "Future[None] | None":
-        """Return the future of the shard's end entry, retried if it failed; None if there is
-        none."""
+        """Return the future of the shard's end entry, if there is one; retry it if it failed."""
         ends = self._ends.get(key)
         if ends is not None and ends.done() and ends.exception() is not None:
             ends = self._ends[key] = self._journal.forget(*key)
@@ -290,8 +288,7 @@ class ShardJournal:
             return None
 
     def release_job(self, job: str, but: Collection[int]) -> None:
-        """Forget the job's shards of which this server is not the primary, except those in
-        `but`."""
+        """Forget the job's shards that have another primary, except those in `but`."""
         for key in [k for k in self._for_others if k[0] == job and k[1] not in but]:
             self._for_others.discard(key)
             self._ends[key] = self._journal.forget(*key)

@@ -21,8 +21,7 @@ class ConstantRate:
         return base
 
     def taking_over(self, base: float) -> float:
-        """Return the rate of the phase's first update, if the phase is a later one: torch's formula
-        differs."""
+        """Return the rate of the first update of a later phase: torch's formula differs."""
         return self.opening(base)
 
     def following(self, since: int, base: float, lr: float) -> float:

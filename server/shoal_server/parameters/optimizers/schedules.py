@@ -35,8 +35,7 @@ class RunningSchedule:
         return float(self._lr[0]) if self._phases else self._base
 
     def advance(self, num_updates: int) -> None:
-        """Set the rate after `num_updates` updates, which must be one more than at the last
-        call."""
+        """Set the rate after `num_updates` updates: one more than at the previous call."""
         if not self._phases:
             return
         since = num_updates

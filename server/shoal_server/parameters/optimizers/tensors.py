@@ -20,8 +20,7 @@ class StatefulRule(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy tensors that `state` returned. Raises InternalError if names, shapes or dtypes
-        differ."""
+        """Copy tensors that `state` returned. Raises InternalError as `copy_state` does."""
         ...
 
 

@@ -114,7 +114,7 @@ class PeerLink:
             self._wake.set()
 
     def _send_now(self, request: UpdateMessage, outgoing: OutgoingRecord) -> bool:
-        """Send a push without a turn of the event loop, as the push's sender waits. True if it was
+        """Send a push without a turn of the event loop, as its sender waits. True if it was
         sent."""
         stream = self._idle
         if stream is None or self._pushes:

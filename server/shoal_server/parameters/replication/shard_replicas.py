@@ -163,8 +163,7 @@ class ShardReplicas:
 
     @property
     def full_peers(self) -> Mapping[Holder, str]:
-        """Servers without memory for backups of this server's primaries, and the reasons that they
-        gave."""
+        """Servers without memory for backups of this server's primaries, and their reasons."""
         return self._driver.core.leading.full.reasons
 
     def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
@@ -270,8 +269,7 @@ class ShardReplicas:
         self.created(replica)
 
     async def empty_job(self, job: str) -> int:
-        """Drop all shards of a job on request, so that they do not count as lost. Return their
-        number."""
+        """Drop all shards of a job, so that they do not count as lost; return their number."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
         await self.change_assignments(job, shard_ids, partial(emptied, primary=self.me))
         self.drop_job(job)
@@ -292,8 +290,7 @@ class ShardReplicas:
 
     @property
     def only_here(self) -> Mapping[str, Sequence[int]]:
-        """Shards by job that would be lost with this process: no other server and no disk has a
-        copy."""
+        """Shards by job of which no other server and no disk has a copy."""
         shard_ids: dict[str, list[int]] = {}
         for replica in self._catalog.shards():
             assignment = self.assignment(replica.job, replica.shard_id)

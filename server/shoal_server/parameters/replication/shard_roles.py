@@ -103,8 +103,7 @@ class ShardRoles:
     # --- pushes ---
 
     def _on_applied(self, replica: ShardReplica, record: UpdateRecord) -> None:
-        """Queue an applied push. Called by any thread, within the shard's lock, which keeps the
-        order."""
+        """Queue an applied push. Called from any thread, but in order: within the shard's lock."""
         with self._applied_lock:
             is_first = not self._applied
             self._applied.append((replica, record))

@@ -212,8 +212,7 @@ class BulkServerConnection:
             log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
-        """Send beats while a call is in progress: they show the client that this server is
-        alive."""
+        """Send beats while a call is in progress, to show the client that this server is alive."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:
@@ -245,8 +244,7 @@ class _BulkCall:
             yield piece
 
     async def follow_requests(self) -> AsyncIterator[Arriving]:
-        """Yield the requests of another server, except the requests that the function given to
-        `deliver` takes."""
+        """Yield the requests of another server that the `deliver` function does not take."""
         while True:
             frame = await self._wire.next_frame()
             arriving = self._arriving(frame)

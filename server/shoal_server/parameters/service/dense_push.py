@@ -201,8 +201,7 @@ class DensePushKind:
 
 
 def _compressed_part(item: PushItem, replica: ShardReplica, shard: DenseShard) -> DensePushPart:
-    """Make the part for a compressed gradient. Raises if the codec is unknown or does not fit the
-    shard."""
+    """Make the part for a compressed gradient. Raises an error if the codec does not fit."""
     num_bytes = item.codec.num_bytes
     assembler = ChunkAssembler(shard.spec, item.absent_blocks, encoded_bytes=num_bytes)
     decoder = shard.body.decoder(item.codec, assembler.blocks)

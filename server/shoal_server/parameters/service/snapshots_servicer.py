@@ -172,8 +172,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return assignment.epoch
 
     def _lead(self, job: str, state: AnyShard, epoch: int) -> None:
-        """Become primary of a loaded shard. It replaces a shard that a member may have created
-        meanwhile."""
+        """Become primary of a loaded shard. It replaces one that a member has created meanwhile."""
         if self._epoch_to_lead(job, state.shard_id) != epoch:
             raise WrongEpoch(
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)

@@ -89,8 +89,7 @@ class TableMaker:
             await self._wait_on_disk(job, made)
 
     def _register(self, job: str, new: Sequence[ShardReplica]) -> list[int]:
-        """Become primary of new shards, and return their ids. Raises Overloaded, without a
-        change."""
+        """Become primary of new shards; return their ids. Raises Overloaded, without a change."""
         num_bytes = sum(replica.state.memory_bytes for replica in new)
         with self._memory.reserve(num_bytes, f"{len(new)} new table shards of job {job}") as claim:
             for replica in new:

@@ -82,8 +82,7 @@ class Catalog:
         """Set once by `ShardReplicas`, which is made after the catalog."""
 
     async def layout(self, job: str) -> ShardMap | None:
-        """Return the job's shard map, without holders. Do not change it. Raises what the store
-        raises."""
+        """Return the job's shard map, without holders; read-only. Raises what the store raises."""
         return await self._layouts.read(job)
 
     def find(self, job: str, shard_id: int) -> ShardReplica | None:
@@ -183,8 +182,7 @@ class Catalog:
     async def check_creatable(
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
-        """Raise an error unless the job's map has these shards, on this server, with the same
-        blocks and optimizer."""
+        """Raise an error unless the job has these shards here, with equal blocks and optimizer."""
         record = await self.layout(job)
         wanted = [shard.shard_id for shard in shards]
         assignments = await records.read_shards(self._store, job, wanted)
@@ -208,9 +206,8 @@ class Catalog:
                 )
 
     def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
-        """Raise an error unless the shard has values on this server, or may get its first values
-        here: WrongEpoch if its assignment differs, ShardNotReady or StateLost if it had content
-        before."""
+        """Raise an error unless the shard has values here or may get its first values here:
+        WrongEpoch if its assignment differs, ShardNotReady or StateLost if it had content."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} has another shard map",

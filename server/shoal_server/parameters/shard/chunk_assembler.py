@@ -26,8 +26,7 @@ class Budget:
         return self._held_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve bytes. Raises Overloaded if they do not fit; they always fit if no other bytes
-        are held."""
+        """Reserve bytes. Raises Overloaded if they do not fit, unless no other bytes are held."""
         if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
             raise Overloaded(
                 "the server holds as much unfinished data as it may",
@@ -56,8 +55,7 @@ class Reservation:
             self.release(shard_id)
 
     def reserve(self, shard_id: int, num_bytes: int) -> None:
-        """Reserve bytes for a shard, unless the call has a reservation for it. Raises
-        Overloaded."""
+        """Reserve bytes for a shard, if the call has not done so before. Raises Overloaded."""
         if shard_id not in self._held:
             self._budget.reserve(num_bytes)
             self._held[shard_id] = num_bytes

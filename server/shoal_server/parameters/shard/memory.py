@@ -53,8 +53,7 @@ class Memory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that count against the limit: the last sum, and what was taken or reserved
-        since."""
+        """Bytes that count against the limit: the last sum, and memory taken or reserved since."""
         grown_bytes = self._summed_bytes + self._taken_bytes
         return grown_bytes + self._reserved_bytes + self._budget.held_bytes
 
@@ -65,8 +64,7 @@ class Memory:
             raise self._full(what, 0)
 
     def take(self, num_bytes: int, what: str) -> None:
-        """Count the bytes that a shard is about to grow by. Raises Overloaded if they do not
-        fit."""
+        """Count bytes by which a shard is about to grow. Raises Overloaded if they do not fit."""
         if num_bytes <= 0:
             return
         with self._lock:
@@ -74,8 +72,7 @@ class Memory:
             self._taken_bytes += num_bytes
 
     def reserve(self, num_bytes: int, what: str) -> "MemoryClaim":
-        """Reserve memory for shards that are still to be made. Raises Overloaded if it does not
-        fit."""
+        """Reserve memory for shards to be made. Raises Overloaded if there is too little."""
         self.refresh()
         if self.held_bytes + num_bytes > self.limit_bytes:
             # Shards may have been dropped since the last sum; reservations are rare.

@@ -211,8 +211,7 @@ class ShardReplica:
         )
 
     async def wait_safe(self, version: int) -> None:
-        """Return once every backup in step has the version, so that it is not lost with this
-        server."""
+        """Return once every backup in step has the version: then it survives this server."""
         await self.leading.wait_acknowledged(version, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
 
     def deposed(self) -> WrongEpoch:

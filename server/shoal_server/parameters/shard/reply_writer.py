@@ -35,8 +35,7 @@ class ReplyWriter(Protocol):
 
 
 def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Cut buffers into pieces, and yield each piece's offset and bytes. No piece spans two
-    buffers."""
+    """Cut buffers into pieces, none of which spans two buffers; yield offset and bytes of each."""
     start = 0
     for buffer in values:
         for at in range(0, len(buffer), SEND_PIECE_BYTES):

@@ -105,8 +105,7 @@ class SessionTable:
     def remember(
         self, session: str, sequence: int, outcome: RememberedOutcome, scope: Scope | None = None
     ) -> None:
-        """Remember the outcome of an applied push, and the scope of its step. Call `evict_for`
-        first."""
+        """Remember an applied push's outcome, and its step's scope. Call `evict_for` first."""
         known = self._sessions.get(session)
         if known is None:
             known = RememberedSession()
@@ -125,8 +124,7 @@ class SessionTable:
         return known is not None and (sequence <= known.floor or sequence in known.outcomes)
 
     def remembered(self) -> list[tuple[str, int, Scope | None]]:
-        """List session, sequence and scope of every push whose outcome is remembered. Needs no
-        lock."""
+        """List session, sequence and scope of every remembered push. Needs no lock."""
         return [
             (name, sequence, scope)
             for name, known in list(self._sessions.items())

@@ -12,8 +12,7 @@ from shoal_proto.v1.replication_pb2 import StepScope
 from shoal_server.core.shards.steps import Shards, StepId, from_bits, to_bits
 
 TABLES = "tables:"
-"""Prefix of the session of a step that pushes to tables alone: such steps are numbered
-separately."""
+"""Prefix of the session of a step that pushes only to tables: these are numbered separately."""
 MAX_SHARD_IDS = 1 << 17
 """Bound on shard ids, more than any job has. It bounds the memory of one push's scope."""
 

@@ -197,8 +197,7 @@ class VersionedShard(Generic[BodyT]):
 
     @property
     def sessions(self) -> SessionTable:
-        """The remembered pushes. Outside of the shard's lock, use only methods that need no
-        lock."""
+        """The remembered pushes. Without the shard's lock, use only methods that need no lock."""
         return self._sessions
 
     @property
@@ -352,8 +351,7 @@ class VersionedShard(Generic[BodyT]):
         self._body_lock.release()
 
     def read(self, work: Callable[[int], T]) -> T:
-        """Call `work` with the version, and return its result. The body does not change
-        meanwhile."""
+        """Call `work` with the version while the body cannot change; return its result."""
         with self._body_lock:
             return work(self._version)
 

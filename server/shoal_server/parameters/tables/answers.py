@@ -41,8 +41,7 @@ class RememberedFates:
         return self._num_bytes
 
     def freeze(self) -> "RememberedFates":
-        """Return the fates as of now; later changes do not affect the result. Do not write to
-        it."""
+        """Return a read-only copy of the fates as of now."""
         frozen = RememberedFates()
         frozen._fates, frozen._num_bytes = dict(self._fates), self._num_bytes
         return frozen

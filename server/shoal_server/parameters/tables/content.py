@@ -169,8 +169,7 @@ class TableContent:
         return max(self._now_s, at_unix_s)
 
     def _make(self, batch: RowBatch, rows: Rows, fates: Fates, version: int) -> None:
-        """Make rows for the admitted ids, at most `max_rows` in all; writes to `rows` and
-        `fates`."""
+        """Make rows for the admitted ids, up to `max_rows` in all. Sets `rows` and `fates`."""
         absent = np.flatnonzero(fates == NOT_ADMITTED)
         admitted = absent[self._gate.admit(batch.ids[absent], version)]
         num_free = self.max_rows - len(self._rows)

@@ -290,8 +290,7 @@ class RequestAssembler:
             self._open.drop("the stream is over")
 
     def take(self, request: Arriving) -> ArrivedRequest | None:
-        """Add a message; return the request that it completes. Raises MalformedMessage,
-        ChecksumMismatch."""
+        """Add a message; return a completed request. Raises MalformedMessage, ChecksumMismatch."""
         if isinstance(request, pieces.OnlyPiece):
             return self._add(checked(request.piece), is_lent=request.piece.is_shared)
         kind = request.WhichOneof("part")

@@ -82,8 +82,7 @@ class PeerStream(Protocol):
 
 @asynccontextmanager
 async def open_stream(address: str) -> AsyncIterator[PeerStream]:
-    """Open a stream to the server at `address`, closed at the end of the block. Raises
-    grpc.RpcError."""
+    """Open a stream to a server, for as long as the block runs. Raises grpc.RpcError."""
     async with open_aio_channel(address, SERVER_NAME, PEER_OPTIONS) as channel:
         stream = await _connect(channel, address)
         if stream is not None:

@@ -38,8 +38,7 @@ class WatchedStream:
         self._silence = Silence(timeouts)
         self._reads_to_end = False
         self.replied_s = 0.0
-        """Time of the other end's last message, by the clock of the event loop; 0 before the
-        first."""
+        """Time of the other end's last message, by the event loop's clock; 0 before the first."""
 
     async def greet(self, hello: pb.Hello) -> None:
         """Send the stream's first message, which names this server."""
