@@ -1,4 +1,4 @@
-"""Jobs without members: when one counts as failed, and when its records are removed."""
+"""Retention of jobs: when one without members has failed, and when records are removed."""
 
 from dataclasses import dataclass
 from enum import Enum

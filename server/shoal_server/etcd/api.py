@@ -153,8 +153,8 @@ def holds(compare: Compare, item: KeyValue | None) -> bool:
 class Keyspace(Protocol):
     """Keys that are read, watched and written in transactions.
 
-    Keys are text, values bytes. Each call retries by itself over endpoint failures and elections
-    until `timeout_s` of the client, then raises `Unavailable`. A write whose outcome the client
+    Keys are text, values bytes. Each call retries after failures of an endpoint and elections in
+    etcd, for `timeout_s` of the client, then raises `Unavailable`. A write whose outcome the client
     cannot know (the connection broke after it was sent) is never sent twice silently: `transact`
     raises `DeadlineExceeded` or `Unavailable` with `details["outcome"] == "unknown"`, and the
     caller reads back.

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from google.protobuf.json_format import ParseError
 
 MAX_COUNT = 2**53 - 1
-"""JSON numbers beyond it are not exact everywhere, and Shoal counts nothing that high."""
+"""Highest count that is accepted: larger JSON numbers are not exact everywhere, and no count of
+Shoal gets that high."""
 
 
 class UnreadableRecord(ValueError):

@@ -37,7 +37,7 @@ class LeaderCandidate:
     http_url: str = ""
     """Base URL of the status endpoint."""
     host: str = ""
-    """Name of the machine or container: two may advertise the same address, such as loopback."""
+    """Name of the machine or container: two of them may advertise one address, such as loopback."""
 
     def put(self, lease: LeaseId) -> Put:
         """The write that makes this candidate the leader."""
@@ -72,7 +72,7 @@ async def follow(
 
 
 async def end_term(store: KeyValueStore, leader: Leader) -> bool:
-    """Delete the key if it is still that leader's; True if this did. Retries through outages.
+    """Delete the key if it is still that leader's; True if this call did. Retries through outages.
 
     Safe even if that leader lives: it watches its key, and each of its writes compares the
     revision that is compared here, so it writes nothing more.

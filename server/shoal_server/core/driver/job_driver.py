@@ -182,7 +182,8 @@ class JobDriver(Generic[StreamT, CallT]):
         return math.inf if deadline_s is None else deadline_s
 
     def _silent(self, now_s: float) -> list[MemberLost]:
-        """Find members that were silent for longer than their uneven heartbeats explain."""
+        """Find members that were silent for longer than the unevenness of their heartbeats
+        allows."""
         # If this process stood still, it cannot tell which members were silent. The same holds if
         # the store stood still: a member sends heartbeats only once its attendance is durable.
         stood_still = now_s - self._scanned_s > self.job.limits.lease_s / 2

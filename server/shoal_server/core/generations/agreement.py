@@ -99,7 +99,8 @@ class Agreement:
     def ready(self, member_id: str, step: Step | None = None) -> bool:
         """Note a first collective and its step; True once all members have passed theirs."""
         if step is not None:
-            # All start at one step. They report it again to a new leader, and may have trained on.
+            # All members start at one step. A new leader gets later steps, if they have trained
+            # since.
             self.starts_at = max(self.starts_at or step, step)
         self.unready.discard(member_id)
         return not self.unready

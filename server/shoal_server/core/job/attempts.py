@@ -99,8 +99,8 @@ class Attempts:
             self._removal.refuse(member, refusal, now_s)
 
     def _confined(self, chosen: list[MemberState], candidates: list[Candidate]) -> list[Candidate]:
-        """Members to refuse because an address, their own or another's, is of use on one host
-        only."""
+        """Members to refuse because an address works on one host only: their own address, or that
+        of a member that stays."""
         confined = confined_members(candidates)
         staying = [m for m in chosen if self._state.stays(m)]
         hosts = {m.info.host for m in staying}
@@ -280,7 +280,7 @@ class Attempts:
         start, reached = Step(0), self._state.progress.reached
         if roster.synchronous:
             start = self._note_start(agreement, trainers)
-        self._tell_story(roster, cause, start=start, reached=reached, now_s=now_s)
+        self._log_story(roster, cause, start=start, reached=reached, now_s=now_s)
         notice = RunningNotice(reason=reason, generation=roster.generation)
         for trainer in trainers:
             trainer.waits("nothing: it trains", now_s)
@@ -288,7 +288,7 @@ class Attempts:
         if old is not None and roster.synchronous:
             self._drains.part_leavers(old, roster, now_s)
 
-    def _tell_story(
+    def _log_story(
         self, roster: GenerationRoster, cause: str, *, start: Step, reached: Step, now_s: float
     ) -> None:
         """Log the changes that led to the generation that runs now."""

@@ -57,7 +57,7 @@ class Deadlines:
     """Earliest time at which a member may have waited for the join limit."""
 
     def stop(self) -> None:
-        """Stop all limits but the last call's."""
+        """Stop all limits except that of the first proposal."""
         self.deadline_s = self.broken_since_s = self.suspect_since_s = None
         self.bring_up_over_s = self.overdue_check_s = None
 
@@ -84,7 +84,7 @@ def _later(at_s: float | None, by_s: float) -> float | None:
 
 @dataclass(kw_only=True)
 class PhaseState:
-    """The phase, its reason and its begin."""
+    """The phase, the reason for it, and the time at which it began."""
 
     phase: Phase = Phase.COLLECT
     reason: str = "the job is new"
@@ -97,8 +97,8 @@ class AttemptCounts:
 
     failures: int = 0
     num_excluded: int = 0
-    """Number of members that were ready and had to be left out; the job does not wait for as many
-    others in their place."""
+    """Number of members that were ready and had to be left out; the job does not wait for others
+    in their place."""
     failed_roster: GenerationRoster | None = None
     """The newest roster whose bring-up failed."""
     changes: PendingChanges = field(default_factory=PendingChanges)
@@ -107,7 +107,7 @@ class AttemptCounts:
 
 @dataclass(kw_only=True)
 class JobEnd:
-    """The end of a job, begun or reached: members may no longer join."""
+    """State of a job that is ending or has ended: members may no longer join."""
 
     completing: bool = False
     lost: Refusal | None = None
@@ -118,7 +118,7 @@ class JobEnd:
 
 @dataclass(kw_only=True)
 class JobState:
-    """State that the parts of one job share. Each part changes what it decides about."""
+    """State that the parts of one job share. Each part changes the fields that it decides."""
 
     spec: JobSpec
     limits: Limits
@@ -228,7 +228,8 @@ class JobState:
         ]
 
     def stays(self, member: MemberState) -> bool:
-        """True if the member trains or keeps the job: newcomers are left out before it is."""
+        """True if the member trains or has `keeps_job`: newcomers are left out before this
+        member."""
         return member.is_in(self.running) or member.keeps_job
 
     def at_fault(self, members: Iterable[MemberState]) -> list[MemberState]:

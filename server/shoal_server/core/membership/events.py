@@ -64,8 +64,8 @@ class StepReported(MemberEvent):
     left: Generation = NO_GENERATION
     """The newest generation that it has trained in or brought up, and has left."""
     enough_for_call: int = 0
-    """Number of members that suffice to repeat the call between two steps that its script is in;
-    0: the script is in no such call."""
+    """Number of members that suffice to repeat the shared call that its script is in; 0: the script
+    is in no shared call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class DrainNotice(Notice):
 
     now: bool
     unreplaced: bool = False
-    """True, with `now`, if no generation follows without the member."""
+    """With `now`: true if no generation without the member follows."""
 
 
 class RefusalKind:

@@ -100,7 +100,7 @@ class MemberState:
 
     @property
     def keeps_job(self) -> bool:
-        """True if the job can continue from its state because this member is there."""
+        """True if the job can continue from its state because this member is present."""
         if self.proposal is None or self.proposal.stateless:
             return False
         # The state of an asynchronous job is on its servers: any member that has trained keeps it.

@@ -17,7 +17,7 @@ MAX_EXPELLED = 10_000
 
 @dataclass(kw_only=True)
 class MembershipTable:
-    """The members by id. State that the table indexes is changed by the table's methods only."""
+    """The members by id. Only the table's methods change state that the table indexes."""
 
     limits: Limits
     members: dict[str, MemberState] = field(default_factory=dict)
@@ -26,8 +26,8 @@ class MembershipTable:
     draining: dict[str, MemberState] = field(default_factory=dict)
     """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """Incarnations that may not return, the oldest first, each with its refusal, which answers
-    calls that are still in progress."""
+    """Incarnations that may not return, the oldest first, each with a refusal: the answer to those
+    of its calls that are still in progress."""
     unproposed: set[str] = field(default_factory=set)
     """Members that joined under an earlier leader and have not proposed again."""
     pauses: Pauses = field(default_factory=Pauses)
@@ -45,7 +45,7 @@ class MembershipTable:
     _halted: dict[str, MemberState] = field(default_factory=dict)
 
     def admit(self, member: MemberState) -> None:
-        """Add a member; the table holds no other of its name."""
+        """Add a member; the table holds no other member of its name."""
         self.members[member.member_id] = member
         self.finished.discard(member.member_id)
         if not member.settled:

@@ -25,7 +25,7 @@ class PublishedSlice:
     tensor: int
     """Index into the layout's tensors."""
     offsets: Numbers
-    """Offset per dimension, in elements. Empty, and `sizes` too: the slice is the whole tensor."""
+    """Offset per dimension, in elements. If it and `sizes` are empty, the slice is the tensor."""
     sizes: Numbers
     segment: int
     at: int
@@ -42,7 +42,7 @@ class PublishedLayout:
 
 
 class NotCovered(Exception):
-    """Raised for parts that are not one whole model, with the tensor and the reason."""
+    """Raised for parts that do not make up one whole model, with the tensor and the reason."""
 
     def __init__(self, what: str, seen: str, expected: str) -> None:
         super().__init__(f"{what}: {seen}; expected {expected}")

@@ -9,8 +9,8 @@ def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
     """The versions to drop, oldest first.
 
     The newest version stays, and so do all leased and pinned ones. Leased versions count among the
-    `keep` versions: while readers hold older versions, fewer intermediate ones are kept, so that a
-    slow reader costs no memory.
+    `keep` versions: while readers hold older versions, fewer intermediate ones are kept, so a slow
+    reader costs no further memory.
     """
     bound = bounded_by_keep(stored, leased)
     optional = [n for n in _unpinned(stored) if n not in bound]
@@ -33,8 +33,8 @@ def may_send_another(
 
     `may_be_leased`: the leased versions, and versions on which an earlier leader may have granted
     leases that this one does not know. The latter are kept in addition, so that training need not
-    wait until those leases have ended: up to twice as many versions in all, however many leaders
-    follow each other in that time.
+    wait until those leases have ended. So there may be up to twice as many versions in all, however
+    many leaders follow each other in that time.
     """
     keep = stored.head.keep
     in_all = len(bounded_by_keep(stored, may_be_leased))

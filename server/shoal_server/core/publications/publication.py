@@ -42,7 +42,7 @@ class Publication:
 
     @property
     def is_complete(self) -> bool:
-        """True if the parts of all ranks are there."""
+        """True if the parts of all ranks have arrived."""
         return bool(self._parts) and len(self._parts) == next(iter(self._parts.values())).world
 
     @property

@@ -72,7 +72,7 @@ class Readers:
         then.
         """
         known = self._known.get(report.reader)
-        # Once the leases are over, a lower number comes from another process with another clock.
+        # A lower number counts once the leases have ended: another process, with another clock.
         is_recent = known is not None and now_s < known.seen_s + HELD_S
         if known is not None and is_recent and report.sequence < known.report.sequence:
             # No caller waits for this answer: the reader has sent a newer report.

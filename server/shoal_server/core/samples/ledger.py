@@ -10,10 +10,9 @@ once, whichever members join or are lost:
 - Only the holder completes a range. Reports of other members are ignored and counted.
 
 Epochs overlap: once an epoch is leased out, the next one begins, so that no member waits for the
-slowest. At most two epochs are open, unless epochs are so short that members hold more than that in
-reserve. So members cannot run far ahead of a member that hangs, and the ledger stays small: two
-epochs or the reserves, and as many spans as members hold (`MAX_HELD_RANGES` each) or held when they
-were lost.
+slowest. At most two epochs are open, or more if the members' reserves take more than two epochs. So
+members cannot run far ahead of a member that hangs, and the ledger stays small: it has as many
+spans as members hold (`MAX_HELD_RANGES` each) or held when they were lost.
 
 A member holds a reserve of samples, to train on while no coordinator answers. If too few samples
 are left for all reserves, each member has a share, in proportion to what it asked for. A member
@@ -317,7 +316,7 @@ class SampleLedger:
 
     @property
     def _num_openable(self) -> int:
-        """Epochs that may be open at once: two, or as many as hold twice the reserves."""
+        """Number of epochs that may be open at once: two, or as many as twice the reserves take."""
         wanted = -(-2 * self._reserves // self.dataset_size)
         return min(max(wanted, MAX_OPEN_EPOCHS), MAX_RESERVED_EPOCHS)
 
@@ -392,7 +391,8 @@ class SampleLedger:
         return ledger
 
     def _epoch_from_json(self, entry: Mapping[str, Any]) -> _Epoch:
-        # Completed positions are neither free nor held. Not stored, so they cannot disagree.
+        # Completed positions are those neither free nor held. Not stored, they cannot contradict
+        # these.
         free, completed = (
             IntegerSpans(map(tuple, entry["free"])),
             IntegerSpans([(0, self.dataset_size)]),

@@ -12,8 +12,8 @@ from shoal_server.core.shards.rebalance import Servers, gone_on_without
 SUSPECT_S = 3.0
 RESCUE_AFTER_S = 10.0
 """Seconds for which etcd has not listed a primary before the coordinator replaces it. A backup that
-cannot reach its primary takes over at once. If it can reach it, the primary is merely cut off from
-etcd, and serves on meanwhile."""
+cannot reach its primary takes over at once. If the backup reaches the primary, the primary is
+merely cut off from etcd, and serves on meanwhile."""
 
 
 class Sightings:

@@ -1,4 +1,4 @@
-"""Shard assignments of a job in etcd: one record a shard, replaced by compare-and-swap.
+"""Shard assignments of a job in etcd: one record per shard, replaced by compare-and-swap.
 
 The job's head, common to all shards, is written once, after the records of all shards; the
 transaction that writes it decides the placement. Until then the shards' records have no effect, and
@@ -157,7 +157,7 @@ def parse(entry: MirroredKey | KeyValue) -> JobHead | StoredShard:
 
 
 def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
-    """Raises InternalError for bytes that are no such record."""
+    """Parse the head of a job. Raises InternalError for bytes that are no such record."""
     message = _parsed(pb.JobHoldings, entry)
     expected = keys.assignments_head(message.job)
     if entry.key != expected or not message.run or message.format > FORMAT:
@@ -172,7 +172,7 @@ def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
 
 
 def parse_shard(entry: MirroredKey | KeyValue) -> StoredShard:
-    """Raises InternalError for bytes that are no such record."""
+    """Parse the record of a shard. Raises InternalError for bytes that are no such record."""
     message = _parsed(pb.ShardHolding, entry)
     job = entry.key.removeprefix(keys.ASSIGNMENTS).partition("/")[0]
     expected = keys.shard_assignment(job, message.run, message.shard_id)
@@ -310,7 +310,7 @@ async def place(
     head = Put(keys.assignments_head(assignments.job), encode_head(assignments))
     decided = await store.transact([still_there, *compares], [head, *operations], otherwise)
     if decided.succeeded:
-        await _take_others_away(store, assignments, decided.revision)
+        await _delete_unfinished(store, assignments, decided.revision)
     else:
         mine = keys.assignments_of_run(assignments.job, assignments.run)
         await store.transact([], [Delete(mine, prefix=True)])
@@ -343,8 +343,8 @@ async def _write(
         return created_at(puts[0].key, result.reads[0][0].create_revision)
 
 
-async def _take_others_away(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
-    """Delete the records of unfinished placements, which cannot take effect any more."""
+async def _delete_unfinished(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
+    """Delete the records of other, unfinished placements, which cannot take effect any more."""
     prefix = keys.assignments(placed.job)
     still_decided = unchanged_since(keys.assignments_head(placed.job), decided_at)
     try:

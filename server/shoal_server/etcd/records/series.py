@@ -54,7 +54,7 @@ def encode_head(head: SeriesHead) -> bytes:
 
 
 def parse_head(series: str, value: bytes) -> SeriesHead:
-    """Raises InternalError for bytes that are no head, and for those of a later release."""
+    """Parse a head. Raises InternalError for bytes that are none, and for a later release's."""
     found = _parsed(pb.SeriesHead, series, value)
     if not 0 < found.format <= FORMAT:
         raise _unreadable(series, f"format {found.format}", f"format 1 to {FORMAT}")
@@ -80,7 +80,8 @@ def encode_version(version: PublishedVersion) -> bytes:
 
 
 def parse_version(series: str, value: bytes) -> PublishedVersion:
-    """Raises InternalError for bytes that are no version, or whose digest is not its own."""
+    """Parse a version. Raises InternalError for bytes that are none, and for a digest that does not
+    match the version's content."""
     found = _parsed(pb.VersionRecord, series, value)
     version = version_from_pb(found)
     if found.digest != version.digest:

@@ -49,7 +49,7 @@ READERS_KEEP = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayout:
-    """A layout as it is written: `chunks` first, then `head`, which decides."""
+    """A layout as it is written: `chunks` first, then `head`, which makes it the job's layout."""
 
     job: str
     digest: str
@@ -204,7 +204,7 @@ def parse(job: str, items: Collection[KeyValue]) -> ShardMap | None:
 
 
 def from_bytes(job: str, serialized: bytes) -> ShardMap:
-    """Raises InternalError for bytes that are no shard map."""
+    """Parse a shard map. Raises InternalError for bytes that are none."""
     try:
         return ShardMap.FromString(serialized)
     except DecodeError as error:

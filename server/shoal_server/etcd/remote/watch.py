@@ -196,7 +196,7 @@ async def _send(call: Stream, request: pb.WatchRequest, limit_s: float) -> None:
         async with asyncio.timeout(limit_s):
             await call.write(request)
     except asyncio.InvalidStateError:
-        # The call has ended; its status says how.
+        # The call has ended; its status says why.
         raise await _ending(call) from None
 
 

@@ -17,7 +17,7 @@ MOST = 1 << 20
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard limit (at most MOST); return the limit then."""
+    """Raise the soft limit to the hard limit (at most MOST), and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:

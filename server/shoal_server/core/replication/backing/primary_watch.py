@@ -1,4 +1,5 @@
-"""Watch over the primaries of this server's copies, to succeed those without link or answer."""
+"""Watch over the primaries of this server's copies. It succeeds one with neither link nor
+answer."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -6,14 +6,14 @@ from enum import Enum
 from shoal_server.core.processes import Holder
 
 NEARLY_LEVEL = 8
-"""Updates that a joiner may lack when pushes begin to wait for it."""
+"""Number of updates that a joiner may lack when pushes begin to wait for it."""
 MAX_ROUNDS = 3
 """Rounds of catching up after which pushes wait for a joiner even if it lacks more than that."""
 
 
 class FollowerPhase(Enum):
     UNLINKED = "there is no link to it"
-    OFFERED = "it was asked what it has"
+    OFFERED = "it was asked for the state of its copy"
     CONTINUING = "its copy is an earlier version of the shard led here"
     IMAGE = "it waits for an image, or is getting one"
     FOLLOWING = "it gets every push"
@@ -42,13 +42,13 @@ class Follower:
     transit."""
 
     def begin(self, received: int, version: int) -> None:
-        """Start following: every later push is sent to it; `version`: the primary's own."""
+        """Start following: every later push is sent to the follower. `version`: the primary's."""
         self.phase = FollowerPhase.FOLLOWING
         self.note_received(received)
         self._goal, self._rounds = version, 0
 
     def needs_from(self, version: int) -> int:
-        """Version after which it needs records; `version`: the primary's own, now."""
+        """Version after which the follower needs records; `version`: the primary's at this time."""
         if self.phase is FollowerPhase.IMAGE and self.image_version is None:
             return version
         return max(self.confirmed, self.image_version or 0)
@@ -60,7 +60,7 @@ class Follower:
         self.counts = False
 
     def note_received(self, received: int) -> bool:
-        """Note its confirmation of all records up to a version; returns True if that is new."""
+        """Note that the follower confirmed all records up to a version; True if that is new."""
         if received <= self.confirmed:
             return False
         self.confirmed = received
@@ -78,7 +78,7 @@ class Follower:
         return self.received > before
 
     def _go_on(self) -> None:
-        """Raise `received` over versions in memory, as far as none is missing."""
+        """Raise `received` over the versions in memory, up to the first that is missing."""
         while self.received + 1 in self._ahead:
             self.received += 1
         self._ahead = {version for version in self._ahead if version > self.received}

@@ -34,7 +34,7 @@ from shoal_server.core.shards.shard_log import Record, ShardLog
 
 
 class HandoverPhase(Enum):
-    NONE = "it is led on"
+    NONE = "there is no handover"
     LEVELLING = "workers are notified and backups draw level, while pushes still come"
     STOPPING = "pushes are refused from now on"
     STOPPED = "nothing is applied any more"
@@ -63,7 +63,7 @@ class _Disk:
     version: int | None = None
     """Version up to which the journal has the whole shard; None: it does not have it."""
     reported: int = 0
-    """Version that the record must state."""
+    """Version on disk that the record must state."""
 
 
 class LedShard:

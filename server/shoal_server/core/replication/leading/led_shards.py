@@ -58,7 +58,7 @@ class LedShards:
         self._shards: dict[Key, LedShard] = {}
         self._last_image = 0
         self._disk_report_s = limits.disk_report_s
-        self._tells_disk_s = inf
+        self._reports_disk_s = inf
         """Time of the next write of the versions that shards have on disk."""
         self._announced_s = limits.announced_s
         self._hands_over_s = inf
@@ -243,7 +243,7 @@ class LedShards:
             if self.full.refused(peer, reply.detail, now_s):
                 note = LogLine("copies_refused", peer=peer, detail=reply.detail)
                 touched.effects.append(note)
-            # Removed from the record, shards that wait may be given to a server with memory.
+            # Once they are off this server, shards that wait may be given to one with memory.
             for other in self._waiting_for(peer):
                 self._lose(touched, other, peer)
         else:
@@ -322,15 +322,15 @@ class LedShards:
         peer, touched = event.peer, TouchedShards()
         link = self.links.find(peer)
         assert link is not None
-        poison = link.images.broke()
+        failing = link.images.broke()
         followed = self.followed_by(peer)
         for led in followed:
             led.followers[peer].unlink()
             touched.effects += self.followed(led)
-        if poison is not None and poison in self._shards:
-            note = LogLine("copy_refused", poison, peer, "each link breaks under its image")
+        if failing is not None and failing in self._shards:
+            note = LogLine("copy_refused", failing, peer, "each link breaks under its image")
             touched.effects.append(note)
-            self._lose(touched, self._shards[poison], peer)
+            self._lose(touched, self._shards[failing], peer)
         if self.links.broke(event, now_s):
             self.full.forget(peer)
             touched.effects += self.links.end(peer)
@@ -342,7 +342,7 @@ class LedShards:
 
     @property
     def wakes_s(self) -> float:
-        return min(self.links.wakes_s, self.full.wakes_s, self._tells_disk_s, self._hands_over_s)
+        return min(self.links.wakes_s, self.full.wakes_s, self._reports_disk_s, self._hands_over_s)
 
     def advanced(self, led: LedShard, now_s: float) -> Iterator[Effect]:
         """Take the steps that are due for a shard."""
@@ -369,17 +369,17 @@ class LedShards:
     def on_disk(self, led: LedShard, version: int, now_s: float) -> None:
         """Note the version up to which the journal has the shard."""
         led.on_disk(version)
-        self._tells_disk_s = min(self._tells_disk_s, now_s + self._disk_report_s)
+        self._reports_disk_s = min(self._reports_disk_s, now_s + self._disk_report_s)
 
     def disk_news(self, now_s: float) -> list[LedShard]:
         """Shards with a newer version on disk than in the record, if it is time to write that."""
-        if now_s < self._tells_disk_s:
+        if now_s < self._reports_disk_s:
             return []
-        self._tells_disk_s = inf
+        self._reports_disk_s = inf
         return [led for led in self._shards.values() if led.note_disk_version()]
 
     def full_again(self, now_s: float) -> list[LedShard]:
-        """Shards that servers whose pause is over must still get."""
+        """Shards for servers whose pause is over, and which are still to get them."""
         due: list[LedShard] = []
         for peer in self.full.expired(now_s):
             shards = [led for led in self._shards.values() if led.assignment.joining == peer]

@@ -112,7 +112,7 @@ class ReplicationLinks:
         return min((link.again_s for link in self._links.values()), default=inf)
 
     def due(self, now_s: float) -> Iterator[Effect]:
-        """Open broken links again whose pause is over."""
+        """Open the broken links whose pause is over."""
         for peer, link in list(self._links.items()):
             if link.again_s <= now_s:
                 yield self._opened_anew(peer)

@@ -37,8 +37,8 @@ class ShardAssigned:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordRead:
-    """The newest record was read for a write that `WriteShardRecord` asked for; answered by one
-    `ReviseShardRecord`."""
+    """The newest record was read for a write that `WriteShardRecord` asked for. The core answers
+    with one `ReviseShardRecord`."""
 
     key: Key
     assignment: ShardAssignment
@@ -54,14 +54,14 @@ class ShardRecordWritten:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordNotWritten:
-    """etcd refuses the write for good; `ShardRecordWritten` follows when a retry makes sense."""
+    """etcd refuses the write, and would again; `ShardRecordWritten` follows when a retry is due."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordRefreshed:
-    """The newest record was read, and came before in a `ShardAssigned`; or it could not be read."""
+    """The newest record was read and submitted as `ShardAssigned`, or it could not be read."""
 
     key: Key
 
@@ -282,7 +282,7 @@ class PeerProbed:
 
 @dataclass(frozen=True, slots=True)
 class JournalShardFound:
-    """The journal has a shard from an earlier process of this server, up to that version of that
+    """The journal has a shard from an earlier process of this server, up to this version and
     epoch."""
 
     key: Key
