@@ -148,8 +148,7 @@ class Clocks:
         self.remove(who)
 
     def remove(self, who: MemberProcess) -> None:
-        """Remove a member that is lost or left. If its name has a later process, that keeps its
-        clock."""
+        """Remove a member that is lost or left. A later process of that member keeps its clock."""
         name = who.member_id
         if self._unreported.get(name) == who.incarnation:
             del self._unreported[name]
@@ -182,13 +181,13 @@ class Clocks:
     # --- decisions ---
 
     def _start(self, bound: int, but: str) -> int:
-        """The round that a member enters which is in no step: the newest one whose steps it may
+        """The round that a member outside of a step enters: the newest one whose steps it may
         begin at once, and in which no member has begun to push."""
         newest = self._standing.last(but)
         if newest is None:
             return self._floor
         start = newest.clock
-        # Members that are in no step are moved on before they begin one.
+        # Members outside of a step do not hold it up: they enter the newest round as well.
         slowest = self._stepping.first(but)
         if slowest is not None:
             start = min(start, slowest.clock + bound)
@@ -238,7 +237,7 @@ class Clocks:
 
     @property
     def is_idle(self) -> bool:
-        """True if no member has a clock, and none has still to report one to this leader."""
+        """True if no member has a clock, and no member has yet to report one to this leader."""
         return not self._members and not self._unreported
 
     # --- status, and members that hold up others ---

@@ -37,9 +37,9 @@ class JobAge:
     """The times and flags of a job that decide what is due. All times are of one clock."""
 
     ended_s: float | None
-    """None: the job is not over."""
+    """Time at which the job ended; None: it is not over."""
     empty_since_s: float | None
-    """None: the job has members."""
+    """Time since which the job has no members; None: it has some."""
     has_result: bool
     """True if its result is kept in its own record."""
     is_cleared: bool

@@ -46,8 +46,7 @@ SAFETY = 0.9
 
 
 class Leadership:
-    """One term, made by `Election.campaign`. Renews the lease until the term is lost or
-    resigned."""
+    """One term, made by `Election.campaign`. Renews its lease until the term ends."""
 
     def __init__(
         self, store: KeyValueStore, lease: LeaseId, leader: Leader, valid_until_s: float
@@ -210,8 +209,7 @@ class Election:
         await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _try(self) -> Leadership | None:
-        """Try once to take the leader's key, which was free just now; None if another candidate was
-        faster."""
+        """Try once to take the leader's key; None if another candidate was faster."""
         clock: Callable[[], float] = asyncio.get_running_loop().time
         lease = await self._store.grant(self._ttl_s)
         try:

@@ -18,7 +18,7 @@ Shoal gets that high."""
 
 
 class UnreadableRecord(ValueError):
-    """Bytes that are not the record that belongs at their key; the text says what was seen."""
+    """Raised for bytes that are not a record of their key; the text says what was seen."""
 
 
 class LaterFormat(UnreadableRecord):

@@ -39,7 +39,7 @@ class Term:
         self._conditions: Sequence[Compare] | None = None
 
     def begin(self, conditions: Sequence[Compare]) -> None:
-        """`conditions` must hold in etcd for each write."""
+        """Begin the term. `conditions` must hold in etcd for each write."""
         self._conditions = conditions
         self.deposed.clear()
 
@@ -100,7 +100,7 @@ class LeaderStore:
             return await self._store.transact(compares, then, otherwise)
         leadership = self._leadership()
         if not all(isinstance(each, Get) for each in otherwise):
-            # The comparison of a deposed leader fails too, and would then write this branch.
+            # If the leader was deposed, the comparison fails too: etcd would run this branch.
             raise AssertionError("a leader writes nothing if its comparison fails")
         leader_gets = [Get(each.key) for each in leadership]
         result = await self._store.transact(

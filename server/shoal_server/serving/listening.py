@@ -118,7 +118,7 @@ def opened(listens: Mapping[str, str]) -> dict[str, str]:
 def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
     """Warn if strangers may reach a port, or if the other machines of the cluster cannot.
 
-    `listens`: host:port by what is served there; `etcd`: its endpoints, host:port.
+    `listens`: host:port of each service; `etcd`: host:port of its endpoints.
     """
     if (found := opened(listens)) and identity.own() is None:
         log.warning(

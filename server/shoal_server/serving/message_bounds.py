@@ -39,8 +39,7 @@ class _Field:
     name: str
     check: Check
     is_set: bool
-    """True if the field is checked only when set: reading an unset message field would create
-    it."""
+    """True if the field is checked only when set: reading an unset message would create it."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
 
 
 async def wait_first(*waits: "Coroutine[Any, Any, object] | asyncio.Future[Any]") -> None:
-    """Return as soon as one has ended. Coroutines are then cancelled; tasks run on."""
+    """Wait until one of them has ended. Coroutines are then cancelled; tasks run on."""
     tasks = [asyncio.ensure_future(each) for each in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

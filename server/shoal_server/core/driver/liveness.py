@@ -19,7 +19,7 @@ WINDOW = 32
 MIN_INTERVALS = 4
 """Number of intervals below which their spread is unknown."""
 DEVIATIONS = 8.0
-"""Number of median deviations that a silence may exceed the median interval by. For normally
+"""Number of median deviations that are allowed on top of the median interval. For normally
 distributed intervals this is about 5 standard deviations."""
 
 
@@ -61,7 +61,7 @@ class HeartbeatHistory:
 
 
 class Liveness:
-    """The signs of life of one job's members. To note a heartbeat takes constant time."""
+    """The signs of life of one job's members. Noting a heartbeat takes constant time."""
 
     def __init__(self, limits: Limits, members: Iterable[str], now_s: float) -> None:
         self._limits = limits

@@ -19,7 +19,7 @@ class Agreement:
     unready: set[str] = field(default_factory=set)
     """Members that have not passed their first collective in it."""
     unoffered: set[str] = field(default_factory=set)
-    """Members of the old generation in a planned change that have not offered a step to stop."""
+    """Members of the old generation that have not offered a step to stop at a planned change."""
     unreachable: dict[str, Mapping[str, str]] = field(default_factory=dict)
     """Peers that each member could not reach, with the error."""
     checkpoint_steps: dict[str, frozenset[Step]] = field(default_factory=dict)
@@ -99,8 +99,7 @@ class Agreement:
     def ready(self, member_id: str, step: Step | None = None) -> bool:
         """Note a first collective and its step; True once all members have passed theirs."""
         if step is not None:
-            # All members start at one step. A new leader gets later steps, if they have trained
-            # since.
+            # All start at one step, but may have trained on before they report to a new leader.
             self.starts_at = max(self.starts_at or step, step)
         self.unready.discard(member_id)
         return not self.unready

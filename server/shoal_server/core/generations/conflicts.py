@@ -1,4 +1,4 @@
-"""Conflicts: the fields in which the proposals of members differ, and where exactly."""
+"""Conflicts: fields in which members' proposals differ, and the first entry that differs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -218,9 +218,9 @@ def draw_up(
 
     `trained`: True if the job may have committed steps; it must not start from initial values then.
 
-    Members that train in `running` will stop at one common step. The step is not known yet, but is
-    later than any they reported. A newcomer's state (from a checkpoint) is of another step, so the
-    newcomer receives the state of these members.
+    Members that train in `running` will stop at one common step, which is not known yet and later
+    than any they reported. A newcomer's state (from a checkpoint) is of another step, so the
+    newcomer receives theirs.
     """
     ranks = assign_ranks([c.member_id for c in candidates], previous)
     trainers = [c for c in candidates if running and running.holds(c.member_id, c.incarnation)]

@@ -48,8 +48,7 @@ class Arrivals:
         return member
 
     def _fenced(self, holder: MemberState | None, event: MemberEvent) -> Refusal:
-        """The refusal of a process that is no member. `holder`: the member that has its name
-        now."""
+        """The refusal of a process that is no member. `holder`: the member with its name now."""
         if holder is None:
             return refusals.not_a_member(self._state.spec.job, event, self._state.last_generation)
         return refusals.replaced(event, holder.incarnation, self._state.last_generation)

@@ -222,8 +222,8 @@ class Removal:
         elif not member.is_in(trained):
             return
         elif table.has_finished(member):
-            # A repeated report. If all members have finished, an earlier leader may have died
-            # before it completed the job. A member that was lost since has not finished.
+            # A repeated report: an earlier leader may have died before it completed the job. That
+            # is due once all members have finished; a lost one has not.
             is_last = table.finished.issuperset(trained.ranks)
         else:
             table.finish(member)

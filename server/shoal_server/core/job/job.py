@@ -323,8 +323,7 @@ class Job:
 
     def _work_done(self, member: MemberState, event: MemberWorkDone, now_s: float) -> None:
         if self.state.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
-            # The member has entered the generation, even if it has not reported that to this
-            # leader.
+            # The member has entered the generation, even if this leader got no report of that.
             ready = ReadinessReported(
                 member_id=member.member_id,
                 incarnation=member.incarnation,

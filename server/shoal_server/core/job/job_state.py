@@ -228,13 +228,11 @@ class JobState:
         ]
 
     def stays(self, member: MemberState) -> bool:
-        """True if the member trains or has `keeps_job`: newcomers are left out before this
-        member."""
+        """True if the member trains or has `keeps_job`: newcomers are left out first."""
         return member.is_in(self.running) or member.keeps_job
 
     def at_fault(self, members: Iterable[MemberState]) -> list[MemberState]:
-        """Newcomers among the members, if any other stays; otherwise all members that do not
-        train."""
+        """Newcomers among the members if another member stays; otherwise all that do not train."""
         outside = [m for m in members if not m.is_in(self.running)]
         return [m for m in outside if not self.stays(m)] or outside
 

@@ -29,7 +29,7 @@ class SavedJob:
     record: GenerationRecord | None
     """The newest committed record."""
     before: GenerationRecord | None
-    """The record committed before it, if that generation has not broken or aborted since."""
+    """The committed record before `record`, if its generation has not broken or aborted since."""
     members: tuple[MemberState, ...]
     finished: bool
     reason: str

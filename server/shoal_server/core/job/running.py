@@ -44,8 +44,7 @@ class BringUps:
             self._endings.abort(error, now_s)
         if puts_off:
             self._put_off(newcomers, error, now_s)
-        # A member's own failure counts even if another member's report has ended the attempt
-        # already.
+        # A member's own failure counts even if another report has ended the attempt already.
         if is_spared:
             member.failed_in = event.generation
             self._state.log("bring_up_failed", error, member)
@@ -84,8 +83,7 @@ class BringUps:
             newcomer.waits(f"another try: in the last one, {error}", now_s)
 
     def blame(self, member: MemberState, generation: Generation, error: str, now_s: float) -> None:
-        """Count the member's own failure. The member is tried again, or removed after its last
-        try."""
+        """Count the member's own failure: it is tried again, or removed after its last try."""
         member.failed_in = generation
         num_tries = self._state.setbacks.failed(member.member_id, error, now_s)
         reason = (
@@ -144,8 +142,7 @@ class Breaks:
         running = self._state.running
         if running is None or event.generation != running.generation:
             if NO_GENERATION < event.generation <= self._state.last_generation:
-                # That generation's end was announced by an earlier leader, or this member was away
-                # then.
+                # An earlier leader announced that end, or this member was disconnected then.
                 self._state.notify_member(member, self._state.break_notice(event.generation))
             return
         if not running.synchronous:

@@ -119,8 +119,7 @@ class PendingChanges:
     def _sorted(
         self, roster: GenerationRoster
     ) -> tuple[tuple[Departure, ...], tuple[Departure, ...], tuple[str, ...], tuple[str, ...]]:
-        """Members that were lost, left, joined and stayed. A member with a new process has
-        joined."""
+        """Members that were lost, left, joined and stayed. Those with a new process have joined."""
         before = self.before.member_ids if self.before is not None else ()
         old = set(before)
         again = {name for name in roster.member_ids if name in self.departures}

@@ -299,7 +299,7 @@ class WriteGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class AdmitMember:
-    """Give the member its key in etcd, under a lease."""
+    """Give the member its key in etcd."""
 
     member_id: str
     incarnation: str

@@ -26,14 +26,14 @@ class MembershipTable:
     draining: dict[str, MemberState] = field(default_factory=dict)
     """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """Incarnations that may not return, the oldest first, each with a refusal: the answer to those
-    of its calls that are still in progress."""
+    """Incarnations that may not return, the oldest first, each with the refusal that answers calls
+    still in progress."""
     unproposed: set[str] = field(default_factory=set)
     """Members that joined under an earlier leader and have not proposed again."""
     pauses: Pauses = field(default_factory=Pauses)
     in_call: dict[str, int] = field(default_factory=dict)
-    """Members that have stopped in a call between two steps, each with the number that suffices to
-    repeat it."""
+    """Members that have stopped in a shared call, each with the number that suffices to repeat
+    it."""
     finished: set[str] = field(default_factory=set)
     """Members that have done their work, present or gone. None of them is waited for, and each
     counts towards the minimum."""

@@ -102,8 +102,7 @@ class Holders:
             self._write_to_disk.add(server.server_id)
 
     def note_versions(self, versions: Iterable[PublishedVersion], now_s: float) -> None:
-        """Note the time since which segments are on no server; forget segments of dropped
-        versions."""
+        """Note since when segments are on no server; forget segments of dropped versions."""
         # Versions with the same bytes share segments, and may name different holders.
         holders: dict[bytes, set[str]] = defaultdict(set)
         for version in versions:
@@ -151,8 +150,7 @@ class Holders:
     def replaced(
         self, version: PublishedVersion, copies: int, now_s: float
     ) -> PublishedVersion | None:
-        """The version with other holders for those that are gone; None if there is nothing to
-        change."""
+        """The version with other holders for those that are gone; None if nothing changes."""
         segments = [self._replaced(segment, copies, now_s) for segment in version.segments]
         if segments == list(version.segments):
             return None

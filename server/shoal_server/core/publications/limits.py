@@ -37,4 +37,4 @@ REPLACED_AFTER_S = 15.0
 LOST_AFTER_S = 60.0
 """Time after which a segment that no server has is lost, and its version with it."""
 DURABLE_LOST_AFTER_S = 600.0
-"""The same for a durable version: its disks may come back."""
+"""The same for a segment of a durable version: the disks of its holders may come back."""

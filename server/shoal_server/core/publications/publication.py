@@ -55,7 +55,7 @@ class Publication:
     def add(self, call: Call, part: PublicationPart, now_s: float) -> None:
         """Add a rank's part, and the call that waits for the version.
 
-        Raises Mismatch, and leaves the publication unchanged then.
+        Raises Mismatch; the publication is then unchanged.
         """
         known = self._parts.get(part.rank)
         is_verified = known is not None and self.stage is not PublicationStage.GATHERING

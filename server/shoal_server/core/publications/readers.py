@@ -67,12 +67,11 @@ class Readers:
     def report(
         self, report: ReaderReport, kept: Collection[int], now_s: float
     ) -> tuple[list[int], list[int]]:
-        """Note a report; return the versions that the reader holds leases on now, and wanted ones
-        that are gone. Raises TooManyReaders or InstalledOlder, and leaves the leases unchanged
-        then.
-        """
+        """Note a report. Return the versions that the reader holds leases on now, and those of its
+        wanted versions that are gone. Raises TooManyReaders or InstalledOlder; the leases are then
+        unchanged."""
         known = self._known.get(report.reader)
-        # A lower number counts once the leases have ended: another process, with another clock.
+        # A lower number is accepted once the leases have ended: the reader may be a new process.
         is_recent = known is not None and now_s < known.seen_s + HELD_S
         if known is not None and is_recent and report.sequence < known.report.sequence:
             # No caller waits for this answer: the reader has sent a newer report.

@@ -53,8 +53,7 @@ class PublishedVersion:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 over the digests of layout and segments: versions with equal bytes have the
-        same."""
+        """SHA-256 over the digests of layout and segments: the same for versions of equal bytes."""
         return content_digest(self.layout_digest, (s.digest for s in self.segments))
 
     @property

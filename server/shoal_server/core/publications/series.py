@@ -153,11 +153,7 @@ class PublishedSeries:
                 yield from self._time_passed(now_s)
 
     def report(self, report: ReaderReport, now_s: float) -> tuple[list[int], list[int]]:
-        """Note a reader's report; return the versions that it holds leases on, and wanted ones that
-        are gone.
-
-        Raises what `Readers.report` raises.
-        """
+        """Note a reader's report: see `Readers.report`. Versions being dropped count as gone."""
         dropping = self._change.drops if self._change is not None else frozenset()
         kept = [number for number in self.head.kept if number not in dropping]
         return self.readers.report(report, kept, now_s)
@@ -173,8 +169,7 @@ class PublishedSeries:
         }
 
     def differs(self, reader: Reader) -> bool:
-        """True if the reader's bytes differ from those of the version that it reports as
-        installed."""
+        """True if the reader's bytes differ from the version that it reports as installed."""
         report = reader.report
         known = self.head.digests.get(report.installed)
         return known is not None and report.installed_digest != known
@@ -345,8 +340,7 @@ class PublishedSeries:
         yield from self._give_up_oldest(number)
 
     def _known_as_committed(self, event: PartContributed) -> Effect | None:
-        """The answer to a part of a publication that is committed already; None for any other
-        part."""
+        """The answer to a part of a publication that is committed already; otherwise None."""
         for version in self.versions.values():
             if (version.epoch, version.publication) != (event.epoch, event.publication):
                 continue
@@ -589,15 +583,13 @@ class PublishedSeries:
     def _revised(
         version: PublishedVersion, segments: tuple[PublishedSegment, ...] | None
     ) -> tuple[PublishedSegment, ...]:
-        """The segments with their new holders; the version's own if `segments` are not the same
-        ones."""
+        """The segments with new holders; those of the version if `segments` has other digests."""
         if segments is None or [s.digest for s in segments] != [s.digest for s in version.segments]:
             return version.segments
         return segments
 
     def _leased(self, now_s: float) -> set[int]:
-        """Versions on which a reader holds a lease, or may hold one that an earlier leader
-        granted."""
+        """Versions that are leased, or may be under a lease that an earlier leader granted."""
         known = self.readers.leased(now_s)
         return known | self._found if now_s < self._keeps_found_until_s else known
 

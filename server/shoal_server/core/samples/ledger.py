@@ -10,7 +10,7 @@ once, whichever members join or are lost:
 - Only the holder completes a range. Reports of other members are ignored and counted.
 
 Epochs overlap: once an epoch is leased out, the next one begins, so that no member waits for the
-slowest. At most two epochs are open, or more if the members' reserves take more than two epochs. So
+slowest. At most two epochs are open at a time, and more only if the members' reserves need them. So
 members cannot run far ahead of a member that hangs, and the ledger stays small: it has as many
 spans as members hold (`MAX_HELD_RANGES` each) or held when they were lost.
 
@@ -18,7 +18,7 @@ A member holds a reserve of samples, to train on while no coordinator answers. I
 are left for all reserves, each member has a share, in proportion to what it asked for. A member
 that holds more than its share is notified, and gives back samples that it has not begun.
 
-At most `returned + ignored` samples are trained twice: a lost member may have trained on samples
+At most `returned + ignored` samples are trained on twice: a lost member may have trained on samples
 that it held and had begun, and a member that reports samples it does not hold did train on them.
 """
 
@@ -39,7 +39,7 @@ from shoal_server.core.samples.spans import IntegerSpans
 
 MAX_OPEN_EPOCHS = 2
 MAX_RESERVED_EPOCHS = 64
-"""Maximum of open epochs if members hold more than two epochs in reserve."""
+"""Maximum number of open epochs if members hold more than two epochs in reserve."""
 MAX_HELD_RANGES = 128
 MAX_LEASE_SAMPLES = 1 << 20
 MAX_CLOSED_COUNTS = 64
@@ -294,8 +294,7 @@ class SampleLedger:
         member.waits = waits
 
     def _reserve_limit(self, share: int) -> int:
-        """Maximum to answer the member: a third above its share, unless some member lacks
-        samples."""
+        """Maximum to answer the member: a third above its share, unless a member lacks samples."""
         return share if self._num_waiting else share + share // 3
 
     def _share(self, member: _Member, request: SampleRequest, num_members: int) -> int:
@@ -391,8 +390,7 @@ class SampleLedger:
         return ledger
 
     def _epoch_from_json(self, entry: Mapping[str, Any]) -> _Epoch:
-        # Completed positions are those neither free nor held. Not stored, they cannot contradict
-        # these.
+        # Completed positions are neither free nor held. Not stored, they cannot contradict that.
         free, completed = (
             IntegerSpans(map(tuple, entry["free"])),
             IntegerSpans([(0, self.dataset_size)]),

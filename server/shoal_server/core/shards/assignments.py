@@ -4,8 +4,7 @@ The record of a job is in etcd and is replaced by compare-and-swap only: if two 
 at once, one of them starts again from the other's result. This keeps updates safe:
 
 - A primary acknowledges only updates that every backup *in step* has, so any of them may take over.
-- To go on without a backup, the primary must first have removed it from the record
-  (`without_backup`).
+- To go on without a backup, a primary first removes it from the record (`without_backup`).
 - A backup takes over by a write to the record (`promoted`), which only a backup in step can do.
 
 So the old and the new primary never both acknowledge, even if one wrongly believes the other dead.

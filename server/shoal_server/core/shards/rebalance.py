@@ -75,7 +75,7 @@ def rebalance(
     wanted = _wanted(assignments.copies, servers)
     for assignment in assignments.shards:
         if _needs_no_change(assignment, wanted, servers) or _is_loading(assignment, servers):
-            # The common case: most of thousands of shards when one of them changes.
+            # The common case: if one shard changes, thousands of others do not.
             shards.append(assignment)
             continue
         weight = weights.get(assignment.shard_id, 1)
@@ -273,8 +273,7 @@ def _even_out(
 
 
 def gone_on_without(before: JobAssignments, after: JobAssignments) -> frozenset[Holder]:
-    """Servers that held or were joining a shard in `before`, and have been dropped from it
-    since."""
+    """Servers that held or were joining a shard in `before` and are dropped from it in `after`."""
     holders = {h.shard_id: h.holders for h in after.shards}
     return frozenset(
         holder

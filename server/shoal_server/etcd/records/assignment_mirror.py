@@ -115,10 +115,10 @@ class AssignmentMirror:
         gone or replaced.
 
         `wanted` returns its argument to change nothing, and is called again for a record that
-        another process wrote meanwhile. Many records share a transaction; after a conflict, those
-        in question are retried in smaller transactions, in the end one by one, so that a record
-        that is written often does not hold up the others. Raises what the store raises; some
-        records may then have been changed, which the next call finds out before it calls `wanted`.
+        another process wrote meanwhile. Many records share a transaction. After a conflict, its
+        records are retried in smaller transactions, in the end one by one, so that a record that is
+        written often does not hold up the others. Raises what the store raises. Some records may
+        then have been changed; the next call finds that out before it calls `wanted`.
         """
         head = self._heads.get(job)
         remaining, size = list(shard_ids), records.SHARDS_A_TRANSACTION
@@ -158,7 +158,7 @@ class AssignmentMirror:
             return []
         if len(found) < len(shards):
             return None
-        # Without unreadable records: their new revisions never become known, so a retry would
+        # Unreadable records are left out: their new revisions never become known, so a retry would
         # never end.
         return [
             s.assignment.shard_id

@@ -354,7 +354,7 @@ async def _delete_unfinished(store: Keyspace, placed: JobAssignments, decided_at
             gone = Delete(keys.assignments_of_run(placed.job, run), prefix=True)
             await store.transact([still_decided], [gone])
     except RetryError as error:
-        # They do no harm, and are deleted by the next placement.
+        # The records do no harm, and are deleted by the next placement.
         log.warning("unfinished_placements_left", job=placed.job, reason=str(error))
 
 

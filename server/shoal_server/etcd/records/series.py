@@ -80,8 +80,7 @@ def encode_version(version: PublishedVersion) -> bytes:
 
 
 def parse_version(series: str, value: bytes) -> PublishedVersion:
-    """Parse a version. Raises InternalError for bytes that are none, and for a digest that does not
-    match the version's content."""
+    """Parse a version. Raises InternalError if it is none, or does not match its own digest."""
     found = _parsed(pb.VersionRecord, series, value)
     version = version_from_pb(found)
     if found.digest != version.digest:

@@ -111,7 +111,7 @@ async def take_others_away(store: Keyspace, decided: StoredLayout, decided_at: R
             gone = Delete(keys.shard_map_chunks(decided.job, digest), prefix=True)
             await store.transact([still_decided], [gone])
     except RetryError as error:
-        # They do no harm, and are deleted with the job.
+        # The other layouts do no harm, and are deleted with the job.
         log.warning("other_layouts_left", job=decided.job, reason=str(error))
 
 

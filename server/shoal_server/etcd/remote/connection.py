@@ -185,8 +185,7 @@ class Connections:
         return (*REQUIRE_LEADER, ("token", self.token)) if self.token else REQUIRE_LEADER
 
     def known_metadata(self) -> Metadata | None:
-        """Metadata of each call, without a login; None before the first one. Call it from any
-        thread."""
+        """Metadata of each call, without a login; None before the first login. For any thread."""
         token = self.token
         if not self.config.user:
             return REQUIRE_LEADER

@@ -146,7 +146,7 @@ async def _whole(
         if response.created:
             await _check_history(connections, prefix, tracker, response.header.revision)
         events.extend(response.events)
-        # An answer without events is one to a progress request, and may come between fragments.
+        # An answer without events belongs to a progress request, and may come between fragments.
         if response.events and not response.fragment:
             yield events
             events = []

@@ -1,7 +1,7 @@
 """File descriptors: how many this process may have, and which it reserves for its own work.
 
-Each connection takes one, and so does the connection to etcd, without which this process cannot
-work. A caller that opens connections without end must not take the last descriptor.
+Each connection takes a descriptor, and so does the connection to etcd, without which this process
+cannot work. A caller that opens connections without end must not take the last descriptor.
 """
 
 import resource

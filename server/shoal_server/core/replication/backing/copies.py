@@ -162,8 +162,8 @@ class Copies:
     def _other_holders(
         self, message: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
     ) -> BackupRefused:
-        """The refusal of a sender that is not the shard's primary of that epoch in the record, or
-        of a shard that the record does not place here. Epochs of different runs are not
+        """The refusal of a sender that the record does not name as the shard's primary of that
+        epoch, or of a shard that it does not place here. Epochs of different runs are not
         compared."""
         is_same_run = isinstance(message, UpdateMessage) or message.run in (
             "",
@@ -314,8 +314,7 @@ class Copies:
     def restored(
         self, key: Key, image: int, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
-        """Adopt a shard that was made from the image, if the record still names the sender as
-        primary."""
+        """Adopt a shard built from the image, if the record still names the sender as primary."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.start.image != image:
             yield DropImage(key, image)

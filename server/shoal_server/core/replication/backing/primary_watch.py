@@ -1,5 +1,4 @@
-"""Watch over the primaries of this server's copies. It succeeds one with neither link nor
-answer."""
+"""Watch over the primaries of this server's copies: finds primaries that do not answer."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -268,8 +268,7 @@ class LedShard:
             self.followers[holder].unlink()
 
     def hold_on_to(self, wanted: frozenset[Holder]) -> list[Follower]:
-        """Make the wanted holders the followers. Remove and return all others that are not
-        needed."""
+        """Make the wanted holders the followers. Remove and return others that are not needed."""
         self.lost &= set(self.assignment.holders[1:])
         gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
         for follower in gone:
@@ -345,8 +344,8 @@ class LedShard:
             case HandoverPhase.LEVELLING if not can:
                 self.handover.phase = HandoverPhase.NONE
             case HandoverPhase.STOPPED if not can and not self.handover.is_writing:
-                # The successor was lost: this server leads on. Not while a write may still hand the
-                # shard over: the successor would then lack the pushes applied since.
+                # The successor was lost: this server leads on. But not while a write may still hand
+                # the shard over: the successor would then lack the pushes applied since.
                 yield from self.keep_leading()
         # Stop pushes only once the backups have all of them: then there is little to wait for.
         is_due = self.handover.is_announced and now_s >= self.handover.stops_from_s

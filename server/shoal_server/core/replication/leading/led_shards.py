@@ -101,7 +101,7 @@ class LedShards:
             wanted.discard(joining)
         for follower in led.hold_on_to(frozenset(wanted)):
             yield from self._unfollow(led.key, follower.holder)
-        # A lost holder may be named again while it is still a follower, for a write in progress.
+        # A lost holder that a write in progress keeps as a follower may be named again.
         for holder in sorted(wanted):
             if not self.links.is_used(holder, led.key):
                 yield from self.links.use(holder, led.key)
@@ -243,7 +243,7 @@ class LedShards:
             if self.full.refused(peer, reply.detail, now_s):
                 note = LogLine("copies_refused", peer=peer, detail=reply.detail)
                 touched.effects.append(note)
-            # Once they are off this server, shards that wait may be given to one with memory.
+            # Take the full server out of the records of waiting shards: others may have memory.
             for other in self._waiting_for(peer):
                 self._lose(touched, other, peer)
         else:
@@ -379,7 +379,7 @@ class LedShards:
         return [led for led in self._shards.values() if led.note_disk_version()]
 
     def full_again(self, now_s: float) -> list[LedShard]:
-        """Shards for servers whose pause is over, and which are still to get them."""
+        """Shards that wait for a server whose pause is over."""
         due: list[LedShard] = []
         for peer in self.full.expired(now_s):
             shards = [led for led in self._shards.values() if led.assignment.joining == peer]

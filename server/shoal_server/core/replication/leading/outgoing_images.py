@@ -105,8 +105,7 @@ class OutgoingImages:
             image.sent += 1
 
     def broke(self) -> Key | None:
-        """Note that the link broke. Return the current image's shard if too many links broke under
-        it."""
+        """Note that the link broke. Return the current image's shard if that happened too often."""
         image = self.current
         if image is None or not image.is_flowing:
             return None

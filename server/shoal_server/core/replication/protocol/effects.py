@@ -37,7 +37,7 @@ class WriteShardRecord:
 
 @dataclass(frozen=True, slots=True)
 class ReviseShardRecord:
-    """Write this record in place of the one that was just read; nothing if both are equal."""
+    """Write this record in place of the one that was just read, unless both are equal."""
 
     key: Key
     assignment: ShardAssignment

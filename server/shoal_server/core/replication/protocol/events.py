@@ -1,4 +1,4 @@
-"""Events of a server's core. Times are its process's monotonic clock, in seconds."""
+"""Events of a server's core. Times are of its process's monotonic clock, in seconds."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -119,8 +119,8 @@ class AckAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class VersionJournaled:
-    """This server's journal has the whole shard, up to this version. None: it no longer keeps the
-    shard, as the disk fails."""
+    """This server's journal has the whole shard, up to this version. None: the journal no longer
+    keeps the shard, because the disk fails."""
 
     key: Key
     version: int | None
@@ -282,8 +282,7 @@ class PeerProbed:
 
 @dataclass(frozen=True, slots=True)
 class JournalShardFound:
-    """The journal has a shard from an earlier process of this server, up to this version and
-    epoch."""
+    """The journal has a shard of this epoch and version from an earlier process of this server."""
 
     key: Key
     epoch: int
