@@ -53,7 +53,7 @@ class ClockReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ClockStatus:
-    """Answer to a member: its clock, and whether it may go on."""
+    """Answer to a member: the member's clock, and permission to go on."""
 
     clock: int
     """The round of the member's next step, higher than the reported one if the others are further.
@@ -125,17 +125,17 @@ class Clocks:
             # A member that is in no step moves to the newest round that is open to it.
             member.position = max(member.position or ClockPosition(start), ClockPosition(start))
             self._standing.put(name, member.position)
-        own = member.position or ClockPosition(0)
+        position = member.position or ClockPosition(0)
         reason = self._why_not(name, member)
         if not reason:
             member.in_step = True
             if self._waits_since_s.pop(name, None) is not None:
                 member.moved_s = now_s
-        elif own.pulled or not member.in_step:
+        elif position.pulled or not member.in_step:
             self._waits_since_s.setdefault(name, now_s)
         self._index(name, member)
         return ClockStatus(
-            clock=own.clock if own.pulled else max(own.clock, start),
+            clock=position.clock if position.pulled else max(position.clock, start),
             allowed=not reason,
             slowest=0 if self._unreported else self.slowest,
             reason=reason,
@@ -206,10 +206,10 @@ class Clocks:
         at = (ClockPosition(first.clock), ClockPosition(first.clock, pulled=True))
         behind = [self._standing.names_at(each) for each in at if each < threshold]
         names = _names(chain.from_iterable(behind), sum(len(each) for each in behind))
-        own = f"its own next is {clock}, the bound {bound}"
+        condition = f"its own next is {clock}, the bound {bound}"
         if member.position.pulled:
-            own = f"it pushes in round {clock} once all have their values"
-        return f"{names} in round {first.clock}: {own}"
+            condition = f"it pushes in round {clock} once all have their values"
+        return f"{names} in round {first.clock}: {condition}"
 
     @property
     def slowest(self) -> int:

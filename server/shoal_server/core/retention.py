@@ -27,9 +27,9 @@ class RetentionLimits:
     abandon_after_s: float
     """Time without members after which a job has failed."""
     records_s: float
-    """Time after its end for which all of a job is kept."""
+    """Time after a job's end for which everything of the job is kept."""
     summary_s: float
-    """Time after its end for which the job's own record is kept."""
+    """Time after a job's end for which the job's own record is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class JobAge:
     empty_since_s: float | None
     """Time since which the job has no members; None: it has some."""
     has_result: bool
-    """True if its result is kept in its own record."""
+    """True if the job's result is kept in the job's own record."""
     is_cleared: bool
     """True if all but that record was removed."""
 

@@ -169,10 +169,13 @@ class Election:
         """
         async with aclosing(self.leaders()) as leaders:
             leader = await anext(leaders)
-        own = self._candidate
-        if leader is not None and (leader.address, leader.host) == (own.address, own.host):
+        candidate = self._candidate
+        if leader is not None and (leader.address, leader.host) == (
+            candidate.address,
+            candidate.host,
+        ):
             ended = await end_term(self._store, leader)
-            log.info("predecessor_gone", address=own.address, ended=ended)
+            log.info("predecessor_gone", address=candidate.address, ended=ended)
 
     async def campaign(self) -> Leadership:
         """Wait until the leader's key is free, and take it. Cancel the call to stop trying.

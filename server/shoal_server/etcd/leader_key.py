@@ -1,4 +1,4 @@
-"""The leader's key in etcd: its content, following it, and ending another coordinator's term."""
+"""The leader's key in etcd: reading it, watching it, and ending another coordinator's term."""
 
 import asyncio
 import json
@@ -88,8 +88,8 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
 
 
 async def delete_unleased(store: KeyValueStore) -> None:
-    """Delete the key if it has no lease: no candidate wrote it, and it would exist for ever. A
-    leader whose key it replaced lost its term by that write. Raises what the store raises."""
+    """Delete a leader's key without a lease: no candidate wrote such a key, and it would exist for
+    ever. A leader whose key was overwritten lost its term by that. Raises what the store raises."""
     found = await store.get(keys.LEADER)
     if found is None or found.lease != NO_LEASE:
         return

@@ -66,8 +66,8 @@ class Manifest:
     @property
     def num_new_bytes(self) -> int:
         """Bytes that were written for this snapshot."""
-        own = folder_of(self.number, self.cut_id)
-        return sum(part.num_bytes for part in self.parts if part.file.startswith(f"{own}/"))
+        folder = folder_of(self.number, self.cut_id)
+        return sum(part.num_bytes for part in self.parts if part.file.startswith(f"{folder}/"))
 
     def to_bytes(self) -> bytes:
         """Encode as JSON with a checksum of the content."""

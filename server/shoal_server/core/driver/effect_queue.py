@@ -47,7 +47,7 @@ class EffectQueue(Generic[CallT]):
         self._job = job
         self._pending = PendingWrite(job)
         self._waiting: list[QueuedEffects[CallT]] = []
-        """Entries that came during a write; their callers wait for it."""
+        """Entries that came during a write. They are carried out after the write."""
         self._batch: list[QueuedEffects[CallT]] = []
         self._effects: deque[Effect] = deque()
         """Effects of the batch that are not carried out yet."""

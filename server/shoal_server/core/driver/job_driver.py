@@ -199,9 +199,9 @@ class JobDriver(Generic[StreamT, CallT]):
             if member is None:
                 self.liveness.forget(name)
             elif member.disconnected_s is None and (reason := self.liveness.why_lost(name, now_s)):
-                who = {"member_id": name, "incarnation": member.incarnation}
+                process = {"member_id": name, "incarnation": member.incarnation}
                 cause = f"silent for {self.liveness.silent_s(name, now_s):.3g} s"
-                yield MemberLost(**who, reason=reason, cause=cause)
+                yield MemberLost(**process, reason=reason, cause=cause)
 
     # --- effects into actions ---
 

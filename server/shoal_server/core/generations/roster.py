@@ -70,7 +70,7 @@ class MemberInfo:
     num_devices: int = 0
     """Number of devices of the kind of `device` on its host; 0: not stated."""
     probe_port: int = 0
-    """Port on which peers test that they reach it; 0: none."""
+    """Port on which peers test that they reach the member; 0: none."""
     launch_digest: str = field(default="", repr=False)
     """Digest of the secret that its launcher's reports carry; empty: none was stated."""
 

@@ -58,7 +58,7 @@ class Collecting:
         return find_conflicts([*(m.as_candidate() for m in trainers), newcomer])
 
     def _sharing_listings(self, proposal: Proposal) -> Proposal:
-        """The proposal, sharing another member's listings if they are equal, to save memory."""
+        """The proposal with another member's listings if those are equal, to save memory."""
         others = (m.proposal.listings for m in self._state.members.values() if m.proposal)
         same = next((each for each in others if each == proposal.listings), proposal.listings)
         return replace(proposal, listings=same)

@@ -403,8 +403,8 @@ class Lifetime:
             self._state.log("job_stopping", reason)
             self._state.emit(SaveJobRecord())
         for member in list(self._state.members.values()):
-            who = {"member_id": member.member_id, "incarnation": member.incarnation}
-            self._drains.ask(member, DrainRequested(**who, reason=reason), now_s)
+            process = {"member_id": member.member_id, "incarnation": member.incarnation}
+            self._drains.ask(member, DrainRequested(**process, reason=reason), now_s)
         if not self._state.members:
             self._removal.end(Trigger.STOPPED, reason, now_s)
 

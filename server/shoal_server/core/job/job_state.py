@@ -168,7 +168,7 @@ class JobState:
         return agreement if member.is_in(agreement.roster) else None
 
     def concerned(self, roster: GenerationRoster) -> list[MemberState]:
-        """Members to notify of the attempt's outcome: those in it, and those that leave with it."""
+        """Members to notify of an attempt's outcome: those of its roster, and of the old one."""
         members = self.members_of(roster)
         if self.running is None or not self.running.synchronous:
             return members

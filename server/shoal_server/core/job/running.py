@@ -32,14 +32,14 @@ class BringUps:
     def failed_under(self, member: MemberState, event: BreakReported, now_s: float) -> bool:
         """Handle a failed bring-up. True if no more is to be done for the event: the attempt has
         ended, or the member was removed."""
-        own = event.own and self._shares_failure(member, event.generation)
+        is_own = event.own and self._shares_failure(member, event.generation)
         error = f"{member.member_id} could not bring it up: {event.error}"
         is_attempt = self._state.agreement_of(member, event.generation, Phase.COMMITTED) is not None
         newcomers = self._newcomers()
         # A member that keeps the job may fail because of newcomers, for example while it sends them
         # its state. Then the newcomers are put off, and the member is not blamed.
-        is_spared = own and member.keeps_job and bool(newcomers)
-        puts_off = is_spared or (is_attempt and not own and self._state.running is not None)
+        is_spared = is_own and member.keeps_job and bool(newcomers)
+        puts_off = is_spared or (is_attempt and not is_own and self._state.running is not None)
         if is_attempt:
             self._endings.abort(error, now_s)
         if puts_off:
@@ -48,7 +48,7 @@ class BringUps:
         if is_spared:
             member.failed_in = event.generation
             self._state.log("bring_up_failed", error, member)
-        elif own:
+        elif is_own:
             self.blame(member, event.generation, event.error, now_s)
         return is_attempt or self._state.members.get(member.member_id) is not member
 
@@ -269,7 +269,7 @@ class PauseKeeper:
         self.send_pauses()
 
     def send_pauses(self) -> None:
-        """Send all members the pauses. With this notice they restart their limits, or stop them."""
+        """Send all members the pauses. On this notice members restart or stop their own limits."""
         notice = self.notice()
         for member in self._state.members.values():
             self._state.notify_member(member, notice)

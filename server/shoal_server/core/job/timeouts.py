@@ -135,7 +135,7 @@ class Timeouts:
         )
 
     def drop_paused(self, now_s: float) -> None:
-        """Remove members that are paused for longer than they announced: they count as hung."""
+        """Remove members whose pause is longer than announced: such a member counts as hung."""
         for member, pause in self._state.table.pauses:
             if now_s >= pause.ends_s and self._state.members.get(member.member_id) is member:
                 text = pause_in_words(member, self._state.rank_of(member), pause, now_s)

@@ -172,7 +172,7 @@ class MemberWorkDone(MemberEvent):
     generation: Generation = NO_GENERATION
     """The newest generation that it has entered."""
     finished: bool = False
-    """True if it has no step left; the others may still use what it serves."""
+    """True if the member has no step left. The others may still use the state that it serves."""
     closes: bool = False
     """True if the job takes no more members from now on."""
 
@@ -243,7 +243,7 @@ class DrainNotice(Notice):
 
     now: bool
     unreplaced: bool = False
-    """With `now`: true if no generation without the member follows."""
+    """True, with `now`, if no generation without the member follows."""
 
 
 class RefusalKind:
@@ -307,7 +307,7 @@ class AdmitMember:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpelMember:
-    """Delete the member's key, which fences its incarnation everywhere, and end its stream."""
+    """Delete the member's key, so that the incarnation is fenced everywhere; end its stream."""
 
     member_id: str
     incarnation: str

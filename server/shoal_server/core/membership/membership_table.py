@@ -78,7 +78,7 @@ class MembershipTable:
         self.candidates.pop(member.member_id, None)
 
     def finish(self, member: MemberState) -> None:
-        """Note that the member has done its work: it has stopped, and no roster includes it."""
+        """Note that the member has done its work and stopped: no further roster includes it."""
         self.settle((member,), settled=True)
         self.finished.add(member.member_id)
         for table in (self.candidates, self.draining):

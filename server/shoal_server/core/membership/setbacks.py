@@ -26,7 +26,7 @@ class Setback:
     own: int = 0
     """Number of its own failures."""
     shared: int = 0
-    """Number of failures that others caused while it joined."""
+    """Number of failures that other members caused while this member joined."""
     error: str = ""
     """The error of its newest own failure."""
     not_before_s: float | None = None

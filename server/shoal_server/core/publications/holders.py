@@ -42,8 +42,8 @@ def servers_for(
 
 
 def further_servers(first: str, copies: int, servers: Iterable[StoreServer]) -> list[str]:
-    """The servers to which `first` passes on a segment that it made itself: those after it in the
-    order of ids, servers on other hosts first."""
+    """The servers to which `first` passes on a segment that it made: the servers after `first` in
+    the order of ids, those on other hosts first."""
     by_id = sorted(servers, key=lambda each: each.server_id)
     host = next((each.host for each in by_id if each.server_id == first), "")
     others = [each for each in by_id if each.server_id != first and not each.is_leaving]
@@ -150,7 +150,7 @@ class Holders:
     def replaced(
         self, version: PublishedVersion, copies: int, now_s: float
     ) -> PublishedVersion | None:
-        """The version with other holders for those that are gone; None if nothing changes."""
+        """The version with new holders in place of lost ones; None if nothing changes."""
         segments = [self._replaced(segment, copies, now_s) for segment in version.segments]
         if segments == list(version.segments):
             return None

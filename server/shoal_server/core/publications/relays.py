@@ -85,7 +85,7 @@ class RelayTrees:
 
 
 def _waits_for(tree: _Tree, relay: str | None, other: str) -> bool:
-    """True if the relay is the other one, or gets its bytes through it."""
+    """True if `relay` is `other`, or gets its bytes through `other`."""
     while relay:
         if relay == other:
             return True

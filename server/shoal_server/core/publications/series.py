@@ -344,8 +344,8 @@ class PublishedSeries:
         for version in self.versions.values():
             if (version.epoch, version.publication) != (event.epoch, event.publication):
                 continue
-            own = version.segments[event.part.rank : event.part.rank + 1]
-            if own and own[0].digest == event.part.segment.digest:
+            committed = version.segments[event.part.rank : event.part.rank + 1]
+            if committed and committed[0].digest == event.part.segment.digest:
                 return VersionAnswered(call=event.call, version=version)
             return RequestRefused(
                 call=event.call,

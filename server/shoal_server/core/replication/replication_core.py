@@ -118,7 +118,7 @@ class ReplicationCore:
         return self._records.keys_of(job)
 
     def led(self, key: Key) -> LedShard | None:
-        """The shard, if it is led here in the epoch of its record."""
+        """The shard, if this server leads it in the record's epoch."""
         return self.leading.find(key)
 
     @property

@@ -175,7 +175,7 @@ class SampleLedger:
         return {name: member.sequence for name, member in self._members.items()}
 
     def ignore(self, completed: Iterable[LedgerRange]) -> None:
-        """Count ranges reported by a fenced member; they became free when it was lost."""
+        """Count ranges reported by a fenced member. The ranges became free when it was lost."""
         self._ignored += sum(min(max(r.stop - r.start, 0), self.dataset_size) for r in completed)
 
     def give_back(
@@ -241,9 +241,9 @@ class SampleLedger:
         kept: dict[int, IntegerSpans] = {}
         not_held: list[LedgerRange] = []
         for claim in request.held:
-            own = held.get(claim.epoch, IntegerSpans()).within(claim.start, claim.stop)
+            still_held = held.get(claim.epoch, IntegerSpans()).within(claim.start, claim.stop)
             rest = IntegerSpans([(claim.start, claim.stop)])
-            for start, stop in own:
+            for start, stop in still_held:
                 kept.setdefault(claim.epoch, IntegerSpans()).add(start, stop)
                 rest.remove(start, stop)
             not_held += [LedgerRange(claim.epoch, start, stop) for start, stop in rest]

@@ -188,8 +188,8 @@ def without_backup(assignment: ShardAssignment, primary: Holder, lost: Holder) -
 
 
 def in_step(assignment: ShardAssignment, primary: Holder, joined: Holder) -> ShardAssignment:
-    """Make the joining server a backup: it has all acknowledged updates, and the primary waits for
-    it before it acknowledges more."""
+    """Make the joining server a backup: the server has all acknowledged updates, and the primary
+    waits for it before acknowledging more."""
     if assignment.primary != primary or assignment.joining != joined:
         return assignment
     return replace(assignment, backups=(*assignment.backups, joined), joining=None)

@@ -22,8 +22,8 @@ from shoal_proto.dtypes import DTYPE_BYTES
 BLOCK_BYTES = 4 * 1024 * 1024
 """Maximum bytes of a block, unless BLOCKS_PER_SHARD larger blocks fit into a shard."""
 TARGET_SHARD_BYTES = 1792 * 1024
-"""Approximate bytes of a shard. A push costs some 0.2 ms for each shard, whatever its size; up to 2
-MiB it is applied without a switch to another thread."""
+"""Approximate bytes of a shard. A push costs some 0.2 ms for each shard, whatever the size; a push
+of up to 2 MiB is applied without a switch to another thread."""
 MAX_SHARDS = 512
 """Maximum number of shards of up to LARGE_SHARD_BYTES, rounded up to a multiple of the servers."""
 LARGE_SHARD_BYTES = 256 * 1024 * 1024

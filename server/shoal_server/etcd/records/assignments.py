@@ -312,8 +312,8 @@ async def place(
     if decided.succeeded:
         await _delete_unfinished(store, assignments, decided.revision)
     else:
-        mine = keys.assignments_of_run(assignments.job, assignments.run)
-        await store.transact([], [Delete(mine, prefix=True)])
+        own_records = keys.assignments_of_run(assignments.job, assignments.run)
+        await store.transact([], [Delete(own_records, prefix=True)])
     return decided
 
 

@@ -111,7 +111,7 @@ def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
 
 
 def _jobs_of(message: Message) -> Iterator[str]:
-    """The jobs that a message names, and those of the series that it names."""
+    """The jobs that a message names, and the jobs of the series that it names."""
     descriptor = cast("Descriptor", message.DESCRIPTOR)  # upb has a type of its own for it
     for path in _paths(descriptor):
         for found in filter(None, _at(message, path)):

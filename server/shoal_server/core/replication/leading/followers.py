@@ -29,9 +29,9 @@ class Follower:
     confirmed: int = 0
     """Version up to which the follower has confirmed all records."""
     counts: bool = False
-    """True if it is joining, and pushes wait for its acknowledgement."""
+    """True if the follower is joining and pushes wait for its acknowledgement."""
     is_admitting: bool = False
-    """True if a write is in progress that may put it in step."""
+    """True if a write is in progress that may put the follower in step."""
     image_version: int | None = 0
     """Version of its image, after which records follow; None: there is no image yet."""
     _goal: int = 0

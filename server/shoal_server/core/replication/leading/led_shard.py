@@ -211,7 +211,7 @@ class LedShard:
             yield SetUnreplicated(self.key, self.log.num_bytes)
 
     def followed(self, links: tuple[tuple[Holder, int], ...]) -> Iterator[Effect]:
-        """Report the followers, if they have changed. `links`: those over which pushes are sent."""
+        """Report the followers, if they have changed. `links`: links that pushes are sent over."""
         followers = SetFollowers(self.key, bool(self.followers), links)
         if followers != self._followers:
             self._followers = followers
