@@ -14,10 +14,10 @@ class DueAction(Enum):
     """The action that is due for a job."""
 
     NOTHING = "nothing"
-    ABANDON = "nobody came back: it has failed"
-    KEEP_RESULT = "it is over: its result is to be kept in its own record"
-    CLEAR = "all but its own record is removed"
-    FORGET = "its own record is removed too, and its name is free"
+    ABANDON = "no member came back: the job has failed"
+    KEEP_RESULT = "the job is over: its result is to be kept in its own record"
+    CLEAR = "everything of the job except its own record is removed"
+    FORGET = "the job's own record is removed too, and its name is free"
 
 
 @dataclass(frozen=True, kw_only=True)

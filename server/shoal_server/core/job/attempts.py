@@ -192,7 +192,7 @@ class Attempts:
             self._commit(agreement, now_s)
             return
         others = names_of([m for m in self._state.members_of(agreement.roster) if m not in blind])
-        reason = f"{names_of(blind)} sees no checkpoint of step {step}, as {others} does"
+        reason = f"{names_of(blind)} sees no checkpoint of step {step}, but {others} does"
         self._endings.abort(reason, now_s)
         self._state.tries.num_excluded += len(blind)
         for member in blind:

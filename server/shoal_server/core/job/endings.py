@@ -222,8 +222,8 @@ class Removal:
         elif not member.is_in(trained):
             return
         elif table.has_finished(member):
-            # A repeated report: an earlier leader may have died before it completed the job. That
-            # is due once all members have finished; a lost one has not.
+            # A repeated report: an earlier leader may have died before it completed the job, which
+            # is due once all members have finished. A lost member has not finished.
             is_last = table.finished.issuperset(trained.ranks)
         else:
             table.finish(member)

@@ -161,7 +161,7 @@ class JobState:
     def agreement_of(
         self, member: MemberState, generation: Generation, phase: Phase
     ) -> Agreement | None:
-        """The current attempt, if it is this generation in this phase and the member is in it."""
+        """The current attempt, if it is for this generation, in this phase and with the member."""
         agreement = self.agreement
         if agreement is None or self.stage.phase is not phase or generation != agreement.generation:
             return None
@@ -190,7 +190,7 @@ class JobState:
     def postpone(self, by_s: float) -> None:
         """Move every running limit by the time in which no member could be notified.
 
-        Decisions waited to become durable; a member that could not act on them is not late.
+        Decisions could not become durable meanwhile, so a member that waits for one is not late.
         """
         self.deadlines.postpone(by_s)
         self.table.postpone(by_s)

@@ -111,7 +111,7 @@ def _continue_generation(
     state.record, state.previous = record, roster
     state.tries.changes.before = roster
     if state.progress.has_trained and roster.synchronous:
-        # This generation most likely ran: the store records that only of the first one.
+        # This generation most likely ran: the store records that only for the first one.
         state.progress.trained_in = max(state.progress.trained_in, roster.generation)
     present = state.members_of(roster)
     state.table.settle(present, settled=not roster.synchronous)

@@ -140,7 +140,7 @@ class MemberPaused(MemberEvent):
     elapsed_s: float = 0.0
     """Seconds since the pause began, if this is a repetition."""
     number: int = 0
-    """Rises from pause to pause of a process; 0: not stated."""
+    """Number of the pause. It rises from pause to pause of a process; 0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)

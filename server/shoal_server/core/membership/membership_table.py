@@ -1,4 +1,4 @@
-"""Table of a job's members, with indexes of those that drain, are disconnected, halted or paused.
+"""Table of a job's members, with indexes of draining, disconnected, halted and paused members.
 
 No event scans all members, so an event costs the same with ten thousand members as with ten.
 """
@@ -38,7 +38,7 @@ class MembershipTable:
     """Members that have done their work, present or gone. None of them is waited for, and each
     counts towards the minimum."""
     num_announced_waiting: int = 0
-    """Number of members without a rank that was last reported to torchrun's nodes."""
+    """Number of members without a rank, as last reported to torchrun's nodes."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: an entry that is added later has a later time.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)

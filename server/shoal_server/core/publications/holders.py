@@ -65,10 +65,10 @@ class HoldsAnswer:
 class _Standing(Enum):
     """State of a server as a holder of one segment, as far as known."""
 
-    HELD = "it has it"
-    UNKNOWN = "it was not asked yet"
-    LACKING = "it does not have it"
-    AWAY = "it is not registered"
+    HELD = "the server has the segment"
+    UNKNOWN = "the server was not asked yet"
+    LACKING = "the server does not have the segment"
+    AWAY = "the server is not registered"
 
 
 class Holders:

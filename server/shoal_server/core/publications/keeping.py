@@ -1,4 +1,4 @@
-"""Decision which versions of a series are kept."""
+"""Decision on the versions of a series that are kept, and on sending another one."""
 
 from collections.abc import Collection, Sequence
 

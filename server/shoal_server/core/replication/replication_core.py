@@ -161,7 +161,7 @@ class ReplicationCore:
         self._records.end_write(event.key)
         if (led := self.leading.find(event.key)) is not None:
             led.written()
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
         else:
             yield from self._write_if_wanted(event.key)
 
@@ -222,7 +222,7 @@ class ReplicationCore:
         led, copy = self.leading.find(key), self._copies.find(key)
         if led is not None and led.epoch == new.epoch:
             led.assignment = new
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
         elif led is not None:
             if new.content is not ShardContent.PRESENT:
                 # The shard was emptied, lost or restored: its values here are of no use.
@@ -263,9 +263,9 @@ class ReplicationCore:
         led.run = self._records.runs.get(led.key, "")
         self.leading.begin(led)
         yield LeadShard(led.key, led.epoch, led.run)
-        yield from self._tend(led)
+        yield from self._take_due_steps(led)
 
-    def _tend(self, led: LedShard) -> Effects:
+    def _take_due_steps(self, led: LedShard) -> Effects:
         """Take the steps that are due for a shard that is led here."""
         yield from self.leading.follow_as_written(led)
         yield from self.leading.followed(led)
@@ -367,7 +367,7 @@ class ReplicationCore:
     def _stopped(self, event: ev.PushesStopped) -> Effects:
         if (led := self.leading.find(event.key)) is not None:
             led.stopped(event.version)
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
 
     def _copy_failed(self, event: ev.CopyFailed) -> Effects:
         yield LogLine("copy_failed", key=event.key)
@@ -396,7 +396,7 @@ class ReplicationCore:
         touched = self.leading.link_broke(event, self._now_s)
         yield from touched.effects
         for led in touched.shards:
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
 
     def _held(self, event: ev.RecordDelivered) -> Effects:
         if (led := self.leading.held(event)) is not None:
@@ -410,7 +410,7 @@ class ReplicationCore:
         yield from touched.effects
         for led in touched.shards:
             if led.is_changing:
-                yield from self._tend(led)
+                yield from self._take_due_steps(led)
             else:
                 yield from self._release(led)
                 yield from self._trim(led)
@@ -422,7 +422,7 @@ class ReplicationCore:
         yield LogLine("image_not_taken", key=event.key, detail=event.detail)
         yield from self.leading.image_not_made(event)
         if (led := self.leading.find(event.key)) is not None:
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
 
     # --- links to this server ---
 
@@ -500,7 +500,7 @@ class ReplicationCore:
         yield from self._watch.due(self._now_s)
         yield from self.leading.links.due(self._now_s)
         for led in self.leading.due(self._now_s):
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
 
     def _passed(self) -> Effects:
         """Refuse all waiting callers if other servers may have assumed this one dead."""

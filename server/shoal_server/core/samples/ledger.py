@@ -155,7 +155,7 @@ class SampleLedger:
         if request.sequence < member.sequence:
             raise StaleRequest(request.sequence, member.sequence)
         if request.sequence > member.sequence:
-            is_news = self._book(member, request) or is_news
+            is_news = self._apply_reports(member, request) or is_news
             self._touched.add(request.member_id)
             member.sequence = request.sequence
             member.answer = self._lease(member, request, num_members)
@@ -230,14 +230,14 @@ class SampleLedger:
             returned=epoch.returned,
         )
 
-    def _book(self, member: _Member, request: SampleRequest) -> bool:
+    def _apply_reports(self, member: _Member, request: SampleRequest) -> bool:
         """Apply a request's reports to the ledger; return True if they changed it."""
         held = {number: IntegerSpans(spans) for number, spans in member.held.items()}
         unused = list(_taken(held, request.given_back))
-        booked = list(_taken(held, request.completed))
-        booked_late = list(_taken(held, request.completed_before))
+        recorded = list(_taken(held, request.completed))
+        recorded_late = list(_taken(held, request.completed_before))
         num_reported = sum(self._size_of(report) for report in request.completed)
-        num_booked = sum(r.stop - r.start for r in booked)
+        num_recorded = sum(r.stop - r.start for r in recorded)
         kept: dict[int, IntegerSpans] = {}
         not_held: list[LedgerRange] = []
         for claim in request.held:
@@ -254,19 +254,19 @@ class SampleLedger:
         ]
         if sum(map(len, kept.values())) >= MAX_HELD_RANGES and request.num_samples > 0:
             raise TooManyRanges
-        self._ignored += num_reported - num_booked
+        self._ignored += num_reported - num_recorded
         self._reserves += request.reserve - member.reserve
         member.held, member.reserve, member.not_held = kept, request.reserve, tuple(not_held)
         for r in unused:
             self._epoch(r.epoch).free.add(r.start, r.stop)
         for r in dropped:
             self._free(self._epoch(r.epoch), r.start, r.stop)
-        for r in booked + booked_late:
+        for r in recorded + recorded_late:
             self._epoch(r.epoch).completed.add(r.start, r.stop)
-        member.begun = max(request.begun - num_booked, 0) if request.reserve else None
+        member.begun = max(request.begun - num_recorded, 0) if request.reserve else None
         member.begins_per_s = request.begins_per_s
         self._close_completed()
-        return bool(unused or booked or booked_late or dropped or num_reported)
+        return bool(unused or recorded or recorded_late or dropped or num_reported)
 
     def _size_of(self, report: LedgerRange) -> int:
         return min(max(report.stop - report.start, 0), self.dataset_size)

@@ -21,10 +21,10 @@ class ShardContent(Enum):
     """State of a shard's values. A worker may give first values only to a shard that never had any:
     a trained shard that is lost must not silently start over."""
 
-    NONE = "no worker has created it"
-    LOADING = "its primary is to load it from a snapshot"
-    PRESENT = "it has values, which may have been read"
-    LOST = "it had values, and every server that had them is gone"
+    NONE = "no worker has created the shard"
+    LOADING = "the primary is to load the shard from a snapshot"
+    PRESENT = "the shard has values, which may have been read"
+    LOST = "the shard had values, and every server that had them is gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

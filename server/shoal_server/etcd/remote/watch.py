@@ -2,8 +2,8 @@
 
 The stream to etcd may break at any moment; the sequence of revisions must not. The tracker knows
 the next revision to deliver, every new stream asks for exactly that one, and etcd sends it from its
-history. An answer in fragments is assembled before any of it is delivered: after a break in
-between, the whole revision is sent again.
+history. An answer in fragments is assembled before any part of it is delivered: after a break
+between fragments, the new stream brings the whole revision again.
 """
 
 import asyncio

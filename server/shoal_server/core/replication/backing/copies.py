@@ -39,7 +39,7 @@ Begins = CopyUpToDate | ImageStart
 
 
 class CopyPhase(Enum):
-    HELD = "it follows its primary"
+    HELD = "the copy follows its primary"
     SETTLING = "received records are being applied: this server is to lead it, or led it until now"
 
 

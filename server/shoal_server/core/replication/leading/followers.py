@@ -12,11 +12,11 @@ MAX_ROUNDS = 3
 
 
 class FollowerPhase(Enum):
-    UNLINKED = "there is no link to it"
-    OFFERED = "it was asked for the state of its copy"
-    CONTINUING = "its copy is an earlier version of the shard led here"
-    IMAGE = "it waits for an image, or is getting one"
-    FOLLOWING = "it gets every push"
+    UNLINKED = "there is no link to the follower"
+    OFFERED = "the follower was asked for the state of its copy"
+    CONTINUING = "the follower's copy is an earlier version of the shard led here"
+    IMAGE = "the follower waits for an image, or is getting one"
+    FOLLOWING = "the follower gets every push"
 
 
 @dataclass(slots=True)
@@ -24,8 +24,8 @@ class Follower:
     holder: Holder
     phase: FollowerPhase = FollowerPhase.UNLINKED
     received: int = 0
-    """Version up to which its process has this epoch's records in memory; it may not have read the
-    last of them yet."""
+    """Version up to which the follower's process has this epoch's records in memory. The process
+    may not have read the last of them yet."""
     confirmed: int = 0
     """Version up to which the follower has confirmed all records."""
     counts: bool = False
@@ -33,13 +33,13 @@ class Follower:
     is_admitting: bool = False
     """True if a write is in progress that may put the follower in step."""
     image_version: int | None = 0
-    """Version of its image, after which records follow; None: there is no image yet."""
+    """Version of the follower's image, after which records follow; None: no image yet."""
     _goal: int = 0
-    """Version that it must reach, first to count, then to be put in step."""
+    """Version that the follower must reach, first to count, then to be put in step."""
     _rounds: int = 0
     _ahead: set[int] = field(default_factory=set)
-    """Versions in its process's memory beyond `received`; an earlier one may still be in
-    transit."""
+    """Versions beyond `received` in the memory of the follower's process; an earlier version may
+    still be in transit."""
 
     def begin(self, received: int, version: int) -> None:
         """Start following: every later push is sent to the follower. `version`: the primary's."""

@@ -38,7 +38,7 @@ from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.shard_log import Record
 
 TOGETHER_S = 0.05
-"""Time within which handovers that become due are made together."""
+"""Handovers that become due within this time of each other are made together."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class LedShards:
     # --- followers ---
 
     def follow_as_written(self, led: LedShard) -> Iterator[Effect]:
-        """Let exactly the record's other holders follow, except a joiner without memory."""
+        """Make exactly the record's other holders followers, except a joiner without memory."""
         joining = led.assignment.joining
         wanted = set(led.assignment.holders[1:]) - led.lost
         is_full = joining is not None and self.full.is_full(joining)
@@ -225,7 +225,7 @@ class LedShards:
                 yield SendRequest(peer, link.number, request)
             return
         yield from link.images.drop(led.key)
-        # The follower's copy is useless; it counts again once the image is installed.
+        # The follower's copy is useless; the follower counts again once it has the image.
         follower.forget()
         link.images.add(led.key)
         yield from self._next_image(peer)
@@ -355,8 +355,8 @@ class LedShards:
         return [*self.full_again(now_s), *self.disk_news(now_s), *self._handovers_due(now_s)]
 
     def _handovers_due(self, now_s: float) -> list[LedShard]:
-        """Announced handovers, once one is due; those due within TOGETHER_S become due with it:
-        shards that move together make their workers pause only once."""
+        """All announced handovers, once one of them is due. Those due within TOGETHER_S become due
+        with it, so that workers pause only once for shards that move together."""
         if now_s < self._hands_over_s:
             return []
         self._hands_over_s = inf

@@ -15,9 +15,9 @@ from shoal_server.core.replication.protocol.messages import Key
 
 
 class LinkPhase(Enum):
-    OPENING = "it is being opened"
-    OPEN = "messages sent over it arrive, or it breaks"
-    BROKEN = "it is opened again a little later"
+    OPENING = "the link is being opened"
+    OPEN = "messages sent over the link arrive, or it breaks"
+    BROKEN = "the link is opened again a little later"
 
 
 @dataclass(slots=True)

@@ -19,8 +19,8 @@ class OutgoingImage:
     breaks: int = 0
     """Number of links that broke since the last chunk that arrived."""
     is_flowing: bool = False
-    """True if chunks are being sent. False while the link is opened, or the peer asked for its
-    state."""
+    """True if chunks are being sent. False while the link is being opened, and while the peer is
+    asked for its state."""
 
 
 class OutgoingImages:

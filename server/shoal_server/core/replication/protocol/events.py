@@ -16,9 +16,9 @@ Token = Hashable
 class AckLevel(Enum):
     """Safety that an update must have before it is acknowledged."""
 
-    APPLIED = "its primary has applied it"
-    REPLICATED = "every backup in step has received it too"
-    DURABLE = "it is on disk as well"
+    APPLIED = "the primary has applied the update"
+    REPLICATED = "every backup in step has received the update too"
+    DURABLE = "the update is on disk as well"
 
 
 # --- the record, and etcd ---
