@@ -85,7 +85,7 @@ def value_is(key: str, value: bytes) -> Compare:
 
 
 def unchanged_since(key: str, mod_revision: Revision) -> Compare:
-    """Condition that the key's last write is that of `mod_revision` (0: the key does not exist)."""
+    """Condition that the key was last written at `mod_revision` (0: the key does not exist)."""
     return Compare(key, "mod_revision", int(mod_revision))
 
 

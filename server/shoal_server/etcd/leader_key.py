@@ -63,8 +63,8 @@ async def follow(
 ) -> AsyncGenerator[Leader | None, None]:
     """Yield the leader (None: there is none), and again after every change of the key, for ever.
 
-    With `after`, only changes after that revision. The key is written once a term, so the revision
-    of its last write is that of its creation. Raises what the store raises.
+    With `after`, only changes after that revision. The key is written once a term, so its last
+    write is its creation. Raises what the store raises.
     """
     async with aclosing(follow_key(store, keys.LEADER, after)) as items:
         async for item in items:

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancel the tasks, and wait until all have ended, in whatever way."""
+    """Cancel the tasks, and wait until all have ended. Their errors are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

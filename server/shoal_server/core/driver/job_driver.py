@@ -1,6 +1,6 @@
 """Driver of one job's state machine: takes events one at a time and returns actions.
 
-`JobDriver` does no I/O and knows no clock. Its edge hands in events, heartbeats, the end of each
+`JobDriver` does no I/O and knows no clock. Its edge passes it events, heartbeats, the end of each
 write and the time, carries out the returned actions in order, and calls `wake` at `wakes_s`.
 """
 

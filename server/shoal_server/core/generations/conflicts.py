@@ -93,7 +93,7 @@ def _entry(lines: Sequence[str], line_number: int) -> str:
 
 
 def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
-    """The conflicts, cut to what fits into a record that all members get."""
+    """The conflicts, shortened so that they fit into a record that all members get."""
     return tuple(
         replace(
             conflict,
@@ -110,7 +110,7 @@ def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
 def _cut(
     values: Sequence[tuple[str, tuple[str, ...]]],
 ) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """The values, long ones cut to a part that begins shortly before they differ."""
+    """The values. Long values are cut to a part that begins shortly before the difference."""
     if all(len(value) <= MAX_CONFLICT_TEXT for value, _ in values):
         yield from values
         return

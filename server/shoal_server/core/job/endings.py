@@ -318,7 +318,7 @@ class Drains:
         return running.synchronous and member.is_in(running) and not overdue
 
     def _is_worth_waiting(self, member: MemberState, now_s: float) -> bool:
-        """True if a generation without the member may soon follow the one it trains in."""
+        """True if a generation without the member may soon follow the member's generation."""
         # A planned change in progress is finished first, even if all its members are to leave by
         # now: a member that left in the middle of it would take the job's state along.
         if self._may_hand_over(member) or self._is_changing(member):

@@ -132,7 +132,7 @@ class JobState:
     agreement: Agreement | None = None
     """Agreement on the roster in PREPARE or COMMITTED."""
     record: GenerationRecord | None = None
-    """The newest committed record: that of the generation that runs or is brought up."""
+    """The newest committed record: its generation runs, or is being brought up."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     tries: AttemptCounts = field(default_factory=AttemptCounts)
     end: JobEnd = field(default_factory=JobEnd)
@@ -168,7 +168,7 @@ class JobState:
         return agreement if member.is_in(agreement.roster) else None
 
     def concerned(self, roster: GenerationRoster) -> list[MemberState]:
-        """Members to notify of an attempt's outcome: those of its roster, and of the old one."""
+        """Members to notify of an attempt's outcome: members of its roster and of the old one."""
         members = self.members_of(roster)
         if self.running is None or not self.running.synchronous:
             return members

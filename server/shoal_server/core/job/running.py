@@ -77,7 +77,7 @@ class BringUps:
         return newcomers if len(newcomers) < len(members) else []
 
     def _put_off(self, newcomers: list[MemberState], error: str, now_s: float) -> None:
-        """Delay the newcomers' next try: the others stopped for them in vain."""
+        """Delay the newcomers' next try: the other members stopped training for nothing."""
         for newcomer in newcomers:
             self._state.setbacks.shared(newcomer.member_id, now_s)
             newcomer.waits(f"another try: in the last one, {error}", now_s)
@@ -125,8 +125,8 @@ class Breaks:
         self._bring_ups = bring_ups
 
     def broke(self, member: MemberState, event: BreakReported, now_s: float) -> None:
-        """Handle a failed collective. Disconnected members are lost; if there are none, a loss may
-        still be noticed later."""
+        """Handle a failed collective. Disconnected members are lost; if no member is disconnected,
+        a loss may still be noticed later."""
         if self._state.table.has_finished(member):
             return  # Late: the member has no work left that could have failed.
         agreement = self._state.agreement

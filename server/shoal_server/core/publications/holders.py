@@ -124,7 +124,7 @@ class Holders:
                     is_to_be_written = holder in self._write_to_disk and not version.is_durable
                     if is_to_be_written or self._standing(holder, segment.digest) in asked:
                         digests_of[holder].append(segment.digest)
-        return {server_id: list(dict.fromkeys(asked)) for server_id, asked in digests_of.items()}
+        return {server: list(dict.fromkeys(digests)) for server, digests in digests_of.items()}
 
     def durable(self, versions: Iterable[PublishedVersion]) -> list[int]:
         """Versions that are on the disks of all their holders, and not yet marked as durable."""

@@ -19,8 +19,8 @@ def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
 
 
 def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:
-    """Versions that may not be dropped and count among the `keep` versions: the newest and the
-    leased ones, except pinned ones."""
+    """Versions that may not be dropped and count among the `keep` versions: the newest version and
+    leased versions, unless they are pinned."""
     newest = max(stored.head.kept, default=0)
     return [n for n in _unpinned(stored) if n == newest or n in leased]
 
@@ -28,13 +28,13 @@ def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:
 def may_send_another(
     stored: StoredSeries, leased: Collection[int], may_be_leased: Collection[int]
 ) -> bool:
-    """True if another version may be sent: with it there are at most `keep` + 1, not counting
-    pinned ones.
+    """True if another version may be sent: the series then has at most `keep` + 1 versions, not
+    counting pinned versions.
 
     `may_be_leased`: the leased versions, and versions on which an earlier leader may have granted
-    leases that this one does not know. The latter are kept in addition, so that training need not
-    wait until those leases have ended. So there may be up to twice as many versions in all, however
-    many leaders follow each other in that time.
+    leases that this leader does not know. The latter are kept in addition, so that training need
+    not wait until the unknown leases have ended. So there may be up to twice as many versions in
+    all, however many leaders follow each other in that time.
     """
     keep = stored.head.keep
     in_all = len(bounded_by_keep(stored, may_be_leased))

@@ -16,7 +16,7 @@ MAX_CHILDREN = 2
 """Maximum number of relays that fetch a version from the same relay at a time: each has half of its
 bandwidth."""
 MAX_RELAYS = 512
-"""Maximum number of relays of a version. Further ones fetch from servers, and pass nothing on."""
+"""Maximum number of relays of a version. Further readers fetch from servers and pass nothing on."""
 MAX_PINS = 16
 MAX_KEEP = 64
 MAX_COPIES = 16

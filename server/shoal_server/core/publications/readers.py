@@ -43,11 +43,11 @@ class Reader:
 
 
 class TooManyReaders(Exception):
-    """The bound on readers, or on their leases, is reached."""
+    """Raised if the bound on readers, or on one reader's leases, is reached."""
 
 
 class InstalledOlder(Exception):
-    """A reader has installed a version older than one that it had installed before."""
+    """Raised for a reader that has installed an older version than before."""
 
     def __init__(self, before: int) -> None:
         super().__init__(f"version {before} was installed before")

@@ -424,7 +424,7 @@ class PublishedSeries:
                 )
 
     def _verify_next(self) -> Effects:
-        """Verify the newest complete publication; older ones are abandoned once it is committed.
+        """Verify the newest complete publication. Older ones are abandoned once it is committed.
 
         Publications are verified and committed one at a time."""
         if any(p.stage is not PublicationStage.GATHERING for p in self._publications.values()):

@@ -68,7 +68,7 @@ class EpochCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerCounts:
-    """Samples over all epochs, and per epoch for the newest ones that have begun."""
+    """Samples over all epochs, and for each of the newest epochs that have begun."""
 
     dataset_size: int
     num_epochs: int

@@ -3,7 +3,7 @@
 The job's head, common to all shards, is written once, after the records of all shards; the
 transaction that writes it decides the placement. Until then the shards' records have no effect, and
 the next placement deletes them. Keys contain the run of the job, so no two placements collide, and
-records of another run are never mistaken for this one's.
+records of different runs are never confused.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -87,7 +87,7 @@ class StoredShard:
         return keys.shard_assignment(self.job, self.run, self.assignment.shard_id)
 
     def replaced(self, assignment: ShardAssignment) -> Put:
-        """Write that replaces this record by that of another assignment of the shard."""
+        """Write that replaces this record by a record of another assignment of the shard."""
         return Put(self.key, encode_shard(self.run, assignment, self.value))
 
     @property

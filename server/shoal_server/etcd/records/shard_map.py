@@ -100,8 +100,7 @@ async def _write_chunk(store: Keyspace, chunk: Put) -> Compare:
 
 
 async def take_others_away(store: Keyspace, decided: StoredLayout, decided_at: Revision) -> None:
-    """Delete the job's other layouts, which the one decided at `decided_at` replaced or
-    preceded."""
+    """Delete the job's layouts other than `decided`, which was written at `decided_at`."""
     prefix = keys.shard_map_chunks(decided.job)
     still_decided = unchanged_since(decided.head.key, decided_at)
     try:

@@ -225,7 +225,7 @@ def _raise_cancelled(response: pb.WatchResponse) -> None:
 async def _check_history(
     connections: Connections, prefix: str, tracker: WatchTracker, revision: int
 ) -> None:
-    """Raise CorruptError if etcd's revision is below one that this watch has delivered.
+    """Raise CorruptError if etcd's revision is below a revision that this watch has delivered.
 
     A single member may lag; a linearizable read shows if etcd as a whole has lost its data.
     """

@@ -62,8 +62,8 @@ def check_role(caller: Caller, method: str) -> None:
 
 
 def check_request(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied for a request about a job or series other than the one to which the caller
-    is bound, for a worker's drain of another member, and for what no reader may send."""
+    """Raise AccessDenied for a request about another job or series than the caller's own, for a
+    worker's drain of another member, and for requests that no reader may send."""
     if isinstance(message, DrainRequest) and caller.role is CertificateRole.WORKER:
         _check_own_drain(caller, message)
     if caller.role is CertificateRole.READER:

@@ -33,7 +33,7 @@ def limit() -> int:
 
 
 def for_strangers(share: float) -> int:
-    """Number of descriptors for callers: this share of the unreserved ones."""
+    """Number of descriptors for callers: this share of the unreserved descriptors."""
     return max(1, int((limit() - RESERVED) * share))
 
 

@@ -244,8 +244,8 @@ class Copies:
         assignment: ShardAssignment | None,
     ) -> Iterator[Effect]:
         """Accept a record that continues the copy, even if the newest assignment names another
-        primary: the sender may count records as received once they are sent. A sender that is not
-        named any more is answered with a refusal all the same."""
+        primary: the sender may count records as received once they are sent. The reply to a sender
+        that the assignment does not name is a refusal nevertheless."""
         key, copy = record.key, self._held.get(record.key)
         is_named = self._may_tell(assignment, peer, record)
         if (
