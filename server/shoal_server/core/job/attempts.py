@@ -259,7 +259,8 @@ class Attempts:
             return
         member.entered = agreement.generation
         if not agreement.ready(member.member_id, event.step):
-            member.waits(f"the others' first collective in {agreement.generation}", now_s)
+            generation = agreement.generation
+            member.waits(f"the others' first collective in generation {generation}", now_s)
             return
         roster, old = agreement.roster, self._state.running
         self._state.running, self._state.agreement = roster, None

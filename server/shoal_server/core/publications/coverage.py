@@ -63,7 +63,7 @@ def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
             raise NotCovered(
                 f"the part of rank {rank} has no size of its own",
                 seen=f"{len(part.segment_bytes)} segments",
-                expected="exactly one, its own",
+                expected="exactly one segment",
             )
         tensor_indices: list[int] = []
         for tensor in part.tensors:

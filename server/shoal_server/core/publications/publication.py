@@ -61,7 +61,7 @@ class Publication:
         is_verified = known is not None and self.stage is not PublicationStage.GATHERING
         if known is not None and is_verified and not _is_same(known, part):
             raise Mismatch(
-                f"rank {part.rank} hands in another part of publication {self.number}",
+                f"rank {part.rank} sends another part of publication {self.number}",
                 seen=f"segment {part.segment.digest.hex()[:12]}",
                 expected=f"segment {known.segment.digest.hex()[:12]}, as before",
             )

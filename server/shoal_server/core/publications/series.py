@@ -352,7 +352,7 @@ class PublishedSeries:
                 refusal=PublicationRefusal.INVALID,
                 what=f"publication {event.publication} was committed with another part",
                 seen=f"segment {event.part.segment.digest.hex()[:12]} of rank {event.part.rank}",
-                expected="the part that rank has handed in before",
+                expected="the part that the rank has sent before",
             )
         return None
 

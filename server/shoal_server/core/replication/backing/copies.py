@@ -332,7 +332,7 @@ class Copies:
             yield SendReply(
                 peer,
                 link,
-                BackupRefused(key, start.epoch, BackupRefusalReason.FAILED, "it is older"),
+                BackupRefused(key, start.epoch, BackupRefusalReason.FAILED, "the image is older"),
             )
         else:
             del self._incoming[key]
