@@ -31,7 +31,7 @@ class TrainerActivity:
     """State of a member's trainer, according to its heartbeats."""
 
     moved: int = 0
-    """Counts the progress of its bring-up."""
+    """Counter that changes as long as the bring-up makes progress."""
     moved_s: float = float("-inf")
     """Time at which that count was last seen to change."""
     own_code_since_s: float | None = None

@@ -33,7 +33,7 @@ BLOCKS_PER_SHARD = 8
 """Approximate minimum number of blocks in a shard, so that the packing is even."""
 MIN_SPLIT_BYTES = 64 * 1024
 """Minimum bytes of a dtype and group for each server; with less, the dtype and group is one shard.
-For a worker, a request to one more server costs more than this many further bytes in another."""
+For a worker, one request more costs more than this many bytes more in another request."""
 MAX_MODEL_BYTES = 1 << 50
 """Maximum size of a model: more than any machine's memory, so a larger shape is a mistake."""
 CUT_ELEMENTS = 64
