@@ -23,15 +23,15 @@ from shoal_proto.pieces import Buffer
 
 MAGIC = b"SHDIFF01"
 SPAN_BYTES = 64 * 1024 * 1024
-"""Most bytes of a span, which is encoded on its own: bounds the memory that this takes."""
+"""Maximum size of a span. Each span is encoded separately, which bounds the memory needed."""
 CACHED_ELEMENTS = 256 * 1024
 """Number of elements that are compared at a time: they fit into the processor's cache."""
 LEVEL = 1
 """Compression level of zstandard. Higher levels take several times as long for a few percent."""
 SKIP = 65535
-"""The number for this many unchanged elements of a gap that continues in the next number."""
+"""Part of a gap of this many or more elements; the next number is the rest of the gap."""
 FAR = -128
-"""The number in place of a distance of more than 8 bits."""
+"""Marks a distance of more than 8 bits, which is in the stream of 16-bit distances instead."""
 NUM_SAMPLES, SAMPLE_ELEMENTS = 256, 4096
 SIZES = (1, 2, 4, 8, 16)
 """Possible sizes of an element in bytes."""

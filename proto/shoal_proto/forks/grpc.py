@@ -2,9 +2,9 @@
 
 gRPC's core has fork handlers of its own, which stop its threads and start them anew in the child.
 While calls are in progress on other threads, these handlers fail: of 120 children up to 5 ended
-with SIGSEGV or SIGABRT, or hung (grpcio 1.85.1). No child of ours uses its parent's connections,
-and without the handlers no code of gRPC runs in it, unless Python's garbage collector visits gRPC's
-objects.
+with SIGSEGV or SIGABRT, or hung (grpcio 1.85.1). No child process of Shoal uses its parent's
+connections. Without the handlers, no code of gRPC runs in a child unless Python's garbage collector
+visits gRPC's objects.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Packing of many similar values: the addresses that the ranks of a group set.
+"""Packing of many similar values, such as the addresses that the ranks of a group set.
 
 Each rank of Gloo sets 154 + 8 N bytes, nearly the same for all ranks, and reads the values of all
 ranks. A packed value is its difference (exclusive or) from the value before it, if both have the

@@ -127,8 +127,8 @@ class SegmentWriter:
     """A memory file that is being filled. `seal` makes it a Segment."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Make a memory file of `num_bytes`, which takes memory only where it is written to. Raises
-        Overloaded if the system has none."""
+        """Make a memory file of `num_bytes`. Its pages take memory once they are written to. Raises
+        Overloaded if the system has no memory."""
         self.num_bytes = num_bytes
         try:
             self._descriptor = os.memfd_create(
@@ -142,7 +142,7 @@ class SegmentWriter:
             os.ftruncate(self._descriptor, num_bytes)
             if num_bytes:
                 self._mapped = mmap.mmap(self._descriptor, num_bytes)
-                # A writable mapping in a forked process would keep it from being sealed.
+                # A writable mapping in a forked process would prevent sealing.
                 self._mapped.madvise(mmap.MADV_DONTFORK)
         except (OSError, ValueError) as error:
             self._close()

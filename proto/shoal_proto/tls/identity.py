@@ -1,7 +1,8 @@
 """The certificate of this process, which all its connections use.
 
-A process has at most one. It is set where the process starts (the command line, or
-`from_environment` for a script), and read wherever a connection is made or accepted. None: no TLS.
+A process has at most one; without it, the process does not use TLS. It is set when the process
+starts (by the command line, or by `from_environment` for a script), and read whenever a connection
+is made or accepted.
 """
 
 import os

@@ -194,7 +194,7 @@ Global___RowOptimizer: _TypeAlias = RowOptimizer  # noqa: Y015
 
 @_typing.final
 class Admission(_message.Message):
-    """Which pushed ids get a row of their own."""
+    """The rule by which pushed ids get a row."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -51,7 +51,7 @@ class HistoryKeeper:
         self._taken_up: set[str] = set()
         """Jobs whose history in etcd has been read."""
         self._kept: dict[str, bytes] = {}
-        """Value in etcd, by job."""
+        """The history as last stored in etcd, by job."""
 
     async def run(self) -> None:
         """Record and store the history of jobs, until cancelled."""
@@ -82,7 +82,7 @@ class HistoryKeeper:
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
     async def _take_up(self) -> None:
-        """Read the history of jobs that the registry has taken over since."""
+        """Read the history of jobs that the registry has taken over since the last call."""
         new = [a for a in self._registry.actors() if a.job.spec.job not in self._taken_up]
         await gather_bounded(self._take_up_one, new, AT_ONCE)
 

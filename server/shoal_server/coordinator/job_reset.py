@@ -75,10 +75,10 @@ class JobReset:
         return earlier.ended_unix_s if earlier is not None else 0.0
 
     async def reset(self, job: str, *, forgets_processes: bool = False) -> tuple[bool, Generation]:
-        """Delete the job's state. Returns if there was any, and the job's last generation.
+        """Delete the job's state. Returns True if there was any, and the job's last generation.
 
-        `forgets_processes`: the job ended so long ago that none of its processes can come back, and
-        no record of earlier runs is kept.
+        `forgets_processes`: the job ended so long ago that none of its processes can come back.
+        Then no record of its earlier runs is kept.
 
         Raises JobInUse while the job has members, Unavailable while etcd cannot be reached, and
         NotLeader. The job is then unchanged.
@@ -101,7 +101,7 @@ class JobReset:
                 expelled = list(actor.job.table.expelled)
                 earlier = earlier.with_run(actor.job.last_generation, expelled)
             else:
-                # This coordinator could not take over the job: its keys have the last generation.
+                # This coordinator could not take over the job: only etcd has its last generation.
                 earlier = earlier.with_run(_newest_generation(job, held), ())
             await self._jobs.apply(_operations(earlier, keeps_runs=not forgets_processes))
             if forgets_processes:

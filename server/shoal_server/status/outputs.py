@@ -32,7 +32,7 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
 
     @api.get(
         "/jobs/{job}/members/{member}/output",
-        summary="What it printed",
+        summary="Output of a member",
         tags=["members"],
         responses=REFUSED,
     )

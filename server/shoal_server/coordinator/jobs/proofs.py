@@ -44,15 +44,15 @@ def check_launcher(
     """Raise AccessDenied if the reporting caller did not start the process."""
     digest = member.info.launch_digest
     if digest:
-        believed = proves(report.launch_secret, digest)
+        is_accepted = proves(report.launch_secret, digest)
     else:
         # No launcher of Shoal started the process.
-        believed = caller is None or caller.role is CertificateRole.OPERATOR
-    if not believed:
+        is_accepted = caller is None or caller.role is CertificateRole.OPERATOR
+    if not is_accepted:
         raise AccessDenied(
-            f"no report on {member.member_id} is believed from this caller",
+            f"a report on {member.member_id} is not accepted from this caller",
             seen="another launcher's secret" if report.launch_secret else "no launcher's secret",
             expected="the secret that its launcher gave to the process"
             if digest
-            else "an operator, for it has stated no launcher",
+            else "an operator, since no launcher of Shoal started this member",
         )

@@ -28,7 +28,7 @@ def unreadable(job: str, key: str, error: Exception) -> JobQuarantined:
 
 
 def failed(job: str, error: Exception) -> JobQuarantined:
-    """Error for a job of which a write was refused or an event could not be handled."""
+    """Error for a job if etcd refused one of its writes, or an event could not be handled."""
     return JobQuarantined(
         f"job {job} is quarantined: its coordinator could not continue with it",
         seen=(str(error) if isinstance(error, ShoalError) else repr(error))[:SEEN_LENGTH],

@@ -52,7 +52,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, kw_only=True)
 class JobSurvey:
-    """The jobs in etcd, from which the order of reading them follows."""
+    """Overview of the jobs in etcd, which decides in what order they are read."""
 
     states: Mapping[str, StateRecord]
     attended: Collection[str]
@@ -118,7 +118,7 @@ class StoredJobs:
         self._store = store
 
     async def survey(self) -> JobSurvey:
-        """All jobs by their own keys, and which of them have members; no key is read twice."""
+        """Read the state record of every job, and the keys of all members."""
         in_jobs, in_members = await asyncio.gather(
             self._store.keys(keys.JOBS), self._store.keys(keys.MEMBERS)
         )
@@ -205,11 +205,11 @@ class StoredJobs:
                 numbers.append(number)
             else:
                 log.warning("key_of_no_generation", key=key[:SHOWN_KEY])
-        left = sorted(numbers, reverse=True)
-        while left and not _enough(reading.records):
-            part, left = left[:RECORDS_A_READ], left[RECORDS_A_READ:]
+        unread = sorted(numbers, reverse=True)
+        while unread and not _enough(reading.records):
+            part, unread = unread[:RECORDS_A_READ], unread[RECORDS_A_READ:]
             await self._read_records(job, part, reading)
-        reading.older = left
+        reading.older = unread
 
     async def _read_records(self, job: str, numbers: Sequence[int], reading: "_Reading") -> None:
         at = {number: keys.generation(job, number) for number in numbers}
@@ -239,7 +239,7 @@ class StoredJobs:
         except ShoalError as error:
             if len(names) == 1:
                 return {names[0]: error}
-            # One of them may be too large for a reply; the others are read separately.
+            # One value may be too large for a reply: each is read separately.
             parts = [await self._read_part([name]) for name in names]
             return {name: item for part in parts for name, item in part.items()}
         return {item.key: item for read in result.reads for item in read}

@@ -86,7 +86,8 @@ class WeightSeriesService(WeightSeriesServicer):
     ) -> None:
         """`authorize` raises for a stale token. `is_job` is True for the name of a job: only its
         members publish its series. `publish_cut` is `PlugIn.publish_cut`. `call_wait_s`: maximum
-        time that a part waits for those of other ranks; its caller then sends it again."""
+        time for which a rank's call waits for the parts of other ranks; the rank then repeats
+        it."""
         self._store = store
         self._publish_cut = publish_cut
         self._authorize = authorize
@@ -172,9 +173,9 @@ class WeightSeriesService(WeightSeriesServicer):
 
     async def _care_for(self, actor: SeriesActor) -> None:
         await actor.care()
-        self._let_go_if_idle(actor)
+        self._drop_if_idle(actor)
 
-    def _let_go_if_idle(self, actor: SeriesActor) -> None:
+    def _drop_if_idle(self, actor: SeriesActor) -> None:
         name = actor.series.name
         is_over = actor.ended is not None or (not actor.series.head.epoch and actor.is_idle)
         if is_over and self._actors.get(name) is actor:
@@ -208,7 +209,7 @@ class WeightSeriesService(WeightSeriesServicer):
     async def _opened(self, name: str) -> SeriesActor:
         if len(self._actors) >= MAX_SERIES:
             raise Overloaded(
-                "this cluster has as many series as it may",
+                "this cluster already has the maximum number of series",
                 seen=f"{len(self._actors)} series",
                 expected=f"fewer than {MAX_SERIES}",
                 fix="`shoal rm JOB` removes those of a job.",
@@ -218,7 +219,7 @@ class WeightSeriesService(WeightSeriesServicer):
         self._require_leading()
         if term != self._num_terms:
             # The record was read in an earlier term: another coordinator may have written since.
-            raise NotLeader("the term in which this call came has ended", details={"leader": ""})
+            raise NotLeader("the term in which this call began has ended", details={"leader": ""})
         self._broken.pop(name, None)
         return self._actor(PublishedSeries(name, stored, self._clock()), writer)
 
@@ -287,7 +288,7 @@ class WeightSeriesService(WeightSeriesServicer):
     ) -> pb.ContributePartReply:
         await self._authorize_publisher(request.series, request.publisher)
         publisher = messages.publisher_of(request.series, request.publisher)
-        own, *of_cut = messages.parts_from_pb(request)
+        own, *cut_parts = messages.parts_from_pb(request)
 
         def contributed(call: Call, part: PublicationPart = own) -> Event:
             return PartContributed(
@@ -300,8 +301,8 @@ class WeightSeriesService(WeightSeriesServicer):
 
         actor = await self._find(request.series)
         actor.check_lives()
-        for part in of_cut:
-            # No call waits for these parts: the answer to the publisher's own part is for all.
+        for part in cut_parts:
+            # No call waits for these parts: the publisher's own part is answered for all of them.
             actor.submit(contributed(("cut", request.publication, part.rank), part))
         try:
             async with asyncio.timeout(self._call_wait_s):
@@ -398,7 +399,8 @@ class WeightSeriesService(WeightSeriesServicer):
             sources = actor.series.source_addresses(report.reader, self._clock())
         except TooManyReaders as why:
             raise Overloaded(
-                f"series {request.series} has as many readers and leases as it may", seen=str(why)
+                f"series {request.series} has the maximum number of readers or leases",
+                seen=str(why),
             ) from why
         except InstalledOlder as why:
             raise Regressed(
@@ -456,5 +458,5 @@ def _version(answer: Answer) -> pb.VersionRecord:
 
 
 def _host(peer: str) -> str:
-    """The address in gRPC's name of a caller, such as ipv4:127.0.0.1:4711."""
+    """The host in gRPC's name of a caller, such as ipv4:127.0.0.1:4711."""
     return peer.partition(":")[2].rpartition(":")[0]

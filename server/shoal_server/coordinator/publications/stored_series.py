@@ -36,14 +36,15 @@ class SeriesWriter:
     def __init__(
         self, store: LeaderStore, name: str, revision: Revision, layouts: Iterable[str] = ()
     ) -> None:
-        """`revision`: at which the head was written; 0 if there is none. `layouts`: digests of the
+        """`revision`: that of the head in etcd; 0 if there is none. `layouts`: digests of the
         layouts in etcd."""
         self._store = store
         self._name = name
         self._revision = revision
         self._layouts = set(layouts)
         self._newest_layout = ""
-        """Digest of the layout stored last, kept since the next version may use it."""
+        """Digest of the layout stored last: it is not deleted, since the next version may use
+        it."""
         self._writing = asyncio.Lock()
 
     async def write(self, write: WriteSeries, versions: Iterable[PublishedVersion]) -> bool:
@@ -114,7 +115,7 @@ class SeriesWriter:
                 f"no kept version of {self._name} has that layout",
                 seen=f"layout {digest.hex()[:12]}",
                 expected="the layout of a version that is kept",
-                fix="Look at the series again, and take a version that it has now.",
+                fix="Read the series again, and fetch a version that it still has.",
             )
         packed = b"".join(item.value for item in found.items)
         try:
@@ -126,7 +127,7 @@ class SeriesWriter:
         return serialized
 
     async def take_away(self) -> None:
-        """Delete all records of the series: its name, and its numbers, are free again."""
+        """Delete all records of the series: its name and version numbers are free again."""
         await self._store.transact(
             [],
             [
@@ -150,7 +151,7 @@ async def read_all(store: LeaderStore) -> tuple[dict[str, Found], dict[str, Shoa
 
 
 async def read_one(store: LeaderStore, name: str) -> Found:
-    """Read one series, which is empty if there is none of that name.
+    """Read one series; an empty one if there is none of that name.
 
     Raises InternalError for records that cannot be read.
     """

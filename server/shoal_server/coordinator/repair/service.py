@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 MAX_SHOWN = 100
 COPIES_AT_ONCE = 32
-EXPECTED = "what a coordinator of this version writes there"
+EXPECTED = "a record as a coordinator of this version writes it"
 
 TakeUp = Callable[[str], Awaitable[str]]
 """Continues a job from its keys in etcd; returns the job's phase."""

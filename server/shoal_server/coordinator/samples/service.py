@@ -1,21 +1,21 @@
 """The Samples service: one ledger for each job, kept in memory and copied to etcd.
 
-Changes to a ledger are written to etcd at most four times a second (less often with more than eight
-jobs: at most 32 writes a second in all), the whole ledger now and then and at the end
-(`stored_ledger`).
+Changes to a ledger are written to etcd at most four times a second, and over all jobs at most 32
+times a second. Most writes are deltas; the whole ledger is written now and then, and when the
+coordinator steps down or ends (`stored_ledger`).
 
-A member with a reserve gets a range only once etcd has it, and works on its reserve meanwhile. It
-repeats its reports of completed samples until etcd has them. So it loses nothing if the leader
-dies. A member without a reserve is answered from memory. After a leader's death, samples of its
-last quarter of a second may be leased again, but none is skipped: etcd never counts a sample as
-completed that was not.
+A member with a reserve gets a range only once the lease is in etcd, and works on its reserve
+meanwhile. It repeats its reports of completed samples until etcd has them. So no progress of such a
+member is lost if the leader dies. A member without a reserve is answered from memory: after the
+leader's death, samples of the last quarter of a second may be leased again. No sample is ever
+skipped, since etcd never counts a sample before it is completed.
 
 The ledger that a new leader reads may hold leases of members that are gone, or that now hold other
-ranges. Members that are not in etcd lose their leases when the ledger is opened; the others with
-their next request, which names the ranges that they hold.
+ranges. When the ledger is opened, members that are not in etcd lose their leases. The leases of the
+others are corrected by their next requests, which name the ranges that they hold.
 
-Each write is conditional on what this coordinator read or wrote last. So a deposed coordinator
-fails to write, closes the ledger, and reads it again if it is ever asked.
+Each write is conditional on the record that this coordinator read or wrote last. So a deposed
+coordinator fails to write, and closes the ledger; a later call reads it from etcd again.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ OnFailed = Callable[[str, Exception], object]
 """Called with a job whose ledger cannot be stored, and the error."""
 
 
-def _tell_failed(job: str, error: Exception) -> None:
+def _log_failure(job: str, error: Exception) -> None:
     log.error("ledger_not_kept", job=job, error=repr(error))
 
 
@@ -80,7 +80,7 @@ class _Book:
         self.is_closed = False
         self.durable_sequences: Mapping[str, int] = {}
         """Sequence number of each member's latest request that etcd has."""
-        self.asked_s: dict[str, float] = {}
+        self.requested_s: dict[str, float] = {}
         """Time of each member's last request, on the loop's clock."""
         self.waiting_since: dict[str, float] = {}
         """Members without samples, and since when they wait."""
@@ -111,7 +111,7 @@ class _Book:
         num_changes = self.num_changes
         while self._num_written < num_changes:
             if self.is_closed:
-                raise NotLeader("this coordinator does not keep the books", details={"leader": ""})
+                raise NotLeader("this coordinator closed the ledger", details={"leader": ""})
             await self._moved.wait()
 
     def _wake(self) -> None:
@@ -141,7 +141,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         *,
         clock: Callable[[], float] = time.time,
         write_interval_s: float = WRITE_INTERVAL_S,
-        on_failed: OnFailed = _tell_failed,
+        on_failed: OnFailed = _log_failure,
     ) -> None:
         """`num_members` returns how many members share a job's samples; members that have asked for
         samples count in any case."""
@@ -187,7 +187,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         book = self._books.get(job)
         if book is None:
             return  # the loss is applied when the ledger is opened
-        silent_s = asyncio.get_running_loop().time() - book.asked_s.pop(member_id, -math.inf)
+        silent_s = asyncio.get_running_loop().time() - book.requested_s.pop(member_id, -math.inf)
         num_samples = book.ledger.give_back(member_id, public_id(incarnation), silent_s=silent_s)
         book.note_wait(member_id, self._clock())
         self._note_change(book)
@@ -287,7 +287,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 seen=f"process {public_id(token.incarnation)}",
             )
         reply, is_news = sample_messages.answer(book.ledger, request, self._num_members(token.job))
-        book.asked_s[token.member_id] = asyncio.get_running_loop().time()
+        book.requested_s[token.member_id] = asyncio.get_running_loop().time()
         book.note_wait(token.member_id, self._clock())
         if is_news:
             self._note_change(book)
@@ -318,15 +318,14 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                     log.info("ledger_begun", job=job, num_samples=dataset_size, epochs=num_epochs)
                 self._keep(job, book)
         self._books.move_to_end(job)
-        has = (book.ledger.dataset_size, book.ledger.num_epochs)
-        asked = (dataset_size, num_epochs)
-        if asked != has:
+        expected = (book.ledger.dataset_size, book.ledger.num_epochs)
+        if (dataset_size, num_epochs) != expected:
             raise ProposalConflict(
                 f"job {job} goes over other samples",
-                seen=f"dataset_size {asked[0]}, num_epochs {asked[1]}",
-                expected=f"dataset_size {has[0]}, num_epochs {has[1]}",
+                seen=f"dataset_size {dataset_size}, num_epochs {num_epochs}",
+                expected=f"dataset_size {expected[0]}, num_epochs {expected[1]}",
                 fix="Give every member of the job the same dataset and number of epochs.",
-                details={"dataset_size": str(has[0]), "num_epochs": str(has[1])},
+                details={"dataset_size": str(expected[0]), "num_epochs": str(expected[1])},
             )
         return book
 
@@ -345,16 +344,17 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         ledger = await stored.read()
         if ledger is None:
             return None
-        living = await self._living(job)
+        present = await self._present(job)
         num_samples = sum(
             ledger.give_back(member_id, incarnation)
             for member_id, incarnation in ledger.holders
-            if (member_id, incarnation) not in living
+            if (member_id, incarnation) not in present
         )
         log.info("ledger_opened", job=job, num_returned_samples=num_samples)
         return _Book(ledger, stored, changed=num_samples > 0)
 
-    async def _living(self, job: str) -> set[tuple[str, str]]:
+    async def _present(self, job: str) -> set[tuple[str, str]]:
+        """Ids of the job's members in etcd, with the public ids of their incarnations."""
         prefix = keys.members(job)
         items = (await self._store.range(prefix)).items
         present = set()

@@ -1,13 +1,13 @@
 """One job's ledger in etcd: a base, written whole, and deltas after it.
 
-The base is stored at the job's key of samples and names its deltas by a token; these are stored
-below it, numbered from 0. A new base replaces the old one and all its deltas in one transaction, so
-that a reader of both always finds the ledger as of one write. Deltas of another base, which a
-restored snapshot of etcd may leave, are ignored.
+The base is stored at the job's key of samples and contains a token. Its deltas are stored below
+that key, under the token, numbered from 0. A new base replaces the old one and all its deltas in
+one transaction, so that a reader always finds the ledger as of one write. Deltas of another base,
+which a restored backup of etcd may leave, are ignored.
 
-A base is written only over the one that was read or written before it, a delta only if its number
-is free. A coordinator that opens a ledger writes a base first, so that no deltas of another
-coordinator follow.
+A base replaces only the base that this coordinator read or wrote last, and a delta is written only
+if its number is free. A coordinator that opens a ledger writes a base first, after which no other
+coordinator can add deltas.
 """
 
 import json
@@ -42,8 +42,8 @@ MAX_BOOKS_BYTES = 64 * 1024 * 1024
 
 
 def ledger_in(job: str, base: bytes, held: Mapping[str, bytes]) -> SampleLedger:
-    """The ledger of a base and its deltas. `held`: deltas by key, which may include those of other
-    bases. Raises JobQuarantined if they cannot be read."""
+    """The ledger of a base and its deltas. `held`: deltas by key, possibly also of other bases.
+    Raises JobQuarantined if base or deltas cannot be read."""
     key = where = keys.sample_ledger(job)
     try:
         with taken_apart():
@@ -160,5 +160,5 @@ def _unpacked(value: bytes) -> bytes:
     unpacking = zlib.decompressobj()
     books = unpacking.decompress(value, MAX_BOOKS_BYTES)
     if not unpacking.eof:
-        raise UnreadableRecord(f"books that are cut off, or of more than {MAX_BOOKS_BYTES} bytes")
+        raise UnreadableRecord(f"a ledger that is cut off, or of more than {MAX_BOOKS_BYTES} bytes")
     return books

@@ -21,8 +21,8 @@ Restore = Callable[[str], Awaitable[RestoreAttempt]]
 
 
 class AutomaticRestores:
-    """Restores of jobs, at most four at a time. Use it on one event loop. A slow storage delays
-    other jobs only if four are slow."""
+    """Restores of jobs, at most four at a time. Use it on one event loop. Slow storage delays other
+    jobs only if four restores are slow at once."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class AutomaticRestores:
         is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
         """`on_news` is called with a job whose `outcome` may have changed. `is_restoring`: True
-        while this coordinator restores the job, whoever requested that."""
+        while this coordinator restores the job, automatically or on request."""
         self.is_restoring = is_restoring
         self._restore = restore
         self._on_news = on_news
@@ -62,7 +62,7 @@ class AutomaticRestores:
 
     def _note_slow(self, job: str) -> None:
         if job in self._wanted and self._wanted[job] is None:
-            self._note(job, "It is being restored, which takes long.")
+            self._note(job, "Its restore is still in progress.")
 
     def _note(self, job: str, why: str) -> None:
         if job in self._wanted:
@@ -76,11 +76,11 @@ class AutomaticRestores:
                     attempt = await restore(job)
             except (RetryError, NoServers) as error:
                 log.warning("lost_shards_not_restored", job=job, reason=str(error))
-                self._note(job, f"Restoring it is tried again and again: {error}.")
+                self._note(job, f"Its restore is retried: {error}.")
                 await asyncio.sleep(RESTORE_AGAIN_S)
             except ShoalError as error:
                 log.error("lost_shards_not_restored", job=job, reason=str(error))
-                self._note(job, f"Restoring it failed: {error}.")
+                self._note(job, f"Its restore failed: {error}.")
                 return
             else:
                 if attempt.is_restored:

@@ -1,4 +1,4 @@
-"""Guard of HTTP requests before the API: caller, permission, and a log of operations."""
+"""Guard of HTTP requests: identifies the caller, checks its role, and logs operations."""
 
 import os
 import re
@@ -51,8 +51,8 @@ OWN_USER = TokenHolder(name="this machine's user", role=HttpRole.OPERATOR, diges
 
 class Guard:
     """Finds the holder of a request. Without `tokens` and `own_user` every caller may do
-    everything, as is right if only holders of a certificate reach the port. With `own_user`,
-    processes of this process's user and of root may; others need a token."""
+    everything: for a port that only holders of a certificate reach. With `own_user`, processes of
+    this process's user and of root may do everything; others need a token."""
 
     def __init__(self, tokens: Tokens | None = None, *, own_user: bool = False) -> None:
         self.tokens = tokens
@@ -119,7 +119,7 @@ class AccessControl:
             refusal = self._refusal(scope, holder, acts=acts)
         except InvalidSpec as error:
             log.error("http_tokens_not_read", reason=str(error))
-            refusal = AccessDenied("no request is let in", seen="tokens that cannot be read"), 503
+            refusal = AccessDenied("no request is admitted", seen="tokens that cannot be read"), 503
         if refusal is None:
             scope[HOLDER] = holder
             await self._app(scope, receive, sending)
@@ -134,7 +134,8 @@ class AccessControl:
         self, scope: Scope, holder: TokenHolder | None, *, acts: bool
     ) -> tuple[AccessDenied, int] | None:
         path, method = scope["path"], scope["method"]
-        # A browser names the page's origin, which neither cookie nor loopback address proves.
+        # A page of another site could act with the reader's cookie or loopback address; the
+        # browser's Origin header names its site.
         origin = header(scope, b"origin")
         if acts and origin and _netloc(origin) != header(scope, b"host"):
             expected = "a page of this server, or no browser"

@@ -23,7 +23,8 @@ CALLER = "shoal_caller"
 
 
 def caller_in(scope: Scope) -> Caller | None:
-    """Sender of a request; None without a certificate of Shoal's form."""
+    """Caller that the certificate of a request names; None without a certificate of Shoal's
+    form."""
     caller = scope.get("state", {}).get(CALLER)
     return caller if isinstance(caller, Caller) else None
 
