@@ -145,8 +145,7 @@ def _read(data: bytes) -> ReadPiece | None:
 
 
 def _put_varint(into: bytearray, value: int, padding: int = 0) -> int:
-    """Write a number with `padding` more bytes than it needs. Returns the number of padding bytes
-    that did not fit."""
+    """Write a number with `padding` extra bytes; return the number of these that did not fit."""
     start = len(into)
     while value > 0x7F:
         into.append(value & 0x7F | 0x80)

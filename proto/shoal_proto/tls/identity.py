@@ -1,8 +1,7 @@
 """The certificate of this process, which all its connections use.
 
-A process has at most one; without it, the process does not use TLS. It is set when the process
-starts (by the command line, or by `from_environment` for a script), and read whenever a connection
-is made or accepted.
+A process has at most one; without one, it does not use TLS. The command line, or `from_environment`
+for a script, sets it at the start; every connection that is made or accepted reads it.
 """
 
 import os

@@ -39,9 +39,7 @@ REPORT_REFUSED: Responses = {
     413: {"model": ErrorBody, "description": "The body is larger than 64 KiB."},
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
 }
-AWAY: Responses = {
-    503: {"model": ErrorBody, "description": "Not leading, or etcd does not answer."}
-}
+AWAY: Responses = {503: {"model": ErrorBody, "description": "Not leading, or without etcd."}}
 
 
 def router(reading: StatusQueries) -> APIRouter:

@@ -290,8 +290,7 @@ class StatusBoard:
             board.checkpoints = _Checkpoints()
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
-        """The member's latest report; None if another process than that with the public id
-        `process` sent it."""
+        """The member's latest report; None unless the process with that public id sent it."""
         known = self._health(job, member_id, process)
         return known.latest if known else None
 

@@ -184,8 +184,7 @@ def _member_view(job: Job, member: MemberState, seen: LastSeen | None) -> Member
 
 
 def _in_own_code(job: Job, now_s: float | None) -> Mapping[str, str]:
-    """Description of each member of a synchronous job that has been in the script's own code for
-    OWN_CODE_SHOWN_AFTER_S or longer."""
+    """Members of a synchronous job that have long been in the script's own code, with a text."""
     roster = job.running
     if now_s is None or roster is None or not roster.synchronous:
         return {}

@@ -276,8 +276,7 @@ class ServerView(View):
     loop_lag: LoopLagView = field(default_factory=LoopLagView)
     compared: ComparedPiecesView = field(default_factory=ComparedPiecesView)
     full_peers: tuple[FullPeerView, ...] = ()
-    """Servers that have no memory for copies of this server's shards. The shards continue without
-    these copies."""
+    """Servers without memory for copies of this server's shards, which then have fewer copies."""
 
 
 @dataclass(frozen=True, kw_only=True)

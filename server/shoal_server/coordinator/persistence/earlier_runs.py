@@ -47,8 +47,7 @@ class EarlierRuns:
         )
 
     def continued_by(self, job: Job) -> None:
-        """Initialize a new run of the job: generation numbers continue, and processes of earlier
-        runs stay refused."""
+        """Make the new run continue these generation numbers and refuse processes of these runs."""
         job.state.last_generation = max(job.last_generation, self.last_generation)
         for incarnation in self.expelled:
             over = refusals.of_an_earlier_run(self.job, _SEEN)

@@ -96,16 +96,14 @@ class StoredGenerations:
     """Numbers of the decided generations of one job in etcd."""
 
     def __init__(self, records: Iterable[GenerationRecord] = (), older: Iterable[int] = ()) -> None:
-        """`records`: the newest in etcd, oldest first. `older`: numbers of the records to delete at
-        the next decision."""
+        """`records`: the newest in etcd, in order. `older`: numbers to delete at the next call."""
         self._kept = {record.roster.generation: _weight(record) for record in records}
         self._older = list(older)
 
     def decided(self, record: GenerationRecord) -> list[Operation]:
         """Deletions that are due once the record is durable.
 
-        The newest records are kept, within the bounds of `Records`, and always the newest two that
-        were committed.
+        The newest records are kept, within the bounds of `Records`, and the newest two committed.
         """
         # A committed generation may be aborted later; its record then moves to the end.
         self._kept.pop(record.roster.generation, None)

@@ -86,8 +86,7 @@ class WeightSeriesService(WeightSeriesServicer):
     ) -> None:
         """`authorize` raises for a stale token. `is_job` is True for the name of a job: only its
         members publish its series. `publish_cut` is `PlugIn.publish_cut`. `call_wait_s`: maximum
-        time for which a rank's call waits for the parts of other ranks; the rank then repeats
-        it."""
+        time for which a rank's call waits for other ranks' parts; then the rank repeats it."""
         self._store = store
         self._publish_cut = publish_cut
         self._authorize = authorize
@@ -399,8 +398,7 @@ class WeightSeriesService(WeightSeriesServicer):
             sources = actor.series.source_addresses(report.reader, self._clock())
         except TooManyReaders as why:
             raise Overloaded(
-                f"series {request.series} has the maximum number of readers or leases",
-                seen=str(why),
+                f"series {request.series} has its maximum of readers or leases", seen=str(why)
             ) from why
         except InstalledOlder as why:
             raise Regressed(

@@ -43,8 +43,7 @@ class SeriesWriter:
         self._revision = revision
         self._layouts = set(layouts)
         self._newest_layout = ""
-        """Digest of the layout stored last: it is not deleted, since the next version may use
-        it."""
+        """Digest of the layout stored last, which is kept: the next version may use it."""
         self._writing = asyncio.Lock()
 
     async def write(self, write: WriteSeries, versions: Iterable[PublishedVersion]) -> bool:

@@ -30,7 +30,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
     },
     413: {"model": ErrorBody, "description": "The body is larger than 64 KiB."},
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
-    503: {"model": ErrorBody, "description": "Not leading, or etcd does not answer."},
+    503: {"model": ErrorBody, "description": "Not leading, or without etcd."},
 }
 
 

@@ -134,8 +134,7 @@ class AccessControl:
         self, scope: Scope, holder: TokenHolder | None, *, acts: bool
     ) -> tuple[AccessDenied, int] | None:
         path, method = scope["path"], scope["method"]
-        # A page of another site could act with the reader's cookie or loopback address; the
-        # browser's Origin header names its site.
+        # A page of another site could act through a reader's browser, which names that site here.
         origin = header(scope, b"origin")
         if acts and origin and _netloc(origin) != header(scope, b"host"):
             expected = "a page of this server, or no browser"

@@ -1,5 +1,4 @@
-"""Values that scripts log, over steps: one value a step, averaged in a bounded number of
-intervals."""
+"""Values that scripts log, over steps: one a step, averaged in a bounded number of intervals."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,7 +89,6 @@ class LoggedValues:
         return tuple(each.view(name) for name, each in self._by_name.items())
 
     def restore(self, views: Iterable[LoggedView]) -> None:
-        """Continue the series that an earlier leader stored. Values added before this call are
-        kept."""
+        """Continue the series that an earlier leader stored; values added until now are kept."""
         since, self._by_name = self._by_name, {v.name: LoggedSeries.kept(v) for v in views}
         self.add({name: (each.step, each.value) for name, each in since.items()})
