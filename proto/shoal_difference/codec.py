@@ -29,7 +29,7 @@ CACHED_ELEMENTS = 256 * 1024
 LEVEL = 1
 """Compression level of zstandard. Higher levels take several times as long for a few percent."""
 SKIP = 65535
-"""Part of a gap of this many or more elements; the next number is the rest of the gap."""
+"""Stands for this many elements of a longer gap, which continues in the next number."""
 FAR = -128
 """Marks a distance of more than 8 bits, which is in the stream of 16-bit distances instead."""
 NUM_SAMPLES, SAMPLE_ELEMENTS = 256, 4096
@@ -59,7 +59,7 @@ def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) ->
     """Return the difference, in parts to be joined.
 
     `elements`: runs (bytes of an element, bytes of the run) that make up both buffers. A wrong size
-    of an element makes the difference larger, but not inexact.
+    of an element makes the difference larger; it stays exact.
     """
     old, new = _bytes(base), _bytes(target)
     compressor = zstandard.ZstdCompressor(level=LEVEL)

@@ -12,7 +12,7 @@ _MOST_DOUBLINGS = 64
 
 
 def doubled_s(first_s: float, longest_s: float, num_before: int) -> float:
-    """Return the pause after `num_before` others in a row: `first_s`, doubled each time, up to
+    """Return the pause after `num_before` earlier ones: `first_s`, doubled each time, up to
     `longest_s`."""
     return min(first_s * 2.0 ** min(num_before, _MOST_DOUBLINGS), longest_s)
 

@@ -21,7 +21,7 @@ BEAT_S = 0.5
 SILENCE_S = 3.0
 """Silence after which a server counts as dead."""
 MAX_ARENA_BYTES = 192 * 1024 * 1024
-"""Most bytes of memory shared by a client and a server."""
+"""Maximum size of the memory that a client and a server share."""
 
 
 class FrameKind(IntEnum):
@@ -61,8 +61,8 @@ class FrameKind(IntEnum):
     SEGMENT_FETCH = 15
     """A call: FetchSegmentRequest."""
     CHUNK = 16
-    """`num_bytes` of a segment from `offset_bytes` on, in the body; without a checksum, as they are
-    verified by the segment's digests."""
+    """`num_bytes` of a segment from `offset_bytes` on, in the body. The frame has no checksum: the
+    segment's digests verify the bytes."""
     DESCRIPTOR = 17
     """A segment as a sealed memory file, whose descriptor is attached to the header, over a Unix
     socket."""

@@ -13,7 +13,7 @@ MAX_COUNT = 2**53 - 1
 Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Amount = Annotated[float, Ge(0), Le(MAX_COUNT)]
 MAX_LOGGED = 32
-"""Most names of logged values in a report."""
+"""Maximum number of names of logged values in a report."""
 LoggedName = Annotated[str, MinLen(1), MaxLen(100)]
 
 

@@ -1,7 +1,7 @@
-"""Conversion of numbers of any library that a script passes, once, at the point of entry to Shoal.
+"""Conversion of the numbers that a script passes, of any library, into Python's own numbers.
 
-NumPy's integers overflow, its floats are not Python floats to JSON and checkpoints, and a 0-d
-tensor compares as a tensor. These functions return Python's own numbers only.
+Each is converted once, where it enters Shoal: NumPy's integers overflow, its floats are not Python
+floats to JSON and checkpoints, and a 0-d tensor compares as a tensor.
 """
 
 import math

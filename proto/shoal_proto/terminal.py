@@ -54,7 +54,7 @@ _SEQUENCE = re.compile(
     r"\x1b(?:"
     r"\[[0-?]*[ -/]*[@-~]"  # CSI: colours, the cursor, erasing
     r"|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC, DCS and the like: titles, links
-    r"|[ -/]*[0-~]"  # all of two or three characters
+    r"|[ -/]*[0-~]"  # all other sequences of two or three characters
     r")?"
 )
 

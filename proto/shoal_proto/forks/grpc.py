@@ -14,8 +14,8 @@ _SWITCH = "GRPC_ENABLE_FORK_SUPPORT"
 
 
 def prepare() -> None:
-    """Disable gRPC's fork handlers, and exempt its objects from garbage collection in children. To
-    be called before gRPC is imported, which reads the environment once; an existing setting in the
+    """Disable gRPC's fork handlers, and exempt its objects from garbage collection in children.
+    Call it before gRPC is imported: gRPC reads the environment once. An existing setting in the
     environment is kept."""
     if os.environ.setdefault(_SWITCH, "0") == "0":
         os.register_at_fork(after_in_child=gc.freeze)

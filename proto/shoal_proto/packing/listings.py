@@ -1,5 +1,5 @@
-"""Listings: the content of which a proposal has the digest, packed. They show the first entry in
-which two members differ.
+"""Listings: the packed content of a digest in a proposal. They show the first entry in which two
+members differ.
 
 A listing is a sequence of lines, "name: value", in the order of the digest. Packed, 100,000
 parameters of a transformer have some 10 kB: a number is written as its difference from the number
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 MAX_LISTING_BYTES = 48 * 1024
-"""Most bytes of a packed listing."""
+"""Maximum size of a packed listing."""
 _MAX_CODED_BYTES = 8 << 20
 _MAX_LISTED_CHARACTERS = 32 << 20
 """A listing that unpacks to more than these two limits is not read."""

@@ -15,7 +15,7 @@ from shoal_proto.v1.rendezvous_pb2 import StoreReply
 
 LEVEL = 1
 MAX_VALUES_BYTES = 128 * 1024 * 1024
-"""Most bytes of all values of one answer; a coordinator keeps half of that for a generation."""
+"""Maximum size of all values of one answer: twice what a coordinator keeps for a generation."""
 
 
 def pack(values: Sequence[bytes]) -> bytes:

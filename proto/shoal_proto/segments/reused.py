@@ -14,7 +14,7 @@ from shoal_proto.segments.digests import chunk_digests
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 
 MAX_IDLE = 2
-"""Most memory files that are kept while they are not in use."""
+"""Maximum number of memory files that are kept while they are not in use."""
 _owners: weakref.WeakSet["ReusedMemory"] = weakref.WeakSet()
 
 

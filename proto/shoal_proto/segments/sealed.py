@@ -24,7 +24,7 @@ _open: weakref.WeakSet["Segment | SegmentWriter"] = weakref.WeakSet()
 SEAL_ATTEMPTS = 10
 SEAL_PAUSE_S = 0.02
 POPULATED_BYTES = 4 * 1024 * 1024
-"""Bytes that are faulted in by one call."""
+"""Number of bytes for which one call allocates and maps pages."""
 
 
 def _closing(
@@ -251,7 +251,7 @@ def _seal(descriptor: int) -> None:
 def _is_mapped(mapped: mmap.mmap, start: int, num_bytes: int) -> bool:
     """Map the pages, so that writing to them does not fault; False if the kernel is too old.
 
-    Not by `mapped.madvise`, which holds the GIL meanwhile: training on other threads would stop.
+    `mapped.madvise` is not used: it holds the GIL, so training on other threads would stop.
     """
     address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapped, start)))
     return not _libc.madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE)

@@ -49,8 +49,8 @@ class TlsMaterial:
     open: ssl.SSLContext
     """Context for accepting connections of callers without a certificate, such as browsers."""
     client: ssl.SSLContext
-    """Context for making connections, to a name of `shoal_proto.tls.names`. A new one with each
-    renewal: an authority that was removed from the files is no longer trusted."""
+    """Context for connections to a name of `shoal_proto.tls.names`. Each renewal makes a new one,
+    so that an authority that was removed from the files is no longer trusted."""
 
 
 class TlsIdentity:
@@ -105,7 +105,7 @@ def _read(files: TlsFiles) -> TlsMaterial:
         ca, cert, key = (each.read_bytes() for each in (files.ca, files.cert, files.key))
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.verify_mode = ssl.CERT_REQUIRED
-        # Connections are long: session tickets save nothing, and each is one more message.
+        # Connections last long: session tickets save nothing, and each costs a message.
         server.num_tickets = 0
         anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

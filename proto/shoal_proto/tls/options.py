@@ -37,7 +37,7 @@ class TlsOptions:
         CertificateRole.OPERATOR,
         CertificateRole.VIEWER,
     )
-    """Roles whose certificate may be used; the first one found in the folder is."""
+    """Roles whose certificate may be used: the first one that the folder has."""
 
     @property
     def files(self) -> TlsFiles | None:

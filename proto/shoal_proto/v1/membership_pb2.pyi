@@ -80,7 +80,7 @@ class JobSpec(_message.Message):
     job: _builtins.str
     min_members: _builtins.int
     max_members: _builtins.int
-    """Most members that train; surplus members are on standby."""
+    """Maximum number of members that train; surplus members are on standby."""
     desired_members: _builtins.int
     """With this number of members, a first generation forms at once."""
     last_call_s: _builtins.float

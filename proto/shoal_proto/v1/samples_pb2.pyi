@@ -83,7 +83,7 @@ class LeaseRequest(_message.Message):
     begun_samples: _builtins.int
     """Number of samples begun, of those that the member held or reports."""
     begins_samples_per_s: _builtins.int
-    """Most samples that the member begins in a second."""
+    """Maximum number of samples that the member begins in a second."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -145,8 +145,8 @@ class LeaseReply(_message.Message):
     ranges.
     """
     reserve_max_samples: _builtins.int
-    """Most samples that this member may hold in all, so that the others have their share. It gives
-    back any above that. 0: any number.
+    """Maximum number of samples that this member may hold in all, so that the others have their
+    share. The member gives back any above that. 0: no limit.
     """
     durable_sequence: _builtins.int
     """All reports of this member's requests up to this sequence number are durable."""

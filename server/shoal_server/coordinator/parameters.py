@@ -33,7 +33,7 @@ from shoal_server.status.views import EpochSamplesView, SamplesView, ShardsView
 
 
 class ParametersPlugIn(PlugIn):
-    """The services for jobs with parameters on servers, put together."""
+    """The services for jobs with parameters on servers, as one plug-in."""
 
     def __init__(self, host: Host, options: ParameterOptions) -> None:
         self._host = host

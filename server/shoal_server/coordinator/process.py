@@ -160,7 +160,7 @@ class LeaderLoop:
         candidate: LeaderCandidate,
         leader_lease_s: float,
     ) -> None:
-        """Expects that the candidate's address is already listened on."""
+        """The process must already listen at the candidate's address."""
         self._coordinator = coordinator
         self._health = health
         self._store = store

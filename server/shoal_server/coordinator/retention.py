@@ -58,7 +58,7 @@ class Retention:
         self._may_remove = True
         """True if this coordinator's clock is trusted for removals, which cannot be undone."""
         self._empty_since_s: dict[str, float] = {}
-        """Running jobs that were seen without members, and since when; forgotten with the term."""
+        """Running jobs without members, with the time at which this leader first saw that."""
         self._woken = asyncio.Event()
 
     def changed(self, job: str) -> None:

@@ -73,7 +73,7 @@ class _JobBoard:
     checkpoints: _Checkpoints = field(default_factory=_Checkpoints)
 
     def replace(self, member_id: str, health: HealthView) -> _MemberHealth:
-        """Start the record of a member's new process; the former one's goes into the totals."""
+        """Start the record of a member's new process, and add the former one to the totals."""
         if (before := self.health.pop(member_id, None)) is not None:
             self.settle(before)
         fresh = self.health[member_id] = _MemberHealth(latest=health)

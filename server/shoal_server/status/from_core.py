@@ -184,7 +184,7 @@ def _member_view(job: Job, member: MemberState, seen: LastSeen | None) -> Member
 
 
 def _in_own_code(job: Job, now_s: float | None) -> Mapping[str, str]:
-    """Members of a synchronous job that have long been in the script's own code, with a text."""
+    """Text for each member of a synchronous job that has long been in the script's own code."""
     roster = job.running
     if now_s is None or roster is None or not roster.synchronous:
         return {}

@@ -36,7 +36,7 @@ SHOWN_PHASES: Mapping[str, str] = {
     "committed": "starting",
     "aborted": "starting",
 }
-"""Names for people of the phases before training."""
+"""States that people see in the phases before training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class HistoryView(View):
     changes: tuple[ChangeView, ...]
     """Changes from one generation to the next, the newest last; at most 100."""
     logged: tuple[LoggedView, ...] = ()
-    """Values that the script logged, by name, the name that was logged first first; at most 32."""
+    """Values that the script logged; at most 32 names, in the order of their first values."""
 
 
 class StatusQueries:

@@ -296,7 +296,7 @@ class PushesView(View):
 
     applied: int = 0
     applied_bytes: int = 0
-    """Bytes of the pushes applied since this server leads the shard."""
+    """Bytes of the pushes applied since this server became the primary."""
     duplicates: int = 0
     """Pushes that were retries: answered, not applied again."""
     refused: int = 0

@@ -1,4 +1,4 @@
-"""Actor of one job: writes what the job's driver decides to etcd, and sends it to members.
+"""Actor of one job: writes the decisions of its driver to etcd, and sends them to members.
 
 `core.driver` decides, and determines which actions wait for which write. This module carries out
 the actions: writes to etcd, notices on the members' streams, replies to waiting calls, timers.
@@ -224,7 +224,7 @@ class JobActor:
         return None if pulse is None else LastSeen(at_s=pulse.at_s, step=pulse.step)
 
     def trainers(self) -> list[MemberProcess]:
-        """Processes that may be in a step at their own pace: the members of the newest rosters."""
+        """Processes that may train at their own pace now: members of the newest such rosters."""
         rosters = [r for r in (self.job.previous, self.job.running) if r and not r.synchronous]
         members = [m for roster in rosters for m in self.job.members_of(roster)]
         return [MemberProcess(m.member_id, m.incarnation) for m in members]

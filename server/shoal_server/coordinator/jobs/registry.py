@@ -226,7 +226,7 @@ class Registry:
 
     @property
     def quarantined(self) -> Mapping[str, tuple[JobQuarantined, float]]:
-        """Quarantined jobs: the reason, and since when (Unix seconds)."""
+        """Quarantined jobs: the reason, and the start (Unix seconds)."""
         return self._quarantine.jobs
 
     async def take_up_again(self, name: str) -> JobActor | None:

@@ -61,7 +61,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # grpcio-health-chec
             if status != sent:
                 yield pb.HealthCheckResponse(status=status)
                 sent = status
-                continue  # it may have changed while the caller took its time
+                continue  # the status may have changed while the caller read
             await changed.wait()
 
     def _status(self, service: str) -> int:

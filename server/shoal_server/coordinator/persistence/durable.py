@@ -51,8 +51,8 @@ class DurableJobs:
         """Jobs with a write of unknown outcome, which is repeated."""
 
     def keep(self, job: str, stored: StateRecord | None) -> None:
-        """Continue from this record of the job (None: there is none in etcd). Fields that a later
-        release added to it are written again with each write."""
+        """Continue from this record of the job (None: there is none in etcd). Each write preserves
+        the fields that a later release added to it."""
         self.forget(job)
         if stored is not None:
             self._more[job] = stored.more

@@ -1,7 +1,7 @@
 """The Repairs service: shows why a job is quarantined, and continues it without the broken records.
 
 A record that cannot be read is copied to a key under a separate prefix, unchanged, in the
-transaction that deletes it: nothing is destroyed. The job is then taken over as by a new leader.
+transaction that deletes it: nothing is destroyed. Then the job is read again, as by a new leader.
 """
 
 import time

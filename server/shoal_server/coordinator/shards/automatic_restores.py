@@ -41,8 +41,9 @@ class AutomaticRestores:
         """Reason why each job is not restored, once known."""
 
     def outcome(self, job: str) -> RestoreAttempt | None:
-        """Reason why the job is not restored; None while it may still be. The first call starts the
-        restore. Until `forget`, it is retried if storage, etcd or servers cannot be reached."""
+        """Reason why the job is not restored; None while it may still be restored. The first call
+        starts the restore, which is retried until `forget` if storage, etcd or servers cannot be
+        reached."""
         if self._restore is None:
             return RestoreAttempt(is_restored=False)
         if job not in self._wanted:

@@ -169,7 +169,7 @@ class ShardController:
         log.error("shards_of_job_not_rebalanced", job=job, reason=str(error), error=repr(error))
 
     def _forget(self, job: str) -> None:
-        """Drop the state of a job whose records are gone or of another run."""
+        """Drop the state of a job whose records are gone or belong to another run."""
         for by_job in (
             self._last,
             self._troubles,
@@ -290,7 +290,7 @@ class ShardController:
 
 def num_bytes_of(layout: ShardMap) -> dict[int, int]:
     """Size of each shard's values in bytes; for a shard of a table, which has no fixed size, the
-    usual size."""
+    target size."""
     return {
         shard.shard_id: TARGET_SHARD_BYTES
         if shard.table

@@ -93,8 +93,8 @@ class LossLog:
     def accepted(
         self, job: str, shards: Collection[ShardAssignment], by: str, samples: str
     ) -> None:
-        """Report that an operator gave up these shards (as assigned while lost). `samples`: what
-        becomes of the job's samples, in words."""
+        """Report that an operator gave up these shards (as assigned while lost). `samples`: text
+        about the further use of the job's samples."""
         self.forget(job, [shard.shard_id for shard in shards])
         message = f"the loss of {losses.shards_in_short(shards)} was accepted by {by}"
         log.warning(

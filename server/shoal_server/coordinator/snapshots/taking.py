@@ -3,7 +3,8 @@
     Close    every server admits only pushes that have begun there, and reports which these are
     cursor   the sample ledger, read while no server admits new pushes: samples that it counts as
              completed are in the cut, since members report them after their push is acknowledged
-    Freeze   every server admits pushes that have begun anywhere, freezes its shards, admits all
+    Freeze   every server admits pushes that have begun anywhere, freezes its shards, and then
+             admits all pushes again
     Write    every server writes its frozen shards; unchanged ones keep their earlier file
     commit   the manifest is written last
 

@@ -40,7 +40,7 @@ OPEN = frozenset(
 )
 """Paths that reveal nothing about jobs: the page's own files, with its login form, and probes."""
 REPORT = re.compile("/api/v1/jobs/[^/]+/members/[^/]+/health")
-"""Path of health reports, in which workers prove themselves by the secret of their process."""
+"""Path of health reports: each contains the secret of the worker's process as proof."""
 READING = ("GET", "HEAD", "OPTIONS")
 _JOB = re.compile("/api/v1/jobs/([^/]+)")
 NOBODY = TokenHolder(name="", role=HttpRole.OPERATOR, digest="")
@@ -94,7 +94,7 @@ def session_of(scope: Scope) -> str:
 
 
 class AccessControl:
-    """Answers 401 to unknown callers, and 403 to roles that may not act and other sites' pages."""
+    """Answers 401 to unknown callers, and 403 to other sites' pages and roles that may not act."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app

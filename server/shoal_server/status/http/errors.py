@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024
 
-# First match wins, so the narrow classes stand before their parents.
+# The first match wins, so subclasses come before their parents.
 _STATUSES: tuple[tuple[type[ShoalError], int], ...] = (
     (UnknownJob, 404),
     (UnknownMember, 404),
