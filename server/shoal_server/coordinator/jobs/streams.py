@@ -50,10 +50,10 @@ class NoticeStream:
 
     def _may_omit_roster(self, notice: Notice) -> bool:
         """True if the notice's roster is large, or was sent on this stream before."""
-        found = _roster_of(notice)
-        if found is None:
+        roster_with_digest = _roster_of(notice)
+        if roster_with_digest is None:
             return False
-        digest, roster = found
+        digest, roster = roster_with_digest
         is_known = isinstance(notice, OutcomeNotice) and digest == self._shown
         return is_known or len(roster.entries) > rosters.LARGE_ENTRIES
 
@@ -90,8 +90,8 @@ class Encoder:
         newest = self._newest.get(with_roster)
         if newest is not None and newest[0] is notice:
             return newest[1]
-        if not with_roster and (found := _roster_of(notice)) is not None:
-            self._rosters.keep(*found)
+        if not with_roster and (omitted := _roster_of(notice)) is not None:
+            self._rosters.keep(*omitted)
         generation = self._job.last_generation
         message = codec.notice_to_pb(notice, generation, with_roster=with_roster)
         data = message.SerializeToString()

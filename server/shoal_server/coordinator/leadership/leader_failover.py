@@ -75,10 +75,10 @@ async def refuses(address: str) -> bool:
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_WITHIN_S):
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            for *_, where in found:
+            targets = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            for *_, target in targets:
                 try:
-                    _, writer = await asyncio.open_connection(str(where[0]), port)
+                    _, writer = await asyncio.open_connection(str(target[0]), port)
                 except ConnectionRefusedError:
                     continue
                 writer.close()
@@ -86,4 +86,4 @@ async def refuses(address: str) -> bool:
     except OSError as error:  # includes TimeoutError
         log.debug("leader_does_not_answer", leader=address, reason=repr(error))
         return False
-    return bool(found)
+    return bool(targets)

@@ -68,8 +68,8 @@ class Quarantine:
 
     def check(self, job: str) -> None:
         """Raise JobQuarantined if the job is quarantined."""
-        if found := self._jobs.get(job):
-            why, _ = found
+        if entry := self._jobs.get(job):
+            why, _ = entry
             # A new error for each caller: an exception that is raised keeps its traceback.
             raise JobQuarantined(
                 why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details

@@ -125,12 +125,12 @@ class StoredJobs:
         names = self._names(in_jobs)
         states: dict[str, StateRecord] = {}
         failed: dict[str, JobQuarantined] = {}
-        found = await self._read([keys.job_state(name) for name in names], STATES_A_READ)
+        items = await self._read([keys.job_state(name) for name in names], STATES_A_READ)
         for name in names:
-            item = found.get(keys.job_state(name))
+            item = items.get(keys.job_state(name))
             try:
                 if item is not None:
-                    states[name] = _state(name, _found(item))
+                    states[name] = _state(name, _checked(item))
             except (UnreadableRecord, ShoalError) as error:
                 failed[name] = unreadable(name, keys.job_state(name), error)
         owners = {key: _job_of_member(key) for key in in_members}
@@ -143,9 +143,9 @@ class StoredJobs:
         )
 
     @staticmethod
-    def _names(found: Iterable[str]) -> list[str]:
+    def _names(stored_keys: Iterable[str]) -> list[str]:
         names = []
-        for key in found:
+        for key in stored_keys:
             if not key.endswith("/state"):
                 continue
             name = named_under(keys.JOBS, key, suffix="/state")
@@ -169,11 +169,11 @@ class StoredJobs:
         """An unfinished job with its newest records and its members. Raises JobQuarantined."""
         job = state.spec.job
         reading = _Reading()
-        found, _ = await asyncio.gather(
+        stored_members, _ = await asyncio.gather(
             self._store.range(keys.members(job)), self._read_newest(job, reading)
         )
         members = {}
-        for item in found.items:
+        for item in stored_members.items:
             name = named_under(keys.members(job), item.key)
             if name is None:
                 log.warning("key_of_no_member", key=item.key)
@@ -213,23 +213,23 @@ class StoredJobs:
 
     async def _read_records(self, job: str, numbers: Sequence[int], reading: "_Reading") -> None:
         at = {number: keys.generation(job, number) for number in numbers}
-        found = await self._read(list(at.values()), RECORDS_A_READ)
+        items = await self._read(list(at.values()), RECORDS_A_READ)
         for number, key in at.items():
-            item = found.get(key)
+            item = items.get(key)
             if item is None:
                 continue
             try:
-                reading.records.append(stored_record(job, number, _found(item).value))
+                reading.records.append(stored_record(job, number, _checked(item).value))
             except (UnreadableRecord, ShoalError) as error:
                 raise unreadable(job, key, error) from error
 
     async def _read(self, names: Sequence[str], at_once: int) -> dict[str, KeyValue | ShoalError]:
         """Values of the existing keys, or the error of reading one."""
         parts = [names[start : start + at_once] for start in range(0, len(names), at_once)]
-        found: dict[str, KeyValue | ShoalError] = {}
+        items: dict[str, KeyValue | ShoalError] = {}
         for part in await gather_bounded(self._read_part, parts, READS_AT_ONCE):
-            found |= part
-        return found
+            items |= part
+        return items
 
     async def _read_part(self, names: Sequence[str]) -> dict[str, KeyValue | ShoalError]:
         try:
@@ -260,7 +260,7 @@ def _job_of_member(key: str) -> str:
     return job if is_name(job) and is_name(member_id) else ""
 
 
-def _found(item: KeyValue | ShoalError) -> KeyValue:
+def _checked(item: KeyValue | ShoalError) -> KeyValue:
     if isinstance(item, ShoalError):
         raise item
     return item

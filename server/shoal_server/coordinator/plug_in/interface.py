@@ -176,8 +176,8 @@ def plugged_in(host: Host, options: ParameterOptions | None) -> PlugIn:
     if options is None:
         return PlugIn()
     module, kind = PARAMETERS
-    found: PlugIn = getattr(import_module(module), kind)(host, options)
-    return found
+    plug_in: PlugIn = getattr(import_module(module), kind)(host, options)
+    return plug_in
 
 
 @asynccontextmanager

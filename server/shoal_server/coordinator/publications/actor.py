@@ -218,11 +218,11 @@ class SeriesActor:
         has."""
         pauses = BackOff(VERIFY_PAUSE_S)
         for attempt in range(VERIFY_ATTEMPTS):
-            found = verified(segments, await self._stores.held(self.series.name, segments))
-            if not isinstance(found, int) or attempt == VERIFY_ATTEMPTS - 1:
+            result = verified(segments, await self._stores.held(self.series.name, segments))
+            if not isinstance(result, int) or attempt == VERIFY_ATTEMPTS - 1:
                 break
             await asyncio.sleep(pauses.pause_s())
-        return found
+        return result
 
     async def _keep_layout(self, layout: bytes) -> bytes:
         pauses = BackOff(VERIFY_PAUSE_S)

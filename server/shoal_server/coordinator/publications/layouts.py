@@ -73,10 +73,10 @@ class MergedLayouts:
             # In a thread: a large model takes seconds.
             self._known[key] = await asyncio.to_thread(_merged, parts)
         self._known.move_to_end(key)
-        found = self._known[key]
+        serialized = self._known[key]
         while len(self._known) > 1 and sum(map(len, self._known.values())) > REMEMBERED_BYTES:
             self._known.popitem(last=False)
-        return found
+        return serialized
 
 
 def _merged(parts: Sequence[PublicationPart]) -> bytes:

@@ -114,9 +114,9 @@ def check_rank(rank: int, world: int) -> None:
 def parts_from_pb(request: pb.ContributePartRequest) -> list[PublicationPart]:
     """The publisher's own part, then the parts of a cut of its job's shards, if there is one.
     Raises InvalidSpec and MalformedMessage."""
-    own = _own_part(request)
+    own_part = _own_part(request)
     if not request.cut_parts:
-        return [own]
+        return [own_part]
     if request.world != 1 or not request.tables_cut or len(request.cut_parts) >= MAX_WORLD:
         raise MalformedMessage(
             "segments of a cut from a publisher with several ranks, or without the cut's position",
@@ -124,7 +124,7 @@ def parts_from_pb(request: pb.ContributePartRequest) -> list[PublicationPart]:
             expected=f"fewer than {MAX_WORLD}, and the cut's position, from the only rank",
         )
     world, cut = 1 + len(request.cut_parts), request.tables_cut
-    parts = [replace(own, world=world, tables_cut=cut)]
+    parts = [replace(own_part, world=world, tables_cut=cut)]
     for rank, each in enumerate(request.cut_parts, 1):
         layout = each.layout.SerializeToString(deterministic=True)
         parts.append(

@@ -110,10 +110,10 @@ class WeightSeriesService(WeightSeriesServicer):
     async def leading(self) -> AsyncIterator[None]:
         """Read all series, and serve calls during the block. Raises what the store raises."""
         self._num_terms += 1
-        found, self._broken = await stored_series.read_all(self._store)
+        readable, self._broken = await stored_series.read_all(self._store)
         for name, why in self._broken.items():
             log.error("series_unreadable", series=name, reason=str(why))
-        for name, (stored, writer) in found.items():
+        for name, (stored, writer) in readable.items():
             self._actors[name] = self._actor(PublishedSeries(name, stored, self._clock()), writer)
         async with self._stores.mirror, running(keep_on(self._care, "published-weights")):
             try:
@@ -287,9 +287,9 @@ class WeightSeriesService(WeightSeriesServicer):
     ) -> pb.ContributePartReply:
         await self._authorize_publisher(request.series, request.publisher)
         publisher = messages.publisher_of(request.series, request.publisher)
-        own, *cut_parts = messages.parts_from_pb(request)
+        own_part, *cut_parts = messages.parts_from_pb(request)
 
-        def contributed(call: Call, part: PublicationPart = own) -> Event:
+        def contributed(call: Call, part: PublicationPart = own_part) -> Event:
             return PartContributed(
                 call=call,
                 publisher=publisher,
@@ -425,9 +425,9 @@ class WeightSeriesService(WeightSeriesServicer):
 
     async def List(self, request: pb.ListSeriesRequest, context: Context) -> pb.ListSeriesReply:
         self._require_leading()
-        found = self.series_of(request.job) if request.job else self.series()
+        actors = self.series_of(request.job) if request.job else self.series()
         return pb.ListSeriesReply(
-            series=(self._view(each) for each in found if each.series.head.epoch)
+            series=(self._view(each) for each in actors if each.series.head.epoch)
         )
 
     async def Pin(self, request: pb.PinVersionRequest, context: Context) -> pb.SeriesView:

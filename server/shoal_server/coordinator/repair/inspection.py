@@ -95,16 +95,16 @@ def kind_of(job: str, key: str) -> RecordKind | None:
 
 async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
     """All keys of a job. Raises what the store raises."""
-    found: list[KeyValue] = []
+    items: list[KeyValue] = []
     for prefix in (keys.job_prefix(job), keys.members(job), keys.assignments(job)):
-        found += (await store.range(prefix)).items
+        items += (await store.range(prefix)).items
     runs = await store.get(keys.reset(job))
-    return [*found, runs] if runs is not None else found
+    return [*items, runs] if runs is not None else items
 
 
 def broken(job: str, items: Sequence[KeyValue], check_other: CheckRecord) -> list[FaultyRecord]:
     """Records of a job that cannot be read. `check_other` checks those of the plug-in."""
-    found = []
+    bad = []
     for item in items:
         kind = kind_of(job, item.key)
         if kind is None:
@@ -116,8 +116,8 @@ def broken(job: str, items: Sequence[KeyValue], check_other: CheckRecord) -> lis
                 check_other(job, item, items)
         except (UnreadableRecord, ShoalError) as error:
             later = isinstance(error, LaterFormat) or isinstance(error.__cause__, LaterFormat)
-            found.append(FaultyRecord(kind=kind, item=item, error=str(error)[:500], is_later=later))
-    return found
+            bad.append(FaultyRecord(kind=kind, item=item, error=str(error)[:500], is_later=later))
+    return bad
 
 
 def _read_generation(job: str, item: KeyValue) -> None:

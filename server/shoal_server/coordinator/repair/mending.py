@@ -48,10 +48,10 @@ def mended_state(
 
 
 def _spec(job: str, fields: Fields) -> JobSpec:
-    found = replace(spec_from(fields.object("spec")), job=job)
-    if problem := found.problem():
+    spec = replace(spec_from(fields.object("spec")), job=job)
+    if problem := spec.problem():
         raise UnreadableRecord(problem)
-    return found
+    return spec
 
 
 def _secret_digest(fields: Fields) -> str:

@@ -215,9 +215,9 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         """
         async with self._opening:
             if job not in self._open and len(self._open) < MAX_OPEN // 2:
-                found = await self._read(job)
-                if found is not None:
-                    self._keep(job, found)
+                opened = await self._read(job)
+                if opened is not None:
+                    self._keep(job, opened)
 
     async def books(self, job: str) -> Mapping[str, Any] | None:
         """The job's current ledger, as JSON types; None if it has none.

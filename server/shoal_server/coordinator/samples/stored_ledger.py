@@ -75,10 +75,10 @@ class StoredLedger:
         """The ledger as of the newest write; None if there is none. Raises JobQuarantined."""
         key, prefix = keys.sample_ledger(self._job), keys.sample_deltas(self._job)
         result = await self._store.transact([], [Get(key), Get(prefix, prefix=True)])
-        bases, found = result.reads
+        bases, delta_items = result.reads
         if not bases:
             return None
-        held = {each.key: each.value for each in found}
+        held = {each.key: each.value for each in delta_items}
         ledger = ledger_in(self._job, bases[0].value, held)
         self._revision = bases[0].mod_revision
         return ledger

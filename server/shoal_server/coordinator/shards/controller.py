@@ -183,10 +183,10 @@ class ShardController:
         self._losses.forget(job)
 
     async def _servers(self) -> Servers:
-        found = await registered.read(self._store)
+        listed = await registered.read(self._store)
         return Servers(
-            present=frozenset(server.holder for server in found),
-            leaving=frozenset(server.holder for server in found if server.is_leaving),
+            present=frozenset(server.holder for server in listed),
+            leaving=frozenset(server.holder for server in listed if server.is_leaving),
             dead=await ended_servers.read(self._store),
         )
 
@@ -275,12 +275,12 @@ class ShardController:
     async def _measure_one(self, job: str) -> None:
         assert self._ask is not None
         try:
-            found = await self._ask(job)
+            measures = await self._ask(job)
         except Exception as error:  # noqa: BLE001 - the others are measured all the same
             log.warning("shards_not_measured", job=job, reason=repr(error))
             return
-        self._losses.measured(job, {shard_id: each.version for shard_id, each in found.items()})
-        pushed = {shard_id: each.pushed_bytes for shard_id, each in found.items()}
+        self._losses.measured(job, {shard_id: each.version for shard_id, each in measures.items()})
+        pushed = {shard_id: each.pushed_bytes for shard_id, each in measures.items()}
         before, num_bytes = self._pushed.get(job, {}), self._num_bytes.get(job, {})
         self._pushed[job] = pushed
         # Only if all were measured: a shard without a measure would seem idle.

@@ -155,14 +155,14 @@ class ShardsService(ShardsServicer):
         return await self._read_current(job, wait_s)
 
     async def _read_current(self, job: str, waited_s: float = 0.0) -> ShardMap:
-        found = await self._current.read(job)
-        if found is None:
+        current = await self._current.read(job)
+        if current is None:
             raise DeadlineExceeded(
                 f"job {job} has no shard map",
                 seen=f"none within {waited_s:g} s",
                 expected="a member that places the parameters",
             )
-        return found
+        return current
 
     async def AcceptLoss(self, request: AcceptLossRequest, context: Context) -> AcceptLossReply:
         if self._accepting is None:

@@ -211,8 +211,8 @@ class SnapshotTaker:
     async def is_of_current_shards(self, manifest: Manifest) -> bool:
         """True if the snapshot has the lineage of the job's current shards. False if the shards
         were restored since."""
-        found = await self._store.get(keys.lineage(manifest.job))
-        return found is not None and found.value.decode() == manifest.lineage
+        stored = await self._store.get(keys.lineage(manifest.job))
+        return stored is not None and stored.value.decode() == manifest.lineage
 
     async def _planned(self, job: str, lineage: str, before: Manifest | None) -> _Cut:
         layout = await shard_map.read(self._store, job)
