@@ -112,7 +112,7 @@ def apply(base: Buffer, difference: Buffer, into: memoryview) -> None:
                 _apply_distances(after, plain)
         start = stop
     if not start == len(old) == len(new):
-        raise _malformed(f"spans of {start} bytes", f"{len(old)}, as base and target have")
+        raise _malformed(f"spans of {start} bytes", f"{len(old)}, the size of base and target")
 
 
 def _encode_span(
@@ -202,7 +202,7 @@ def _gaps(positions: Positions) -> Shorts:
 def _apply_distances(after: Bytes, streams: list[Bytes]) -> None:
     low, high, near, far = streams
     if len(low) != len(high) or len(far) % 2 or len(after) % 2:
-        raise _malformed(f"{len(low)} low and {len(high)} high bytes", "as many of each")
+        raise _malformed(f"{len(low)} low and {len(high)} high bytes", "equal numbers")
     gaps = np.empty((len(low), 2), np.uint8)
     gaps[:, 0], gaps[:, 1] = low, high
     numbers = gaps.view("<u2").reshape(-1)

@@ -69,7 +69,7 @@ def check_root(of_chunks: bytes, num_bytes: int, expected: bytes) -> None:
         )
     if (seen := root_digest(of_chunks)) != expected:
         raise ChecksumMismatch(
-            "a segment has another digest than the one asked for",
+            "a segment has another digest than the requested one",
             seen=f"digest {seen.hex()}",
             expected=expected.hex(),
         )

@@ -230,7 +230,7 @@ class SegmentWriter:
             raise InternalError(
                 "a segment cannot be sealed while something refers to its buffer",
                 seen=str(error),
-                expected="every view and tensor made from it released before",
+                expected="every view and tensor made from it to be released before",
             ) from error
         self._mapped = None
 

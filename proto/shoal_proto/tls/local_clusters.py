@@ -158,8 +158,8 @@ def _made_folder() -> Path:
         "this user has no folder for its local clusters",
         seen="; ".join(seen),
         expected="a folder of this user, with mode 700",
-        fix="Remove what is there, or set TMPDIR to a directory of your own, for the commands that"
-        " use the cluster too.",
+        fix="Remove that path, or set TMPDIR to a directory of your own, also for the commands that"
+        " use the cluster.",
     )
 
 

@@ -281,7 +281,7 @@ class _Snapshot(Collector):
                 names,
                 (
                     "Samples completed over all epochs.",
-                    "Samples that were leased again because their member was lost.",
+                    "Samples that lost members returned.",
                     "Samples reported by members that did not hold them.",
                 ),
                 strict=True,

@@ -420,6 +420,6 @@ def _progress(step: int, num_steps: int | None, samples: SamplesView | None) -> 
 
 def _one_of(names: list[str], noun: str) -> str:
     if not names:
-        return f"no {noun} is there"
+        return f"no {noun} exists yet"
     shown = ", ".join(names[:10])
     return f"one of {shown}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")

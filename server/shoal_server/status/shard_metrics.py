@@ -24,7 +24,7 @@ SHARD_GAUGES = {
     "num_bytes": ("shoal_shard_size_bytes", "Parameter bytes."),
     "replication.lag": (
         "shoal_shard_lag_updates",
-        "Updates that the copy furthest behind has not received.",
+        "Updates that the slowest copy has not received.",
     ),
     "replication.unreplicated_bytes": (
         "shoal_shard_unreplicated_bytes",
@@ -36,7 +36,7 @@ SERVER_GAUGES = {
     "held_bytes": ("shoal_server_held_bytes", "Memory held for all jobs, which is limited."),
     "memory_limit_bytes": ("shoal_server_memory_limit_bytes", "Memory that the server may hold."),
     "unfinished_bytes": ("shoal_server_unfinished_bytes", "Pushes received and not yet applied."),
-    "num_copies": ("shoal_server_copied_shards", "Shards of which it keeps a copy."),
+    "num_copies": ("shoal_server_copied_shards", "Shards of which the server keeps a copy."),
 }
 LOOP_LAG = (
     "shoal_ps_loop_lag_seconds",
@@ -69,7 +69,7 @@ def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
     yield _loop_lag(servers)
     yield _comparisons(servers)
     skew = GaugeMetricFamily(
-        "shoal_job_skew_ratio", "Parameter bytes of the fullest server to the mean.", labels=["job"]
+        "shoal_job_skew_ratio", "Fullest server's parameter bytes over the mean.", labels=["job"]
     )
     for job, view in views.items():
         skew.add_metric([job], view.skew)

@@ -14,15 +14,15 @@ def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
     if not spec.secret_digest and secret and has_members:
         raise AccessDenied(
             f"job {spec.job} was begun without a secret",
-            seen="a member with one",
-            expected="members that all have the same, or none",
+            seen="a member with a secret",
+            expected="the same secret for all members, or none",
             fix=f"Set {JOB_VARIABLE} for all workers of a job, from its first on.",
         )
     if spec.secret_digest and not proves(secret, spec.secret_digest):
         raise AccessDenied(
             f"job {spec.job} has a secret",
-            seen="another one" if secret else "none",
-            expected="that of its first member",
+            seen="another secret" if secret else "no secret",
+            expected="the secret of its first member",
             fix=f"Set {JOB_VARIABLE} to the file that the job was begun with.",
         )
 
@@ -32,7 +32,7 @@ def check_asker(spec: JobSpec, who: CallerProof) -> None:
     if spec.secret_digest and not (who.is_known or proves(who.job_secret, spec.secret_digest)):
         raise AccessDenied(
             f"job {spec.job} has a secret",
-            seen="another one" if who.job_secret else "none",
+            seen="another secret" if who.job_secret else "no secret",
             expected="the job's secret, or an operator: by a certificate, or a token over HTTP",
             fix=f"Set {JOB_VARIABLE} to the file that the job was begun with.",
         )

@@ -37,7 +37,7 @@ MAX_METADATA_BYTES = 4096
 _ERRORS: Mapping[PublicationRefusal, tuple[type[ShoalError], str]] = {
     PublicationRefusal.SERIES_HELD: (
         SeriesHeld,
-        "Publish under another name, or wait until it has ended.",
+        "Publish under another name, or wait until that publisher has ended.",
     ),
     PublicationRefusal.STALE_EPOCH: (
         StaleEpoch,

@@ -309,8 +309,8 @@ class WeightSeriesService(WeightSeriesServicer):
         except TimeoutError:
             raise DeadlineExceeded(
                 f"publication {request.publication} of {request.series} is not committed yet",
-                seen=f"the part of rank {request.rank} waits for the others",
-                expected=f"those of all {request.world} ranks",
+                seen=f"the part of rank {request.rank} waits for other ranks",
+                expected=f"the parts of all {request.world} ranks",
                 fix="Send the part again.",
             ) from None
         return pb.ContributePartReply(version=_version(answer))

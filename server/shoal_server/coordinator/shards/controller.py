@@ -146,7 +146,7 @@ class ShardController:
             log.info("shards_not_rebalanced", job=job, reason=str(error))
         except (RetryError, TimeoutError) as error:
             if job not in self._troubles:
-                log.warning("shards_not_rebalanced", job=job, reason=str(error) or "out of time")
+                log.warning("shards_not_rebalanced", job=job, reason=str(error) or "time limit")
             self._troubles[job] = repr(error)
             self._look_again(job)
         except Exception as error:  # noqa: BLE001 - an error of one job affects no other
