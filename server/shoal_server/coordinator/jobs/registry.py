@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 Prepare = Callable[[str], Awaitable[None]]
 Found = TypeVar("Found")
 
-READ_ON_AT_ONCE = 4
+BACKGROUND_READS_AT_ONCE = 4
 """Few, since the coordinator serves callers meanwhile."""
 READ_AGAIN_S = 1.0
 MAX_SHOWN = 20
@@ -148,7 +148,7 @@ class Registry:
         self._read_ahead = []
         self._leads = True
         log.info("leading", jobs=len(self._actors), unread=len(self._unread))
-        self._reading = asyncio.ensure_future(keep_on_until_done(self._read_on, "reading-jobs"))
+        self._reading = asyncio.ensure_future(keep_on_until_done(self._read_rest, "reading-jobs"))
         return [actor for actor in taken if actor is not None]
 
     def _add_finished(self, state: StateRecord, now_s: float) -> JobActor:
@@ -188,14 +188,14 @@ class Registry:
             stored.state,
         )
 
-    async def _read_on(self) -> None:
+    async def _read_rest(self) -> None:
         """Read jobs without members: interrupted ones, then the records of finished ones."""
-        await gather_bounded(self._read_late, list(self._unread), READ_ON_AT_ONCE)
+        await gather_bounded(self._read_in_background, list(self._unread), BACKGROUND_READS_AT_ONCE)
         finished = [state.spec.job for state in self._finished if not state.tally.is_cleared]
-        await gather_bounded(self._fill, finished, READ_ON_AT_ONCE)
+        await gather_bounded(self._fill, finished, BACKGROUND_READS_AT_ONCE)
         self._finished = []
 
-    async def _read_late(self, name: str) -> None:
+    async def _read_in_background(self, name: str) -> None:
         stored = await _with_retries(partial(self._read, name))
         if stored is not None:
             self._take_up(stored, self._dependencies.clock())

@@ -59,8 +59,8 @@ from shoal_server.serving.tasks import SupervisedTasks, gather_bounded, keep_on,
 
 log = structlog.get_logger(__name__)
 
-CARE_EACH_S = 2.0
-CARED_FOR_AT_ONCE = 32
+MAINTAIN_EACH_S = 2.0
+MAINTAINED_AT_ONCE = 32
 CLEARED_WITHIN_S = 10.0
 MAX_SERIES = 1024
 MAX_WATCHERS = 8192
@@ -115,7 +115,7 @@ class WeightSeriesService(WeightSeriesServicer):
             log.error("series_unreadable", series=name, reason=str(why))
         for name, (stored, writer) in readable.items():
             self._actors[name] = self._actor(PublishedSeries(name, stored, self._clock()), writer)
-        async with self._stores.mirror, running(keep_on(self._care, "published-weights")):
+        async with self._stores.mirror, running(keep_on(self._maintain_all, "published-weights")):
             try:
                 yield
             finally:
@@ -164,13 +164,13 @@ class WeightSeriesService(WeightSeriesServicer):
         for actor in self._actors.values():
             actor.notify()
 
-    async def _care(self) -> None:
+    async def _maintain_all(self) -> None:
         while True:
             # A server that does not answer delays only the series that it holds.
-            await gather_bounded(self._care_for, self.series(), CARED_FOR_AT_ONCE)
-            await asyncio.sleep(CARE_EACH_S)
+            await gather_bounded(self._maintain, self.series(), MAINTAINED_AT_ONCE)
+            await asyncio.sleep(MAINTAIN_EACH_S)
 
-    async def _care_for(self, actor: SeriesActor) -> None:
+    async def _maintain(self, actor: SeriesActor) -> None:
         await actor.care()
         self._drop_if_idle(actor)
 

@@ -13,7 +13,7 @@ log = structlog.get_logger(__name__)
 
 RESTORES_AT_ONCE = 4
 RESTORE_AGAIN_S = 5.0
-PATIENCE_S = 30.0
+REPORTED_AFTER_S = 30.0
 """Time after which shards are reported lost although their restore is still in progress."""
 
 
@@ -49,7 +49,7 @@ class AutomaticRestores:
         if job not in self._wanted:
             self._wanted[job] = None
             self._tasks.start(self._attempt(job, self._restore), key=job)
-            asyncio.get_running_loop().call_later(PATIENCE_S, self._note_slow, job)
+            asyncio.get_running_loop().call_later(REPORTED_AFTER_S, self._note_slow, job)
         return self._wanted[job]
 
     def forget(self, job: str) -> None:
