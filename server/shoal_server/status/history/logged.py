@@ -1,4 +1,4 @@
-"""Values that scripts log, over steps: each step once, in a bounded number of intervals."""
+"""Values that scripts log, over steps: one a step, averaged in a bounded number of intervals."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ MAX_POINTS = 180
 @dataclass(kw_only=True)
 class _Point:
     number: int
-    """Number of intervals between step 0 and its start."""
+    """Index of the interval, counted from step 0."""
     total: float
     count: int
 
@@ -89,6 +89,6 @@ class LoggedValues:
         return tuple(each.view(name) for name, each in self._by_name.items())
 
     def restore(self, views: Iterable[LoggedView]) -> None:
-        """Continue the series that an earlier leader stored, with the values since."""
+        """Continue the series that an earlier leader stored; values added until now are kept."""
         since, self._by_name = self._by_name, {v.name: LoggedSeries.kept(v) for v in views}
         self.add({name: (each.step, each.value) for name, each in since.items()})

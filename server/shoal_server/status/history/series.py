@@ -1,6 +1,6 @@
-"""Figures of a job over time, in a bounded number of intervals: if there are too many, each two are
-joined to one of twice the length. So a job of a minute has values for seconds and a job of a month
-for hours, in the same space.
+"""Figures of a job over time, in a bounded number of intervals: if there are too many, each pair is
+merged into one of twice the length. So a job of a minute has values for seconds and a job of a
+month for hours, in the same space.
 """
 
 import math
@@ -54,7 +54,7 @@ class _Point:
     """Values of one interval."""
 
     number: int
-    """Number of intervals between time 0 and its start."""
+    """Index of the interval, counted from Unix time 0."""
     generation: int = 0
     step: int = 0
     loss: _Mean = field(default_factory=_Mean)
@@ -138,8 +138,8 @@ class Series:
         )
 
     def steps_per_s(self) -> float | None:
-        """Recent pace of steps: over the newest eighth of the job's life, pauses included. None if
-        too little is known."""
+        """Steps per second, pauses included, over the newest eighth of the intervals. None if there
+        are too few intervals."""
         points = self._points
         if len(points) < 3:
             return None
@@ -148,7 +148,7 @@ class Series:
         return (points[-1].step - first.step) / seconds if seconds > 0 else None
 
     def restore(self, view: SeriesView) -> None:
-        """Continue a stored series, with the values since."""
+        """Continue a stored series. Readings added before this call are kept."""
         since, self._points, before_s = self._points, [], self._interval_s
         self._interval_s = max(view.interval_s, FIRST_INTERVAL_S)
         for i, unix_s in enumerate(view.unix_s):
