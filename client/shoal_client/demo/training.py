@@ -70,9 +70,9 @@ class LiveTally:
             whole = text[: text.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
             for line in whole.splitlines():
-                self._take(path, json.loads(line))
+                self._count_line(path, json.loads(line))
 
-    def _take(self, path: Path, line: dict[str, object]) -> None:
+    def _count_line(self, path: Path, line: dict[str, object]) -> None:
         begun = self._begun.setdefault(path, {})
         key = (int(str(line["generation"])), int(str(line["step"])))
         if line["event"] == "begin":
