@@ -1,4 +1,4 @@
-"""Track of a member's generation, of the next one, and of reports that a new leader needs again.
+"""A member's generation and the next one, and the reports that a new leader needs again.
 
 (no generation) --record--> bring-up --ready--> training --break--> stopped --record--> bring-up
                                    training --planned record--> offer made --StopAt--> bring-up
@@ -17,7 +17,7 @@ class PlannedChange:
 
     record: pb.GenerationRecord
     offer: int
-    """The first step not begun. Neither it nor a later one is begun before `stop_at` is known."""
+    """First step that was not begun yet. No step from here on begins before `stop_at` is known."""
     stop_at: int | None = None
 
     @property
@@ -31,8 +31,8 @@ class PlannedChange:
 
 
 class GenerationTrack:
-    """The generations of one member, from its own point of view. The requests that the methods
-    return are to be sent to the coordinator. All of them may be sent twice.
+    """The generations of one member, as far as the member knows them. Methods return requests to
+    send to the coordinator. Each request may be sent twice.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -182,13 +182,13 @@ class GenerationTrack:
             self.change = replace(self.change, stop_at=stop.step)
 
     def take_aborted(self, generation: int) -> bool:
-        """Note an aborted generation. True if it had been committed, and so has broken now."""
+        """Record an aborted generation. True if it had been committed, so that it is now broken."""
         if self.change is not None and self.change.generation == generation:
             self.change = None
         return self._record is not None and self._record.roster.generation == generation
 
     def take_break(self, generation: int, reason: str) -> bool:
-        """Note a break. True if it was not known yet."""
+        """Record a break. True if it was not known yet."""
         if generation in self._broken:
             return False
         self._broken[generation] = reason
@@ -197,8 +197,8 @@ class GenerationTrack:
         return True
 
     def stand(self) -> pb.SettleRequest | None:
-        """Step report of a trainer that is in no generation, if it has made one. A trainer that
-        never entered any generation is still at the step that it proposed.
+        """Step report of a trainer that is in no generation; None if it made no report. A trainer
+        that never entered any generation is still at the step that it proposed.
         """
         if self._stood_at is not None or self.generation or self._proposal is None:
             return self._stood_at
