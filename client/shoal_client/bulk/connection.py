@@ -127,7 +127,7 @@ class BulkConnection:
             if self._arena is not None:
                 self._arena.clear()
             sending = Sending(self._socket, opening, parts, self._arena)
-            remaining_bytes: dict[int, int] = {}
+            bytes_left: dict[int, int] = {}
             while (frame := self._next_frame(sending, give_up_s)).kind is not FrameKind.END:
                 reply = self._read(frame, parse)
                 if reply is None:
@@ -135,17 +135,15 @@ class BulkConnection:
                 if isinstance(reply, OnlyPiece):
                     piece = reply.piece
                     changed = [piece.shard_id]
-                    remaining_bytes[piece.shard_id] = remaining_bytes.get(piece.shard_id, 0) - len(
-                        piece.data
-                    )
+                    bytes_left[piece.shard_id] = bytes_left.get(piece.shard_id, 0) - len(piece.data)
                 else:
                     new_parts = dict(announced(reply))
-                    remaining_bytes |= new_parts
+                    bytes_left |= new_parts
                     changed = list(new_parts)
                 yield reply
                 # By now the caller has read the data of this reply.
                 for part_id in changed:
-                    if not remaining_bytes[part_id]:
+                    if not bytes_left[part_id]:
                         sending.answered(part_id)
                         if self._arena is not None:
                             sending.go_on_between()

@@ -59,7 +59,7 @@ class WeightsConfig:
     format: Literal["safetensors", "sglang"] = "safetensors"
     """export: as a Hugging Face model, or as SGLang, slime and miles pull versions."""
     base: Annotated[str, Parameter(metavar="DIR", show_default=False)] = ""
-    """export: directory whose config and tokenizer are copied beside the weights."""
+    """export: directory whose config and tokenizer are copied next to the weights."""
     call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
 
     def __post_init__(self) -> None:

@@ -41,10 +41,8 @@ class _Watched:
         claim = self.slot.claim_of(self.pid)
         if claim is None:
             return (self.job, "") if self.halted and not self.slot.has_left(self.pid) else None
-        gets_notices = self.slot.claimed(self.pid) and self.slot.ending is MembershipEnding.UNKNOWN
-        return (
-            None if gets_notices and not self.halted else (claim.token.job, claim.token.member_id)
-        )
+        notified = self.slot.claimed(self.pid) and self.slot.ending is MembershipEnding.UNKNOWN
+        return None if notified and not self.halted else (claim.token.job, claim.token.member_id)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ class HostOutputs:
         request: pb.ServeOutputRequest,
         tails: Mapping[str, OutputTail],
     ) -> None:
-        """`tails`: the output of each member in `request`. `coordinators` must stay open longer."""
+        """`tails`: the output of each member in `request`. `coordinators` has to outlive this."""
         self._coordinators = coordinators
         self._request = request
         self._request.source = secrets.token_hex(8)

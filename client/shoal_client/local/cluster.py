@@ -6,7 +6,7 @@
 All parts are stopped at the end of the block, and none survives a crash of the process that holds
 it. Each part takes free ports; its log, and etcd's data, are in the directory.
 
-With `restart` a part that ends is started again: etcd on its data and its ports, the coordinator at
+With `restart` a part that ends is started again: etcd with its data and ports, the coordinator at
 its addresses, a parameter server under its id, at its address if that is still free. A server comes
 back empty: backups have taken over its shards, and it gets copies again. Without `restart` a part
 that ends is not replaced; tests and benchmarks need that.

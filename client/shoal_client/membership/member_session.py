@@ -69,9 +69,7 @@ class MemberSession:
         self._changed = threading.Condition(self._lock)
         self._core = MemberCore(member.identity, wait_s())
         """Changed under the condition's lock only; single values are read without it."""
-        self._threads = SessionThreads(
-            lambda error: self._submit_event(ev.ThreadFailed(error=error))
-        )
+        self._threads = SessionThreads(lambda error: self._submit(ev.ThreadFailed(error=error)))
         self._joining = tracing.OngoingSpan("Join")
         """Span of joining, up to the first generation."""
         self._stream = HeldStream(self._threads.closing, self._joining)
@@ -96,9 +94,7 @@ class MemberSession:
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
         # This thread holds one stream after another, until the membership ends.
-        self._threads.start(
-            "shoal-member", lambda: self._submit_event(ev.JoinWanted(within_s=timeout_s))
-        )
+        self._threads.start("shoal-member", lambda: self._submit(ev.JoinWanted(within_s=timeout_s)))
         self._threads.start("shoal-drain", self._ask_for_drain)
         with self._changed:
             self._changed.wait_for(
@@ -147,7 +143,7 @@ class MemberSession:
             optional_fields=optional_fields,
             listings=listings,
         )
-        self._submit_event(ev.ProposalMade(proposal=proposal))
+        self._submit(ev.ProposalMade(proposal=proposal))
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
         """Wait for the next committed record with a number above `above` that includes this member.
@@ -164,7 +160,7 @@ class MemberSession:
     def ready(self, record: pb.GenerationRecord) -> None:
         """Report that the first collective of the generation passed, at the step set by
         `progress`."""
-        self._submit_event(ev.GenerationBroughtUp(record=record))
+        self._submit(ev.GenerationBroughtUp(record=record))
         self._joining.end()
 
     def give_up_at(self, time_s: float) -> None:
@@ -229,11 +225,11 @@ class MemberSession:
         it. If no coordinator can be reached, the pause is reported later: until then no limit of
         the other members runs either.
         """
-        self._submit_event(ev.PauseBegun(reason=reason, limit_s=limit_s))
+        self._submit(ev.PauseBegun(reason=reason, limit_s=limit_s))
 
     def resume(self) -> None:
         """End the pause."""
-        self._submit_event(ev.PauseEnded())
+        self._submit(ev.PauseEnded())
 
     def is_broken(self, generation: int) -> bool:
         """True if the generation is over, by a loss or an aborted bring-up. Cheap to call."""
@@ -264,7 +260,7 @@ class MemberSession:
         member. For a failed bring-up: `own` if the failure was this member's own, and `state_lost`
         if the members together hold no complete state, and there is no checkpoint.
         """
-        self._submit_event(ev.CollectiveFailed(error=error, own=own, state_lost=state_lost))
+        self._submit(ev.CollectiveFailed(error=error, own=own, state_lost=state_lost))
 
     def settle(self, step: int, *, has_state: bool, enough_for_call: int = 0) -> None:
         """Report, after a break, that the trainer has stopped with `step` optimizer steps in its
@@ -275,7 +271,7 @@ class MemberSession:
         completed the job meanwhile, Fenced if this member was lost.
         """
         event = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough_for_call)
-        self._submit_event(event)
+        self._submit(event)
 
     # --- leaving ---
 
@@ -284,7 +280,7 @@ class MemberSession:
 
         Raises the coordinator's refusal, or a RetryError at `give_up_at`.
         """
-        self._submit_event(ev.WorkDone(reason=reason, finished=finished, closes=closes))
+        self._submit(ev.WorkDone(reason=reason, finished=finished, closes=closes))
 
     def await_others_done(self, generation: int, timeout_s: float, *, away_limit_s: float) -> bool:
         """Wait, with the work done, until the job completes or continues in another generation.
@@ -324,7 +320,7 @@ class MemberSession:
         """
         if completed:
             self._own_jobs.completed()
-        self._submit_event(ev.LeaveWanted(completed=completed, reason=reason, timeout_s=timeout_s))
+        self._submit(ev.LeaveWanted(completed=completed, reason=reason, timeout_s=timeout_s))
         self.close()
         return self._core.leaving.is_acknowledged
 
@@ -346,7 +342,7 @@ class MemberSession:
         self._drain_wishes.put(None)
         if self._slot is not None:
             self._slot.withdraw()
-        self._submit_event(ev.SessionClosed())
+        self._submit(ev.SessionClosed())
         self._threads.join(within_s=CLOSE_WITHIN_S)
         self._joining.end()
         # A call to a coordinator that hangs ends with its connection.
@@ -436,7 +432,7 @@ class MemberSession:
                 left_s = min(decision.until_s, give_up_s) - now_s
                 self._changed.wait(min(max(left_s, 0.0), threading.TIMEOUT_MAX))
 
-    def _submit_event(self, event: ev.Event) -> None:
+    def _submit(self, event: ev.Event) -> None:
         """Submit an event, and carry out its effects on this thread. Raises the error of a
         `RaiseError`."""
         due = deque(self._step(event))
@@ -508,9 +504,7 @@ class MemberSession:
         if self._threads.closing.wait(opening.after_s):
             return None
         error = self._stream.hold(
-            self._coordinators,
-            opening.request,
-            lambda notice: self._submit_event(self._received(notice)),
+            self._coordinators, opening.request, lambda notice: self._submit(self._received(notice))
         )
         return ev.StreamEnded(error=error, chance=chance())
 
@@ -542,11 +536,11 @@ class MemberSession:
                 loads=status.loads,
             )
             try:
-                self._submit_event(due)
+                self._submit(due)
             except ShoalError:
                 return
 
     def _ask_for_drain(self) -> None:
         """Send each wish to leave to the coordinator."""
         while (reason := self._drain_wishes.get()) is not None:
-            self._submit_event(ev.DrainWanted(reason=reason))
+            self._submit(ev.DrainWanted(reason=reason))

@@ -278,7 +278,7 @@ class ShardServers(Generic[Stub]):
         with self._lock:
             if self._closed.is_set():
                 raise _closed_error()
-            # No call uses an outdated stub: the caller holds the lock of this address.
+            # No call uses an outdated stub: each holds the lock of its address.
             outdated = self._certificates.get(address) is not (now := material())
             gone = [self._reached.pop(address)] if outdated and address in self._reached else []
             if address not in self._reached:

@@ -1,4 +1,4 @@
-"""A job's tables on its parameter servers: rows looked up and pushed, from an ordinary thread.
+"""A job's tables on its parameter servers: look up and push rows, without asyncio.
 
 Ids, births and values are little-endian bytes, sorted by shard; `route` sorts plain integers. This
 module finds the server of each shard, and repeats calls while a server is unavailable.

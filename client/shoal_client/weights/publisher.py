@@ -1,5 +1,4 @@
-"""Publication of one rank's part: its segment goes to servers, its description to the
-coordinator."""
+"""Publication of one rank's part: the segment to servers, its description to the coordinator."""
 
 import threading
 import time
@@ -70,8 +69,7 @@ class SeriesPublisher:
         self._renewing: threading.Thread | None = None
 
     def begin(self, timeout_s: float = TIMEOUT_S) -> pb.BeginPublicationReply:
-        """Announce a publication. The answer has the epoch, the newest version, and the servers for
-        this rank's segment.
+        """Announce a publication; return epoch, newest version and servers for the rank's segment.
 
         Raises StaleEpoch, SeriesHeld, Overloaded, or Unavailable once the time is over.
         """

@@ -100,8 +100,7 @@ class _RelayedSegment:
 
 
 class Relay(WeightStoreServicer):
-    """Serves the segments of the version that was fetched last, and of the version that is being
-    fetched. Thread-safe."""
+    """Serves segments of the version fetched last, and of the one being fetched. Thread-safe."""
 
     def __init__(self, series: str, host: str) -> None:
         """Serve at address `host` of this machine, on free ports, until `close`. Raises
@@ -414,8 +413,7 @@ class Relay(WeightStoreServicer):
         return entry
 
     def _wait(self, wire: "_Wire", entry: _RelayedSegment, is_there: Callable[[], bool]) -> None:
-        """Wait until `is_there()`, and send beats meanwhile. Raises Unavailable if no data
-        arrives."""
+        """Wait until `is_there()`; send beats meanwhile. Raises Unavailable if no data arrives."""
         while True:
             with self._changed:
                 if self._changed.wait_for(is_there, BEAT_S):
