@@ -70,7 +70,7 @@ class World:
 
 
 class Layout(ABC):
-    """Base of a rank's part of a model; computes steps on it together with the other ranks."""
+    """Base class of one rank's part of a model, which computes steps together with the others."""
 
     world: World
     module: nn.Module
@@ -123,12 +123,12 @@ class Layout(ABC):
     @property
     def held(self) -> Mapping[str, Tensor]:
         """This rank's part of the model's state, by name in the user's model: parameters and
-        persistent buffers, also those that are copies. Contains all of `parameters`."""
+        persistent buffers, replicated ones included. Contains all of `parameters`."""
         return {**self.parameters, **persistent_buffers(self.plain)}
 
     def shard(self, name: str, tensor: Tensor) -> TensorShard:
-        """Describe a tensor as a chunk of the whole: one of `held`, or a tensor of optimizer state
-        in the shape of the parameter of this name. The shard's tensor is a view: writing it writes
+        """Describe a tensor as a chunk of the whole tensor. `tensor`: one of `held`, or optimizer
+        state in the shape of the parameter `name`. The shard's tensor is a view: writing it writes
         the parameter."""
         chunk, shape = self.chunk(name, tensor), tuple(tensor.shape)
         return TensorShard(shape=shape, chunk=chunk, tensor=local_part(tensor))
@@ -151,14 +151,14 @@ class Layout(ABC):
         """True if sums over ranks count this rank's shard of a tensor of `held`.
 
         Each element is counted on exactly one rank, which adds it to norms and writes it to
-        checkpoints. By default: every rank counts its `parameters`, the first one all else.
+        checkpoints. By default: every rank counts its `parameters`, and rank 0 all else too.
         """
         return name in self.parameters or self.world.rank == 0
 
     def replicas(self, name: str) -> Sequence[int]:
-        """Ranks that publish this rank's chunk of a tensor of `held` in parts among them: all of
-        them hold the same bits. By default: this rank alone if it `counts` the tensor, else none
-        (another rank publishes it)."""
+        """Ranks that hold the same bits of this rank's chunk of a tensor of `held`: each of them
+        publishes a part of the chunk. By default: this rank alone if it `counts` the tensor, else
+        none (another rank publishes it)."""
         return (self.world.rank,) if self.counts(name) else ()
 
     def travels(self, name: str) -> bool:
@@ -175,8 +175,8 @@ class Layout(ABC):
 
     @property
     def num_moved(self) -> int:
-        """Counter that rises with each exchange between ranks that bypasses the group. Any
-        thread."""
+        """Counter that rises with each exchange between ranks that bypasses the group. May be read
+        on any thread."""
         return 0
 
     def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:
@@ -186,13 +186,13 @@ class Layout(ABC):
 
     @property
     def leaves(self) -> Sequence[Tensor] | None:
-        """The tensors that a backward pass ends in, if it can be limited to their gradients; None
-        if they differ from pass to pass."""
+        """Leaf tensors of every backward pass, which can then be limited to their gradients; None
+        if the leaves differ from pass to pass."""
         return None
 
     def watch(self, ours: Callable[[], bool]) -> None:
-        """Make a backward pass raise from now on unless `ours()` is true in it, before its
-        gradients reach other ranks: see `shoal.model.gradients.bare_backward`."""
+        """Make each later backward pass raise before its gradients reach other ranks, unless
+        `ours()` is true in the pass: see `shoal.model.gradients.bare_backward`."""
         watch_parameters(self.plain.parameters(), ours)
 
     # --- a step ---
@@ -203,7 +203,7 @@ class Layout(ABC):
         return self.plain
 
     def begin(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
-        """Called at the beginning of a step, with no gradients there. May communicate."""
+        """Called at the beginning of a step, before there are gradients. May communicate."""
 
     reduces: bool = True
     """See `reduce_in_backward`."""
@@ -255,8 +255,8 @@ class Layout(ABC):
         return loss.detach()
 
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
-        """True if a forward pass with gradients communicates with other ranks. `is_first_step`: of
-        the generation."""
+        """True if a forward pass with gradients communicates with other ranks. `is_first_step`:
+        True in the first step of the generation."""
         return True
 
     def reduce(self) -> None:  # noqa: B027 - most layouts reduce in backward
@@ -279,8 +279,8 @@ class Layout(ABC):
         """Called right after `optimizer.step()`. May communicate."""
 
     def finish_passes(self) -> None:
-        """Called after forward passes of all ranks outside of a step. Raises on all ranks if those
-        that split layers among them computed with different layers."""
+        """Called after forward passes of all ranks outside of a step. Raises on all ranks if ranks
+        that split layers among themselves computed with different layers."""
         self.world.exchanges.finish(self.world.group)
 
     def idle(self) -> Sequence[str]:
@@ -304,12 +304,12 @@ class Layout(ABC):
     def release(self) -> None:  # noqa: B027 - most layouts hold the group by nothing else
         """Drop the references to the group when it ends, even if `module` is still referenced.
 
-        Quick, raises nothing, may be called twice; no step is taken afterwards.
+        Returns quickly, raises nothing, may be called twice. No step is taken afterwards.
         """
 
     def cut(self, reason: str) -> None:  # noqa: B027 - most layouts wait in the group only
-        """Make this layout's waits that bypass the group raise, after the group was aborted. Quick,
-        callable from any thread."""
+        """Called after the group was aborted, on any thread: make this layout's waits raise that
+        bypass the group. Returns quickly."""
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
         """Groups, other than the default one, that were made for this layout."""
@@ -351,7 +351,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     module.to_empty(device=device)
     for (part, name), (first, first_name) in tied:
         parameter_table(part)[name] = parameter_table(first)[first_name]
-    # `to_empty` has replaced them by empty ones. Put the real ones back, still tied.
+    # `to_empty` has replaced the real buffers by empty ones. Put them back, still tied.
     for part, name, buffer in real:
         buffer_table(part)[name] = buffer
     move_buffers(module, device)

@@ -65,13 +65,13 @@ class BuffersBySamples:
 class RunningBuffers:
     """The persistent buffers of a model that every rank holds.
 
-    DDP broadcasts the first rank's buffers only in the next forward pass. Until then each rank's
-    differ, and if the first rank were lost, the job would continue with another rank's.
+    DDP broadcasts the first rank's buffers only in the next forward pass. Until then the ranks'
+    buffers differ: if the first rank were lost, the job would continue with another rank's.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._by_samples = BuffersBySamples(model)
-        # Once: a walk over the modules of a model takes longer than to send a few buffers.
+        # Listed once: walking over all modules takes longer than sending a few buffers.
         self._tables = [
             (buffer_table(part), transient_buffers(part))
             for part in model.modules()
@@ -86,9 +86,9 @@ class RunningBuffers:
 
     def _each_once(self) -> Iterator[Tensor]:
         known: set[int] = set()
-        for table, passing in self._tables:
+        for table, transient in self._tables:
             for name, buffer in table.items():
-                if buffer is not None and name not in passing and id(buffer) not in known:
+                if buffer is not None and name not in transient and id(buffer) not in known:
                     known.add(id(buffer))
                     yield buffer
 
@@ -106,7 +106,7 @@ def broadcast_packed(
     group: dist.ProcessGroup,
     look: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None,
 ) -> None:
-    """Overwrite the tensors, of any dtypes, with those of the group's first rank: one broadcast.
+    """Overwrite the tensors, of any dtypes, with those of the group's first rank, by one broadcast.
 
     Calls `look(own, first)` before it overwrites.
     """

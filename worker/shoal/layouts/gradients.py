@@ -38,7 +38,7 @@ def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSp
     return InvalidSpec(
         f"the gradients of step {step} were not reduced",
         seen="a loss that the distributed model did not compute, or that leaves out parameters"
-        " which an earlier pass of the step has reached",
+        " of an earlier pass of the step",
         expected="the model that session.distribute returned to be called in the step, before"
         " session.backward, and every parameter to take part in each loss",
         fix="If passes leave parameters out on purpose: "
@@ -91,7 +91,7 @@ def _not_finite(
 def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
     """Return the first parameter whose gradient on this rank has a NaN or Inf; empty if none."""
     gradients = local_gradients(parameters)
-    # One pass over all. A norm of finite numbers can overflow, so only the exact test decides.
+    # One pass over all gradients. A norm of finite numbers may overflow: the exact test decides.
     norms = foreach_norm(list(gradients.values()))
     if not norms or math.isfinite(torch.stack([n.float() for n in norms]).sum().item()):
         return ""
@@ -106,7 +106,7 @@ def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             own = gradient_cut_as(parameter, gradient)
             if own is not gradient:
-                # If the gradient is replicated, each rank would count all of it.
+                # Otherwise each rank would count all elements of a replicated gradient.
                 parameter.grad = gradient = own
         if gradient is not None:
             found[name] = local_of(gradient) if isinstance(gradient, DTensor) else gradient

@@ -1,8 +1,8 @@
 """A model's forward pass as a chain of layers, cut into stages.
 
-The forward pass is traced with torch.fx down to the layers and no further: inside a layer the
-user's own code runs, with the shapes, modes and randomness of the moment. No example input is
-needed, and one trace serves every world size.
+The forward pass is traced with torch.fx down to the layers and no further: a layer runs the user's
+own code at each call, with its actual shapes, modes and random numbers. No example input is needed,
+and one trace serves every world size.
 
 A trace has three kinds of values. *Inputs* are known to every stage, as all stages get the same
 samples. Values that follow from inputs, parameters and shapes alone are *repeatable*: each stage

@@ -15,9 +15,9 @@ from shoal.torch_private.compiling import eager
 class SplitAttention(nn.MultiheadAttention):
     """Attention in which a rank computes its own heads and its summand of the output projection.
 
-    The packed input projection is cut into even runs of rows, which are not whole heads: so its
-    outputs are gathered, and each rank keeps those of its heads. B samples, T target and S source
-    positions, H own heads of width D, E embedding.
+    The packed input projection is cut into even runs of rows, which are not whole heads. So
+    outputs are gathered, and each rank keeps those of its heads. Shapes: B samples, T target and S
+    source positions, H own heads of width D, E embedding.
     """
 
     rows: Cut

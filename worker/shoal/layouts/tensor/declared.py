@@ -28,16 +28,16 @@ class _Attention:
 def declared_regions(model: nn.Module, degree: int) -> Mapping[str, Region]:
     """Find the attention modules that can be split by whole heads over `degree` ranks; by name.
 
-    Left out, and so split module by module with gathered outputs, are those with: a number of heads
-    (also of keys and values) that `degree` does not divide; dropout on attention weights, whose
-    masks would differ from one process; parameters or buffers beside those of the linear modules,
-    as their gradients would be of some heads only; attention weights among the outputs.
+    An attention module is left out, and split linear module by linear module with gathered outputs,
+    if `degree` does not divide its numbers of heads; if it has dropout on attention weights, as
+    masks would differ from one process; if it has parameters or buffers outside the linear modules,
+    as their gradients would cover some heads only; or if it returns attention weights.
     """
     modules = dict(model.named_modules())
     return {
         name: Region(columns=tuple(sorted(found.columns)), row=found.rows[0], dropouts=())
         for name, found in _attentions(modules).items()
-        if _divides(modules[name], found, degree)
+        if _can_be_split(modules[name], found, degree)
     }
 
 
@@ -79,7 +79,7 @@ def _head_dim(attention: nn.Module) -> object:
     return getattr(attention, "head_dim", None)
 
 
-def _divides(attention: nn.Module, found: _Attention, degree: int) -> bool:
+def _can_be_split(attention: nn.Module, found: _Attention, degree: int) -> bool:
     head_dim = _head_dim(attention)
     assert isinstance(head_dim, int)
     linear = {name: attention.get_submodule(name) for name in (*found.columns, *found.rows)}

@@ -1,6 +1,6 @@
 """Derivation of a tensor plan for a transformer, or any model of linear and embedding modules.
 
-Modules are split only if that is correct whatever the model does with them: pairs with only
+A module is split only if the result is correct for every use of the module: pairs with only
 elementwise operations between them, torch's own attention, attention whose model declares it, and
 single modules whose outputs are gathered. All else stays whole, and the plan says why.
 """
@@ -101,7 +101,7 @@ class _Derivation:
         ordered = [self._entries[name] for name in self._modules if name in self._entries]
         return TensorPlan(degree=self._degree, entries=tuple(self._count(e) for e in ordered))
 
-    # --- what the user said ---
+    # --- overrides of the user ---
 
     def _read(self, overrides: Mapping[str, str]) -> dict[str, str]:
         chosen: dict[str, str] = {}
@@ -137,11 +137,11 @@ class _Derivation:
             raise InvalidSpec(
                 f"module {name!r} cannot be split over {self._degree} ranks",
                 seen=reason,
-                expected="something to split",
-                fix="Say 'whole', or leave it out of the plan.",
+                expected="a module with a part for each rank",
+                fix="Use 'whole', or leave the module out of the plan.",
             )
 
-    # --- what cannot be split, and what must be the same ---
+    # --- modules that cannot be split, and tied modules ---
 
     def _unsplittable(self) -> Iterator[tuple[str, str]]:
         for name, module in self._modules.items():
@@ -166,7 +166,7 @@ class _Derivation:
             splits = all(
                 styles[n] and n not in self._entries and self._fits(n, styles[n]) for n in names
             )
-            # All alike: a tensor cut in one module and whole in another would be two parameters.
+            # Treat all alike: a tensor cut in one module and whole in another would become two.
             splits = splits and any(self._is_big(name) for name in names)
             for name in names:
                 others = ", ".join(other for other in names if other != name)
@@ -214,8 +214,8 @@ class _Derivation:
                 continue
             weights = (self._modules[name].weight for name in (*columns, row))
             num_bytes = sum(w.nbytes for w in weights if isinstance(w, Tensor))
-            asked = any(name in self._chosen for name in (*columns, row))
-            if num_bytes < self._min_bytes and not asked:
+            is_override = any(name in self._chosen for name in (*columns, row))
+            if num_bytes < self._min_bytes and not is_override:
                 continue
             for name in columns:
                 self._split(name, COLUMN, f"its outputs go on to {row}", paired=True)
@@ -237,19 +237,19 @@ class _Derivation:
         )
 
     def _has_one_name(self, name: str) -> bool:
-        """True if the module has no second name: by that it might be called outside the pair."""
+        """True if the module has no second name, by which others might call it."""
         return name in self._modules and name not in self._shared
 
     def _alone(self, name: str) -> None:
         module = self._modules[name]
-        asked = self._chosen.get(name)
-        style = asked or STYLES[type(module)][0]
+        is_override = self._chosen.get(name)
+        style = is_override or STYLES[type(module)][0]
         reason = self._too_small(module, style)
         if self._degree == 1:
             self._whole(name, "there is one rank")
         elif reason:
             self._whole(name, reason)
-        elif not asked and not self._is_big(name):
+        elif not is_override and not self._is_big(name):
             self._whole(name, f"smaller than {self._min_bytes} bytes")
         elif style == HEADS:
             self._split(name, style, "each rank has whole heads")
@@ -280,9 +280,9 @@ class _Derivation:
             return f"{size} is fewer than {self._degree} ranks"
         has_last = size > (self._degree - 1) * -(-size // self._degree)
         lacks = self._all_have_parts and not has_last
-        return f"of {size}, {self._degree} ranks do not all get a part" if lacks else ""
+        return f"{size} elements leave one of {self._degree} ranks without a part" if lacks else ""
 
-    # --- writing it down ---
+    # --- entries of the plan ---
 
     def _split(self, name: str, style: str, why: str, *, paired: bool = False) -> None:
         dims = CUT_DIMS[type(self._modules[name]), style]

@@ -180,13 +180,13 @@ class VocabEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         weight = local(self.weight)
         if not self.cut.size:
-            nothing = weight.sum() + weight.new_zeros((*input.shape, self.embedding_dim))
-            return summed(nothing, self.cut)
+            zeros = weight.sum() + weight.new_zeros((*input.shape, self.embedding_dim))
+            return summed(zeros, self.cut)
         row = input - self.cut.start
         foreign = (row < 0) | (row >= self.cut.size)
         padding = self._own_padding()
-        found = F.embedding(row.masked_fill(foreign, 0), weight, padding)
-        return summed(found.masked_fill(foreign.unsqueeze(-1), 0), self.cut)
+        own = F.embedding(row.masked_fill(foreign, 0), weight, padding)
+        return summed(own.masked_fill(foreign.unsqueeze(-1), 0), self.cut)
 
     def _own_padding(self) -> int | None:
         if self.padding_idx is None:

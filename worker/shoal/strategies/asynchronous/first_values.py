@@ -71,8 +71,8 @@ def first_values(
 ) -> None:
     """Pull the job's values into `values`; create them from `values` if no other member does.
 
-    `creates`: create them at once. Raises ShardNotReady after `limit_s`, GenerationBroken, and the
-    errors with which the servers refuse the optimizer.
+    `creates`: create them at once if they are missing. Raises ShardNotReady after `limit_s`,
+    GenerationBroken, and the errors with which the servers refuse the optimizer.
     """
     now_s = time.monotonic()
     create_at_s = now_s if creates else now_s + PATIENCE_SHARE * limit_s

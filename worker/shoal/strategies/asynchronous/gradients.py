@@ -13,8 +13,8 @@ from shoal_proto.errors import DtypeMismatch, NonFiniteGradient
 def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str, Tensor]:
     """Return the gradients by name, on the host and contiguous; missing ones are left out.
 
-    Raises DtypeMismatch or NonFiniteGradient before any part of the step is sent, as a server
-    would.
+    Raises DtypeMismatch or NonFiniteGradient, as a server would, before any part of the step is
+    sent.
     """
     found = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
     for name, gradient in found.items():
@@ -37,7 +37,7 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
 
 
 def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
-    """Names of the gradients with NaN or Inf.
+    """Name the gradients with NaN or Inf.
 
     A sum is finite only if all its terms are, and is much cheaper than a check of each gradient. If
     the sum is not finite, each gradient is checked, since finite numbers may have overflowed.

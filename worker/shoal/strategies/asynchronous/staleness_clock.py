@@ -25,7 +25,7 @@ MAX_BOUND = 1 << 20
 
 
 class StalenessClock:
-    """Clock that decides when one member's steps may begin. For the trainer's thread."""
+    """Clock that decides when one member's steps may begin. Used on the trainer's thread."""
 
     def __init__(self, consistency: str = "async", bound: int | None = None) -> None:
         """Raises InvalidSpec. `bound`: in rounds, for `ssp` only; 4 by default."""
