@@ -1,8 +1,7 @@
 """All members' rows of a batch, gathered in the batch's order, with exact gradients.
 
 A loss over pairs of samples needs the features of the whole global batch. Each member sends its
-rows to the others. In backward it receives the gradients of its rows from all members' losses, and
-adds them up.
+rows to the others, and in backward adds up the gradients of its rows from all members' losses.
 A member's loss is weighted by its share before backward, and gradients are averaged over members
 after it. So two kinds of loss have the gradients of one process: a loss over all rows, the same on
 every member; and a mean over the member's own rows, each compared with all rows.
@@ -205,8 +204,7 @@ class RowGathers:
                 expected="rows of the same shape and dtype on every member, with gradients on all"
                 " members or on none",
             )
-        known = [each for each in messages if each.num_samples >= 0]
-        if any(each.rows != max(each.num_samples, 1) for each in known):
+        if any(m.rows != max(m.num_samples, 1) for m in messages if m.num_samples >= 0):
             raise self._refusal(
                 f"{CALL} of a tensor that has not one row for each sample of the member's share",
                 messages,

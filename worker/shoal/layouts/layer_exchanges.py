@@ -121,7 +121,6 @@ class LayerExchanges:
                 self._whole[2 * (len(self._names) - 1)] = parameter
 
     def begin(self) -> None:
-        """Begin the record of a step."""
         self._steps += 1
         self._forgotten = self._digest = 0
         self._done, self._has_ended, self._without = [], False, None
@@ -216,11 +215,7 @@ def check_exchanges(
     layers. `digests`, `records`: `LayerExchanges.summary` and `.record` by rank. `members`: names
     by rank."""
     names = members or [f"rank {rank}" for rank in range(len(digests))]
-    by_name = {
-        names[rank]: own
-        for rank in ranks_that_differ(digests)
-        if (own := records[rank]) is not None
-    }
+    by_name = {names[r]: own for r in ranks_that_differ(digests) if (own := records[r]) is not None}
     if not by_name:
         return
     found = difference(by_name)

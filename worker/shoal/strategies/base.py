@@ -150,8 +150,7 @@ class Strategy(ABC):
 
     @property
     def written_checkpoint(self) -> int | None:
-        """The step of the newest checkpoint that this member has helped to write. Readable on any
-        thread."""
+        """The step of the newest checkpoint that this member helped to write. For any thread."""
         return None
 
     @property

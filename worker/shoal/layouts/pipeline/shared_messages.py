@@ -154,13 +154,11 @@ class _Lane:
 class _Awaited:
     """A message to this rank that has not been received yet."""
 
-    def __init__(
-        self, lane: _Lane, position: tuple[int, Tensor], number: int, tensor: Tensor
-    ) -> None:
-        self._lane, self._position, self._number, self._tensor = lane, position, number, tensor
+    def __init__(self, lane: _Lane, slot: tuple[int, Tensor], number: int, tensor: Tensor) -> None:
+        self._lane, self._slot, self._number, self._tensor = lane, slot, number, tensor
 
     def wait(self) -> None:
-        self._lane.fill(self._number, *self._position, self._tensor)
+        self._lane.fill(self._number, *self._slot, self._tensor)
 
 
 class _Sent:

@@ -33,8 +33,7 @@ class Stage:
         """Take ownership of the model, and delete the parts that this stage does not need.
 
         The first stage keeps the parts that no stage uses. Raises InvalidSpec if two stages hold
-        one persistent buffer, in two modules or in a module that both call: its copies would
-        diverge.
+        one persistent buffer, in one module or in two: its copies would diverge.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model

@@ -89,9 +89,7 @@ def different_layers(
     by_rank = zip(ranks, operations, strict=True)
     return InvalidSpec(
         "the members computed with different layers at the same time",
-        seen="; ".join(
-            f"rank {rank}: {_description(exchange, names)}" for rank, exchange in by_rank
-        ),
+        seen="; ".join(f"rank {rank}: {_text(exchange, names)}" for rank, exchange in by_rank),
         expected="the same layers in the same order in each pass on every member: they gather"
         " and reduce each layer together",
         fix="If a member's samples do not need a layer, call it with no samples (inputs[:0]) and,"
@@ -100,7 +98,7 @@ def different_layers(
     )
 
 
-def _description(exchange: int, names: Sequence[str]) -> str:
+def _text(exchange: int, names: Sequence[str]) -> str:
     if exchange == PASSES_END:
         return "done with its forward passes"
     number, is_sum = divmod(exchange, 2)

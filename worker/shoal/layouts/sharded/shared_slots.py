@@ -37,7 +37,7 @@ NUM_SUMMED = 2
 _ELSEWHERE = NUM_GATHERED
 _LAST_BITS = 16
 """Bits of the last operation, as numbered in `layer_order`."""
-_DIGEST_MASK = (1 << 44) - 1
+_MASK = (1 << 44) - 1
 """Mask of the digest that fits into a message beside the last operation and the slots in use."""
 _ODD = 1_000_003
 """Odd factor of the digest: digests that differ stay different under equal operations."""
@@ -106,7 +106,7 @@ class SharedSlots:
 
     def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
         """Return the work to wait for before other ranks' parts are read. None, on all ranks, if
-        the output is not memory of `to_gather`: the caller gathers by other means."""
+        `output` is not from `to_gather`. `number`: index of the parameter group."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
         self._note(to_gather(number), slot)
@@ -125,8 +125,7 @@ class SharedSlots:
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, added in the
-        order of ranks. False, on all ranks, if `whole` is too large. `number`: index of the
-        parameter group."""
+        order of ranks. False, on all ranks, if `whole` is too large. `number`: see `gather`."""
         self._note(to_sum(number), 0)
         mine = self.to_sum(whole.nbytes)
         if mine is None:
@@ -170,9 +169,7 @@ class SharedSlots:
 
     def _note(self, exchange: int, slot: int) -> None:
         self._last = exchange & ((1 << _LAST_BITS) - 1)
-        self._digest = (
-            self._digest * _ODD + (self._last + 1) * (_ELSEWHERE + 1) + slot
-        ) & _DIGEST_MASK
+        self._digest = (self._digest * _ODD + (self._last + 1) * (_ELSEWHERE + 1) + slot) & _MASK
 
     def meet(self) -> None:
         """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.

@@ -121,10 +121,8 @@ class AsyncDiLoCo(AsyncSGD):
         """Push the round's change, and continue from the servers' new values."""
         if not self._steps_of_round:
             return
-        change = {
-            n: self._began[n] - _on_host(p) for n, p in self._shared.values.parameters.items()
-        }
-        self._count(self._push(change))
+        diff = {n: self._began[n] - _on_host(p) for n, p in self._shared.values.parameters.items()}
+        self._count(self._push(diff))
         self._began, self._steps_of_round = {}, 0
         while self._unacknowledged:
             self._unacknowledged.pop(0)()

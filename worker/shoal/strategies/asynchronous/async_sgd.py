@@ -177,7 +177,6 @@ class StepRefusals:
         self._snapshot.check_whole(step)
 
     def mark_taken(self) -> None:
-        """Note that the step was taken."""
         self.shards, self.num_redone = frozenset(), 0
         if self._snapshot.is_open:
             self._snapshot.settle()

@@ -107,10 +107,7 @@ class Leases:
             if self._thread.is_alive():
                 log.warning("samples_not_reported", reason="the coordinator does not answer")
                 return
-        completed, reserve = (
-            self._done,
-            self._reserve_message(self._given_back + self._reserve.all()),
-        )
+        completed, reserve = self._done, self._reserve_of(self._given_back + self._reserve.all())
         if self._is_exhausted or not (completed or reserve.given_back):
             return
         try:
@@ -167,12 +164,12 @@ class Leases:
         with self._changed:
             done, self._done = self._done, []
             back, self._given_back = self._given_back, []
-            wanted, reserve = self._reserve.lacking, self._reserve_message(back)
+            wanted, reserve = self._reserve.lacking, self._reserve_of(back)
             if len(self._samples.held) >= MAX_HELD_RANGES:
                 wanted = 0
         return self._samples.lease(wanted, done, reserve=reserve)
 
-    def _reserve_message(self, given_back: list[SampleRange]) -> Reserve:
+    def _reserve_of(self, given_back: list[SampleRange]) -> Reserve:
         not_begun = self._reserve.num_ready + size_of(given_back)
         return Reserve(
             num_samples=self._reserve.wanted,

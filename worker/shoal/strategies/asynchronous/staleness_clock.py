@@ -101,6 +101,5 @@ class StalenessClock:
         return {"round": float(self._clock.round)} if self._clock is not None else {}
 
     def close(self) -> None:
-        """Close the connection."""
         if self._coordinators is not None:
             self._coordinators.close()

@@ -15,12 +15,12 @@ from shoal.torch_private.dtensor import all_local
 from shoal.torch_private.tensors import all_writes, num_writes
 
 EVERY_STEPS, NUM_TURNS = 4, 7
-"""Elements are compared every `EVERY_STEPS` steps, those of one in `NUM_TURNS` parameters at a
-time. The number of turns is a prime, as scripts may write at regular intervals."""
+"""Elements are compared every `EVERY_STEPS` steps, each time those of 1/`NUM_TURNS` of the
+parameters. The number of turns is a prime, as scripts may write at regular intervals."""
 NUM_ELEMENTS = 4
 """Maximum number of compared elements of a parameter."""
 EVERY_STEPS_ON_GPU = 64
-"""Interval on devices for which a comparison waits, in place of `EVERY_STEPS`."""
+"""`EVERY_STEPS` for parameters on a GPU, as a comparison waits for the GPU."""
 
 
 def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -75,9 +75,9 @@ class ParameterWatch:
     """Finder of the parameters that were written to since `mark`.
 
     torch counts writes, except writes through `.data` and those of `torch._foreach` functions to
-    DTensors. So some elements are compared too: of all parameters if the answer has to be certain
-    (`closely`), else of some parameters in some steps. On a GPU, where comparing waits, these are
-    few.
+    DTensors. So some elements are compared too: those of all parameters if the answer has to be
+    certain (`closely`), else those of some parameters in some steps. On a GPU, where a comparison
+    waits, they are compared less often.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

@@ -29,7 +29,7 @@ class ParameterWrites:
     A script without such writes should not pay for copies. In the first steps all parameters are
     saved when a step begins, which covers scripts that write from the start. Later only parameters
     that the script has written to are saved; the others are watched for writes. The first write to
-    one of these cannot be undone; from the next step on, writes to it can.
+    a watched parameter cannot be undone; in later steps, writes to it can.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class StateWrites:
         """Begin a step: note the state's objects. Returns the tensors to be saved."""
         contents = _contents_of(optimizers)
         if not are_same(contents, self._contents):
-            self._look(optimizers)
+            self._note_objects(optimizers)
             self._contents = contents
         self.resume()
         if not self._written:
@@ -155,7 +155,7 @@ class StateWrites:
         pairs = zip(self._keys, self._tensors, strict=True)
         return [each for key, each in pairs if key in self._written]
 
-    def _look(self, optimizers: Iterable[Optimizer]) -> None:
+    def _note_objects(self, optimizers: Iterable[Optimizer]) -> None:
         """Note the state's objects, as they differ from those at the last step."""
         self._begun = [
             (each, {parameter: dict(state) for parameter, state in each.state.items()})
@@ -189,15 +189,15 @@ class StateWrites:
     def as_begun(self, copy_of: CopyOf) -> Iterator[None]:
         """Return a context with the state from when the step began."""
         present = [(each, dict(each.state)) for each, _ in self._begun]
-        _put(self._begun, copy_of)
+        _set_state(self._begun, copy_of)
         try:
             yield
         finally:
-            _put(present)
+            _set_state(present)
 
     def reinstall(self) -> None:
         """Put back the objects that were in the state when the step began."""
-        _put(self._begun)
+        _set_state(self._begun)
 
     def forget(self) -> None:
         """Release the optimizers' state."""
@@ -205,7 +205,7 @@ class StateWrites:
         self._num_writes = []
 
 
-def _put(
+def _set_state(
     states: Iterable[tuple[Optimizer, Mapping[Tensor, dict[str, Any]]]],
     copy_of: CopyOf = lambda _: None,
 ) -> None:

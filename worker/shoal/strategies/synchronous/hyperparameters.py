@@ -18,7 +18,7 @@ Values = tuple[Mapping[str, Any], ...]
 """The hyperparameters of each group, by name."""
 
 KEPT_STEPS = 1024
-"""Number of steps whose hyperparameters are kept; copies at peers roll back by 20, by default."""
+"""Number of steps whose hyperparameters are kept: a rollback is by 20 at most, by default."""
 TOLERANCE = 1e-9
 """Relative tolerance: hosts with another libm compute a schedule with another last bit."""
 _CLIPPING = "max_norm of clip_grad_norm"
@@ -66,8 +66,8 @@ class Hyperparameters:
             }
             for group in groups
         )
-        lasting = all(_lasts(v) for g in groups for key, v in g.items() if key != "params")
-        self._seen = seen if lasting else None
+        fixed = all(_is_immutable(v) for g in groups for key, v in g.items() if key != "params")
+        self._seen = seen if fixed else None
         if found != self._now:
             self._now = found
         return self._now
@@ -85,7 +85,7 @@ class Hyperparameters:
         failed, self._failed = self._failed, None
         if failed is not None:
             step, values = failed
-            found = _changed(step, {"when it failed": values, "behind it": self.now()})
+            found = _changed(step, {"when it failed": values, "after that": self.now()})
             self._conflict = self._conflict or found
 
     def conflict(self, step: int) -> str:
@@ -161,10 +161,10 @@ def by_value(values: Mapping[str, Any], most: int = 8) -> str:
     return "; ".join(parts)
 
 
-def _lasts(value: object) -> bool:
+def _is_immutable(value: object) -> bool:
     """True if the value is immutable."""
     if isinstance(value, tuple):
-        return all(map(_lasts, value))
+        return all(map(_is_immutable, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
