@@ -70,7 +70,7 @@ class World:
 
 
 class Layout(ABC):
-    """Base class of one rank's part of a model, which computes steps together with the others."""
+    """One rank's part of a model (base class); all ranks' layouts compute steps together."""
 
     world: World
     module: nn.Module
@@ -91,7 +91,7 @@ class Layout(ABC):
     `overflowed` reports them."""
 
     unreached: Sequence[str] = ()
-    """Parameters that the loss does not depend on, because of which the step's gradients were not
+    """Parameters that the loss does not depend on, if that kept the step's gradients from being
     reduced."""
 
     step: int = 0
@@ -101,8 +101,8 @@ class Layout(ABC):
     """Check that reports a fault to all ranks, if a rank sees only its own gradients; else None."""
 
     faults_are_own: bool = False
-    """True if `reduce` cannot make finite gradients infinite. Then every fault is found by a rank
-    in its own gradients, before they are reduced, by `non_finite_check`."""
+    """True if `reduce` cannot make finite gradients infinite. Then
+    `non_finite_check` finds every fault in some rank's own gradients, before they are reduced."""
 
     @property
     def plain(self) -> nn.Module:
@@ -144,7 +144,7 @@ class Layout(ABC):
 
     @cached_property
     def _chunks(self) -> dict[tuple[str, torch.Size, Any], Chunk]:
-        # Computing one takes 0.1 ms, and a state has several for each parameter.
+        # Computing a chunk takes 0.1 ms, and a state has several for each parameter.
         return {}
 
     def counts(self, name: str) -> bool:
@@ -215,7 +215,7 @@ class Layout(ABC):
 
     @property
     def completes(self) -> bool:
-        """True if the pass that begins completes the gradients: those of the whole batch."""
+        """True if the pass that begins leaves the whole batch's gradients, not only this rank's."""
         return self.reduces and self.world.completes_passes
 
     def note_loss(self, loss: Tensor) -> None:
@@ -308,8 +308,8 @@ class Layout(ABC):
         """
 
     def cut(self, reason: str) -> None:  # noqa: B027 - most layouts wait in the group only
-        """Called after the group was aborted, on any thread: make this layout's waits raise that
-        bypass the group. Returns quickly."""
+        """Make waits raise that bypass the group. Called after the group was aborted, on any
+        thread; returns quickly."""
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
         """Groups, other than the default one, that were made for this layout."""

@@ -39,7 +39,7 @@ CALL, OWN_CALL = "session.gather", "torch.distributed.all_gather"
 MAX_DIMS = 16
 MAX_SEEN_CHARS = 1000
 UNKNOWN = -1
-"""Stands for the number of samples if the script makes its batches itself."""
+"""Value of `num_samples` if the script makes its batches itself."""
 _MESSAGE_BYTES = 1024
 _TAGS_PER_CALL, _NUM_CALLS, _CALLS_PER_STEP = 3, 8000, 64
 """Limits that keep tags below 32767, which every MPI implementation allows."""
@@ -70,7 +70,7 @@ class _CallMessage:
     trains: bool
     """True if a backward pass will follow."""
     outputs: int = 0
-    """Checksum of the outputs to fill, by rank, in a call of torch's collectives."""
+    """Checksum of the outputs' shapes and dtypes, by rank, in a call of torch's all-gather."""
 
 
 class RowGathers:
@@ -87,10 +87,10 @@ class RowGathers:
         *,
         by_messages: bool | None = None,
     ) -> None:
-        """`members`: names by rank. `step`: number of committed steps. `waits(what)`: entered while
-        this member waits for the others. `by_messages`: send rows from rank to rank over the host,
-        not by a collective; the same on all members. None: do so for rows on the host, and for all
-        rows of a Gloo group."""
+        """`members`: names by rank. `step`: number of committed steps. `waits(what)`: context in
+        which this member waits for the others. `by_messages`: send rows from rank to rank over the
+        host, not by a collective; the same on all members. None: do so for rows on the host, and
+        for all rows of a Gloo group."""
         self._by_messages = True if by_messages is None and is_gloo(group) else by_messages
         self._p2p: AbortableP2P | None = AbortableP2P(group, torch.device("cpu"))
         self._rank = group.rank()

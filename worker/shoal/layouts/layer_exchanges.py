@@ -2,10 +2,10 @@
 layers.
 
 A message does not say which layer it belongs to. If the script of one rank skips a layer, or
-computes with another one, its next message is added to that of another layer, with no error until a
-rank waits for a message that never comes. Naming the layer before each message would double the
-cost of a layer. So each rank records its layers, and the records are compared off the critical
-path: in the message that ends a step, and by a rank that has waited for long.
+computes with another one, ranks combine values of different layers, with no error until a rank
+waits for a message that never comes. Naming the layer before each message would double the cost of
+a layer. So each rank records its layers, and the records are compared off the critical path: in the
+message that ends a step, and by a rank that has waited for long.
 """
 
 import json

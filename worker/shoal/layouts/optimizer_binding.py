@@ -234,7 +234,7 @@ class OptimizerBinding:
         own = (value.shape, value.dtype)
         first = self._outlines.setdefault(f"{name}/{key}", own)
         if own != first:
-            # The state is copied after each step into the same memory.
+            # Copies of the state after later steps reuse the same memory.
             raise cannot_carry(
                 self.optimizer,
                 f"state {key.removeprefix(INNER)!r} of {name}: {tuple(own[0])} of {own[1]}",
@@ -410,7 +410,7 @@ def _cannot_cut(
 
 
 def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dtype) -> Tensor:
-    """Copy this rank's part of a state tensor in the parameter's layout; None: an empty part."""
+    """Copy this rank's part of a state tensor in the parameter's layout; `given` None: empty."""
     local = torch.empty_like(local_part(parameter), dtype=dtype)
     return local if given is None else local.copy_(given.tensor)
 

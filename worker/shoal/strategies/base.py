@@ -39,7 +39,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     """Name in `distribute(strategy=...)` and in the proposal."""
     synchronous: ClassVar[bool]
-    """True: all members take each step together, and the loss of one stops the others until they
+    """True: all members take each step together. If a member is lost, the others stop until they
     have agreed on a new generation. False: members train on through every change; only the
     generation in their token changes."""
 
@@ -76,8 +76,8 @@ class Strategy(ABC):
         """
 
     def use_backend(self, backend: Backend) -> None:  # noqa: B027 - not all have collectives
-        """Use this backend for collectives. For synchronous strategies called before
-        `distribute`."""
+        """Use this backend for collectives. Called before `distribute`, for synchronous strategies
+        only."""
 
     def keep_checkpoints(self, checkpoints: CheckpointStore) -> None:
         """Write checkpoints, and start from one if no member has state. Called before all else.
@@ -122,12 +122,12 @@ class Strategy(ABC):
         return False
 
     def gradients_lack(self) -> str:
-        """The reason why torch's `clip_grad_norm_` cannot measure gradients after a backward pass;
-        empty if they are those of the whole model and batch."""
+        """Description of the gradients after a backward pass, if torch's `clip_grad_norm_` cannot
+        measure them; empty if they are those of the whole model and batch."""
         return ""
 
     def gathers_lack(self) -> str:
-        """The reason why members' rows cannot be gathered within a step; empty if they can."""
+        """The obstacle to gathering members' rows within a step; empty if there is none."""
         if not (self.synchronous and self.passes_meet):
             return "members whose steps are their own, with models that differ meanwhile"
         return ""

@@ -1,4 +1,4 @@
-"""Pipeline layout: each rank holds a stage of the model, and micro-batches pass through all."""
+"""Pipeline layout: each rank holds a stage of the model; micro-batches pass through all stages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Messages between the stages of a pipeline in a pass, through shared memory.
 
 Over Gloo a message goes through the kernel, and through a further thread at each end. Here a stage
-copies it into memory that its neighbour reads, and posts a semaphore. The memory has room for all
-messages of a pass, and a barrier follows each pass: so no stage waits for room, and a message is
-overwritten only after it was read.
+copies it into memory that its neighbour reads, and posts a semaphore. The memory is large enough
+for all messages of a pass, and a barrier follows each pass: so no stage waits for free memory, and
+a message is overwritten only after it was read.
 """
 
 import ctypes
@@ -172,7 +172,7 @@ _SENT = _Sent()
 
 
 class StageLanes:
-    """Lanes of one rank for the passes of one schedule. As `AbortableP2P`, it stands in for the
+    """Lanes of one rank for the passes of one schedule. As `AbortableP2P`, it replaces the
     process group in which torch's pipelining sends and receives."""
 
     group_name = "shared memory"

@@ -87,8 +87,7 @@ class Stage:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Bind the arguments of a call of the model to names, as `run` takes them.
 
-        Raises InvalidSpec for another value than the default of an input that the trace has fixed
-        to its default.
+        Raises InvalidSpec if an input that the trace has fixed to its default gets another value.
         """
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}

@@ -100,7 +100,7 @@ class _Cut:
         self._shared = {key: found for key, found in paths.items() if len(found) > 1}
 
     def groups(self) -> list[list[str]]:
-        """Paths of the modules of each group."""
+        """Return the paths of each group's modules."""
         return self._cut("", self._model)
 
     def group(self, paths: list[str]) -> ModuleGroup:

@@ -49,7 +49,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         self.forget()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for whole gradients, and next for this rank's part of their sum."""
+        """Return memory for whole gradients; at the next call, for this rank's part of the sum."""
         if self.ours is not None and not self.ours():
             raise bare_backward()
         whole = self._filled() if self._filled is not None else None

@@ -69,8 +69,8 @@ def _plans(modules: Mapping[str, nn.Module]) -> Iterator[Mapping[str, str]]:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """True if the pattern fits the end of the path. It has "*" for the numbers of blocks, and lacks
-    the leading names if the plan belongs to an inner model."""
+    """True if the pattern fits the end of the path. Patterns have "*" for the numbers of blocks,
+    and lack the leading names if the plan belongs to an inner model."""
     general = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{path}")
     return general.endswith(f".{pattern}")
 

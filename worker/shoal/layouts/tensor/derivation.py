@@ -1,7 +1,7 @@
 """Derivation of a tensor plan for a transformer, or any model of linear and embedding modules.
 
-A module is split only if the result is correct for every use of the module: pairs with only
-elementwise operations between them, torch's own attention, attention whose model declares it, and
+Modules are split only if the result is correct for every use of them. These are pairs with only
+elementwise operations in between, torch's own attention, attention whose model declares it, and
 single modules whose outputs are gathered. All else stays whole, and the plan says why.
 """
 
@@ -176,8 +176,8 @@ class _Derivation:
                     self._whole(name, f"tied to {others}, which cannot be cut in the same way")
 
     def _bound_together(self) -> Iterator[list[str]]:
-        """Yield lists of modules that must be cut alike: those with a parameter in common, directly
-        or through a third module. In the order of the model."""
+        """Yield, in the order of the model, lists of modules that must be cut alike: those with a
+        parameter in common, directly or through a third module."""
         groups = {name: {name} for name in self._modules}
         for owners in self._owners.values():
             joint = set().union(*(groups[self._cutter(name)] for name, _ in owners))

@@ -7,7 +7,7 @@ reads the values of this one. It passes the next one's barrier only when all ran
 so two sets of buffers, used in turn, are enough.
 
 A value does not say which layer it belongs to. `LayerExchanges` records the layers for which a rank
-communicates, and if values in memory differ in size.
+communicates, and differences in size between values in memory.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from shoal.torch_private.c10d import reduce_scatter_single, timeout_of
 from shoal_proto.errors import GenerationBroken
 
 SLOT_BYTES = 4 * 1024 * 1024
-"""Limit of one rank's value; larger ones go over Gloo. Unwritten pages take no memory."""
+"""Limit of one rank's value; larger values go over Gloo. Unwritten pages take no memory."""
 NUM_SETS = 2
 _SIZE_BITS = 40
 
@@ -83,7 +83,7 @@ class TensorGroup:
         return memory.num_met if memory is not None else 0
 
     def set_exchange(self, exchange: int) -> None:
-        """Set the number, of an `ExchangeSite`, of the next collective."""
+        """Set the number of the next collective, as its `ExchangeSite` gave it."""
         self._exchange_number = exchange
 
     def all_reduce(self, value: Tensor) -> Tensor:

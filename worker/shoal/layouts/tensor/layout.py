@@ -180,7 +180,7 @@ class TensorLayout(Layout):
         world.exchanges.among(range(world.world_size))
         self._ranks = TensorGroup(world.group, world.device, world.exchanges)
         parallelise(module, mesh, plan, self._ranks)
-        # Each rank computes their gradients for its own positions only: they have to be summed.
+        # Gradients of these parameters cover this rank's positions only: they have to be summed.
         self._summed = summed_parameters(module, plan.sequence)
         spread_positions(module, plan.sequence, self._ranks)
         if isinstance(module, SelfSplittingModule):

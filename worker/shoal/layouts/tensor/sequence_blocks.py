@@ -1,7 +1,7 @@
 """Finder of blocks in which each rank can compute only its positions of the sequence.
 
-A block takes a value and returns one of the same positions. Its forward, as run with symbols, has
-only four kinds of operations: those that compute each position by itself (norms, dropout,
+A block takes a value and returns a value with the same positions. Its forward, run with symbols,
+has only four kinds of operations: those that compute each position by itself (norms, dropout,
 elementwise operations), pairs of split layers, inner blocks, and modules that take all positions,
 such as attention. A module with other operations, or that cannot be traced, is no block.
 """

@@ -44,8 +44,8 @@ class AsyncDiLoCo(AsyncSGD):
         compression: str | Compression | None = None,
     ) -> None:
         """A round is `every_steps` steps, fewer if samples run out: members share each epoch of the
-        data evenly, and no round is longer than two such shares. Each member's push takes an outer
-        step of its own.
+        data evenly, and no round is longer than two such shares. The servers take one outer
+        step for each member's push.
 
         `staleness`: the effect of rounds that other members have pushed meanwhile. "damp" slows the
         outer step down by their number, momentum first, so that the settings of "diloco" suit

@@ -74,8 +74,8 @@ LEVELS = ("applied", "replicated", "durable")
 MAX_REDONE = 16
 """Limit of how often a member takes a refused step again on fresh values."""
 BEGINNING_UPDATES = 100
-"""Number of updates in a member's first values from which it does not watch the loss: it joined too
-late to know the initial loss."""
+"""A member whose first values include this many updates does not watch the loss: it joined too late
+to know the initial loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ def await_servers(
 ) -> None:
     """Place the job's shards, as soon as there is a parameter server to hold them.
 
-    Raises NoServers after `limit_s` without a server, GenerationBroken, and errors of the call.
+    Raises NoServers after `limit_s` without a server, GenerationBroken, and the errors of placing.
     """
     began_s = time.monotonic()
     waits = False

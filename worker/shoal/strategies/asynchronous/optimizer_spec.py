@@ -112,8 +112,8 @@ def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
 
 
 def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None:
-    """Raise InvalidSpec if a hyper-parameter differs from that on the servers, except learning
-    rates: only those are sent with pushes."""
+    """Raise InvalidSpec if a hyper-parameter differs from that on the servers. Learning rates may
+    differ: they are sent with pushes."""
     for index, (known, now) in enumerate(zip(spec.groups, to_spec(optimizer).groups, strict=True)):
         now.lr = known.lr
         if now == known:

@@ -22,7 +22,7 @@ TALK_EACH_S = 2.0
 that have joined."""
 MAX_HELD_RANGES = 96
 """Number of held ranges at which no more are requested until some are acknowledged. Coordinators
-refuse 128."""
+refuse 128 or more."""
 REPORT_WITHIN_S = 3.0
 LOOK_UP_EACH_S = 1.0
 
@@ -70,7 +70,7 @@ class Leases:
         with self._changed:
             span = self._take()
             if span is None:
-                # There may be none for long, if others still train or no coordinator answers. The
+                # There may be no range for long, if others train or no coordinator answers. The
                 # trainer gets None meanwhile, so that it can follow changes of members.
                 self._has_none = False
                 self._changed.wait_for(self._has_news, timeout=LOOK_UP_EACH_S)

@@ -7,7 +7,7 @@
   pulled that round's values. So every member's push of round n is applied before any pull of round
   n + 1, and all members compute each round on the same values.
 
-No member waits for one that is lost, drained or without samples.
+No member waits for a member that is lost, drained or without samples.
 """
 
 from collections.abc import Mapping

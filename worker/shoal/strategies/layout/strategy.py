@@ -126,7 +126,7 @@ class LayoutStrategy(SynchronousStrategy):
         return self._fields
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
-        # Before the parameters of a layout replace the script's own.
+        # Check before the parameters of a layout replace the script's own.
         refuse_parameter_hooks(self._meta_model.model)
         super().trains_on(samples, order)
 
@@ -351,7 +351,7 @@ class LayoutStrategy(SynchronousStrategy):
             layout.backward(loss, weight)
 
     def _activate(self, optimizers: frozenset[str]) -> Layout:
-        """Return the layout. Of several models, activate those that these optimizers train."""
+        """Activate these optimizers' models, if there are several; return the layout."""
         layout = self._layout()
         if isinstance(layout, SeveralLayouts):
             layout.active = self._transaction.models(optimizers)

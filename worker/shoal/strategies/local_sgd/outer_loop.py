@@ -1,6 +1,6 @@
 """The end of a round of members that step their own replicas: all agree on one state again.
 
-Each member has started the round from the same parameters, and taken its own steps on its own
+All members started the round from the same parameters, and each took its own steps on its own
 samples. Their changes are averaged, and an outer step leads from the common state to the next one.
 """
 

@@ -272,7 +272,7 @@ class LocalSGD(SynchronousStrategy):
         self._round.stepped(acknowledged)
         if self._checkpoints.due(self.step) or self.step % self._every_steps == 0:
             self._end_round(group)
-        # With the first rank's optimizer state, as a joiner would get it.
+        # A checkpoint has the first rank's optimizer state, as a joiner would get it.
         self._checkpoints.write(self.step, self._outer_loop.state_shard, lambda _: self._rank == 0)
 
     def _end_round(self, group: dist.ProcessGroup) -> None:

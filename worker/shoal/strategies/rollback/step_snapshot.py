@@ -76,7 +76,7 @@ class StepSnapshot:
     @contextmanager
     def updating(self, optimizers: Collection[Optimizer], held: Sequence[Tensor]) -> Iterator[None]:
         """Return a context in which these optimizers step within the step. `held`: the tensors of
-        their models that this member changes by it."""
+        their models that their step changes on this member."""
         self._note()
         self._saved.add([*held, *tensors_of(optimizers)])
         self._parameters.pause()
@@ -175,7 +175,7 @@ class StepSnapshot:
 
 
 class SavedTensors:
-    """Copies of tensors from the beginning of a step, whose memory is reused in the next.
+    """Copies of tensors from the beginning of a step, whose memory is reused in the next step.
 
     If a tensor is sharded over members, this member's part is copied.
     """
@@ -219,7 +219,7 @@ class SavedTensors:
         ]
 
     def _have_memory(self, tensors: Sequence[Tensor]) -> bool:
-        """True if GPUs have memory for copies of the tensors that are not there yet."""
+        """True if the GPUs have memory for copies that are not on them yet."""
         num_bytes: Counter[torch.device] = Counter()
         for each, part in zip(tensors, own_parts(tensors), strict=True):
             copy = self.copy_of(each)

@@ -274,7 +274,7 @@ class DDP(SynchronousStrategy):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         if self._transaction.has_own_weights or self._registered.scaler is not None:
-            # Gradients are sums, not means, until the members' votes have their losses' weights.
+            # Gradients are weighted sums, not means, until the vote has shown all losses' weights.
             self._settle()
         if self._transaction.training is None:
             whole: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)

@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 LOOK_AFTER_S = 2.0
 """Time after which a wait is examined."""
 LOOKS_WITHIN_LIMIT = 6
-"""Divisor of a short limit: a wait is examined after this part of it, to notify members in time."""
+"""Divisor of a short limit: the quotient replaces `LOOK_AFTER_S`, to notify members in time."""
 NEXT_LOOK = 1.25
 """Factor by which the intervals between looks into one wait grow."""
 READ_WITHIN_S = 10.0
@@ -128,7 +128,7 @@ class ScriptPoints:
         )
 
     def report_refusal(self, refusal: InvalidSpec) -> None:
-        """Publish the error with which the trainer is about to leave to members that wait for it.
+        """Publish the error with which the trainer is about to leave, for members that wait for it.
         Returns once all members have read it, or after `read_within_s`."""
         # From now on this member's watch compares nothing.
         self._found, self._refusal = refusal.seen, refusal

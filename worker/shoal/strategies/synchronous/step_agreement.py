@@ -297,7 +297,7 @@ class StepAgreement:
 
     def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
         """Vote on the values applied in a round's local steps. `applied`: by step. `conflict`: see
-        `Hyperparameters`.
+        `Hyperparameters.conflict`.
 
         Raises HyperparametersDiffer on all members if the values differ.
         """

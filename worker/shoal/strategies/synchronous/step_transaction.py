@@ -174,8 +174,8 @@ class StepTransaction:
     @contextmanager
     def updating(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Iterator[None]:
         """Return a context in which the chosen ones of several optimizers step within the step,
-        with complete gradients. `held`: the tensors of their models that this member changes by
-        it."""
+        with complete gradients. `held`: the tensors of their models that their step changes
+        on this member."""
         assert isinstance(optimizer, SeveralOptimizers), "only several optimizers are updated early"
         optimizer.due = self.chosen
         parts = parts_due(optimizer)
