@@ -55,8 +55,8 @@ class BuffersBySamples:
             log.warning(
                 "buffers_depend_on_members",
                 buffers=", ".join(differing[:5]),
-                seen="forward passes compute them from each member's own samples, and all members"
-                " continue with those of the first: the result depends on the number of members",
+                seen="each member's forward passes compute them from its own samples, and then all"
+                " take those of the first member: the result depends on the number of members",
                 hint="compute a queue or a statistic of all samples between two steps, with"
                 " session.all_reduce",
             )

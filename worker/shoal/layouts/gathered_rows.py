@@ -136,7 +136,7 @@ class RowGathers:
                 messages,
                 expected="session.gather(tensor), which takes unequal shares, instead of"
                 " torch.distributed.all_gather, torch.distributed.nn.all_gather or a GatherLayer",
-                fix="Or a global_batch_size that every number of members divides, with"
+                fix="Or use a global_batch_size that every number of members divides, with"
                 " drop_last=True. See docs/contrastive.md.",
             )
 
@@ -159,7 +159,7 @@ class RowGathers:
         p2p = self._p2p
         if p2p is None:
             raise InvalidSpec(
-                f"gradients of {CALL} after the step in which it was called",
+                f"gradients reached {CALL} after the step in which it was called",
                 expected="session.backward in the same step",
             )
         what = f"the gradients of {CALL}" if kind == _GRADIENTS else CALL

@@ -39,7 +39,7 @@ def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSp
         f"the gradients of step {step} were not reduced",
         seen="a loss that the distributed model did not compute, or that leaves out parameters"
         " of an earlier pass of the step",
-        expected="the model that session.distribute returned to be called in the step, before"
+        expected="a call of the model that session.distribute returned, in the step before"
         " session.backward, and every parameter to take part in each loss",
         fix="If passes leave parameters out on purpose: "
         f"session.distribute(..., strategy=shoal.{strategy}(find_unused_parameters=True)).",

@@ -203,7 +203,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _refusal(names: str, seen: str) -> InvalidSpec:
     return InvalidSpec(
-        f"a forward pass computes buffers from its samples, but a pipeline passes these in"
+        f"a forward pass computes buffers from its samples, but a pipeline computes with"
         f" micro-batches: {names}",
         seen=seen,
         expected="buffers that do not depend on which samples a pass has, or how many: then they"

@@ -187,10 +187,10 @@ class StepRefusals:
         if self.may_redo:
             raise refusal
         raise StalePush(
-            f"step {step} was refused as too stale again and again",
+            f"step {step} was refused as too stale too many times",
             seen=f"{self.num_redone} times, at last with {refusal.seen}",
             expected=refusal.expected,
-            fix="Raise reject_above, or let this member have smaller batches.",
+            fix="Raise reject_above, or give this member smaller batches.",
         )
 
 

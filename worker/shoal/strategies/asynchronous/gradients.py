@@ -21,7 +21,7 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
         dtype = parameters[name].dtype
         if gradient.layout != torch.strided or gradient.dtype != dtype:
             raise DtypeMismatch(
-                f"the gradient of parameter {name} is of another kind than the parameter",
+                f"the gradient of parameter {name} has another dtype or layout than the parameter",
                 seen=f"{gradient.dtype}, {gradient.layout}",
                 expected=f"{dtype}, {torch.strided}",
             )

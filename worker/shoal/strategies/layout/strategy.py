@@ -312,7 +312,7 @@ class LayoutStrategy(SynchronousStrategy):
         if self._binding is None:
             raise InvalidSpec(
                 f"a model of strategy {self.name} has no weights outside a generation",
-                expected="forward passes from the first batch on, on all members alike",
+                expected="forward passes on all members, from the first batch on",
             )
         return self._binding.layout
 

@@ -159,7 +159,7 @@ class StepSnapshot:
         if self._is_lost:
             raise GenerationBroken(
                 "the script has written to weights, or to the optimizer's state, for the first"
-                " time, in a step that other members keep a copy of"
+                " time, in a step whose first state has to be copied to other members"
             )
         copies = ((name, self._saved.copy_of(each)) for name, each in held.items())
         with self._state.as_begun(self._saved.copy_of):

@@ -104,8 +104,8 @@ class GenerationCheckpoints:
                 path=path,
                 settings="; ".join(changed[:MAX_SETTINGS_NAMED]),
                 num_settings=len(changed),
-                hint="training goes on with those of the checkpoint; to train with others, set them"
-                " in the loop on every member, as optimizer.param_groups[0]['lr']"
+                hint="training continues with the checkpoint's settings; to use others, set them"
+                " in the loop on every member, such as optimizer.param_groups[0]['lr']"
                 " (docs/checkpoints.md)",
             )
         log.info("checkpoint_read", path=path, step=state_shard.step)

@@ -118,7 +118,7 @@ class StepTransaction:
             raise InvalidSpec(
                 f"{call} of an optimizer that has no gradients in this step",
                 seen=", ".join(sorted(missing)),
-                expected="session.backward(loss, optimizer=...) for it before",
+                expected="an earlier session.backward(loss, optimizer=...) for that optimizer",
             )
         return self.chosen
 

@@ -168,7 +168,7 @@ def check_passes(ballots: Mapping[str, Ballot], step: int, optimizers: Sequence[
     counts = {name: _passes_in_words(each.passes, optimizers) for name, each in ballots.items()}
     if any(each >= _NAMED for each in found):
         raise UnequalPasses(
-            f"the members do different things with their optimizers in step {step}",
+            f"the members take different actions with their optimizers in step {step}",
             seen=by_value(counts),
             expected="the same backward passes and updates in the same order on every member",
             details=counts,
