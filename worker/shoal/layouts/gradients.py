@@ -14,12 +14,12 @@ from shoal_proto.errors import InvalidSpec, NonFiniteGradient
 
 def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares as a float64 tensor [1] on the device; 0 if `norms` is empty."""
-    found = torch.zeros(1, dtype=torch.float64, device=device)
+    total = torch.zeros(1, dtype=torch.float64, device=device)
     # `stack` needs one device and dtype; a model's gradients may be of several.
     for kind in dict.fromkeys((norm.device, norm.dtype) for norm in norms):
         alike = torch.stack([norm for norm in norms if (norm.device, norm.dtype) == kind])
-        found += alike.double().square().sum().to(device)
-    return found
+        total += alike.double().square().sum().to(device)
+    return total
 
 
 def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSpec:
@@ -100,7 +100,7 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
 
 def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return this rank's part of each gradient that exists, in the gradient's own memory."""
-    found = {}
+    gradients = {}
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -109,5 +109,5 @@ def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]
                 # Otherwise each rank would count all elements of a replicated gradient.
                 parameter.grad = gradient = own
         if gradient is not None:
-            found[name] = local_of(gradient) if isinstance(gradient, DTensor) else gradient
-    return {name: gradient for name, gradient in found.items() if gradient.numel()}
+            gradients[name] = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    return {name: gradient for name, gradient in gradients.items() if gradient.numel()}

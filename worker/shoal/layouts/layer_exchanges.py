@@ -218,9 +218,9 @@ def check_exchanges(
     by_name = {names[r]: own for r in ranks_that_differ(digests) if (own := records[r]) is not None}
     if not by_name:
         return
-    found = difference(by_name)
+    differing = difference(by_name)
     counts = {name: f"{each.count - 1} exchanges for layers" for name, each in by_name.items()}
-    raise different_layers(in_words(counts if found is None else found))
+    raise different_layers(in_words(counts if differing is None else differing))
 
 
 def ranks_that_differ(digests: Sequence[int]) -> Sequence[int]:
@@ -245,14 +245,14 @@ def difference(records: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | Non
     ends = [(each.count - len(each.last), each.count) for each in same.values()]
     for index in range(min((e[0] for e in ends), default=0), max((e[1] for e in ends), default=0)):
         at = {name: each.at(index) for name, each in same.items()}
-        found = {name: exchange for name, exchange in at.items() if exchange is not None}
-        if len(set(found.values())) > 1:
-            return found
+        reached = {name: exchange for name, exchange in at.items() if exchange is not None}
+        if len(set(reached.values())) > 1:
+            return reached
     return None
 
 
-def in_words(found: Mapping[str, str]) -> str:
-    return "; ".join(f"{name}: {where}" for name, where in found.items())
+def in_words(exchanges: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {where}" for name, where in exchanges.items())
 
 
 def different_layers(seen: str) -> InvalidSpec:

@@ -22,12 +22,12 @@ from shoal.torch_private.tensors import in_backward
 def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
     """Make the model's SyncBatchNorm modules, or `every` BatchNorm, normalise over the samples of
     all members; returns their number. They stay the same objects, and evaluate as before."""
-    found = 0
+    num_synced = 0
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm or (every and type(module) in _SYNCED):
             module.__class__ = _SYNCED[type(module)]
-            found += 1
-    return found
+            num_synced += 1
+    return num_synced
 
 
 def unsync_batchnorm(model: nn.Module) -> None:

@@ -116,13 +116,13 @@ class Flow:
 
     def uses(self) -> list[set[str]]:
         """Return the names of the modules and tensors that each segment needs."""
-        found: list[set[str]] = [set() for _ in self.names]
+        used: list[set[str]] = [set() for _ in self.names]
         repeated: list[set[fx.Node]] = [set() for _ in self.names]
         for node in self._graph.nodes:
             if node in self._segment:
                 segment = self._segment[node]
-            elif node.op == "output" and found:
-                segment = len(found) - 1
+            elif node.op == "output" and used:
+                segment = len(used) - 1
             else:
                 continue
             # Repeatable nodes count for each segment that needs them.
@@ -130,12 +130,12 @@ class Flow:
             while needed:
                 each = needed.pop()
                 if each.op in ("call_module", "get_attr"):
-                    found[segment].add(str(each.target))
+                    used[segment].add(str(each.target))
                 for source in each.all_input_nodes:
                     if source not in self._segment and source not in repeated[segment]:
                         repeated[segment].add(source)
                         needed.append(source)
-        return found
+        return used
 
     def cut(self, stage_of: Sequence[int], stage: int) -> fx.Graph:
         at = {node: stage_of[segment] for node, segment in self._segment.items()}

@@ -132,7 +132,7 @@ class PassBuffers:
 
     def _are_as_begun(self, present: list[Tensor | None]) -> bool:
         """True if no buffer was written since the pass began, and none is known to change without
-        a count. Quick, as most stages have only constant buffers such as masks."""
+        a counted write. Quick, as most stages have only constant buffers such as masks."""
         return (
             not self._changing
             and all(map(is_, present, self._buffers))
@@ -142,10 +142,10 @@ class PassBuffers:
     def _changed(self, *, closely: bool = False) -> _Values:
         """Return the values that differ from those at the beginning of the pass; `closely`: also
         find writes that torch does not count."""
-        found: dict[int, Tensor] = {}
+        changed: dict[int, Tensor] = {}
         present = self._present()
         if not closely and self._are_as_begun(present):
-            return found
+            return changed
         for index, now in enumerate(present):
             buffer = self._buffers[index]
             if now is None or buffer is None:
@@ -156,8 +156,8 @@ class PassBuffers:
                 or index in self._changing
                 or (closely and not _same(now, self._copies[index]))
             ):
-                found[index] = now.detach().clone()
-        return found
+                changed[index] = now.detach().clone()
+        return changed
 
     @torch.no_grad()
     def _overwrite(self, values: _Values) -> None:
@@ -206,7 +206,7 @@ def _refusal(names: str, seen: str) -> InvalidSpec:
         f"a forward pass computes buffers from its samples, but a pipeline computes with"
         f" micro-batches: {names}",
         seen=seen,
-        expected="buffers that do not depend on which samples a pass has, or how many: then they"
-        " are equal to those of one process, with one pass over the whole batch",
+        expected="buffers that depend neither on the samples of a pass nor on their number, so"
+        " that they equal those of one process, with one pass over the whole batch",
         fix="Use microbatches=1, or compute the buffers after the step with session.all_reduce.",
     )

@@ -95,14 +95,16 @@ class StageSplitter:
             return list(range(len(names)))
         starts = [0]
         for cut in self._split_at:
-            found = [i for i, name in enumerate(names) if name == cut or name.startswith(cut + ".")]
-            if not found:
+            matches = [
+                i for i, name in enumerate(names) if name == cut or name.startswith(cut + ".")
+            ]
+            if not matches:
                 raise InvalidSpec(
                     f"the model cannot be cut before {cut!r}",
                     seen=f"split_at={list(self._split_at)}",
                     expected=f"names among {_some(names)}",
                 )
-            starts.append(found[0])
+            starts.append(matches[0])
         return sorted(set(starts))
 
     def _num_parts(self, outline: Outline) -> int:

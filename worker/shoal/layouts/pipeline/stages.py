@@ -132,10 +132,10 @@ def _stages_of(tensor: str, uses: Sequence[Collection[str]]) -> list[int]:
 
 def _holders(model: nn.Module, uses: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]:
     canonical = _canonical(model)
-    found: dict[str, set[int]] = {}
+    holders: dict[str, set[int]] = {}
     for name, _ in _tensors(model):
-        found.setdefault(canonical[name], set()).update(_stages_of(name, uses))
-    return {name: tuple(sorted(stages)) or (0,) for name, stages in found.items()}
+        holders.setdefault(canonical[name], set()).update(_stages_of(name, uses))
+    return {name: tuple(sorted(stages)) or (0,) for name, stages in holders.items()}
 
 
 def _unused(model: nn.Module, uses: Sequence[Collection[str]]) -> set[str]:

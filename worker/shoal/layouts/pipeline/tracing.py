@@ -113,12 +113,12 @@ def signature(model: nn.Module) -> dict[str, Any]:
     Every input but the first is fixed to its default, if it has one: a trace follows only one
     branch of `if mask is not None`.
     """
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        found[parameter.name] = parameter.default if found else inspect.Parameter.empty
-    return found
+        inputs[parameter.name] = parameter.default if inputs else inspect.Parameter.empty
+    return inputs
 
 
 def _positional(model: nn.Module) -> list[str]:

@@ -118,7 +118,7 @@ class _Cut:
         """Find groups below the module; parameters in none of them go to the rest."""
         if self._stays_whole(module):
             return []
-        found: list[list[str]] = []
+        groups: list[list[str]] = []
         run: list[str] = []
         for child_path, child, is_block in self._parts(path, module):
             num_bytes = self._num_bytes(child)
@@ -126,16 +126,16 @@ class _Cut:
                 continue
             if not self._is_closed(child_path, child):
                 # A parameter of the child is also used elsewhere, so it has to go to the rest.
-                found += self._close(run) + self._cut(child_path, child)
+                groups += self._close(run) + self._cut(child_path, child)
                 run = []
             elif num_bytes < self._least_bytes:
                 run.append(child_path)
                 if self._size_of(run) >= self._least_bytes:
-                    found, run = [*found, run], []
+                    groups, run = [*groups, run], []
             else:
-                found += self._close(run) + self._large(child_path, child, is_block)
+                groups += self._close(run) + self._large(child_path, child, is_block)
                 run = []
-        return found + self._close(run)
+        return groups + self._close(run)
 
     def _large(self, path: str, module: nn.Module, is_block: bool) -> list[list[str]]:
         if self._stays_whole(module) or (is_block and self._least_bytes):
@@ -143,9 +143,9 @@ class _Cut:
         below = self._cut(path, module)
         own = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
         grouped = sum(self._size_of(paths) for paths in below)
-        left = self._num_bytes(module) - grouped
+        rest_bytes = self._num_bytes(module) - grouped
         # The remaining parameters get a group of their own if they are large enough.
-        worth = left >= self._least_bytes if self._least_bytes else own > 0
+        worth = rest_bytes >= self._least_bytes if self._least_bytes else own > 0
         return [*below, [path]] if worth else below
 
     def _close(self, run: list[str]) -> list[list[str]]:

@@ -370,10 +370,10 @@ class ShardedLayout(Layout):
         changed = [part for part in self._fsdp_parameters if not is_as_gathered(part)]
         if changed:
             names = {id(parameter): name for name, parameter in self._parameters.items()}
-            found = sorted(names[id(part.sharded_param)] for part in changed)
+            written = sorted(names[id(part.sharded_param)] for part in changed)
             raise InvalidSpec(
                 f"a forward pass has written to weights, in step {self.step} or before it",
-                seen=f"writes to {', '.join(found[:5])}, where a pass has only a temporary copy",
+                seen=f"writes to {', '.join(written[:5])}, where a pass has only a temporary copy",
                 expected="writes between passes, when a member has its own part of the weights",
                 fix="Move or clip weights outside of forward(); or use"
                 " strategy 'ddp' or 'zero1', whose members have the whole weights.",
@@ -407,14 +407,14 @@ class ShardedLayout(Layout):
 def _lay_rows_in_order(model: nn.Module) -> None:
     """Make parameters contiguous, as fully_shard cuts rows from contiguous memory; the script may
     have made the model channels_last, for example. Parameters are on the meta device."""
-    made: dict[int, nn.Parameter] = {}
+    contiguous: dict[int, nn.Parameter] = {}
     for part in model.modules():
         table = parameter_table(part)
         for name, parameter in table.items():
             if parameter is not None and not parameter.is_contiguous():
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 own = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                table[name] = made.setdefault(id(parameter), own)
+                table[name] = contiguous.setdefault(id(parameter), own)
 
 
 def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) -> int:

@@ -57,10 +57,10 @@ def derive(
     """
     if degree < 1:
         raise InvalidSpec("a model cannot be split", seen=f"degree {degree}", expected="1 or more")
-    found = _Derivation(
+    derivation = _Derivation(
         model, degree, overrides or {}, min_split_bytes, all_have_parts=all_have_parts
     )
-    plan = found.plan()
+    plan = derivation.plan()
     if not sequence or degree == 1:
         return plan
     return replace(plan, sequence=sequence_blocks(model, {e.module: e for e in plan.entries}))
@@ -148,7 +148,7 @@ class _Derivation:
             if self._chosen.get(name) == WHOLE:
                 yield name, "as given"
             elif type(module) not in STYLES:
-                yield name, f"no way to split a {type(module).__name__} is known"
+                yield name, f"a {type(module).__name__} cannot be split"
             elif reason := odd(module):
                 yield name, reason
 
@@ -208,7 +208,10 @@ class _Derivation:
         for region in [declared] if declared else regions(self._modules[parent]):
             columns = [prefix + name for name in region.columns]
             row, masks = prefix + region.row, [prefix + name for name in region.dropouts]
-            if not (self._free(row, ROW) and all(self._free(name, COLUMN) for name in columns)):
+            if not (
+                self._can_be_paired(row, ROW)
+                and all(self._can_be_paired(name, COLUMN) for name in columns)
+            ):
                 continue
             if not all(self._has_one_name(name) for name in masks):
                 continue
@@ -228,7 +231,7 @@ class _Derivation:
                     module=name, style=MASK, why=f"before {row}", parts={}, width=width
                 )
 
-    def _free(self, name: str, style: str) -> bool:
+    def _can_be_paired(self, name: str, style: str) -> bool:
         return (
             name not in self._entries
             and self._has_one_name(name)
@@ -242,14 +245,14 @@ class _Derivation:
 
     def _alone(self, name: str) -> None:
         module = self._modules[name]
-        is_override = self._chosen.get(name)
-        style = is_override or STYLES[type(module)][0]
+        override = self._chosen.get(name)
+        style = override or STYLES[type(module)][0]
         reason = self._too_small(module, style)
         if self._degree == 1:
             self._whole(name, "there is one rank")
         elif reason:
             self._whole(name, reason)
-        elif not is_override and not self._is_big(name):
+        elif not override and not self._is_big(name):
             self._whole(name, f"smaller than {self._min_bytes} bytes")
         elif style == HEADS:
             self._split(name, style, "each rank has whole heads")

@@ -158,11 +158,11 @@ def traces(parent: nn.Module) -> Iterator[fx.Graph]:
     torch.fx's own tracer patches nn.Module for the whole process while it traces, which other
     threads would notice. Replaced children need no patch.
     """
-    taken = inspect.signature(parent.forward).parameters.values()
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken):
+    inputs = inspect.signature(parent.forward).parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inputs):
         return
-    required = [p for p in taken if p.default is p.empty]
-    chosen = [required] if len(required) == len(taken) else [required, list(taken)]
+    required = [p for p in inputs if p.default is p.empty]
+    chosen = [required] if len(required) == len(inputs) else [required, list(inputs)]
     for training, given in itertools.product((True, False), chosen):
         graph = fx.Graph()
         tracer = GraphAppendingTracer(graph)

@@ -137,8 +137,8 @@ class _Leave(torch.autograd.Function):
 
 
 def _apply(function: Any, value: Tensor, positions: Positions) -> Tensor:
-    found: Tensor = function.apply(value, positions.cut)
-    return found
+    result: Tensor = function.apply(value, positions.cut)
+    return result
 
 
 class SequenceColumnLinear(ColumnLinear):
@@ -197,14 +197,14 @@ def spread_positions(
 
 def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> frozenset[str]:
     """Name the parameters whose gradients come from this rank's positions only."""
-    found = set()
+    names = set()
     for entry in entries:
         module = model.get_submodule(entry.module)
         if entry.role == SequenceRole.NORM:
-            found |= {f"{entry.module}.{name}" for name, _ in module.named_parameters()}
+            names |= {f"{entry.module}.{name}" for name, _ in module.named_parameters()}
         elif entry.role == SequenceRole.ROW and parameter_table(module).get("bias") is not None:
-            found.add(f"{entry.module}.bias")
-    return frozenset(found)
+            names.add(f"{entry.module}.bias")
+    return frozenset(names)
 
 
 def summands_of(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> list[Tensor]:
@@ -266,8 +266,8 @@ def _leaving(function: Any, positions: Positions) -> Any:
                 expected=f"{length} in the last dimension but one",
                 fix="Distribute without sequence=True.",
             )
-        found = _apply(function, first, positions)
-        return (found, *others) if isinstance(output, tuple) else found
+        changed = _apply(function, first, positions)
+        return (changed, *others) if isinstance(output, tuple) else changed
 
     return leave
 

@@ -42,7 +42,7 @@ _TORCH: Mapping[type[nn.Module], Mapping[str, tuple[int | str, ...]]] = {
 def sequence_blocks(model: nn.Module, plan: Mapping[str, PlanEntry]) -> tuple[SequenceEntry, ...]:
     """Find the outermost blocks with a norm or dropout and a column; return entries for them and
     their modules. `plan`: the model's tensor plan, by module."""
-    found: list[SequenceEntry] = []
+    entries: list[SequenceEntry] = []
     blocks: list[str] = []
     shared = _shared(model)
     for name, module in model.named_modules():
@@ -56,8 +56,8 @@ def sequence_blocks(model: nn.Module, plan: Mapping[str, PlanEntry]) -> tuple[Se
             and SequenceRole.COLUMN in roles
         ):
             blocks.append(name)
-            found += [SequenceEntry(module=name, role=SequenceRole.BLOCK, block=name), *inner]
-    return tuple(found)
+            entries += [SequenceEntry(module=name, role=SequenceRole.BLOCK, block=name), *inner]
+    return tuple(entries)
 
 
 def check_has_blocks(plan: TensorPlan) -> None:

@@ -16,8 +16,8 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
     Raises DtypeMismatch or NonFiniteGradient, as a server would, before any part of the step is
     sent.
     """
-    found = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
-    for name, gradient in found.items():
+    gradients = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
+    for name, gradient in gradients.items():
         dtype = parameters[name].dtype
         if gradient.layout != torch.strided or gradient.dtype != dtype:
             raise DtypeMismatch(
@@ -25,7 +25,7 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
                 seen=f"{gradient.dtype}, {gradient.layout}",
                 expected=f"{dtype}, {torch.strided}",
             )
-    for name in _non_finite(found):
+    for name in _non_finite(gradients):
         raise NonFiniteGradient(
             f"the gradient of parameter {name} is not finite in step {step}",
             seen="NaN or Inf",
@@ -33,7 +33,7 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
             fix="Look for a division by zero, or lower the learning rate.",
             details={"parameter": name, "step": str(step)},
         )
-    return on_host(found)
+    return on_host(gradients)
 
 
 def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:

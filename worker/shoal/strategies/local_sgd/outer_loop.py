@@ -193,13 +193,13 @@ class OuterLoop:
     def _parameters(self) -> dict[str, Tensor]:
         """Return the parameters that the optimizer may have changed, by name in a state."""
         stepped = {p for group in self._optimizer.param_groups for p in group["params"]}
-        found = self._model.named_parameters()
-        return {f"parameter/{name}": p.detach() for name, p in found if p in stepped}
+        named = self._model.named_parameters()
+        return {f"parameter/{name}": p.detach() for name, p in named if p in stepped}
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return buffers with a mean, such as running statistics: the mean covers all samples."""
-        found = self._model.named_buffers()
-        return {f"buffer/{name}": b.detach() for name, b in found if has_mean(b)}
+        named = self._model.named_buffers()
+        return {f"buffer/{name}": b.detach() for name, b in named if has_mean(b)}
 
     def _written(
         self, stepped: Mapping[str, Tensor], group: dist.ProcessGroup
@@ -207,8 +207,8 @@ class OuterLoop:
         """Return parameters that are not in the optimizer but were written to by the script, on any
         member: a teacher's moving average, for example. Collective if there are parameters that are
         not in the optimizer."""
-        found = ((f"parameter/{name}", p.detach()) for name, p in self._model.named_parameters())
-        others = {name: p for name, p in found if name not in stepped and has_mean(p)}
+        named = ((f"parameter/{name}", p.detach()) for name, p in self._model.named_parameters())
+        others = {name: p for name, p in named if name not in stepped and has_mean(p)}
         if not others:
             return {}
         before = self.agreed.tensors

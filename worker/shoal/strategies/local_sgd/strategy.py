@@ -155,10 +155,10 @@ class LocalSGD(SynchronousStrategy):
 
     def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.PlannableStrategy`; changes count as uncompressed."""
-        found = OuterLoopFigures(
+        figures = OuterLoopFigures(
             subject, self._every_steps, keeps_velocity=bool(self._outer.momentum)
         )
-        return found.plan(self.name, uncompressed(self._compression))
+        return figures.plan(self.name, uncompressed(self._compression))
 
     def fields(self) -> Mapping[str, str]:
         return self._fields

@@ -68,7 +68,7 @@ class StepBuffers:
         return [self._names_by_id[id(each)] for each in buffers if id(each) in self._names_by_id]
 
     def forget(self) -> None:
-        """Release the model too. If `settle` refuses a buffer, the next step raises the error."""
+        """Release the model. If `settle` refuses a buffer, the next step raises the error."""
         try:
             self.lasting.settle()
         except InvalidSpec as refusal:
@@ -99,7 +99,7 @@ class LastingBuffers:
         self.buffers = list({id(buffer): buffer for buffer in self._entries}.values())
 
     def settle(self) -> None:
-        """Copy the value of each replacement into the original buffer, and put that back.
+        """Copy the value of each replacement into the original buffer, and put the original back.
 
         Raises InvalidSpec if a replacement has another shape or dtype: joiners have the original.
         """
@@ -130,7 +130,7 @@ def _refusal(name: str, seen: Tensor | None, expected: str) -> InvalidSpec:
         f"another tensor replaced a module's buffer {name!r}",
         seen="nothing" if seen is None else _outline(seen),
         expected=expected,
-        fix="Make it with its final size, and write to it in place.",
+        fix="Create the buffer with its final size, and write to it in place.",
     )
 
 

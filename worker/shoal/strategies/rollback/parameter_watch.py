@@ -38,9 +38,9 @@ class OwnParts:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        found = {name: each for name, each in parameters.items() if _is_plain(each)}
-        cut = {name: each for name, each in found.items() if isinstance(each, DTensor)}
-        whole = {name: each for name, each in found.items() if name not in cut}
+        plain = {name: each for name, each in parameters.items() if _is_plain(each)}
+        cut = {name: each for name, each in plain.items() if isinstance(each, DTensor)}
+        whole = {name: each for name, each in plain.items() if name not in cut}
         self.parameters: Mapping[str, Tensor] = {**whole, **cut}
         self._whole, self._cut = list(whole.values()), list(cut.values())
         self._counted = [*self._whole, *self._cut]
@@ -95,14 +95,14 @@ class ParameterWatch:
 
     def changed(self, *, closely: bool) -> set[str]:
         """Return the names of the parameters that were written to."""
-        found: set[str] = set()
+        changed: set[str] = set()
         now = self._own.num_writes()
         if now != self._num_writes:
-            found = self._own.differing(now, self._num_writes)
+            changed = self._own.differing(now, self._num_writes)
         if closely or self._num_steps % EVERY_STEPS == 0:
             for samples in self._samples:
-                found |= samples.changed(self._turn(samples, closely=closely))
-        return found
+                changed |= samples.changed(self._turn(samples, closely=closely))
+        return changed
 
     def _turn(self, samples: "_Samples", *, closely: bool) -> slice:
         """Return the slice of parameters that is compared now."""
@@ -155,8 +155,8 @@ class _Samples(ABC):
         if not names:
             return set()
         addresses = [each.data_ptr() for each in self._own.all()[turn]]
-        found = {n for n, one, other in zip(names, addresses, known, strict=True) if one != other}
-        return found | self._written(turn)
+        changed = {n for n, one, other in zip(names, addresses, known, strict=True) if one != other}
+        return changed | self._written(turn)
 
     @abstractmethod
     def _written(self, turn: slice) -> set[str]:

@@ -74,11 +74,11 @@ class ParameterWrites:
 
     def written(self, *, closely: bool) -> list[Tensor]:
         """Return the watched parameters that were written to. `closely`: see `ParameterWatch`."""
-        found = self._watch.changed(closely=closely) if self._is_watched else set()
-        if found:
-            self._names |= found
+        written = self._watch.changed(closely=closely) if self._is_watched else set()
+        if written:
+            self._names |= written
             self._is_planned = False
-        return [self._parameters[name] for name in found]
+        return [self._parameters[name] for name in written]
 
     def pause(self) -> None:
         """Note that the session is about to change parameters within the step."""
@@ -117,8 +117,8 @@ def _differing(parameters: Mapping[str, Tensor], copy_of: CopyOf) -> set[str]:
         part.eq(copy.to(part.device)).all() for part, copy in copies if copy is not None
     ]
     # Stacked, so that one read waits for all.
-    found = torch.stack([each.to(are_as_begun[0].device) for each in are_as_begun]).tolist()
-    return {name for name, is_as_begun in zip(parameters, found, strict=True) if not is_as_begun}
+    flags = torch.stack([each.to(are_as_begun[0].device) for each in are_as_begun]).tolist()
+    return {name for name, is_as_begun in zip(parameters, flags, strict=True) if not is_as_begun}
 
 
 class StateWrites:
@@ -162,8 +162,8 @@ class StateWrites:
             for each in optimizers
         ]
         states = [state for _, own in self._begun for state in own.values()]
-        found = [(k, v) for state in states for k, v in state.items() if isinstance(v, Tensor)]
-        self._keys, self._tensors = [key for key, _ in found], [each for _, each in found]
+        tensors = [(k, v) for state in states for k, v in state.items() if isinstance(v, Tensor)]
+        self._keys, self._tensors = [key for key, _ in tensors], [each for _, each in tensors]
         self._are_counted = not any(each.is_inference() for each in self._tensors)
 
     def _counts(self) -> list[int]:
@@ -177,9 +177,9 @@ class StateWrites:
         if now == self._num_writes:
             return []
         counts = zip(now, self._num_writes, strict=True)
-        found = [index for index, (count, before) in enumerate(counts) if count != before]
-        self._written |= {self._keys[index] for index in found}
-        return [self._tensors[index] for index in found]
+        written = [index for index, (count, before) in enumerate(counts) if count != before]
+        self._written |= {self._keys[index] for index in written}
+        return [self._tensors[index] for index in written]
 
     def resume(self) -> None:
         """Note that changes so far are not the script's."""

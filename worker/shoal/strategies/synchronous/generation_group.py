@@ -184,14 +184,14 @@ def check_same_step(
     """Raise InternalError unless all members of the generation are at this step. Collective.
     `memory`: used in place of the group if the members share it."""
     if memory is not None:
-        found = list(memory.meet(step))
+        by_rank = list(memory.meet(step))
     else:
         steps = torch.zeros(group.size(), dtype=torch.int64)
         steps[group.rank()] = step
         wait_abortable(dist.all_reduce(steps, group=group, async_op=True), group)
-        found = steps.tolist()
-    if len(set(found)) != 1:
+        by_rank = steps.tolist()
+    if len(set(by_rank)) != 1:
         raise InternalError(
             f"the members of generation {generation} are at different steps",
-            seen=f"{found} by rank",
+            seen=f"{by_rank} by rank",
         )

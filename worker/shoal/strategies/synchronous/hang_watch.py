@@ -213,12 +213,12 @@ class HangWatch:
             return None
         waiters = waiters_of(trainer.group)
         self._count(waiters)
-        found = (
+        begins_s = (
             self._oldest_wait_s(waiters, now_s),
             self._blocked_since_s(trainer, now_s),
             self._config.device_stalled_since_s(now_s),
         )
-        return min((since_s for since_s in found if since_s is not None), default=None)
+        return min((since_s for since_s in begins_s if since_s is not None), default=None)
 
     def _count(self, waiters: Iterable[AbortableWaiter]) -> None:
         """Note if a collective or transfer has ended since the last look."""

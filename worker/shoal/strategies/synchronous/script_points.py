@@ -188,10 +188,10 @@ class ScriptPoints:
             return
         records = [ExchangeRecord(**json.loads(each)) for each in self._store.multi_get(keys)]
         names = [self._members[rank] for rank in peers]
-        found = difference(dict(zip(names, records, strict=True)))
-        if found is not None:
+        differing = difference(dict(zip(names, records, strict=True)))
+        if differing is not None:
             self._store.set(_OF_LAYERS, "1")
-            self._store.set(_VERDICT, in_words(found))
+            self._store.set(_VERDICT, in_words(differing))
 
     def _compare_points(self) -> None:
         keys = [_POINT.format(rank) for rank in range(len(self._members))]

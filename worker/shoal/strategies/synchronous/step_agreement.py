@@ -367,8 +367,8 @@ class StepAgreement:
 
 def _changes(applied: Mapping[int, Values]) -> list[tuple[int, Values]]:
     """Return the first step, and the values, of each run of steps with the same values."""
-    found: list[tuple[int, Values]] = []
+    changes: list[tuple[int, Values]] = []
     for step, values in sorted(applied.items()):
-        if not found or found[-1][1] != values:
-            found.append((step, values))
-    return found
+        if not changes or changes[-1][1] != values:
+            changes.append((step, values))
+    return changes

@@ -162,11 +162,11 @@ def agree(ballots: Sequence[Sequence[int]]) -> bool:
 def check_passes(ballots: Mapping[str, Ballot], step: int, optimizers: Sequence[str]) -> None:
     """Raise UnequalPasses unless all members make the same passes, or take the same action on the
     same optimizers. `optimizers`: all names, in the order of the bits."""
-    found = [each.passes for each in ballots.values()]
-    if found.count(found[0]) == len(found):
+    passes = [each.passes for each in ballots.values()]
+    if passes.count(passes[0]) == len(passes):
         return
     counts = {name: _passes_in_words(each.passes, optimizers) for name, each in ballots.items()}
-    if any(each >= _NAMED for each in found):
+    if any(each >= _NAMED for each in passes):
         raise UnequalPasses(
             f"the members take different actions with their optimizers in step {step}",
             seen=by_value(counts),
@@ -212,8 +212,8 @@ def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = Tr
     refusal = next((each.refusal for each in votes.values() if each.refusal is not None), None)
     if refusal is not None:
         raise ShoalError.from_dict(dict(refusal))
-    found = [each.exchanges for each in votes.values()]
-    records = [None if each is None else ExchangeRecord(**each) for each in found]
+    exchanges = [each.exchanges for each in votes.values()]
+    records = [None if each is None else ExchangeRecord(**each) for each in exchanges]
     check_exchanges([each.layers for each in votes.values()], records, list(votes))
     if is_taken:
         _check_idle({name: each.idle for name, each in votes.items()}, step)
@@ -231,12 +231,12 @@ def _check_hyperparameters(votes: Mapping[str, StepVote], step: int) -> None:
         )
     applied = {name: [(0, v.hyperparameters), *v.changes] for name, v in votes.items()}
     for after in sorted({after for each in applied.values() for after, _ in each}):
-        found = differences({name: _applied_at(each, after) for name, each in applied.items()})
-        if found:
+        differing = differences({name: _applied_at(each, after) for name, each in applied.items()})
+        if differing:
             raise _differ(
                 f"the members would apply different hyperparameters in step {step + after}",
-                seen=in_words(found),
-                details={field: by_value(values) for field, values in found.items()},
+                seen=in_words(differing),
+                details={field: by_value(values) for field, values in differing.items()},
             )
 
 
