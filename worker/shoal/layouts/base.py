@@ -175,8 +175,7 @@ class Layout(ABC):
 
     @property
     def num_moved(self) -> int:
-        """Counter that rises with each exchange between ranks that bypasses the group. May be read
-        on any thread."""
+        """Counter that rises with each exchange of ranks that bypasses the group. Thread-safe."""
         return 0
 
     def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:

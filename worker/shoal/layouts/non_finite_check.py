@@ -11,7 +11,7 @@ from shoal.layouts.gradients import gradient_not_finite, name_of_fault, sum_not_
 from shoal.model.losses import UnseenLosses
 from shoal_proto.errors import GenerationBroken
 
-# Flags of a rank: only its reduced gradients are not finite, or its own before reduction.
+# A rank's flag: GIVEN if only reduced gradients are not finite, OWN if its own were not before.
 GIVEN, OWN = 1.0, 2.0
 _LOSS = "the loss"
 

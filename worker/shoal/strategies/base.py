@@ -150,7 +150,7 @@ class Strategy(ABC):
 
     @property
     def written_checkpoint(self) -> int | None:
-        """The step of the newest checkpoint that this member helped to write. For any thread."""
+        """The step of the newest checkpoint that this member helped to write. Thread-safe."""
         return None
 
     @property
@@ -380,7 +380,7 @@ class Strategy(ABC):
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Figures for the health report, such as "staleness". Cheap; callable on any thread."""
+        """Figures for the health report, such as "staleness". Cheap; thread-safe."""
         return {}
 
     @property

@@ -18,7 +18,7 @@ class SampleLeases(Protocol):
         ...
 
     def done(self, trained: SampleRange, /) -> None:
-        """Report the range as completed: its step can no longer be lost. Callable on any thread."""
+        """Report the range as completed: its step can no longer be lost. Thread-safe."""
         ...
 
     def close(self) -> None:

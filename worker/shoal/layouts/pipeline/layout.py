@@ -278,7 +278,7 @@ def _needs_forward_backward() -> InvalidSpec:
 
 
 def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours) -> None:
-    """Sum the gradient over these stages, this one included; it stays None if none has one."""
+    """Sum the gradient over these stages, this one included; None if no stage has a gradient."""
     own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     local = own.to_local() if isinstance(own, DTensor) else own
     # The last element is a flag: this stage has a gradient.

@@ -161,7 +161,7 @@ class PassBuffers:
 
     @torch.no_grad()
     def _overwrite(self, values: _Values) -> None:
-        """Write these values into their buffers, and those from before the pass into all others."""
+        """Write these values into their buffers, and values from before the pass into the rest."""
         present = self._present()
         if not values and self._are_as_begun(present):
             return

@@ -78,7 +78,7 @@ class TensorGroup:
 
     @property
     def num_met(self) -> int:
-        """Number of barriers in memory so far. May be read on any thread."""
+        """Number of barriers in memory so far. Thread-safe."""
         memory = self._memory
         return memory.num_met if memory is not None else 0
 
@@ -141,7 +141,7 @@ class TensorGroup:
             _copy_parts(self.all_reduce(flat), alike)
 
     def cut(self, reason: str) -> None:
-        """See `SharedMemory.cut`. Callable on any thread."""
+        """See `SharedMemory.cut`. Thread-safe."""
         self._reason = reason
         memory = self._memory
         if memory is not None:

@@ -4,7 +4,7 @@ Outside a split region every value is the same on all ranks of the group. A valu
 region has its gradient summed over the ranks; a value that leaves it is gathered or summed.
 Parameters are DTensors, but computations use this rank's local parts: so sizes need not be
 divisible, and plain kernels run. torch.compile skips these modules: a DTensor in a graph would be
-compiled anew in each generation, which has a new mesh.
+compiled anew in each generation, as the mesh is new.
 
 (M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """

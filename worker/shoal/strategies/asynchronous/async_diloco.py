@@ -7,7 +7,7 @@ continues from the values right after its own push, which include other members'
 
 - Each member steps its own optimizer, any of torch's, and keeps its state.
 - A round's samples count once its push is acknowledged. If a member is lost, its work since its
-  last push is lost with it, and others train on those samples.
+  last push is lost too, and other members train on the samples again.
 """
 
 from collections.abc import Callable, Mapping

@@ -16,8 +16,8 @@ log = structlog.get_logger(__name__)
 PATIENCE_SHARE = 0.25
 """Share of the time limit after which any member creates values that are still missing."""
 LOOK_S = 0.5
-"""Interval at which a member that waits for servers asks again, and a member that waits for its
-first values checks if its generation broke."""
+"""Interval at which a member that waits asks for servers again, or checks if its generation
+broke."""
 
 
 def await_servers(

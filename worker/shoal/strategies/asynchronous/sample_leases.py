@@ -91,7 +91,7 @@ class Leases:
         return over or self._has_none or self._reserve.num_ready > 0
 
     def done(self, trained: SampleRange) -> None:
-        """Report the range as completed: its step can no longer be lost. Callable on any thread."""
+        """Report the range as completed: its step can no longer be lost. Thread-safe."""
         with self._changed:
             self._done.append(trained)
             self._changed.notify_all()

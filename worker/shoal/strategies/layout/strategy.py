@@ -78,8 +78,7 @@ class LayoutStrategy(SynchronousStrategy):
         """
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
-        """Raise InvalidSpec if the model cannot be laid out for this world size. Quick; callable
-        on any thread."""
+        """Raise InvalidSpec if the model cannot be laid out for this size. Quick; thread-safe."""
 
     def refuses(self, world_size: int) -> str:
         try:

@@ -225,7 +225,7 @@ class LocalSGD(SynchronousStrategy):
                 self._outer_loop.go_back()
             except (ShapeMismatch, DtypeMismatch) as error:
                 # The script has changed the model's dtype or shape: the next step refuses that.
-                log.debug("not_gone_back", reason=str(error)[:300])
+                log.debug("round_not_rolled_back", reason=str(error)[:300])
             self._transaction.step = self._outer_loop.agreed.step
         self._is_ending_round = False
 

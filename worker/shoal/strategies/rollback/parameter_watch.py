@@ -222,5 +222,5 @@ def _elements(own: Tensor) -> Tensor:
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """True if the bits are equal; unlike for `equal`, a NaN equals itself."""
+    """True if the bits are equal; unlike in torch.equal, a NaN equals itself."""
     return one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))

@@ -137,7 +137,7 @@ class GenerationCheckpoints:
 
     @property
     def written_step(self) -> int | None:
-        """The step of the newest checkpoint that was written. Readable on any thread."""
+        """The step of the newest checkpoint that was written. Thread-safe."""
         return self._checkpoints.written_step if self._checkpoints is not None else None
 
     def due(self, step: int) -> bool:

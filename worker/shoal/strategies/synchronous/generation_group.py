@@ -100,7 +100,7 @@ class GenerationGroup:
         return self._cut_up_to >= generation
 
     def cut(self, generation: int) -> None:
-        """Make waits in the group raise, unless it is a later generation's. For any thread."""
+        """Make waits in the group raise, unless it is a later generation's. Thread-safe."""
         with self._lock:
             self._cut_up_to = max(self._cut_up_to, generation)
             group = self._group if self.number <= generation else None
@@ -154,7 +154,7 @@ class GenerationGroup:
 
 
 class _Judging:
-    """Calls `check` after a block that raised NonFiniteGradient."""
+    """Context that calls `check` if its block has raised NonFiniteGradient."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check

@@ -146,7 +146,7 @@ class HangWatch:
         self.sign()
 
     def hang_in(self, generation: int) -> str:
-        """Description of the hang found in this generation; else empty. Callable on any thread."""
+        """Description of the hang found in this generation; else empty. Thread-safe."""
         number, reason = self._hang
         return reason if number == generation else ""
 

@@ -1,7 +1,7 @@
 """Detection of members' scripts that wait for each other at different calls.
 
 Some calls must be made by all members. A member that makes one alone (`if session.is_first:
-session.evaluate(...)`) waits there for the others, while they wait for it in their next step. No
+session.evaluate(...)`) waits in it, while the others wait for that member in their next step. No
 member sees an error, and all would wait until a collective's time limit. So a member that has
 waited for some time writes the point at which its script waits to the generation's store. A member
 that waits in such a call compares the points. Most waits are far shorter: nothing is written.
@@ -106,11 +106,11 @@ class ScriptPoints:
                 self._look_at_exchanges(stood_s)
         except ShoalError as error:
             # No coordinator, or the generation is over: other checks handle that.
-            log.debug("script_places_unknown", reason=str(error)[:200])
+            log.debug("script_points_unknown", reason=str(error)[:200])
         return bool(self._found)
 
     def refusal(self, generation: int) -> InvalidSpec | None:
-        """Return the scripts' error if a wait in that generation was endless. For any thread."""
+        """Return the scripts' error if a wait in that generation was endless. Thread-safe."""
         if not self._found or generation != self._generation:
             return None
         if self._refusal is not None:
@@ -141,7 +141,7 @@ class ScriptPoints:
             self._store.set(_VERDICT, refusal.seen)
             self._await_all()
         except ShoalError as error:
-            log.debug("refusal_not_told", reason=str(error)[:200])
+            log.debug("refusal_not_published", reason=str(error)[:200])
 
     def _withdraw(self) -> None:
         self._store.delete_key(_POINT.format(self._rank))

@@ -83,8 +83,7 @@ class ScriptPosition:
             self._wait = before
 
     def point(self, step: int) -> ScriptPoint:
-        """Return the point at which the script waits, or one without description. For any
-        thread."""
+        """Return the point at which the script waits, or one without description. Thread-safe."""
         wait = self._wait
         if wait is None or self.unconfirmed:
             return ScriptPoint(step=step, num_calls=self.num_calls, what="")

@@ -357,7 +357,7 @@ class StepAgreement:
         check_votes(dict(zip(self._members, votes, strict=True)), step, is_taken=is_taken)
 
     def cut(self, reason: str) -> None:
-        """Make this member's waits for votes raise. Callable on any thread."""
+        """Make this member's waits for votes raise. Thread-safe."""
         self._words.cut(reason)
 
     def close(self) -> None:

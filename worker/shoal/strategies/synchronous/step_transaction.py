@@ -235,7 +235,7 @@ class StepTransaction:
         self.position.stepped()
 
     def roll_back(self) -> None:
-        """Undo the step in progress, if there is one. It is to be taken again."""
+        """Undo the step in progress, if there is one, so that it can be taken again."""
         if self.in_step:
             self._undo()
             self.position.undo(self.step)
@@ -255,7 +255,7 @@ class StepTransaction:
     # --- the end of a generation ---
 
     def cut(self, reason: str) -> None:
-        """Make this member's waits for votes raise. Callable on any thread."""
+        """Make this member's waits for votes raise. Thread-safe."""
         votes = self._votes
         if votes is not None:
             votes.cut(reason)

@@ -102,7 +102,7 @@ class SynchronousStrategy(Strategy):
             self._watch.start()
 
     def num_moved(self) -> int:
-        """Number of transfers between members outside the group's collectives. For any thread."""
+        """Number of transfers between members outside the group's collectives. Thread-safe."""
         return 0
 
     def _report_wait(self, waited_s: float, stood_s: float) -> None:
