@@ -459,7 +459,7 @@ class ElasticController:
         if is_own and strategy.synchronous:
             # Reported at once: the others continue without this member, and need not detect its
             # failure.
-            self.membership.report_broken(text, is_own=True, state_lost=lost)
+            self.membership.report_broken(text, own=True, state_lost=lost)
             # The frames hold objects of this attempt: the next attempt may need their memory.
             traceback.clear_frames(error.__traceback__)
         strategy.abandon()
