@@ -87,7 +87,7 @@ class AbortableWaiter:
             # Set first: the loop below does not see waits that another thread begins meanwhile.
             self._aborted = f"the group was cut between two collectives: {reason}"
         for completion in list(self._pending):
-            self.complete(completion, f"the group was cut during the operation: {reason}")
+            self.complete(completion, f"gloo did not end the operation before the cut: {reason}")
 
     def new_completion(self) -> Completion:
         """Make a completion for the trainer to wait for. `complete` sets it."""
