@@ -47,13 +47,13 @@ def refuse_parts_of_epochs(trainer: Trainer) -> None:
         "max_epochs=0": trainer.max_epochs == 0,
         "max_steps=0": trainer.max_steps == 0,
     }
-    for name, is_asked in refused.items():
-        if is_asked:
+    for name, is_set in refused.items():
+        if is_set:
             raise InvalidSpec(
-                "the job's epochs are over all samples of its batches",
+                "each epoch of the job has all samples of its batches",
                 seen=name,
                 expected="a Trainer without it",
-                fix="Give a part of the data set to `batches`, a torch.utils.data.Subset, or"
+                fix="Pass a part of the data set, a torch.utils.data.Subset, to `batches`; or pass"
                 " max_steps= to the Trainer.",
             )
 
@@ -71,7 +71,7 @@ class JobCounters:
         self._steps_per_epoch = steps_per_epoch
 
     def stand_at(self, step: int) -> None:
-        """Set the counters as they are before the epoch of this step."""
+        """Set the counters to their values before the epoch of this step."""
         epoch = step // self._steps_per_epoch
         self._set_epoch(ready=epoch, done=epoch)
         self._set_steps(step)
