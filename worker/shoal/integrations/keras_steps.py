@@ -38,7 +38,7 @@ class KerasSteps(Optimizer):
     def __init__(self, optimizer: Any, parameters: Sequence[tuple[Any, nn.Parameter]]) -> None:
         """`parameters`: pairs of the model's variable and the parameter that represents it."""
         _refuse(optimizer)
-        self._given = optimizer
+        self._keras_optimizer = optimizer
         self._variables = [variable for variable, _ in parameters]
         self.max_norm: float | None = optimizer.global_clipnorm
         config = optimizer.get_config()
@@ -83,12 +83,12 @@ class KerasSteps(Optimizer):
         the script has set another rate on the Keras optimizer."""
         if self._rate is None:
             return
-        now = _rate_of(self._given)
+        now = _rate_of(self._keras_optimizer)
         if now == self._rate:
-            self._given.learning_rate = self.param_groups[0]["lr"]
+            self._keras_optimizer.learning_rate = self.param_groups[0]["lr"]
         for group in self.param_groups:
-            group["lr"] = _rate_of(self._given)
-        self._rate = _rate_of(self._given)
+            group["lr"] = _rate_of(self._keras_optimizer)
+        self._rate = _rate_of(self._keras_optimizer)
 
     def _bind(self, held: Mapping[nn.Parameter, Any]) -> None:
         """Build the Keras optimizer over these parameters and their state, if any has changed."""
@@ -97,16 +97,16 @@ class KerasSteps(Optimizer):
         if len(memory) == len(self._bound) and all(map(operator.is_, memory, self._bound)):
             self._load_shared(held)
             return
-        plain = type(self._given)
+        plain = type(self._keras_optimizer)
         kind: Any = type(plain.__name__, (_Bindable, plain), {"__module__": plain.__module__})
         bound_optimizer = kind.from_config(self._config)
         self._parts = {p: _part(p, variable) for p, variable in held.items()}
         bound_optimizer.__dict__["shoal_slots"] = []
         bound_optimizer.__dict__["shoal_decays"] = {
-            id(self._parts[p]): self._given._use_weight_decay(v) for p, v in held.items()
+            id(self._parts[p]): self._keras_optimizer._use_weight_decay(v) for p, v in held.items()
         }
         if self._rate is not None:
-            bound_optimizer.__dict__["_learning_rate"] = self._given._learning_rate
+            bound_optimizer.__dict__["_learning_rate"] = self._keras_optimizer._learning_rate
         bound_optimizer.build(list(self._parts.values()))
         owners = {id(part): parameter for parameter, part in self._parts.items()}
         for part, name, slot in bound_optimizer.__dict__["shoal_slots"]:
@@ -143,7 +143,7 @@ class KerasSteps(Optimizer):
 
     def _keep(self, live: list[nn.Parameter]) -> None:
         steps = int(self._bound_optimizer._iterations)
-        self._given._iterations.assign(steps)
+        self._keras_optimizer._iterations.assign(steps)
         for parameter in live:
             self.state[parameter][_STEPS] = steps
             for index, variable in enumerate(self._shared()):

@@ -18,7 +18,7 @@ TRAINER_DEFAULT = 1000
 
 
 def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
-    """Return the number of epochs of the data: that of the batches, else that of the Trainer.
+    """Return the number of epochs of the data: `epochs` of the batches, else the Trainer's limit.
 
     Raises InvalidSpec if both are given and differ.
     """
@@ -40,7 +40,7 @@ def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int
 def refuse_parts_of_epochs(trainer: Trainer) -> None:
     """Raise InvalidSpec for options that make Lightning end an epoch before the job's ends."""
     refused = {
-        # These two set limit_train_batches, and are named instead.
+        # These two options set limit_train_batches: the error names them in place of it.
         "fast_dev_run": bool(trainer.fast_dev_run),  # type: ignore[attr-defined]
         "overfit_batches": trainer.overfit_batches > 0,  # type: ignore[attr-defined]
         "limit_train_batches": _is_part(trainer.limit_train_batches),
@@ -59,7 +59,7 @@ def refuse_parts_of_epochs(trainer: Trainer) -> None:
 
 
 def _is_part(limit: int | float | None) -> bool:
-    """True unless the limit is the whole epoch: for Lightning 1.0 is all batches, and 1 is one."""
+    """True unless the limit is the whole epoch. The float 1.0 means all batches, the int 1 one."""
     return not (limit is None or (isinstance(limit, float) and limit == 1.0))
 
 

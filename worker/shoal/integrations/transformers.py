@@ -467,7 +467,7 @@ def _refuse(trainer: SessionTrainer) -> None:
         (
             generates and not isinstance(trainer, Seq2SeqTrainer),
             "predict_with_generate=True",
-            "SessionSeq2SeqTrainer, whose evaluation generates",
+            "SessionSeq2SeqTrainer, whose evaluation generates sequences",
         ),
         (args.eval_on_start, "eval_on_start=True", "trainer.evaluate() after a step"),
         (

@@ -105,7 +105,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShoalUpdateInfo) -> None:
-        """Install a version on every worker, or on none of them, and raise on all."""
+        """Install a version on every worker. If one fails, none installs it, and all raise."""
         staged = self._staged(update_info.version)
         failure: Exception | None = None
         try:

@@ -46,7 +46,8 @@ class BatchSource(ABC):
         other members."""
 
     def attempted(self) -> None:
-        """Note that a step on the batch begins. Raises InvalidSpec if one is already committed."""
+        """Note that a step on the batch begins. Raises InvalidSpec if the batch's step is already
+        committed."""
         if self._is_trained and self.batch is not None:
             raise InvalidSpec(
                 f"a second step on the batch of step {self.batch.step}",

@@ -351,7 +351,7 @@ class Distribution:
         return {**samples, **content}
 
     def _share_sizes(self, order: Order) -> ShareSizes | None:
-        """Sizes of shares; None if no layer depends on the number of members."""
+        """Return the sizes of shares; None if no layer depends on the number of members."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
             return None
         assert self._model is not None, "batches are made after `distribute`"

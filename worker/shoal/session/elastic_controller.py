@@ -72,7 +72,7 @@ class CallBetweenSteps:
         """Raise StateLost if the state was rolled back to before the end of the script's loop."""
         if step < self.end_step:
             raise StateLost(
-                f"{call} after the loop over the batches cannot be of the trained model",
+                f"{call} after the loop over the batches cannot use the trained model",
                 seen=f"after the loss of members since the loop, the others hold step {step}"
                 " at best",
                 expected=f"the whole state of step {self.end_step} on the remaining members",
@@ -88,7 +88,7 @@ class ProposalDetails:
     optional_fields: dict[str, str] = field(default_factory=dict)
     """Values that must be the same on all members that propose them; some may leave them out."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """The content whose digest is the field's value, by field."""
+    """Contents by field: the field's value is the digest of its content."""
     shares: ShareSizes | None = None
     """Share sizes, if shares may be too small for a layer of the model."""
 

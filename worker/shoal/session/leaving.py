@@ -55,8 +55,8 @@ class SessionEnd:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave at the end of the block, which this error has ended if there is one. Used as an
-        `__exit__`."""
+        """Leave at the end of the block; `error`: the exception that ended the block, if any. Used
+        as an `__exit__`."""
         try:
             if error is None or isinstance(error, SystemExit):
                 self._controller.conclude()

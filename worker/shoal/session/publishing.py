@@ -84,7 +84,7 @@ class SessionSeries:
         self._check_closed("series.publish")
         strategy = self._controller.strategy
         if self._has_tables and strategy.synchronous:
-            strategy.own_weights()  # Raises the refusal, on all members.
+            strategy.own_weights()  # Raises the strategy's refusal, on all members.
         generation = self._generation = self._controller.stand(self._fields)
         rank, world_size = generation.rank, generation.world_size
         if not strategy.synchronous:

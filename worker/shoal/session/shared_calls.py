@@ -111,7 +111,7 @@ class SharedCalls:
         except JobFinished as finished:
             raise InvalidSpec(
                 f"{call} was made by this member alone",
-                seen="the other members have left the session, and with them the job is finished",
+                seen="the other members have left the session, which finished the job",
                 expected=f"{call} on every member, within the session",
             ) from finished
 

@@ -1,7 +1,7 @@
 """A guard against loops for plain torch that do the session's work in a step.
 
 A session steps the optimizer itself when a step is committed. A loop that was written for plain
-torch may also make calls of its own, which are refused, as they would change the result without an
+torch may also make the calls below. They are refused, as they would change the result without an
 error:
 
 - step the optimizer: every gradient would be applied twice;
@@ -263,7 +263,7 @@ class StepGuard:
         if not self._commits:
             raise InvalidSpec(
                 f"the script called optimizer.step() itself, after {self._step()} committed steps",
-                seen="optimizer.step(), or GradScaler.step(optimizer) or another call of it",
+                seen="optimizer.step(), directly or by a call such as GradScaler.step(optimizer)",
                 expected="session.step() alone, which steps the optimizer when its block ends",
                 fix="Leave out the call (and GradScaler, see docs/loop.md): each gradient"
                 " would be applied twice.",
@@ -274,7 +274,7 @@ class StepGuard:
 
     def _refusal(self, seen: str) -> InvalidSpec:
         return InvalidSpec(
-            f"the optimizer's parameters were to change, after {self._step()} committed steps",
+            f"the script changed the optimizer's parameters, after {self._step()} committed steps",
             seen=seen,
             expected="the groups that it had at session.distribute: a member that joins later"
             " has only these",

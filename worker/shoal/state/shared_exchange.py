@@ -23,8 +23,8 @@ Cut = list[tuple[int, Tensor]]
 
 
 class SharedExchange:
-    """One rank's side of the exchange. All ranks make one on the same memory, and make the same
-    calls at the same time."""
+    """One rank's side of the exchange. All ranks make such an object on the same memory, and make
+    the same calls at the same time."""
 
     def __init__(self, memory: SharedMemory) -> None:
         """Use this memory, overwriting its contents."""

@@ -43,7 +43,7 @@ def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def gather_if_different(message: bytes, group: dist.ProcessGroup) -> list[bytes] | None:
-    """Return what `gather` returns; None if all messages are equal, which their digests show."""
+    """Return what `gather` returns; None if all are equal, after an exchange of digests only."""
     digest = blake2b(message, digest_size=_DIGEST_BYTES).digest()
     digests = _gather(digest, _DIGEST_BYTES, group)
     return None if len(set(digests)) == 1 else gather(message, group)

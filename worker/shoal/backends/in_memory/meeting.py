@@ -77,8 +77,8 @@ class Hub:
             while not done():
                 if self.failure:
                     raise dist.DistBackendError(f"{what} failed: {self.failure}")
-                if gone := self.ended.intersection(needed()):
-                    self.fail(f"{what} cannot be completed: {named(gone)} ended without it")
+                if ended_ranks := self.ended.intersection(needed()):
+                    self.fail(f"{what} cannot be completed: {named(ended_ranks)} ended without it")
                 elif (left_s := deadline_s - time.monotonic()) <= 0:
                     self.fail(
                         f"{what} was not completed within {timeout_s:g} s: "

@@ -85,7 +85,7 @@ class _Run:
                 raise DeadlineExceeded(
                     f"{named(running)} did not end within {self._timeout_s:g} s of a failure",
                     seen=hub.failure,
-                    fix="Wait in the body for nothing but other ranks.",
+                    fix="In the body, wait for other ranks only.",
                 ) from (self._errors[0][1] if self._errors else None)
         for thread in self._threads:
             thread.join()

@@ -75,7 +75,7 @@ class InMemorySeat:
             hub.fail(self._reason)
 
     def check(self) -> None:
-        """Do nothing: an operation that a cut has ended raises."""
+        """Do nothing: an operation that was ended by a cut raises by itself."""
 
     def retire(self) -> None:
         with self._lock:

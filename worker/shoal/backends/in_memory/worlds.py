@@ -57,14 +57,14 @@ class _WorldOfThread:
     """
 
     def __getattr__(self, name: str) -> Any:
-        if _of_thread.world is None and name in _BY_GROUP:
+        if _current.world is None and name in _BY_GROUP:
             return ChainMap(
                 getattr(_torch_table, name), *[getattr(each, name) for each in list(_bound)]
             )
-        return getattr(_of_thread.world or _torch_table, name)
+        return getattr(_current.world or _torch_table, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(_of_thread.world or _torch_table, name, value)
+        setattr(_current.world or _torch_table, name, value)
 
 
 class _MeshWorld:
@@ -74,13 +74,11 @@ class _MeshWorld:
         return self if mesh is None else mesh.__dict__["_thread_id"]
 
     def __set__(self, mesh: Any, mark: int | None) -> None:
-        mesh.__dict__["_thread_id"] = (
-            _of_thread.world.number if _of_thread.world is not None else mark
-        )
+        mesh.__dict__["_thread_id"] = _current.world.number if _current.world is not None else mark
 
 
 _numbers = itertools.count(1)
-_of_thread = _ThreadWorld()
+_current = _ThreadWorld()
 _torch_table: Any = c10d.groups_table()
 _lock = threading.Lock()
 _bound: list[RankWorld] = []
@@ -89,7 +87,7 @@ _BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to
 
 def own_world() -> RankWorld | None:
     """Return the world that this thread is bound to, or None."""
-    return _of_thread.world
+    return _current.world
 
 
 def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
@@ -105,7 +103,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
         if not _bound:
             _install()
         _bound.append(world)
-        _of_thread.world = world
+        _current.world = world
         # torch wraps the process' hook again at each call, and never removes the wrapper.
         hook = sys.excepthook
         try:
@@ -119,7 +117,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
 
 def unbind() -> None:
     """Destroy the groups of this thread's world and leave it. Does nothing if there is none."""
-    if _of_thread.world is None:
+    if _current.world is None:
         return
     try:
         if dist.is_initialized():  # else the rank's own code has destroyed it
@@ -131,9 +129,9 @@ def unbind() -> None:
 
 
 def _release() -> None:
-    assert _of_thread.world is not None, "only a bound thread is released"
-    _bound.remove(_of_thread.world)
-    _of_thread.world = None
+    assert _current.world is not None, "only a bound thread is released"
+    _bound.remove(_current.world)
+    _current.world = None
     if not _bound:
         _uninstall()
 

@@ -133,7 +133,7 @@ class GlooGroup:
             )
 
     def check(self) -> None:
-        """Do nothing: an operation that a cut has ended raises."""
+        """Do nothing: an operation that was ended by a cut raises by itself."""
 
     def retire(self) -> None:
         self.retire_group(dist.destroy_process_group)

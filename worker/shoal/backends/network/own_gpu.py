@@ -35,7 +35,8 @@ class LocalRank:
     ) -> None:
         """Raise InvalidSpec if the model's GPU, at `index`, is not this worker's GPU.
 
-        If a worker sees a single GPU, and no variable hides others, all workers share that GPU.
+        Raises also if the host has too few GPUs for its workers. A single visible GPU, if no
+        variable hides others, is enough only if NCCL is configured to share it.
         """
         own = self.gpu(num_visible)
         is_hidden = any(environment.get(name) for name in _HIDES_GPUS)

@@ -1,9 +1,9 @@
 """Gloo groups of past generations, freed once no operation runs in them.
 
 Freeing a group waits for its threads, and so for their current operations. An operation that was
-cut in the middle of a write may never end, and nothing reports that. So neither the trainer nor the
-exit of the process frees a group, but a separate thread for each group. That thread releases the
-GIL while it waits, for 10 ms or for ever.
+cut in the middle of a write may never end, and nothing reports that. So a group is not freed by the
+trainer or at the exit of the process, but by a separate thread, which releases the GIL while it
+waits: for 10 ms or for ever.
 """
 
 import atexit

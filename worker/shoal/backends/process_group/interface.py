@@ -82,7 +82,7 @@ class Backend(Protocol):
 
 
 class _NoBackend:
-    """Backend of a strategy that was given none; it makes no groups."""
+    """Backend of a strategy for which none was set; it makes no groups."""
 
     name = "none"
     is_watched = False

@@ -89,12 +89,12 @@ def _open(group: dist.ProcessGroup, num_bytes: int, old: MemoryRegion | None) ->
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     with ExitStack() as stack:
         listener, name = _new_listener(stack) if rank == 0 else (None, bytes(_NAME_BYTES))
-        words = _gather(group, _host() + name + (old.region_id if old is not None else NO_REGION))
-        hosts = {message[:_HOST_BYTES] for message in words}
-        name = words[0][_HOST_BYTES:-ID_BYTES]
-        if len(hosts) > 1 or not any(name) or not any(words[0][:_HOST_BYTES]):
+        items = _gather(group, _host() + name + (old.region_id if old is not None else NO_REGION))
+        hosts = {message[:_HOST_BYTES] for message in items}
+        name = items[0][_HOST_BYTES:-ID_BYTES]
+        if len(hosts) > 1 or not any(name) or not any(items[0][:_HOST_BYTES]):
             return None
-        if len({message[-ID_BYTES:] for message in words}) > 1:
+        if len({message[-ID_BYTES:] for message in items}) > 1:
             old = None
         try:
             if listener is not None:
@@ -152,7 +152,7 @@ def _new_listener(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
 
 
 def _address(name: bytes) -> str:
-    # Half of the name: any process can list the names of sockets, and the whole name is the key.
+    # Only half of the name, as any process can list sockets by name: the whole name is the key.
     return f"\0shoal-ranks-{name[: _NAME_BYTES // 2].hex()}"
 
 

@@ -33,8 +33,8 @@ class MemoryRegion:
         # Opened again: a lock belongs to a file description, and each process needs its own.
         self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, os.close, self._descriptor)
-        # Mapped by `_descriptor`, of which mmap keeps a duplicate. That of the received descriptor
-        # would keep the sender's lock after the sender's end.
+        # mmap keeps a duplicate of its descriptor. A duplicate of the received descriptor would
+        # keep the sender's lock after the sender has ended.
         self.mapped = mmap.mmap(self._descriptor, num_bytes)
         self.enter()
 
