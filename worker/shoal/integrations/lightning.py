@@ -73,9 +73,9 @@ class SessionStrategy(SingleDeviceStrategy):
     """A Lightning strategy for one member; see the module.
 
     Schedulers step with the job, `accumulate_grad_batches` is the number of parts of each batch,
-    and `precision="bf16-mixed"` is autocast. `fit` raises InvalidSpec for what a session cannot
-    keep exact: manual optimization, checkpoints of more than weights, schedulers that follow a
-    metric, and batches that are not from `batches`.
+    and `precision="bf16-mixed"` is autocast. `fit` raises InvalidSpec for features that a session
+    cannot keep exact: manual optimization, checkpoints of more than weights, schedulers that follow
+    a metric, and batches that are not from `batches`.
     """
 
     strategy_name = "shoal_session"

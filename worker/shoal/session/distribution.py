@@ -388,7 +388,7 @@ def _check_syncs(chosen: Strategy) -> None:
 
 
 def _check_scaler(name: str, registered: RegisteredState, stateful: object) -> None:
-    """Raise InvalidSpec for a GradScaler that is to be registered and is not supported."""
+    """Raise InvalidSpec if the object is a GradScaler that a session does not support."""
     if not isinstance(stateful, torch.amp.GradScaler) or not stateful.is_enabled():
         return
     if type(stateful) not in _KNOWN_SCALERS:

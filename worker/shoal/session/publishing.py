@@ -34,7 +34,7 @@ class SessionSeries:
         options: SeriesOptions,
         check_closed: Callable[[str], None],
     ) -> None:
-        """`fields`: those of the proposal; `check_closed(call)` raises InvalidSpec in a step."""
+        """`fields`: the proposal's fields; `check_closed(call)` raises InvalidSpec in a step."""
         check_name(name, "series")
         member = controller.member
         if not member.coordinators:

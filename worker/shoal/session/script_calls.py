@@ -146,8 +146,8 @@ def _model_of_average(_: Any, arguments: tuple[Any, ...]) -> Any:
 
 def _check_whole(average: AveragedModel, model: nn.Module) -> None:
     """Raise InvalidSpec if this member's model has other parameters than the average. torch pairs
-    parameters by order: those of a pipeline stage would be averaged with wrong ones, unnoticed
-    until members compare their averages."""
+    parameters by order. The parameters of a pipeline stage would be averaged with wrong ones, which
+    would show only when members compare their averages."""
     averaged, present = _shapes(average.module), _shapes(model)
     if averaged != present:
         raise InvalidSpec(

@@ -492,9 +492,9 @@ class Session:
         `trackers`: once for each step, even if members are lost or join.
 
         Values that are given within a step belong to that step, and are logged if it is committed;
-        values that are given after it belong to the last step. All members call it; the values of
-        one member are shown, for each step those that it gave first. A member without samples logs
-        nothing: see `Batch.is_stand_in`.
+        values that are given after it belong to the last step. All members call it. The values of
+        one member are shown: for each step, the first values that it logged. A member without
+        samples logs nothing: see `Batch.is_stand_in`.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
         batch = None if self._source is None else self._source.batch

@@ -38,7 +38,7 @@ class SharedCalls:
     is lost while they confirm this, the call returns with its result unconfirmed."""
 
     def __init__(self, controller: ElasticController, fields: dict[str, str]) -> None:
-        """`fields`: those of the proposal."""
+        """`fields`: the proposal's fields."""
         self._controller = controller
         self._fields = fields
 

@@ -58,7 +58,7 @@ class Step:
         reports: StepReports | None,
         leave: Callable[[BaseException], None],
     ) -> None:
-        """`fields`: those of the proposal. `leave(error)` ends the membership because of it."""
+        """`fields`: the proposal's fields. `leave(error)` ends the membership with this reason."""
         self._controller = controller
         self._fields = fields
         self.guard = guard

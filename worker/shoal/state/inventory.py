@@ -140,7 +140,7 @@ def from_message(message: bytes, rank: int) -> Inventory:
     """Decode an inventory that `to_message` encoded. Raises MalformedMessage."""
     start = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "big")
     if start > len(message):
-        raise malformed(rank, f"{len(message)} bytes, where a table ends at {start}")
+        raise malformed(rank, f"{len(message)} bytes, but a table that ends at {start}")
     try:
         table = _packed_table(message[_LENGTH_BYTES:start])
     except (zlib.error, TypeError, ValueError, LookupError, RecursionError) as error:

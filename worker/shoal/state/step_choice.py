@@ -69,7 +69,7 @@ def choose(inventories: Sequence[Inventory]) -> ChosenStep:
 
 
 def _holders(inventories: Sequence[Inventory], step: int) -> dict[str, dict[Chunk, list[int]]]:
-    """Return the holders by name; tensors that are held alike share one dict."""
+    """Return the holders by name; tensors with the same holders share one dict."""
     held = [
         (rank, chunk, names)
         for rank, inventory in enumerate(inventories)

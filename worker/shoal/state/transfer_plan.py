@@ -36,7 +36,9 @@ class TransferPlan:
 def plan(
     chosen: ChosenStep, needs: Sequence[Mapping[str, Chunk]], rank: int, *, stripe_bytes: int
 ) -> TransferPlan:
-    """Plan what this rank sends and receives, so that every rank gets what it `needs`, by name.
+    """Plan what this rank sends and receives, so that every rank gets the chunks that it needs.
+
+    `needs`: for each rank, by rank, the needed chunks by the name of their tensor.
 
     A rank keeps the parts that it holds itself. For the others, imagine all tensors end to end, row
     by row, and cut into stripes: the holders of a part take turns at sending it, by stripe and by
@@ -64,7 +66,7 @@ _NOBODY: Wanted = {}
 
 
 def _wanted(needs: Sequence[Mapping[str, Chunk]]) -> Mapping[str, Wanted]:
-    """Return the needs by name; tensors that are needed alike share one dict."""
+    """Return the needs by name; tensors with the same needs share one dict."""
     needed = [
         (receiver, chunk, names)
         for receiver, chunks in enumerate(needs)
@@ -79,7 +81,7 @@ def _wanted(needs: Sequence[Mapping[str, Chunk]]) -> Mapping[str, Wanted]:
 
 
 class _Source:
-    """Holders and receivers of the cells of tensors that are held and needed alike."""
+    """Holders and receivers of the cells of tensors with the same holders and the same needs."""
 
     def __init__(
         self, shape: tuple[int, ...], held: Mapping[Chunk, Sequence[int]], wanted: Wanted, rank: int
