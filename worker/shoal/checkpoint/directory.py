@@ -49,7 +49,7 @@ def complete(directory: Path) -> dict[int, Path]:
 def begin(path: Path) -> Path:
     """Create a directory in which to write the future content of `path`.
 
-    Raises InvalidSpec if `path` exists and is not a checkpoint, and OSError as the system does.
+    Raises InvalidSpec if `path` exists and is not a checkpoint, and the system's OSError.
     """
     if path.exists() and not (path / METADATA).is_file():
         raise InvalidSpec(
@@ -77,8 +77,8 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a directory that may be a checkpoint. A rename to a partial one comes first, so that
-    no reader sees a checkpoint that is half deleted."""
+    """Delete a directory that may be a checkpoint. First renames it to a partial one, so that no
+    reader sees a half-deleted checkpoint."""
     matched = _ASIDE.fullmatch(path.name)
     partial = path
     if not matched or matched[2] != "partial":
@@ -92,10 +92,11 @@ def discard(path: Path) -> None:
 
 
 def sweep(path: Path, keep: Path) -> None:
-    """Remove leftovers of dead writers, except `keep`: those of `path` and, if it is the checkpoint
-    of a step, of all steps in its directory. A replaced checkpoint without a successor is restored.
+    """Remove leftovers of dead writers of `path`, except `keep`. If `path` is the checkpoint of a
+    step, also remove leftovers of other steps in its directory. A replaced checkpoint without a
+    successor is restored.
 
-    The caller must know that no other writer is alive there.
+    The caller must know that no other writer is alive.
     """
     for name, kind, leftover in _aside(path.parent):
         ours = name == path.name or (STEP.fullmatch(name) and STEP.fullmatch(path.name))
@@ -110,7 +111,7 @@ def sweep(path: Path, keep: Path) -> None:
 
 
 def synchronise(directory: Path) -> None:
-    """Make the names in the directory durable: they survive a loss of power then."""
+    """Make the names in the directory durable: after this they survive a loss of power."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -137,7 +138,7 @@ def _entries(directory: Path) -> list[Path]:
         return []
     except OSError as error:
         raise InvalidSpec(
-            f"the directory {directory} for checkpoints cannot be looked into",
+            f"the directory {directory} for checkpoints cannot be listed",
             seen=error.strerror or str(error),
             expected="a directory, or a path at which one can be made",
         ) from error

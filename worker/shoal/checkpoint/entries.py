@@ -92,8 +92,8 @@ def write_files(
     *,
     prefix: str = "",
 ) -> list[FileSpan]:
-    """Write the rank's file, whose name begins with `prefix`; return the place of each entry, in
-    the given order."""
+    """Write the rank's file, whose name begins with `prefix`; return the span of each entry, in the
+    given order."""
     if not entries:
         return []
     items = [entry.item for entry, _ in entries]
@@ -127,6 +127,6 @@ def write_index(directory: Path, stored: Iterable[tuple[CheckpointEntry, FileSpa
         known = tensors.setdefault(
             key, TensorStorageMetadata(entry.data.properties, entry.data.size, [])
         )
-        assert isinstance(known, TensorStorageMetadata), "a key is a tensor's or an object's"
+        assert isinstance(known, TensorStorageMetadata), "a key names a tensor or an object"
         known.chunks.append(entry.data.chunk)
     FileSystemWriter(directory).finish(Metadata(tensors, planner_data=paths), [results])

@@ -7,7 +7,7 @@ that plain torch can read the checkpoint:
     model.<parameter>               ("model", <parameter>)
     optim.<parameter>/<key>         ("optim", "state", <parameter>, <key>)
     optim.<parameter>/#<key>.<i>    ("optim", "state", <parameter>, <key>, <i>)
-    values["slots"][...][<key>]     ("optim", "state", <parameter>, <key>), or what is in it
+    values["slots"][...][<key>]     ("optim", "state", <parameter>, <key>), or paths of its parts
     values["groups"][i][<setting>]  ("optim", "param_groups", i, <setting>)
     registered.<name>/<path>        ("registered", <name>, <path>)
     everything else                 ("shoal", "state"), JSON
@@ -29,7 +29,7 @@ from shoal.torch_private.checkpoint import flatten_state_dict
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 FORMAT = 1
-"""Version of the content of `OWN`; a reader refuses a higher one than its own."""
+"""Version of the content of `OWN`; a reader refuses a higher version."""
 
 OWN = ("shoal", "state")
 
@@ -100,8 +100,8 @@ def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
 
 
 def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain values of the optimizer's state, by parameter: those in `slots`, and all
-    entries that are no parts of these.
+    """Return the plain values of the optimizer's state, by parameter: the values in `slots`, and
+    the entries that are not parts of such a value.
 
     Raises InvalidSpec for an entry that a state cannot hold.
     """
@@ -112,13 +112,13 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
         if len(path) != 4:
             raise _not_representable(path, "nested state of an optimizer")
         _, _, parameter, key = path
-        taken, _ = take_apart_exactly(value, (), partial(_refused, path), inline=True)
-        found.setdefault(str(parameter), {})[str(key)] = taken
+        plain, _ = take_apart_exactly(value, (), partial(_refused, path), inline=True)
+        found.setdefault(str(parameter), {})[str(key)] = plain
     return found
 
 
 def is_read(path: Path) -> bool:
-    """True if Shoal reads an object at this path. Raises InvalidSpec if a state cannot hold it."""
+    """True if Shoal reads objects at this path. Raises InvalidSpec if a state cannot hold one."""
     if path[0] == "model":
         raise _not_representable(path, "an extra state that is no tensor")
     return path[0] == "optim" or path in {OWN, STEP}
@@ -137,7 +137,7 @@ def _not_representable(path: Path, seen: str) -> InvalidSpec:
 
 
 def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
-    """Return a state's values, which are not shards, as entries of a checkpoint."""
+    """Return the entries of a checkpoint for a state's step and values: all but its shards."""
     entries: dict[Path, object] = {}
     for index, group in enumerate(values.get("groups", [])):
         for setting, value in group.items():
@@ -145,7 +145,7 @@ def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
     slots: dict[str, dict[str, Json]] = {}
     for parameter, own in values.get(SLOTS, {}).items():
         for key, value in own.items():
-            inner = _inside(key, value)
+            inner = _flattened_parts(key, value)
             if inner is not None:
                 slots.setdefault(parameter, {})[key] = value
             for path, leaf in (
@@ -163,8 +163,8 @@ def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
     return entries
 
 
-def _inside(key: str, value: Json) -> dict[Path, object] | None:
-    """Return the parts into which torch flattens a value, by path, without tensors; None if torch
+def _flattened_parts(key: str, value: Json) -> dict[Path, object] | None:
+    """Return the parts into which torch flattens a value, by path, except tensors; None if torch
     does not flatten it."""
     if not isinstance(value, list | dict):
         return None

@@ -44,7 +44,8 @@ def check(location: CheckpointPath) -> None:
 def refuse_later(location: CheckpointPath, step: int) -> None:
     """Raise InvalidSpec if there are checkpoints of later steps.
 
-    A run that does not continue from the newest checkpoint would mix its own with another run's.
+    A run that does not continue from the newest checkpoint would mix its checkpoints with those of
+    another run.
     """
     last = max(complete(location), default=step)
     if last > step:
@@ -62,7 +63,7 @@ def retire(location: CheckpointPath, step: int, keep: int) -> None:
     Checkpoints of later steps belong to another run, and are neither counted nor deleted.
     """
     found = complete(location)
-    for old in sorted(own for own in found if own <= step)[:-keep]:
+    for old in sorted(each for each in found if each <= step)[:-keep]:
         path = found[old]
         log.debug("checkpoint_retired", path=str(path))
         if isinstance(path, BucketPath):

@@ -3,14 +3,15 @@
 Each member makes its own data set. If a split or sampler is not seeded, the members' data sets have
 the same type, size and dtypes but different samples.
 
-The digest covers a few values, at positions that depend on sizes alone. No data set is asked for an
-item: that may be slow, random, or have side effects. The contents of torch's and Hugging Face's
-data sets are read directly; of other classes, the public attributes with one entry for each sample.
+The digest covers a few values, at positions that depend on sizes alone. No item of a data set is
+loaded: that may be slow, random, or have side effects. The contents of torch's and Hugging Face's
+data sets are read directly. For other classes, the digest covers the public attributes that have
+one entry for each sample.
 
 Only the last part of a path counts: hosts may keep the same data set in different folders.
 
-Floating-point values count only by sign and magnitude, in steps of about a factor e: values that
-each member computes itself (a normalised column) may differ in the last bits between hosts.
+Floating-point values count only by sign and magnitude, in steps of about a factor e: a column that
+each member computes, such as a normalised one, may differ in the last bits between hosts.
 """
 
 import math
@@ -37,7 +38,7 @@ NUM_SAMPLES = 64
 NUM_EXACT, NUM_ROUGH = 16, 4
 """Limits of the elements read in each row of an array: of integers, of floating-point numbers."""
 NUM_ROWS, NUM_ROWS_TAKEN = 32, 256
-"""Limits for an Arrow data set: rows read of the table, entries read of the list of its rows."""
+"""Limits for an Arrow data set: of the rows read, and of the entries read of its list of rows."""
 NUM_INDICES = 1 << 12
 """Limit of the indices read of a Subset."""
 MAX_TEXT = 4096
@@ -48,7 +49,7 @@ MAX_WORDS = 1 << 14
 SMALLEST = 1e-3
 """Values far below this count as equal: a zero on one host may be a rounding error on another."""
 OFFSET = 0.371
-"""Offset of the steps, which keeps common values such as 0 or 1 away from a border."""
+"""Offset of the steps: keeps common values such as 0 or 1 away from the border of a step."""
 _INTEGERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64),
@@ -57,7 +58,7 @@ Word = str | int
 
 
 class RoughNumber(int):
-    """Number of a step: stands for all floating-point numbers of about the same magnitude."""
+    """Number of a step of the rough scale: stands for all floats of about the same magnitude."""
 
     def __str__(self) -> str:
         return f"about {SMALLEST * math.sinh(int(self) + 0.5 - OFFSET):.2g}"
@@ -79,9 +80,7 @@ def content_fields(dataset: Dataset | DataLoader[Any]) -> tuple[dict[str, str], 
     words = _words_of(samples)
     if not words:
         return {}, listings
-    lines = (
-        f"value {number} of those that are compared: {word}" for number, word in enumerate(words)
-    )
+    lines = (f"compared value {number}: {word}" for number, word in enumerate(words))
     return {CONTENT_FIELD: _digest_of(words)}, {**listings, CONTENT_FIELD: pack(lines)}
 
 
@@ -124,8 +123,8 @@ def _are_tensors(dataset: object) -> bool:
 
 
 def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
-    """Read those attributes of a script's own class that have one entry for each sample, or that
-    are data sets."""
+    """Read the attributes of a script's own class that are data sets, or have one entry for each
+    sample."""
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if name.startswith("_") and not _keeps_no_caches(dataset):
             continue
@@ -144,8 +143,8 @@ def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
 
 
 def _keeps_no_caches(dataset: object) -> bool:
-    """True for torchvision's data sets: their attributes that begin with _ are not caches, but
-    names of files and labels."""
+    """True for torchvision's data sets: their private attributes are names of files and labels, not
+    caches."""
     return type(dataset).__module__.startswith("torchvision.datasets.")
 
 
@@ -187,7 +186,7 @@ def _of_indices(indices: Any) -> Iterator[Word]:
 
 
 def _of_value(value: object, depth: int) -> Iterator[Word]:
-    """Read a sample or a part of one. Of a value of unknown type only the type's name counts."""
+    """Read a sample or a part of one. A value of unknown type counts only by the type's name."""
     if depth > MAX_DEPTH:
         return
     if isinstance(value, Tensor | np.ndarray):
@@ -232,7 +231,7 @@ def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
     rows = _spread(sizes[0], NUM_SAMPLES) if sizes else [0]
     width = math.prod(sizes[1:])
     count = min(width, NUM_EXACT if _is_exact(array) else NUM_ROUGH)
-    # Other positions in each row: some elements, such as an image's corners, never differ.
+    # Each row is read at other positions: some elements, such as an image's corners, never differ.
     flat = [
         (row * 7919 + k * width // count) % width for row in range(len(rows)) for k in range(count)
     ]
@@ -279,7 +278,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _spread(size: int, most: int) -> Sequence[int]:
-    """Return all positions up to `size`, or `most` of them spread over the whole length."""
+    """Return all positions below `size`, or if there are more, `most` positions spread evenly."""
     if size <= most:
         return range(size)
     return [k * (size - 1) // (most - 1) for k in range(most)]

@@ -20,7 +20,7 @@ CONTENT_FIELD = "dataset_content"
 LARGEST_KEPT_ORDER = 1 << 20
 """Largest number of samples for which an array of all indices is made."""
 BLOCK = 8192
-"""Number of indices computed at a time for more samples than that."""
+"""Number of indices computed at a time if there are more samples than LARGEST_KEPT_ORDER."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Order:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
-    """Leave out the samples at an epoch's end that do not fill a batch: with shuffling, other
-    samples in each epoch."""
+    """Leave out the samples at an epoch's end that do not fill a batch. With shuffling, these are
+    different samples in each epoch."""
     origin: SamplePosition = SamplePosition()
     """Position of the first step with batches of this size, if earlier steps had another size."""
 
@@ -128,7 +128,7 @@ class Order:
         if not self.shuffle:
             return torch.arange(start, stop)
         if self.rule == 1:
-            # Takes a quarter of the time of a slice.
+            # `narrow` takes a quarter of the time of a slice.
             order = _permutation(self.num_samples, self.seed, epoch)
             return order.narrow(0, start, stop - start)
         key = _mix(self.seed, epoch)
@@ -153,7 +153,8 @@ def _block(num_samples: int, seed: int, number: int) -> Tensor:
 
 
 def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """A rank's share of [start, stop): contiguous; shares differ in size by at most one."""
+    """Return a rank's share of [start, stop). Shares are contiguous, and differ in size by at most
+    one."""
     each, extra = divmod(stop - start, world_size)
     own_start = start + rank * each + min(rank, extra)
     return own_start, own_start + each + (1 if rank < extra else 0)

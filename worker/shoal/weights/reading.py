@@ -1,6 +1,6 @@
 """Tensors from a version's bytes: the whole model, or the slices of a reader's own layout.
 
-Tensors are read from staged segments, which are verified before. A tensor that is stored in one
+Segments are staged and verified before tensors are read from them. A tensor that is stored in one
 slice is a view of its segment; a tensor that several ranks have published is assembled.
 """
 
@@ -50,7 +50,7 @@ class StoredTensor:
         return raw.view(self.dtype).view(part.chunk.sizes)
 
     def read(self, segments: Mapping[int, Tensor]) -> Tensor:
-        """The whole tensor: a view of its segment if it is stored in one slice, else a copy."""
+        """Return the tensor: a view of its segment if it is stored in one slice, else a copy."""
         if len(self.slices) == 1:
             return self.view(self.slices[0], segments)
         whole = torch.empty(self.shape, dtype=self.dtype)
@@ -59,8 +59,8 @@ class StoredTensor:
 
     @torch.no_grad()
     def read_into(self, target: Tensor, chunk: Chunk, segments: Mapping[int, Tensor]) -> None:
-        """Copy this chunk of the tensor into a target of the chunk's sizes, with a conversion to
-        the target's dtype."""
+        """Copy this chunk of the tensor into a target of the same sizes; convert the values to the
+        target's dtype."""
         for part in self.slices:
             common = part.chunk.overlap(chunk)
             if common is not None:
@@ -117,15 +117,15 @@ class VersionLayout:
         return StoredSlice(chunk=chunk, segment=given.segment, at=given.at)
 
     def segments_of(self, *, tables: bool) -> list[int]:
-        """The segments with parts of the model; with `tables`, all segments."""
+        """Return the segments that hold parts of the model; with `tables`, all segments."""
         if tables or not self.tables:
             return list(range(len(self.segment_bytes)))
         parts = (part for each in self.tensors.values() for part in each.slices)
         return sorted({part.segment for part in parts})
 
     def ranges_of(self, wanted: Mapping[str, Chunk]) -> dict[int, list[tuple[int, int]]]:
-        """Byte ranges (start, stop) that hold these chunks, by segment. A range covers a slice's
-        rows from the first wanted one to the last."""
+        """Return the byte ranges (start, stop) that hold these chunks, by segment. A range covers a
+        slice's rows from the first wanted row to the last."""
         found: dict[int, list[tuple[int, int]]] = {}
         for name, chunk in wanted.items():
             tensor = self.tensors[name]
@@ -146,8 +146,8 @@ def _bytes_of(part: StoredSlice, common: Chunk, item_bytes: int) -> tuple[int, i
 
 
 class Installation:
-    """A reader's tensors, into which a version is to be written. The constructor checks all of
-    them, before any is changed.
+    """A reader's tensors, into which a version is to be written. The constructor checks all tensors
+    before any tensor is changed.
 
     Raises InvalidSpec if names differ or a DTensor has an unsupported placement, ShapeMismatch or
     DtypeMismatch if a tensor cannot hold the published one.
@@ -205,8 +205,8 @@ def _own_shard(name: str, tensor: Tensor) -> TensorShard:
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
-    """Raise InvalidSpec for a tensor whose elements cannot each be written: writing would fail with
-    others written before, or do nothing."""
+    """Raise InvalidSpec for a tensor whose elements cannot all be written. Writing to it would have
+    no effect, or would fail after other tensors were written."""
     reason = ""
     if tensor.is_meta:
         reason = "is on the meta device, which has no memory"
@@ -286,8 +286,8 @@ def _malformed(seen: str) -> MalformedMessage:
 
 
 def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """The version's tensors by name. A tensor that is stored in one slice is a view of its segment.
-    All names of a tied tensor have the same object."""
+    """Return the version's tensors by name. A tensor that is stored in one slice is a view of its
+    segment. All names of a tied tensor map to one object."""
     found: dict[str, Tensor] = {}
     known: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in layout.tensors.items():
@@ -300,12 +300,12 @@ def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict
 
 
 def table_rows(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, PublishedRows]:
-    """The version's embedding tables by name, as views of the segments."""
+    """Return the version's embedding tables by name, as views of the segments."""
     return tables_of({name: each.read(segments) for name, each in layout.tables.items()})
 
 
 def merged(layouts: Sequence[weights_pb2.Layout]) -> weights_pb2.Layout:
-    """The parts of all ranks, by rank, merged into one layout as the coordinator does."""
+    """Merge the layouts of all ranks, given in order of rank, as the coordinator does."""
     found = weights_pb2.Layout()
     numbers: dict[str, int] = {}
     for rank, layout in enumerate(layouts):
