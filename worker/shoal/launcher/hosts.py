@@ -36,8 +36,8 @@ class WorkerCount(int):
 
 
 def num_workers_of(text: str, option: str = "-n") -> WorkerCount:
-    """Return the number that -n gives: a number, or that of GPUs or cores for `auto`, `gpu` and
-    `cpu`. Raises InvalidSpec."""
+    """Return the number of workers for a value of -n: a number, or `auto`, `gpu` or `cpu` for the
+    number of GPUs or cores. Raises InvalidSpec."""
     cores = len(os.sched_getaffinity(0))
     match text:
         case "auto":
@@ -73,7 +73,7 @@ class RunHost:
     name: str
     """HOST or USER@HOST, as ssh takes it."""
     num_workers: str = ""
-    """Number of workers, auto, gpu or cpu; empty: that of -n."""
+    """Number of workers, auto, gpu or cpu; empty: the value of -n."""
 
     def __post_init__(self) -> None:
         # Only the host itself knows its number of GPUs.
@@ -112,7 +112,7 @@ def _host_of(text: str) -> RunHost:
 
 
 def _is_address(name: str) -> bool:
-    """True if what is in brackets is an IPv6 address, or there are no brackets."""
+    """True if the name has no brackets, or has an IPv6 address in them."""
     if not name.endswith("]"):
         return True
     try:
@@ -123,13 +123,13 @@ def _is_address(name: str) -> bool:
 
 
 def check_reached(hosts: Sequence[RunHost], coordinators: Sequence[str]) -> None:
-    """Raise InvalidSpec if a coordinator listens for this machine alone, and a host is another."""
+    """Raise InvalidSpec if a coordinator has a loopback address and a host is another machine."""
     loopback = ("127.0.0.1:", "localhost:", "[::1]:")
     found = [each for each in coordinators if each.startswith(loopback)]
     if found and any(host.name != LOCALHOST for host in hosts):
         raise InvalidSpec(
             "the hosts cannot reach the coordinator",
-            seen=f"{','.join(found)}, which is for its own machine alone",
+            seen=f"{','.join(found)}, which only this machine can reach",
             expected="an address that the hosts reach",
             fix="Leave --coordinator out (and unset SHOAL_COORDINATOR): the run then starts a"
             " cluster on this machine, for these hosts too.",
@@ -199,7 +199,7 @@ class HostOptions:
 
     @property
     def min_nodes(self) -> int:
-        """Number of hosts without which the job does not train; 0: any number will do."""
+        """Least number of hosts with which the job trains; 0: any number."""
         return self._nodes()[0] if self.num_nodes else 0
 
     def _nodes(self) -> tuple[int, int]:

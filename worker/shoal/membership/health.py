@@ -176,7 +176,7 @@ def _json(value: Any) -> Any:
 
 
 def _json_number(value: SupportsFloat) -> float | str:
-    """The number for JSON; NaN and infinities, which JSON lacks, are sent as text."""
+    """Return the number for JSON; NaN and infinities, which JSON lacks, become text."""
     if isinstance(value, Integral):
         return int(value)
     number = float(value)

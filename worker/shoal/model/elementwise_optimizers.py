@@ -2,10 +2,11 @@
 update each parameter separately, so that each member can have some of them; some run under no
 strategy.
 
-Only its source shows of which kind an optimizer is. If a member has only some of the parameters, an
-optimizer that takes a norm over all of them (LAMB's clipping, the step size of Prodigy and
-D-Adaptation) silently computes other weights. A trial on small tensors may miss the size or step at
-which that begins. So this module lists classes whose source was read; users vouch for others.
+Only an optimizer's source shows its kind. If a member has only some of the parameters, an optimizer
+that takes a norm over all parameters (LAMB's clipping, the step size of Prodigy and D-Adaptation)
+silently computes other weights. A trial on small tensors could miss that, as the norm may matter
+only from some size or step on. So this module lists classes whose source was read; users vouch for
+others.
 """
 
 from torch import optim

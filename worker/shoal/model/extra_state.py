@@ -6,8 +6,8 @@ from shoal_proto.errors import InvalidSpec
 
 
 def refuse_extra_state(model: nn.Module) -> None:
-    """Raise InvalidSpec for modules with extra state. As it is no tensor, it is not handed over: a
-    joiner, and a new generation, would have the state with which the script made the module."""
+    """Raise InvalidSpec for modules with extra state. Members hand over only tensors: a joiner, and
+    a new generation, would have the extra state with which the script made the module."""
     found = [
         name or type(module).__name__
         for name, module in model.named_modules()

@@ -62,7 +62,7 @@ def give_buffers(model: nn.Module) -> None:
     for path, part in list(model.named_modules()):
         empty = [name for name, buffer in buffer_table(part).items() if _is_empty(buffer)]
         if empty:
-            # A copy whose children stay on the meta device.
+            # Of the copy, only this module itself gets memory; its children stay on meta.
             alone = copy.deepcopy(part)
             marked = _with_memory(alone, {})
             with torch.random.fork_rng(devices=[]):
@@ -220,11 +220,11 @@ def _reset(part: Any) -> None:
 def _check_filled(path: str, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         mark = _mark(tensor.dtype)
-        left = tensor.isnan() if isinstance(mark, float) else tensor == mark
-        if bool(left.any()):
+        unset = tensor.isnan() if isinstance(mark, float) else tensor == mark
+        if bool(unset.any()):
             raise InvalidSpec(
-                f"reset_parameters of module {path!r} does not fill what it has",
-                seen=f"{int(left.sum())} of {tensor.numel()} elements of {name} left as they were",
+                f"reset_parameters of module {path!r} does not fill its tensors",
+                seen=f"{int(unset.sum())} of {tensor.numel()} elements of {name} left as they were",
                 expected="a value for each element of the module's own parameters and buffers",
                 fix="Let reset_parameters fill it, or make the module on the host.",
             )

@@ -23,8 +23,8 @@ class ModuleProxy(nn.Module):
     """Proxy of the user's model, whose forward pass runs the module that `route` returns.
 
     It shares the model's own tables, so names, `state_dict` keys, `to`, `train`, optimizers and
-    attributes are those of the model; nothing is prefixed. A copy or pickle of the proxy is one of
-    the model. If a member has only a part of the model, state dicts, copies and pickles are
+    attributes are those of the model; nothing is prefixed. Copying or pickling the proxy copies or
+    pickles the model. If a member has only a part of the model, state dicts, copies and pickles are
     refused.
     """
 
@@ -99,8 +99,8 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _forward_like(forward: FunctionType) -> Callable[..., Any]:
-    """Return the proxy's forward pass with the signature of the model's, by which frameworks choose
-    arguments: `generate` and Trainer of transformers, for example."""
+    """Return the proxy's forward pass, with the signature of the model's. Frameworks choose
+    arguments by the signature: `generate` and Trainer of transformers, for example."""
 
     @routing
     def routed(self: ModuleProxy, *inputs: Any, **options: Any) -> Any:

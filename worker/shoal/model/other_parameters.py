@@ -33,8 +33,8 @@ def references(parameters: Iterable[Tensor]) -> References:
 
 
 class OtherParameters:
-    """Check of the script's own optimizers, against the model's parameters and the others that the
-    losses of a session's first step depend on."""
+    """Check that the script's own optimizers step neither the model's parameters nor the other
+    parameters that the losses of a session's first step depend on."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ def _apart(optimizer: Optimizer, group: int, parameter: Tensor) -> InvalidSpec:
         "an optimizer of the script's own steps on gradients that each member has by itself",
         seen=f"{type(optimizer).__name__} with a parameter of shape {tuple(parameter.shape)} in"
         f" group {group}, which session.backward went through and the distributed model lacks",
-        expected="all that a loss trains distributed: each member would train another copy",
+        expected="all parameters that a loss trains distributed: else members' copies differ",
         fix="Distribute both, in a list with their optimizers (docs/models.md, 'Several models"
         " and optimizers'), or one module that holds all parameters.",
     )
@@ -125,8 +125,8 @@ def _not_distributed(optimizer: Optimizer, group: int, parameter: Tensor) -> Inv
         seen=f"{type(optimizer).__name__} with a parameter of shape {tuple(parameter.shape)} in"
         f" group {group}",
         expected="all optimizers of the model given to session.distribute, and no step() of theirs"
-        " in the loop: what another one does is no part of the job, and where a model is cut or"
-        " copied, it trains nothing",
+        " in the loop: steps of another optimizer are not part of the job, and train nothing if the"
+        " model is sharded or copied",
         fix="Distribute both, in a list: session.distribute([model], [first, second]), see"
         " docs/models.md, 'Several models and optimizers'.",
     )

@@ -28,7 +28,7 @@ class SeveralModels(nn.ModuleDict):
 
     def forward(self, *_: Any) -> Any:
         raise InvalidSpec(
-            "a forward pass of several models at once", expected="one of each model by itself"
+            "a forward pass of several models at once", expected="a separate pass of each model"
         )
 
 
@@ -125,7 +125,7 @@ def optimizers_of(optimizer: Optimizer) -> Mapping[str, Optimizer]:
 
 
 def proxies_of(model: nn.Module, route: Callable[[str], nn.Module]) -> nn.Module:
-    """Return a proxy of each model for the user, see `proxy_of`; `route` gets its name."""
+    """Return a proxy of each model for the user, see `proxy_of`; `route` gets the model's name."""
     if not isinstance(model, SeveralModels):
         return proxy_of(model, partial(route, ""))
     return SeveralModels(
@@ -150,7 +150,7 @@ def check_kinds(models: Mapping[str, Any], optimizers: Mapping[str, Any]) -> Non
         for each in given.values():
             if not isinstance(each, expected):
                 raise InvalidSpec(
-                    f"what session.distribute was given as its {kind} is none",
+                    f"the {kind} given to session.distribute has another type",
                     seen=f"{type(each).__module__}.{type(each).__name__}",
                     expected=f"session.distribute(model, optimizer): as {kind} a {called}, or"
                     " several in a list or by name",
@@ -162,9 +162,9 @@ def refuse_wrapped(model: nn.Module) -> None:
     found = next((each for each in model.modules() if isinstance(each, _WRAPPERS)), None)
     if found is not None:
         raise InvalidSpec(
-            "a model that is wrapped for training by several already",
+            "the model is already wrapped for training by several processes",
             seen=f"session.distribute of a {type(found).__name__}",
-            expected="the model in it: the session combines its gradients",
+            expected="the model inside the wrapper: the session combines its gradients",
             fix="Leave out the wrapper, and `.module` after it (docs/tutorials/ddp.md has a table"
             " for scripts that come from torchrun).",
         )
@@ -189,7 +189,7 @@ def refuse_untrained(strategy: str, model: nn.Module) -> None:
 def joined(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> tuple[SeveralModels, SeveralOptimizers]:
-    """Join the models, and the optimizers, into one each.
+    """Combine the models into one, and the optimizers into one.
 
     Raises InvalidSpec if a parameter is in two models or two optimizers.
     """
@@ -210,7 +210,7 @@ def joined(
     try:
         together = SeveralModels(models)
     except (KeyError, TypeError) as error:
-        raise InvalidSpec("the models cannot be named so", seen=str(error)) from error
+        raise InvalidSpec("a model has a name that torch refuses", seen=str(error)) from error
     for further, first in tied(together).items():
         if further.partition(".")[0] != first.partition(".")[0]:
             raise InvalidSpec(
@@ -248,12 +248,12 @@ class Training:
             }
             for name, each in model.items()
         }
-        """The names of the optimizers that hold parameters of each model."""
+        """Names of the optimizers that hold parameters of a model, by the model's name."""
 
     def chosen(self, given: Optimizer | Sequence[Optimizer] | None, call: str) -> frozenset[str]:
-        """Return the names of the given optimizers; if none is given, that of the only one.
+        """Return the names of the given optimizers; if none is given, the name of the only one.
 
-        Raises InvalidSpec if none of several is given, or one that is not the session's.
+        Raises InvalidSpec if the session has several and none is given, or if one is foreign.
         """
         own = ", ".join(self._optimizers)
         if given is None and len(self._optimizers) == 1:
@@ -286,7 +286,7 @@ class Training:
                     f"the model {name!r} is trained by other optimizers too",
                     seen=f"a pass for {', '.join(sorted(optimizers))}",
                     expected=f"one for {', '.join(sorted(self._trainers[name] | others))}",
-                    fix="Its gradients are brought together as a whole: give a list of optimizers,"
-                    " or distribute the parts as models of their own.",
+                    fix="A model's gradients are reduced together: give a list of optimizers, or"
+                    " distribute the parts as models of their own.",
                 )
         return frozenset(found)

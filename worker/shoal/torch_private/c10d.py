@@ -125,7 +125,7 @@ def timeout_of(group: Any, device: torch.device) -> float:
 
 
 def groups_table() -> Any:
-    """Return torch's table of this process' groups, or the one that replaced it."""
+    """Return torch's table of this process' groups, or the table that replaced it."""
     return _c10d._world
 
 

@@ -1,4 +1,4 @@
-"""Private parts of torch.compile: compile a new module as another was, and exclude functions.
+"""Private parts of torch.compile: compile a new module like another one, and exclude functions.
 
 Written for torch 2.13. Nothing here imports `torch._dynamo`, which takes seconds: a script that
 compiles has imported it already.
@@ -29,9 +29,10 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def forget_ddp_forward() -> None:
-    """Clear torch's mark of a DDP forward pass in progress. Each pass restores the mark that it
-    found. If two overlap in threads and the first to begin ends first, the second restores the
-    first's mark for good, and torch.compile splits all later graphs at the buckets of that DDP."""
+    """Clear torch's mark of a DDP forward pass in progress. At its end, a pass restores the mark
+    from before it. If two passes overlap in threads and the earlier one ends first, the later one
+    restores the mark of a pass that is over, and torch.compile splits all later graphs at the
+    buckets of that DDP."""
     DistributedDataParallel._active_ddp_module = None
 
 
@@ -110,17 +111,17 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
         finally:
             _eval_frame.set_eval_frame(before)
 
-    return _left_out(run)
+    return _excluded(run)
 
 
 class _ThreadCallback(threading.local):
-    """State of each thread, as torch's own is."""
+    """State by thread, as in torch."""
 
     callback: Any = None
     """The compiler that was active when `routing` was called; None: none was."""
 
 
-_here = _ThreadCallback()
+_thread_state = _ThreadCallback()
 
 
 def routing(call: Callable[P, R]) -> Callable[P, R]:
@@ -132,25 +133,25 @@ def routing(call: Callable[P, R]) -> Callable[P, R]:
         if "torch._dynamo" not in sys.modules:
             return call(*args, **kwargs)
         before = _eval_frame.set_eval_frame(None)
-        outer, _here.callback = _here.callback, before or _here.callback
+        outer, _thread_state.callback = _thread_state.callback, before or _thread_state.callback
         try:
             return call(*args, **kwargs)
         finally:
-            _here.callback = outer
+            _thread_state.callback = outer
             _eval_frame.set_eval_frame(before)
 
-    return _left_out(run)
+    return _excluded(run)
 
 
 def is_routing_compiled() -> bool:
     """True if the call in progress of a `routing` function is to be compiled."""
-    return bool(_here.callback)
+    return bool(_thread_state.callback)
 
 
 def call_compiling(module: Any, args: Any, kwargs: Any) -> Any:
     """Call the module within `routing`, compiled if the caller compiles. In DDP only the inner
     module is compiled: the wrapper communicates with other ranks."""
-    callback, _here.callback = _here.callback, None
+    callback, _thread_state.callback = _thread_state.callback, None
     if not callback:
         return module(*args, **kwargs)
     if not isinstance(module, DistributedDataParallel):
@@ -175,10 +176,10 @@ def _compiling(callback: Any, function: Callable[P, R]) -> Callable[P, R]:
         finally:
             _eval_frame.set_eval_frame(before)
 
-    return _left_out(run)
+    return _excluded(run)
 
 
-def _left_out(function: Callable[P, R]) -> Callable[P, R]:
+def _excluded(function: Callable[P, R]) -> Callable[P, R]:
     """Mark as torch's `disable` does: the frame is neither compiled nor inlined into another."""
     marked: Any = function
     action = _eval_frame._FrameAction

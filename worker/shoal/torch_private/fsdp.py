@@ -74,13 +74,13 @@ def _reset_pass(root: Any) -> None:
     """Wait for collectives in progress and discard them; shard all parameters again. Does what
     `reset_iter_state` does, which torch has from 2.13 on."""
     stream = root._device_handle.current_stream()
-    under_way, shared = root._comm_ctx, root._state_ctx
+    collectives, shared = root._comm_ctx, root._state_ctx
     for name in ("all_gather_state", "reduce_scatter_state"):
-        collective = getattr(under_way, name)
+        collective = getattr(collectives, name)
         if collective is not None and collective.event is not None:
             stream.wait_event(collective.event)
-        setattr(under_way, name, None)
-    under_way.post_forward_order.clear()
+        setattr(collectives, name, None)
+    collectives.post_forward_order.clear()
     for state in shared.all_states:
         state._modules_to_run_forward.clear()
         state._training_state = TrainingState.IDLE
@@ -194,11 +194,11 @@ _lay_out_padded = _collectives.foreach_reduce_scatter_copy_in
 
 
 def _lay_out_for_sum(gradients: list[Tensor], summed: Tensor, world_size: int) -> None:
-    """Fill the input of a reduce-scatter: for each rank its rows of every gradient, one gradient
-    after another, padded with zeros to the size of the first rank's.
+    """Fill the input of a reduce-scatter. For each rank it holds the rank's rows of each gradient,
+    padded with zeros to the first rank's number of rows.
 
-    On a CPU torch (2.13, 2.15) pads a copy of the whole gradient and copies that: 0.26 ms instead
-    of 0.11 for 4 MB.
+    On a CPU torch (2.13, 2.15) pads a copy of the whole gradient and then copies the copy: 0.26 ms
+    instead of 0.11 ms for 4 MB.
     """
     uneven = any(gradient.size(0) % world_size for gradient in gradients)
     alike = all(gradient.dtype == summed.dtype for gradient in gradients)

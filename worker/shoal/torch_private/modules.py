@@ -33,7 +33,7 @@ _CONTENTS = attrgetter("_modules", "_parameters")
 
 def contents_of(modules: Iterable[nn.Module]) -> list[object]:
     """Return the entries of `child_table` and `parameter_table` of all modules, in order, in half
-    of the time that those two take."""
+    of the time that calls of the two functions take."""
     return list(chain.from_iterable(map(dict.values, chain.from_iterable(map(_CONTENTS, modules)))))
 
 
