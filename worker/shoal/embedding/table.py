@@ -1,7 +1,8 @@
 """Embeddings whose rows are on the parameter servers, instead of `nn.Embedding(sparse=True)`.
 
-A forward pass looks up the rows that it needs, each once. The backward pass leaves their gradients
-here, and the strategy pushes them with the step. No worker ever holds the table.
+A forward pass looks up the rows that it needs, each once. The backward pass leaves the rows'
+gradients on the worker, and the strategy pushes them with the step. No worker ever holds the whole
+table.
 """
 
 from typing import Protocol
@@ -38,8 +39,8 @@ class Source(Protocol):
 class EmbeddingTable(nn.Module):
     """`nn.Embedding` over ids of 64 bits, without a limit on their number.
 
-    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`. That optimizer is
-    for the model's parameters. A table has no parameters; its own optimizer is an option of it.
+    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`. This optimizer is
+    for the model's parameters. A table has no parameters: its option `optimizer` updates its rows.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class EmbeddingTable(nn.Module):
         `padding_idx`: an id whose row is zeros and is not trained. `name`: the table's name in the
         job; empty: the module's path in the model.
 
-        `staleness_bound`: a cached row may be used for this number of steps of this worker, and
-        while its shard is known to have at most this number of later updates. `cache_rows`: rows
-        that the cache holds. The attribute `lr` is sent with every push.
+        `staleness_bound`: a cached row may be used for this number of steps of this worker, unless
+        its shard is known to have more than this number of later updates. `cache_rows`: number of
+        rows in the cache. The attribute `lr` is sent with every push.
         """
         super().__init__()
         self.embedding_dim = _count("embedding_dim", embedding_dim)
@@ -114,7 +115,7 @@ class EmbeddingTable(nn.Module):
         return functional.embedding(positions, rows, padding_idx=padding)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Begin to look rows up that a coming step will need; returns at once.
+        """Begin to look up rows that a later step will need; returns at once.
 
         The rows have the age of this call: with a `staleness_bound` of 0, a later step looks them
         up again.

@@ -50,8 +50,8 @@ class RankFigures:
     parameters_peak: int
     """Parameters within a step, including those gathered while layers compute with them."""
     gradients: int
-    """Gradients when the optimizer steps. DDP's buckets count whole: they live as long as DDP does,
-    although `zero1` steps only some of the gradients in them."""
+    """Gradients when the optimizer steps. DDP's buckets count in full: they live as long as DDP
+    does, although `zero1` steps only some of the gradients in them."""
     gradients_peak: int
     """Gradients in backward, including the whole ones that are not reduced yet."""
     optimizer: int
@@ -111,7 +111,8 @@ class Plan:
         return len(self.ranks)
 
     def moved(self, kind: str, rank: int = 0) -> tuple[int, int]:
-        """Return calls and bytes of one rank's collectives of a kind, in a step that has all."""
+        """Return calls and bytes of one rank's collectives of a kind, in a step that has all of
+        its collectives."""
         found = [each for each in self.ranks[rank].collectives if each.kind == kind]
         return sum(each.calls for each in found), sum(each.num_bytes for each in found)
 
@@ -146,16 +147,16 @@ class PlanInput:
         """
         if self.optimizer is None:
             return 0
-        stand_ins: dict[int, Any] = {}
+        replacements: dict[int, Any] = {}
         for name, parameter in self.parameters.items():
             shape = shapes.get(name, (0,))
-            stand_ins[id(parameter)] = stand_in = nn.Parameter(
+            replacements[id(parameter)] = replacement = nn.Parameter(
                 torch.empty(shape, dtype=parameter.dtype, device="meta"),
                 requires_grad=parameter.requires_grad,
             )
             if parameter.requires_grad and name in shapes:
-                stand_in.grad = torch.empty_like(stand_in)
-        return _state_after_step(self.optimizer, stand_ins)
+                replacement.grad = torch.empty_like(replacement)
+        return _state_after_step(self.optimizer, replacements)
 
 
 def uncompressed(compression: object) -> tuple[str, ...]:
@@ -191,11 +192,11 @@ def _group_rows(plan: Plan) -> list[Sequence[str]]:
     ]
     left = folded[MAX_GROUPS:]
     if left:
-        rows.append((f"and {len(left)} more", *_together(left)))
-    return [*rows, (f"all {len(plan.groups)}", *_together(plan.groups))]
+        rows.append((f"and {len(left)} more", *_sums(left)))
+    return [*rows, (f"all {len(plan.groups)}", *_sums(plan.groups))]
 
 
-def _together(groups: Sequence[GroupFigures]) -> tuple[str, str]:
+def _sums(groups: Sequence[GroupFigures]) -> tuple[str, str]:
     whole = sum(group.num_bytes for group in groups)
     return str(sum(group.num_parameters for group in groups)), _size(whole)
 
@@ -219,7 +220,7 @@ def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
         for index in own:
             del found[index]
         found[own[0]] = GroupFigures(
-            title=f"{kind.before}{numbers[0]}-{numbers[-1]}{kind.behind}",
+            title=f"{kind.before}{numbers[0]}-{numbers[-1]}{kind.after}",
             num_parameters=len(own) * kind.num_parameters,
             num_bytes=len(own) * kind.num_bytes,
         )
@@ -230,15 +231,15 @@ class _Kind(NamedTuple):
     """Key of groups that differ only in one number of their titles."""
 
     before: str
-    behind: str
+    after: str
     num_parameters: int
     num_bytes: int
 
 
 def _kinds(group: GroupFigures) -> Iterator[tuple[_Kind, int]]:
     for found in re.finditer(r"\d+", group.title):
-        before, behind = group.title[: found.start()], group.title[found.end() :]
-        yield _Kind(before, behind, group.num_parameters, group.num_bytes), int(found[0])
+        before, after = group.title[: found.start()], group.title[found.end() :]
+        yield _Kind(before, after, group.num_parameters, group.num_bytes), int(found[0])
 
 
 def _held(plan: Plan) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -321,10 +322,10 @@ class PlannableStrategy(Protocol):
         """
 
 
-def _state_after_step(optimizer: Optimizer, stand_ins: dict[int, Any]) -> int:
+def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int:
     # The optimizer's state, which may be large, is not copied: a first step creates it anew.
-    stand_ins[id(optimizer.state)] = type(optimizer.state)(dict)
-    trial = copy.deepcopy(optimizer, stand_ins)
+    replacements[id(optimizer.state)] = type(optimizer.state)(dict)
+    trial = copy.deepcopy(optimizer, replacements)
     make_first_state(trial)
     try:
         trial.step()

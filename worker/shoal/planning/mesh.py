@@ -1,4 +1,4 @@
-"""Figures of the ranks of a mesh of stages, copies and splits, from shapes alone."""
+"""Figures of the ranks of a mesh, which has stages, copies and splits, from shapes alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from shoal.planning.tensor import first_alike, non_finite_message, split_alone, 
 
 LOSS_BYTES = torch.float64.itemsize
 """Size of the loss, which the last stage sends to the others."""
-NO_INPUTS = "without inputs, what goes from rank to rank in forward and backward is not counted"
+NO_INPUTS = "without inputs, messages between ranks in forward and backward are not counted"
 SHAPES = "the first step of each batch shape has one more pass, over zeros, that is not counted"
 
 
@@ -53,7 +53,7 @@ class _Part:
 
 
 class MeshFigures:
-    """Computation of one plan. The traffic within a pass is known only if the inputs are."""
+    """Computation of one plan. The traffic within a pass is computed only if inputs are given."""
 
     def __init__(
         self, subject: PlanInput, plan: HybridPlan, *, tells_faults_ahead: bool = False
@@ -205,7 +205,7 @@ class MeshFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """Part of one stage in the passes of a share."""
+    """Passes of one share through one stage."""
 
     count: int
     """Number of micro-batches."""

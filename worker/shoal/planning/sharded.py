@@ -27,7 +27,7 @@ OFFLOADED = (
 
 
 def rows_of(num_rows: int, rank: int, world_size: int) -> int:
-    """Return the number of a parameter's rows on this rank: that of the first rank, or fewer."""
+    """Return the number of a parameter's rows on this rank: as on the first rank, or fewer."""
     most = -(-num_rows // world_size)
     return max(0, min(num_rows - rank * most, most))
 
@@ -122,7 +122,7 @@ class ShardedFigures:
         """Return the groups with gradients, in the order in which backward finishes them.
 
         No input of the model, or of its first trained layer, needs a gradient. So torch finishes
-        the groups of these two at the very end of backward, the model's first.
+        the model's group and then this layer's group at the very end of backward.
         """
         first = next((n for n, p in self._subject.parameters.items() if p.requires_grad), "")
         found = [group for group in reversed(self._groups) if self._trained(group)]

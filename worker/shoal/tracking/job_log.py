@@ -55,8 +55,8 @@ class JobLog:
     def log(
         self, values: Mapping[str, Scalar], *, step: int, in_step: bool, counts: bool = True
     ) -> None:
-        """See `Session.log`; `step` is the newest committed step. If not `counts`, the values are
-        only checked: they come from no sample of the step."""
+        """See `Session.log`; `step` is the newest committed step. If `counts` is False, the values
+        are only checked: this member has no sample of the step."""
         found = scalars(values)
         if not counts:
             return
@@ -143,8 +143,8 @@ class JobLog:
                 if any(sink.busy for sink in self._sinks):
                     self._changed.wait(BUSY_EACH_S)
                 else:
-                    asked = partial(self._is_asked, self._is_writer)
-                    self._changed.wait_for(asked, WRITE_EACH_S)
+                    must_wake = partial(self._must_wake, self._is_writer)
+                    self._changed.wait_for(must_wake, WRITE_EACH_S)
                 if self._closed:
                     end_s = min(end_s, time.monotonic() + CLOSE_WITHIN_S)
                 run, wanted, writes = self._run, self._wanted, self._is_writer
@@ -162,7 +162,7 @@ class JobLog:
         for sink in self._sinks:
             sink.end(writes=writes)
 
-    def _is_asked(self, was_writer: bool) -> bool:
+    def _must_wake(self, was_writer: bool) -> bool:
         return self._closed or self._wanted > self._done or self._is_writer != was_writer
 
 
@@ -184,7 +184,7 @@ class _Sink:
         """Number of steps that were dropped before the tracker could store them."""
 
     def keep(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        """Keep the values that were logged first for a step. Called under the log's lock."""
+        """Keep a step's values. The first value of a name counts. Called under the log's lock."""
         _, known = self._kept.setdefault(step, (unix_s, {}))
         for name, value in values.items():
             known.setdefault(name, value)
@@ -212,8 +212,8 @@ class _Sink:
         self.busy = self._is_failing = False
 
     def _unwritten(self) -> list[tuple[int, tuple[float, dict[str, float]]]]:
-        behind = self._written.step
-        return sorted(item for item in self._kept.items() if item[0] >= behind)
+        written_step = self._written.step
+        return sorted(item for item in self._kept.items() if item[0] >= written_step)
 
     def _write(self, run: Run, kept: Sequence[tuple[int, float, dict[str, float]]]) -> None:
         if self._open is None:

@@ -19,7 +19,7 @@ AT_ONCE = 500
 
 @dataclass(frozen=True)
 class MLflow(Tracker):
-    """Logged values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`."""
+    """Stores values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`."""
 
     uri: str
     """Address of the tracking server, or `file:` and a folder that all hosts of the job see."""

@@ -10,7 +10,7 @@ from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, r
 
 @dataclass(frozen=True)
 class TensorBoard(Tracker):
-    """Logged values as TensorBoard shows them: `tensorboard --logdir DIRECTORY`.
+    """Stores values in TensorBoard's event files, for `tensorboard --logdir DIRECTORY`.
 
     Each run of a job has a folder, JOB/run-MILLISECONDS, with a file for each member that wrote.
     """

@@ -58,8 +58,8 @@ def plan(
 
 
 def figures_of(strategy: Strategy) -> Callable[[PlanInput], Plan] | None:
-    """Return the function that computes the figures of a strategy: its own method, see
-    `PlannableStrategy`. None if there is none."""
+    """Return the function that computes the figures of a strategy, or None if it has none; see
+    `PlannableStrategy`."""
     if isinstance(strategy, DDP):
         return partial(_ddp_figures, strategy)
     found: Callable[[PlanInput], Plan] | None = getattr(strategy, "figures", None)
