@@ -73,7 +73,7 @@ class BucketPath:
             self.files.pipe_file(self.key, data)
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in this one; empty if it does not exist."""
+        """Return the names of the folders in this folder; empty if this one does not exist."""
         with self._errors_as_os_error():
             self.files.invalidate_cache()
             try:

@@ -1,4 +1,4 @@
-"""Checkpoints in directories: complete or absent, as each is written aside and then renamed.
+"""Checkpoints in directories: complete or absent, as each is written first and then renamed.
 
     step-00000120                          a checkpoint
     .step-00000120.<token>.partial         being written or deleted, or a leftover of a writer that
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 METADATA = ".metadata"
 STEP = re.compile(r"step-(\d{8,})")
-_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)")
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)")
 
 
 def name_of_step(step: int) -> str:
@@ -35,7 +35,7 @@ def name_of_step(step: int) -> str:
 def complete(directory: Path) -> dict[int, Path]:
     """Return all complete checkpoints by step."""
     found: dict[int, Path] = {}
-    for name, kind, path in _aside(directory):
+    for name, kind, path in _temporary_directories(directory):
         matched = STEP.fullmatch(name)
         if matched and kind == "replaced":
             found[int(matched[1])] = path
@@ -58,7 +58,7 @@ def begin(path: Path) -> Path:
             fix="Remove it, or write elsewhere.",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _name_aside(path, "partial")
+    partial = _temporary_path(path, "partial")
     partial.mkdir()
     return partial
 
@@ -66,7 +66,7 @@ def begin(path: Path) -> Path:
 def publish(partial: Path, path: Path) -> None:
     """Rename `partial`, which is complete, to the checkpoint `path`, replacing an existing one."""
     synchronise(partial)
-    replaced = _name_aside(path, "replaced") if path.exists() else None
+    replaced = _temporary_path(path, "replaced") if path.exists() else None
     if replaced:
         path.rename(replaced)
     partial.rename(path)
@@ -79,10 +79,10 @@ def publish(partial: Path, path: Path) -> None:
 def discard(path: Path) -> None:
     """Delete a directory that may be a checkpoint. First renames it to a partial one, so that no
     reader sees a half-deleted checkpoint."""
-    matched = _ASIDE.fullmatch(path.name)
+    matched = _TEMPORARY.fullmatch(path.name)
     partial = path
     if not matched or matched[2] != "partial":
-        partial = _name_aside(path.with_name(matched[1]) if matched else path, "partial")
+        partial = _temporary_path(path.with_name(matched[1]) if matched else path, "partial")
         path.rename(partial)
     try:
         shutil.rmtree(partial)
@@ -98,7 +98,7 @@ def sweep(path: Path, keep: Path) -> None:
 
     The caller must know that no other writer is alive.
     """
-    for name, kind, leftover in _aside(path.parent):
+    for name, kind, leftover in _temporary_directories(path.parent):
         ours = name == path.name or (STEP.fullmatch(name) and STEP.fullmatch(path.name))
         if not ours or leftover == keep:
             continue
@@ -119,14 +119,14 @@ def synchronise(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _name_aside(path: Path, kind: str) -> Path:
+def _temporary_path(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.{kind}")
 
 
-def _aside(directory: Path) -> Iterator[tuple[str, str, Path]]:
+def _temporary_directories(directory: Path) -> Iterator[tuple[str, str, Path]]:
     """Yield (name of the checkpoint, kind, path) of each partial or replaced directory."""
     for path in _entries(directory):
-        matched = _ASIDE.fullmatch(path.name)
+        matched = _TEMPORARY.fullmatch(path.name)
         if matched:
             yield matched[1], matched[2], path
 

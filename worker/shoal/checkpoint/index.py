@@ -71,7 +71,7 @@ class _Properties(TensorProperties):
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Return the member of this name of an enum, whose class `_MODULES` must allow.
+    """Return an enum's member by its name; `_MODULES` must allow the enum's class.
 
     Some releases of Python (3.11.0 to 3.11.3 among them) pickle a member as a call of `getattr`,
     others as a call of its class.

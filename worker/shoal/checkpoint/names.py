@@ -90,7 +90,7 @@ def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
 
 
 def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
-    """True for the path of an entry that is a part of one of the values in `slots`."""
+    """True if the entry at this path is a part of one of the values in `slots`."""
     match path:
         case ("optim", "state", str(parameter), *rest) if len(rest) > 1:
             # A key may contain dots.

@@ -1,4 +1,4 @@
-"""Writer of a checkpoint of the state that the ranks of a group hold; every rank calls `write`.
+"""Writer of the checkpoint of a state that the ranks of a group hold. Every rank calls `write`.
 
     first rank begins a draft                    -> gather: outlines of the ranks' shards
     every rank writes its share, durably         -> gather: the file span of each entry

@@ -1,9 +1,9 @@
-"""Gradients in 8 bits, or in one.
+"""Gradients in 8 bits or 1 bit for each value.
 
-Coded values cannot be summed without decoding, so a ring would have to carry the values of every
-rank. Instead each rank serves one part of the values: it receives that part from all ranks,
-computes the mean, and sends it, coded again, to all. The serving rank keeps the error of this
-second coding and sends it in a later step. Tang et al., 1-bit Adam, arXiv:2102.02888.
+Coded values cannot be summed without decoding, so a ring all-reduce would have to carry the values
+of every rank. Instead each rank serves one part of the values: it receives that part from all
+ranks, computes the mean, and sends the mean, coded again, to all ranks. The serving rank keeps the
+error of this second coding and sends it in a later step. Tang et al., 1-bit Adam, arXiv:2102.02888.
 """
 
 from collections.abc import Sequence

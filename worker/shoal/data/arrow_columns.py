@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_BYTES = 4096
-"""Limit of the bytes read of a text or of bytes: longer ones count by their end."""
+"""Limit of the bytes read of a text or of bytes. Of longer values only the end is read."""
 MAX_ELEMENTS = 4
 """Limit of the elements read of a list within a row."""
 MAX_DEPTH = 4
@@ -38,7 +38,7 @@ def rows_taken(dataset: Any, positions_of: Callable[[int], Sequence[int]]) -> li
 
 
 def columns_at(dataset: Any, rows: Sequence[int]) -> Iterator[tuple[str, list[object]]]:
-    """The name of each column, and its values in these rows; long values are cut."""
+    """Yield the name of each column, and its values in these rows; long values are cut."""
     table = dataset.data.fast_gather(rows)
     for name, column in zip(table.column_names, table.columns, strict=True):
         yield name, [_value(each, 0) for each in column]

@@ -84,8 +84,8 @@ class Batch:
         size by at most one sample. If a share has fewer samples than parts, the remaining parts are
         stand-ins: one sample with weight 0.
 
-        Raises InvalidSpec outside a step, for fewer than one part or more than a global batch has
-        samples, and if a part has no backward pass or more than one.
+        Raises InvalidSpec outside a step, for fewer than one part, for more parts than a global
+        batch has samples, and if a part has no backward pass or several.
         """
         return of_step().parts(self, num_parts)
 
@@ -102,8 +102,8 @@ class Loader:
         loading: Loading | None = None,
         seed_samples: bool = True,
     ) -> None:
-        """`loading`: options as in a DataLoader; None: the trainer loads, and indexes the rows of
-        whole tensors."""
+        """`loading`: options as in a DataLoader; None: the trainer loads, and a dataset of whole
+        tensors is indexed by row."""
         self._dataset = dataset
         self.order = order
         self._columns = None if collate or loading else _columns(dataset)
@@ -198,7 +198,7 @@ class Loader:
     def _load(
         self, span: SampleRange, indices: Tensor, after: Callable[[], Iterator[SampleRange]]
     ) -> tuple[Any, Any]:
-        """Inputs and targets of the span, whose samples have these indices."""
+        """Return inputs and targets of the span. `indices`: the indices of its samples."""
         if span.epoch != self._epoch:
             self._check_size()
             self._epoch = span.epoch
@@ -249,7 +249,7 @@ def _rows(column: Tensor, indices: Tensor) -> Tensor:
 
 
 def _loaded(own: SampleRange, start: int) -> SampleRange:
-    """The span to load for a share of the batch that begins at `start`.
+    """Return the span to load for a share of the batch that begins at `start`.
 
     A model need not handle an empty batch, so a member without samples loads the batch's first
     sample, with weight 0. A sample of another batch would not do: it could use parameters that this
@@ -259,7 +259,7 @@ def _loaded(own: SampleRange, start: int) -> SampleRange:
 
 
 def dataset_size(dataset: Dataset) -> int:
-    """Number of samples. Raises InvalidSpec if the dataset has no length or no items by index."""
+    """Return the number of samples. Raises InvalidSpec if there is no length or no indexing."""
     columns = _columns(dataset)
     if columns is not None:
         return len(columns[0])
@@ -293,7 +293,7 @@ def dataset_size(dataset: Dataset) -> int:
 
 
 def describe(dataset: Dataset) -> str:
-    """Description of the data set, which members compare."""
+    """Describe the data set; members compare the text."""
     columns = _columns(dataset)
     if isinstance(dataset, Shards):
         return dataset.description

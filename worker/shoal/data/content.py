@@ -34,7 +34,7 @@ from shoal.data.shards import Shards
 from shoal_proto.packing.listings import pack
 
 NUM_SAMPLES = 64
-"""Limit of the samples read in each data set (each part of a composite one)."""
+"""Limit of the samples read in each data set, and in each part of a composite data set."""
 NUM_EXACT, NUM_ROUGH = 16, 4
 """Limits of the elements read in each row of an array: of integers, of floating-point numbers."""
 NUM_ROWS, NUM_ROWS_TAKEN = 32, 256
@@ -45,7 +45,7 @@ MAX_TEXT = 4096
 MAX_PARTS = 64
 """Limit of the parts read of a sample, and of the data sets read of a composite one."""
 MAX_DEPTH = 8
-MAX_WORDS = 1 << 14
+MAX_ITEMS = 1 << 14
 SMALLEST = 1e-3
 """Values far below this count as equal: a zero on one host may be a rounding error on another."""
 OFFSET = 0.371
@@ -54,7 +54,7 @@ _INTEGERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64),
 )
-Word = str | int
+DigestItem = str | int
 
 
 class RoughNumber(int):
@@ -70,59 +70,59 @@ def content_of(dataset: Dataset) -> str:
     Members with the same samples in the same order have the same digest. Members with different
     samples have different digests, unless only a few samples differ.
     """
-    return _digest_of(_words_of(dataset))
+    return _digest_of(_items_of(dataset))
 
 
 def content_fields(dataset: Dataset | DataLoader[Any]) -> tuple[dict[str, str], dict[str, bytes]]:
     """Optional fields of the proposal, and listings of the values that their digests cover."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     listings = {"dataset": pack(samples.listing)} if isinstance(samples, Shards) else {}
-    words = _words_of(samples)
-    if not words:
+    items = _items_of(samples)
+    if not items:
         return {}, listings
-    lines = (f"compared value {number}: {word}" for number, word in enumerate(words))
-    return {CONTENT_FIELD: _digest_of(words)}, {**listings, CONTENT_FIELD: pack(lines)}
+    lines = (f"compared value {number}: {item}" for number, item in enumerate(items))
+    return {CONTENT_FIELD: _digest_of(items)}, {**listings, CONTENT_FIELD: pack(lines)}
 
 
-def _words_of(dataset: Dataset) -> list[Word]:
-    return list(islice(_of_dataset(dataset, dataset_size(dataset), 0), MAX_WORDS))
+def _items_of(dataset: Dataset) -> list[DigestItem]:
+    return list(islice(_dataset_items(dataset, dataset_size(dataset), 0), MAX_ITEMS))
 
 
-def _digest_of(words: Sequence[Word]) -> str:
-    return sha256(repr(words).encode()).hexdigest()[:16] if words else ""
+def _digest_of(items: Sequence[DigestItem]) -> str:
+    return sha256(repr(items).encode()).hexdigest()[:16] if items else ""
 
 
-def _of_dataset(dataset: Any, size: int | None, depth: int) -> Iterator[Word]:
+def _dataset_items(dataset: Any, size: int | None, depth: int) -> Iterator[DigestItem]:
     """Read a data set that holds its samples or wraps another one. `size`: its number of samples,
     if known."""
     if depth > MAX_DEPTH or isinstance(dataset, Shards):
         return
     if isinstance(dataset, Subset):
-        yield from _of_indices(dataset.indices)
-        yield from _of_dataset(dataset.dataset, None, depth + 1)
+        yield from _index_items(dataset.indices)
+        yield from _dataset_items(dataset.dataset, None, depth + 1)
     elif isinstance(dataset, ConcatDataset | StackDataset):
         parts: Any = dataset.datasets
         for each in list(parts.values() if isinstance(parts, Mapping) else parts)[:MAX_PARTS]:
-            yield from _of_dataset(each, None, depth + 1)
+            yield from _dataset_items(each, None, depth + 1)
     elif is_arrow(dataset):
-        yield from _of_arrow(dataset)
+        yield from _arrow_items(dataset)
     elif isinstance(dataset, TensorDataset) or _are_tensors(dataset):
         for column in getattr(dataset, "tensors", dataset)[:MAX_PARTS]:
-            yield from _of_array(column)
+            yield from _array_items(column)
     elif isinstance(dataset, Tensor | np.ndarray):
-        yield from _of_array(dataset)
+        yield from _array_items(dataset)
     elif type(dataset) in (list, tuple):
         for position in _spread(len(dataset), NUM_SAMPLES):
-            yield from _of_value(dataset[position], 0)
+            yield from _value_items(dataset[position], 0)
     elif size is not None:
-        yield from _of_attributes(dataset, size, depth)
+        yield from _attribute_items(dataset, size, depth)
 
 
 def _are_tensors(dataset: object) -> bool:
     return isinstance(dataset, tuple) and all(isinstance(each, Tensor) for each in dataset)
 
 
-def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
+def _attribute_items(dataset: object, size: int, depth: int) -> Iterator[DigestItem]:
     """Read the attributes of a script's own class that are data sets, or have one entry for each
     sample."""
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
@@ -131,15 +131,15 @@ def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
         is_column = isinstance(value, Tensor | np.ndarray) and value.ndim > 0
         if is_column or type(value) in (list, tuple):
             counts = len(value) == size and not _is_being_filled(value)
-            words = _of_dataset(value, size, depth + 1) if counts else iter(())
+            items = _dataset_items(value, size, depth + 1) if counts else iter(())
         elif isinstance(value, TorchDataset) or is_arrow(value):
-            words = _of_dataset(value, size, depth + 1)
+            items = _dataset_items(value, size, depth + 1)
         else:
             continue
-        for count, word in enumerate(words):
+        for count, item in enumerate(items):
             if not count:
                 yield name
-            yield word
+            yield item
 
 
 def _keeps_no_caches(dataset: object) -> bool:
@@ -148,7 +148,7 @@ def _keeps_no_caches(dataset: object) -> bool:
     return type(dataset).__module__.startswith("torchvision.datasets.")
 
 
-def _of_arrow(dataset: Any) -> Iterator[Word]:
+def _arrow_items(dataset: Any) -> Iterator[DigestItem]:
     yield len(dataset)
     taken = rows_taken(dataset, lambda size: _spread(size, NUM_ROWS_TAKEN))
     if taken is not None:
@@ -157,7 +157,7 @@ def _of_arrow(dataset: Any) -> Iterator[Word]:
     for name, values in islice(columns_at(dataset, rows), MAX_PARTS) if len(rows) else ():
         yield name
         for value in values:
-            yield from _of_value(value, 0)
+            yield from _value_items(value, 0)
 
 
 def _is_being_filled(column: Any) -> bool:
@@ -167,7 +167,7 @@ def _is_being_filled(column: Any) -> bool:
     return any(column[position] is None for position in _spread(len(column), NUM_SAMPLES))
 
 
-def _of_indices(indices: Any) -> Iterator[Word]:
+def _index_items(indices: Any) -> Iterator[DigestItem]:
     if not isinstance(indices, Tensor | np.ndarray | list | tuple | range):
         return
     positions = _spread(len(indices), NUM_INDICES)
@@ -182,28 +182,28 @@ def _of_indices(indices: Any) -> Iterator[Word]:
         yield sha256(found.astype("<i8").tobytes()).hexdigest()
     else:
         for each in found.tolist():
-            yield from _of_scalar(each)
+            yield from _scalar_items(each)
 
 
-def _of_value(value: object, depth: int) -> Iterator[Word]:
+def _value_items(value: object, depth: int) -> Iterator[DigestItem]:
     """Read a sample or a part of one. A value of unknown type counts only by the type's name."""
     if depth > MAX_DEPTH:
         return
     if isinstance(value, Tensor | np.ndarray):
-        yield from _of_array(value)
+        yield from _array_items(value)
     elif type(value) is dict:
         for name in list(value)[:MAX_PARTS]:
-            yield from _of_value(name, depth + 1)
-            yield from _of_value(value[name], depth + 1)
+            yield from _value_items(name, depth + 1)
+            yield from _value_items(value[name], depth + 1)
     elif type(value) is list or isinstance(value, tuple):
         yield len(value)
         for each in value[:MAX_PARTS]:
-            yield from _of_value(each, depth + 1)
+            yield from _value_items(each, depth + 1)
     else:
-        yield from _of_scalar(value.item() if isinstance(value, np.generic) else value)
+        yield from _scalar_items(value.item() if isinstance(value, np.generic) else value)
 
 
-def _of_scalar(value: object) -> Iterator[Word]:
+def _scalar_items(value: object) -> Iterator[DigestItem]:
     if isinstance(value, int):
         yield int(value)
     elif isinstance(value, float):
@@ -220,7 +220,7 @@ def _of_scalar(value: object) -> Iterator[Word]:
         yield type(value).__name__
 
 
-def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
+def _array_items(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[DigestItem]:
     """Read some elements of some of the array's rows, and nothing else."""
     if isinstance(array, Tensor) and not _is_plain(array):
         return
@@ -240,7 +240,7 @@ def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
         positions.insert(1, [each % size for each in flat])
         flat = [each // size for each in flat]
     for value in _elements(array, positions if sizes else []):
-        yield from _of_scalar(value)
+        yield from _scalar_items(value)
 
 
 def _elements(
@@ -284,7 +284,7 @@ def _spread(size: int, most: int) -> Sequence[int]:
     return [k * (size - 1) // (most - 1) for k in range(most)]
 
 
-def _rough(value: float) -> Word:
+def _rough(value: float) -> DigestItem:
     if math.isnan(value) or math.isinf(value):
         return "nan" if math.isnan(value) else str(value)
     return RoughNumber(math.floor(math.asinh(value / SMALLEST) + OFFSET))

@@ -66,7 +66,7 @@ class Loading:
     multiprocessing_context: Any = None
     """"fork", "forkserver" or "spawn"; None: the system's default."""
     timeout: float = 0
-    """Limit of the seconds that a batch may take; 0: none."""
+    """Limit of the seconds that a batch may take; 0: no limit."""
     silence_s: float = 600.0
     """Limit of the seconds in which the processes begin no sample and use no processor time while
     the trainer waits for a batch; LoadingFailed is raised then. 0: no limit. Detects a deadlock: a
@@ -95,7 +95,7 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _BatchRequest:
     """Request for one batch, as sent to the loading processes."""
 
     run: int
@@ -111,18 +111,18 @@ class _Feed(Dataset[Any]):
         self._present_run = present_run
         self._num_begun = num_begun
 
-    def __getitem__(self, wanted: _Wanted | None) -> tuple[int, Any, bool] | None:
+    def __getitem__(self, request: _BatchRequest | None) -> tuple[int, Any, bool] | None:
         """Load a batch; return (run, batch, True if the batch is a tuple), as pinning turns tuples
         into lists."""
-        if wanted is None:
+        if request is None:
             return None
 
-        def still_wanted() -> bool:
+        def is_current() -> bool:
             self._num_begun.add_(1)
-            return int(self._present_run) == wanted.run
+            return int(self._present_run) == request.run
 
-        batch = self.samples.batch(wanted.epoch, wanted.indices, still_wanted)
-        return wanted.run, batch, isinstance(batch, tuple)
+        batch = self.samples.batch(request.epoch, request.indices, is_current)
+        return request.run, batch, isinstance(batch, tuple)
 
 
 class LoadingSigns:
@@ -166,8 +166,8 @@ class _FetchWatch:
     def __init__(
         self, is_over: Callable[[LoadingSigns], bool], signs: Callable[[], LoadingSigns]
     ) -> None:
-        """`is_over`: called every LOOK_S of a long fetch, on a separate thread. Returns True if the
-        wait is to end, after it has made the fetch raise."""
+        """`is_over`: called every LOOK_S of a long fetch, on a separate thread. If the wait is to
+        end, `is_over` makes the fetch raise and returns True."""
         self._is_over, self._new_signs = is_over, signs
         self._num_begun = self._num_ended = 0
         self._closing = threading.Event()
@@ -257,7 +257,7 @@ class BatchLoader:
     def take(self, span: SampleRange, after: Callable[[], Iterator[SampleRange]]) -> Any:
         """Return the batch of a span; `after` yields the spans that are likely to follow.
 
-        If a loading process has ended, all processes are restarted, once for each batch. Raises
+        If a loading process has ended, all processes are restarted, once for a batch. Raises
         SampleFailed if a sample cannot be loaded, LoadingFailed if a process ends again or the
         batch takes too long.
         """
@@ -282,7 +282,7 @@ class BatchLoader:
         return tuple(batch) if is_tuple and type(batch) is list else batch
 
     def _delivered(self) -> tuple[int, Any, bool]:
-        """The next batch of the present run."""
+        """Return the next batch of the present run."""
         self.start()
         while True:
             delivered: tuple[int, Any, bool] | None = self._next()
@@ -380,7 +380,7 @@ class BatchLoader:
             self._watch = _FetchWatch(self._ends_fetch, signs)
         return self._watch
 
-    def _wanted(self) -> Iterator[_Wanted | None]:
+    def _requests(self) -> Iterator[_BatchRequest | None]:
         """Yield requests for the next batches. The DataLoader runs this on the trainer's thread."""
         while True:
             span = next(self._upcoming, None)
@@ -389,7 +389,7 @@ class BatchLoader:
                 continue
             self._requested.append(span)
             indices = self._indices(span.epoch, span.start, span.stop).tolist()
-            yield _Wanted(int(self._run), span.epoch, indices)
+            yield _BatchRequest(int(self._run), span.epoch, indices)
 
     def _iteration(self) -> Iterator[Any]:
         loading = self._loading
@@ -405,7 +405,7 @@ class BatchLoader:
             }
         loader = DataLoader(
             _Feed(self._samples, self._run, self._num_begun),
-            sampler=_Endless(self._wanted),
+            sampler=_Endless(self._requests),
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=loading.num_workers,
@@ -422,10 +422,10 @@ class BatchLoader:
 class _Endless:
     """The DataLoader's sampler, which never ends."""
 
-    def __init__(self, make: Callable[[], Iterator[_Wanted | None]]) -> None:
+    def __init__(self, make: Callable[[], Iterator[_BatchRequest | None]]) -> None:
         self._make = make
 
-    def __iter__(self) -> Iterator[_Wanted | None]:
+    def __iter__(self) -> Iterator[_BatchRequest | None]:
         return self._make()
 
 

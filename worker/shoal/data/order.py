@@ -114,7 +114,7 @@ class Order:
         return SamplePosition(step, self.origin.epoch + 1 + further, batch * self.global_batch_size)
 
     def span(self, step: int) -> tuple[int, int, int]:
-        """(epoch, start, stop): the positions of the step's global batch in its epoch's order."""
+        """Return (epoch, start, stop): the global batch's positions in its epoch's order."""
         begins = self.position(step)
         stop = min(begins.offset + self.global_batch_size, self.num_samples)
         return begins.epoch, begins.offset, stop
@@ -124,7 +124,7 @@ class Order:
         return self.indices(epoch, 0, self.num_samples)
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
-        """The indices of the samples at the positions [start, stop) of an epoch's order."""
+        """Return the indices of the samples at the positions [start, stop) of an epoch's order."""
         if not self.shuffle:
             return torch.arange(start, stop)
         if self.rule == 1:

@@ -11,7 +11,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 def of_step() -> PartsOfStep:
-    """The parts of the open step; raises InvalidSpec if none is open."""
+    """Return the parts of the open step; raises InvalidSpec if no step is open."""
     parts = step_context.current().parts
     if parts is None:
         raise InvalidSpec(

@@ -100,7 +100,7 @@ class FailedSample:
 
 
 class Samples:
-    """Loader of a dataset's samples by index, with seeded random numbers, and collated."""
+    """Loads a dataset's samples by index, with seeded random numbers, and collates them."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, *, seeded: bool = True) -> None:
         """`seeded`: seed the generators for each sample. If False, a dataset with `__getitems__`

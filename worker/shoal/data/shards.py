@@ -32,7 +32,7 @@ TARS = (".tar", ".tar.gz", ".tgz")
 
 
 def read_shard(shard: Any) -> Iterable[Any]:
-    """The samples of a tar file, given by its path or URL, or of an iterable.
+    """Return the samples of a tar file, given by its path or URL, or of an iterable.
 
     Raises InvalidSpec for another kind of file.
     """
@@ -51,8 +51,8 @@ def read_shard(shard: Any) -> Iterable[Any]:
 
 
 def tar_samples(url: str) -> Iterator[dict[str, Any]]:
-    """The samples of a tar file in WebDataset's format: adjacent files with the same name up to the
-    first dot are one sample. A sample is a dict of bytes by extension, and the name as
+    """Yield the samples of a tar file in WebDataset's format: adjacent files with the same name up
+    to the first dot are one sample. A sample is a dict of bytes by extension, with the name as
     `__key__`."""
     with _opened(url) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
         sample: dict[str, Any] = {}
@@ -167,7 +167,7 @@ class Shards(Dataset[Any]):
         return [shard if isinstance(shard, str) else "" for shard in self.shards]
 
     def samples_of(self, number: int) -> Iterator[Any]:
-        """The samples of one shard, from the first."""
+        """Iterate over the samples of one shard, from the first."""
         return iter(self._read(self.shards[number]))
 
     def named(self, number: int) -> str:

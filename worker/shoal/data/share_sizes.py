@@ -35,8 +35,8 @@ class ShareSizes:
 
     @property
     def _fitting(self) -> int:
-        """The largest number of members with enough samples in every share; 0 if even one member
-        has too few."""
+        """Largest number of members with enough samples in every share; 0 if even one member has
+        too few."""
         return self.smallest_batch // LEAST
 
     def look_at(self, model: nn.Module) -> None:

@@ -101,7 +101,7 @@ class TableRows:
         """Number of rows pushed so far, by fate."""
 
     def begin_step(self) -> None:
-        """Begin a step, and discard rows that were used in the last one and not pushed."""
+        """Begin a step, and discard rows that were used in the last step and not pushed."""
         self._uses.clear()
         self._step += 1
 

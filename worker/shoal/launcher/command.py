@@ -1,4 +1,4 @@
-"""The command `shoal run`: runs the workers of one job on this host, or on several over ssh."""
+"""Command `shoal run`: runs the workers of one job on this host, or on several hosts over ssh."""
 
 import logging
 import signal

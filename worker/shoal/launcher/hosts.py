@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from shoal_proto.errors import InvalidSpec
 
 LOCALHOST = "localhost"
-"""This machine, without ssh."""
+"""Name of this machine in --hosts: its workers are started without ssh."""
 MAX_HOSTS = 1000
 _GPUS = Path("/proc/driver/nvidia/gpus")
 # A name that begins with "-" would be an option of ssh.
@@ -71,7 +71,7 @@ class RunHost:
     """Host that runs workers."""
 
     name: str
-    """HOST or USER@HOST, as ssh takes it."""
+    """HOST or USER@HOST, as for ssh."""
     num_workers: str = ""
     """Number of workers, auto, gpu or cpu; empty: the value of -n."""
 
@@ -160,13 +160,13 @@ class HostOptions:
     machine. A host that cannot be reached is reported and left out. Without --coordinator, the
     run starts a cluster on this machine for them."""
     num_nodes: Annotated[str, Parameter(name="--nnodes", metavar="N|MIN:MAX", group=_GROUP)] = ""
-    """Number of hosts, as torchrun takes it: refuse to begin with fewer than MIN of --hosts, and
-    train only with the workers of that many. N alone: all of them."""
+    """Number of hosts, as for torchrun: the run does not begin if fewer than MIN of --hosts can be
+    used, and trains only with the workers of at least MIN hosts. N alone: all hosts are needed."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH", group=_GROUP)] = ""
-    """Python with Shoal on the hosts. By default the path of this one."""
+    """Python with Shoal on the hosts. By default the path of the Python that runs this command."""
     address: Annotated[str, Parameter(name="--host-address", metavar="ADDRESS", group=_GROUP)] = ""
-    """Address of this machine for the hosts. By default the one from which their ssh servers see
-    this machine."""
+    """Address of this machine for the hosts. By default the address that their ssh servers see as
+    the client's."""
 
     def __post_init__(self) -> None:
         if not self.hosts:

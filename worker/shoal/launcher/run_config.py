@@ -61,7 +61,7 @@ class RestartOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Output of workers: what is shown or kept of it, and where."""
+    """Files with the workers' output, its level of detail, and metrics of the launcher."""
 
     metrics: Annotated[str, Parameter(metavar="[HOST:]PORT")] = ""
     """Address at which the launcher serves its metrics for Prometheus, without TLS and without a

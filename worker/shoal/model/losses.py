@@ -16,7 +16,7 @@ def check_loss(loss: Tensor, step: int) -> None:
 
 
 def loss_not_finite(step: int, *, seen: str) -> NonFiniteGradient:
-    """Return the error of the member that has computed such a loss."""
+    """Return the error for a member whose loss is not finite."""
     return NonFiniteGradient(
         f"the loss is not finite at step {step}",
         seen=seen,

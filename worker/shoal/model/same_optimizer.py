@@ -18,7 +18,7 @@ KINDS = "optimizers"
 _DISTINGUISHING = {"momentum", "betas", "eps", "alpha", "rho", "amsgrad", "lr_decay", "etas"}
 """Settings that distinguish the kinds of torch's optimizers, in all releases of torch."""
 
-_BEGAN = "initial_lr"
+_INITIAL_RATE = "initial_lr"
 """The setting in which a scheduler keeps its initial learning rate."""
 _SCHEDULED = {"lr", "momentum", "betas"}
 """Settings that torch's schedulers change."""
@@ -58,8 +58,8 @@ def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]])
     """
     replaced: list[str] = []
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
-        began = group.get(_BEGAN)
-        is_moved = began is not None and _plain(began) == _plain(settings.get(_BEGAN))
+        began = group.get(_INITIAL_RATE)
+        is_moved = began is not None and _plain(began) == _plain(settings.get(_INITIAL_RATE))
         for key in sorted(
             group.keys() & settings.keys() - ({"params"} | (_SCHEDULED if is_moved else set()))
         ):

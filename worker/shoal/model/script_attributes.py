@@ -1,8 +1,8 @@
-"""Attributes that a script has set on the modules of a model since it was laid out.
+"""Attributes that a script has set on the modules of a model since the model was laid out.
 
 A layout is a copy of the model as it was distributed. A dropout probability that the script lowers
-later, or a cache that a forward pass has filled, is in the copy of one generation. Unless carried
-over, the next generation would silently compute with the original values.
+later, or a cache that a forward pass has filled, is only in the copy of one generation. Unless it
+were carried over, the next generation would silently compute with the original value.
 """
 
 from collections.abc import Iterable, Mapping

@@ -253,7 +253,7 @@ class Training:
     def chosen(self, given: Optimizer | Sequence[Optimizer] | None, call: str) -> frozenset[str]:
         """Return the names of the given optimizers; if none is given, the name of the only one.
 
-        Raises InvalidSpec if the session has several and none is given, or if one is foreign.
+        Raises InvalidSpec if none of several is given, or if one is not the session's.
         """
         own = ", ".join(self._optimizers)
         if given is None and len(self._optimizers) == 1:

@@ -95,7 +95,7 @@ class GroupFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan by which a strategy would train a model. `str()` is a table."""
+    """Figures of training a model with a strategy. `str()` renders them as tables."""
 
     strategy: str
     groups: tuple[GroupFigures, ...]
@@ -284,7 +284,7 @@ def _when(collective: Collective) -> str:
 
 
 def _alike(plan: Plan, key: object) -> Iterable[tuple[str, RankFigures]]:
-    """Yield runs of neighbouring ranks with the same key, under one name."""
+    """Yield a name and the figures for each run of neighbouring ranks with the same key."""
     assert callable(key)
     for _, found in groupby(enumerate(plan.ranks), lambda item: key(item[1])):
         numbered = list(found)

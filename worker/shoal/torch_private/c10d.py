@@ -23,7 +23,7 @@ all_gather_single: Any = getattr(_c10d, "all_gather_single", None) or _c10d.all_
 reduce_scatter_single: Any = (
     getattr(_c10d, "reduce_scatter_single", None) or _c10d.reduce_scatter_tensor
 )
-"""torch 2.13 renamed these two, and warns of the old names."""
+"""torch 2.13 renamed these two functions, and warns of the old names."""
 
 bucket_assignment = _compute_bucket_assignment_by_size
 """DDP's assignment of parameters to buckets."""

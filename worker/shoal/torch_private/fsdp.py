@@ -28,7 +28,7 @@ def state_of(module: nn.Module) -> Any:
 
 
 def groups_of(state: Any) -> Any:
-    """Return the groups of parameters in a module's state; a group is gathered together."""
+    """Return the parameter groups in a module's state; one collective gathers a group."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     own = state._fsdp_param_group  # at most one before torch 2.13

@@ -49,7 +49,7 @@ def transient_buffers(module: nn.Module) -> Set[str]:
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """True if the module's buffers are running statistics of batches, as those of BatchNorm."""
+    """True if the module's buffers are running statistics of batches, as in BatchNorm."""
     return isinstance(module, _NormBase)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 
 class UncheckedStage(PipelineStage):
-    """A stage whose outputs are not checked: the last one may return anything, as in torch 2.13.
+    """A stage whose outputs are not checked: the last stage may return anything, as in torch 2.13.
     Releases up to 2.11 compare tensors with the announced shapes."""
 
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:

@@ -32,8 +32,8 @@ IN_FLIGHT = 2
 """Limit of publications in progress if several ranks publish: it bounds their memory. The next
 publication waits for the oldest, which is the same one on all ranks."""
 ORDER_S = 1.0
-"""Limit of a part's wait until the previous publication is committed. The part is contributed after
-it all the same: the previous publication may never get all its parts."""
+"""Limit of a part's wait until the previous publication is committed. Then the part is contributed
+all the same: the previous publication may never get all its parts."""
 CLOSE_S = 30.0
 """Limit of the wait for publications in progress at the end of a session."""
 LOOK_S = 0.1
@@ -493,7 +493,7 @@ def held_state(
 
 
 def _ranks_with(tensor: DTensor) -> Sequence[int]:
-    """Ranks of the mesh that hold the same slice of the tensor as this rank."""
+    """Return the ranks of the mesh that hold the same slice of the tensor as this rank."""
     mesh = tensor.device_mesh
     at = mesh.get_coordinate()
     if at is None:

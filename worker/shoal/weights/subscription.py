@@ -47,7 +47,7 @@ from shoal_proto.v1 import weights_pb2
 log = structlog.get_logger(__name__)
 
 WAIT_S = 1.0
-"""Limit of a wait on another thread, which continues after its task was cancelled."""
+"""Limit of one wait on another thread: a wait continues after its task was cancelled."""
 
 CATCH_UP_S = 3.0
 """Limit of the wait for a version that is newer than the newest known one."""
@@ -124,12 +124,12 @@ class Subscription:
         return 0 if self._installed is None else self._installed.number
 
     def newest(self) -> WeightVersion | None:
-        """The newest version, without waiting; None if nothing is published."""
+        """Return the newest version, without waiting; None if nothing is published."""
         versions = self.versions()
         return versions[-1] if versions else None
 
     def versions(self) -> list[WeightVersion]:
-        """The versions that servers keep, oldest first."""
+        """Return the versions that servers keep, oldest first."""
         return [WeightVersion(record) for record in self._reader.view().versions]
 
     def wait(self, newer_than: int | None = None, timeout: float | None = None) -> WeightVersion:
@@ -142,8 +142,8 @@ class Subscription:
         return WeightVersion(self._reader.wait(bound, timeout))
 
     def __iter__(self) -> Iterator[WeightVersion]:
-        """Yield the newest version, again whenever there is a newer one, without end. Versions in
-        between that are published while the caller is busy are skipped."""
+        """Yield the newest version, and then each newer one, without end. If several are published
+        while the caller is busy, only the newest is yielded."""
         last = self.version
         while True:
             version = self.wait(last)
@@ -390,12 +390,12 @@ class Subscription:
 
 
 def version_digest(layout_digest: bytes, segment_digests: list[bytes]) -> bytes:
-    """Digest of a version's content."""
+    """Compute the digest of a version's content."""
     return sha256(layout_digest + b"".join(segment_digests)).digest()
 
 
 def memory_of(segment: Segment) -> Tensor:
-    """The segment's bytes, without a copy. Writing to them changes only this process's pages."""
+    """Return the segment's bytes, without a copy. Writes change only this process's pages."""
     if not segment.num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     if isinstance(segment, ReusedSegment):
