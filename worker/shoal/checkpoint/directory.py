@@ -34,16 +34,16 @@ def name_of_step(step: int) -> str:
 
 def complete(directory: Path) -> dict[int, Path]:
     """Return all complete checkpoints by step."""
-    found: dict[int, Path] = {}
+    checkpoints: dict[int, Path] = {}
     for name, kind, path in _temporary_directories(directory):
         matched = STEP.fullmatch(name)
         if matched and kind == "replaced":
-            found[int(matched[1])] = path
+            checkpoints[int(matched[1])] = path
     for path in _entries(directory):
         matched = STEP.fullmatch(path.name)
         if matched and (path / METADATA).is_file():
-            found[int(matched[1])] = path
-    return found
+            checkpoints[int(matched[1])] = path
+    return checkpoints
 
 
 def begin(path: Path) -> Path:

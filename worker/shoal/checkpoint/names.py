@@ -105,7 +105,7 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
 
     Raises InvalidSpec for an entry that a state cannot hold.
     """
-    found = {parameter: dict(own) for parameter, own in slots.items()}
+    plain_values = {parameter: dict(own) for parameter, own in slots.items()}
     for path, value in entries.items():
         if path[:2] != ("optim", "state") or is_inside(path, slots):
             continue
@@ -113,8 +113,8 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
             raise _not_representable(path, "nested state of an optimizer")
         _, _, parameter, key = path
         plain, _ = take_apart_exactly(value, (), partial(_refused, path), inline=True)
-        found.setdefault(str(parameter), {})[str(key)] = plain
-    return found
+        plain_values.setdefault(str(parameter), {})[str(key)] = plain
+    return plain_values
 
 
 def is_read(path: Path) -> bool:
@@ -188,7 +188,7 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
                 groups.setdefault(index, {})[setting] = plain_setting(
                     value, (), partial(_refused, path)
                 )
-    found: list[Json] = []
+    checked: list[Json] = []
     for _, group in sorted(groups.items()):
         names = group.get("params")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -198,8 +198,8 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
                 expected="names of parameters",
                 fix="Save get_optimizer_state_dict(model, optimizer), not optimizer.state_dict().",
             )
-        found.append(group)
-    return found
+        checked.append(group)
+    return checked
 
 
 def own_state(text: object) -> Mapping[str, Any]:

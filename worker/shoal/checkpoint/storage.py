@@ -21,8 +21,8 @@ def complete(location: CheckpointPath) -> Mapping[int, CheckpointPath]:
 
 def newest(location: CheckpointPath) -> CheckpointPath | None:
     """Return the complete checkpoint of the highest step, if there is one."""
-    found = complete(location)
-    return found[max(found)] if found else None
+    checkpoints = complete(location)
+    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def path_of_step(location: CheckpointPath, step: int) -> CheckpointPath:
@@ -62,9 +62,9 @@ def retire(location: CheckpointPath, step: int, keep: int) -> None:
 
     Checkpoints of later steps belong to another run, and are neither counted nor deleted.
     """
-    found = complete(location)
-    for old in sorted(each for each in found if each <= step)[:-keep]:
-        path = found[old]
+    checkpoints = complete(location)
+    for old in sorted(each for each in checkpoints if each <= step)[:-keep]:
+        path = checkpoints[old]
         log.debug("checkpoint_retired", path=str(path))
         if isinstance(path, BucketPath):
             bucket.discard(path)

@@ -31,10 +31,10 @@ def is_arrow(dataset: object) -> bool:
 def rows_taken(dataset: Any, positions_of: Callable[[int], Sequence[int]]) -> list[int] | None:
     """Return the table rows of the samples at `positions_of(number of samples)`; None if all rows
     are samples, in the table's order."""
-    taken = vars(dataset)[_ROWS]
-    if taken is None or not len(taken):
-        return None if taken is None else []
-    return list(taken.fast_gather(positions_of(len(taken))).column(0).to_pylist())
+    indices = vars(dataset)[_ROWS]
+    if indices is None or not len(indices):
+        return None if indices is None else []
+    return list(indices.fast_gather(positions_of(len(indices))).column(0).to_pylist())
 
 
 def columns_at(dataset: Any, rows: Sequence[int]) -> Iterator[tuple[str, list[object]]]:

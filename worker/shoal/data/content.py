@@ -150,9 +150,9 @@ def _keeps_no_caches(dataset: object) -> bool:
 
 def _arrow_items(dataset: Any) -> Iterator[DigestItem]:
     yield len(dataset)
-    taken = rows_taken(dataset, lambda size: _spread(size, NUM_ROWS_TAKEN))
-    if taken is not None:
-        yield sha256(repr(taken).encode()).hexdigest()
+    table_rows = rows_taken(dataset, lambda size: _spread(size, NUM_ROWS_TAKEN))
+    if table_rows is not None:
+        yield sha256(repr(table_rows).encode()).hexdigest()
     rows = _spread(dataset.data.num_rows, NUM_ROWS)
     for name, values in islice(columns_at(dataset, rows), MAX_PARTS) if len(rows) else ():
         yield name
@@ -172,16 +172,16 @@ def _index_items(indices: Any) -> Iterator[DigestItem]:
         return
     positions = _spread(len(indices), NUM_INDICES)
     if isinstance(indices, Tensor | np.ndarray):
-        found = np.asarray(_elements(indices, [positions]))
+        sampled = np.asarray(_elements(indices, [positions]))
     elif len(positions) == len(indices):
-        found = np.asarray(indices)
+        sampled = np.asarray(indices)
     else:
-        found = np.asarray([indices[position] for position in positions])
+        sampled = np.asarray([indices[position] for position in positions])
     yield len(indices)
-    if found.dtype.kind in "iu":
-        yield sha256(found.astype("<i8").tobytes()).hexdigest()
+    if sampled.dtype.kind in "iu":
+        yield sha256(sampled.astype("<i8").tobytes()).hexdigest()
     else:
-        for each in found.tolist():
+        for each in sampled.tolist():
             yield from _scalar_items(each)
 
 
@@ -252,11 +252,11 @@ def _elements(
     if not isinstance(array, Tensor):
         return list(np.asarray(array[index]).flatten().tolist())
     on_device = tuple(torch.from_numpy(each).to(array.device) for each in index)
-    found = array.detach()[on_device].cpu()
-    if found.is_complex():
-        found = torch.view_as_real(found.resolve_conj())
-    exact = found.dtype in _INTEGERS
-    return list(found.to(torch.int64 if exact else torch.float64).flatten().tolist())
+    elements = array.detach()[on_device].cpu()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements.resolve_conj())
+    exact = elements.dtype in _INTEGERS
+    return list(elements.to(torch.int64 if exact else torch.float64).flatten().tolist())
 
 
 def _is_exact(array: "Tensor | np.ndarray[Any, Any]") -> bool:

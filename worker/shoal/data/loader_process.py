@@ -94,13 +94,14 @@ def keep_socket_paths_short() -> None:
     tempfile.tempdir = next(short, before)
     try:
         # The first call makes the directory; multiprocessing removes it when the process ends.
-        found = util.get_temp_dir()
+        directory = util.get_temp_dir()
     finally:
         tempfile.tempdir = before
-    if len(os.fsencode(found)) > longest:
+    if len(os.fsencode(directory)) > longest:
         raise LoadingFailed(
             "processes that load cannot open sockets: their paths would be too long",
-            seen=f"TMPDIR={tempfile.gettempdir()}: {len(os.fsencode(found))} bytes for a directory",
+            seen=f"TMPDIR={tempfile.gettempdir()}: {len(os.fsencode(directory))} bytes for a"
+            " directory",
             expected=f"at most {longest} bytes, {longest - len(name)} of them TMPDIR's",
             fix="Set TMPDIR to a directory with a shorter path, such as /tmp.",
         )
@@ -119,10 +120,10 @@ def _close_sockets_but(kept: frozenset[str]) -> None:
 
 def _descriptors() -> Iterator[tuple[int, str]]:
     try:
-        found = list(Path("/proc/self/fd").iterdir())
+        links = list(Path("/proc/self/fd").iterdir())
     except FileNotFoundError:
         return
-    for descriptor in found:
+    for descriptor in links:
         try:
             yield int(descriptor.name), str(descriptor.readlink())
         except FileNotFoundError:

@@ -93,8 +93,8 @@ class Order:
     @cached_property
     def _first_steps(self) -> int:
         """Number of steps from the origin to the end of its epoch."""
-        left = max(self.num_samples - self.origin.offset, 0)
-        whole, rest = divmod(left, self.global_batch_size)
+        num_left = max(self.num_samples - self.origin.offset, 0)
+        whole, rest = divmod(num_left, self.global_batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
     def position(self, step: int) -> SamplePosition:

@@ -84,13 +84,13 @@ class FailedSample:
 
     def raised(self) -> SampleFailed | LoadingFailed:
         """Return the error to raise in the trainer."""
-        where = "the samples of a batch" if self.index is None else f"sample {self.index}"
+        subject = "the samples of a batch" if self.index is None else f"sample {self.index}"
         done = "collated" if self.index is None else "loaded"
         if self.is_unsent:
-            where, done = "a batch that was loaded", "sent to the trainer"
+            subject, done = "a batch that was loaded", "sent to the trainer"
         kind = LoadingFailed if self.may_pass else SampleFailed
         failed = kind(
-            f"{where} could not be {done}",
+            f"{subject} could not be {done}",
             seen=self.error,
             fix=self.fix,
             details={} if self.index is None else {"index": str(self.index)},

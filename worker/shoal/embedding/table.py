@@ -130,9 +130,9 @@ class EmbeddingTable(nn.Module):
             rows, positions = self._connected().rows(self.name, wanted.reshape(-1), device)
             return rows, positions.view(ids.shape).to(ids.device), None
         is_padding = (wanted == self.padding_idx).reshape(-1)
-        rows, found = self._connected().rows(self.name, wanted.reshape(-1)[~is_padding], device)
+        rows, indices = self._connected().rows(self.name, wanted.reshape(-1)[~is_padding], device)
         positions = torch.full(is_padding.shape, rows.shape[0], dtype=torch.int64)
-        positions[~is_padding] = found
+        positions[~is_padding] = indices
         zeros = rows.new_zeros((1, self.embedding_dim))
         return torch.cat([rows, zeros]), positions.view(ids.shape).to(ids.device), rows.shape[0]
 
@@ -198,28 +198,28 @@ def tables_of(model: nn.Module) -> dict[str, EmbeddingTable]:
 
     Raises InvalidSpec for two different tables of one name.
     """
-    found: dict[str, EmbeddingTable] = {}
+    tables: dict[str, EmbeddingTable] = {}
     for path, module in model.named_modules():
         if not isinstance(module, EmbeddingTable):
             continue
         module.name = module.name or path or "table"
-        if module.name in found:
+        if module.name in tables:
             raise InvalidSpec(
                 "two tables have one name",
                 seen=module.name,
                 expected="a name for each; use the same module twice to share its rows",
             )
-        found[module.name] = module
-    return found
+        tables[module.name] = module
+    return tables
 
 
 def _count(setting: str, value: int) -> int:
-    found = as_index(setting, value)
-    if found < 1:
+    number = as_index(setting, value)
+    if number < 1:
         raise InvalidSpec(
-            f"{setting} of a table is out of range", seen=str(found), expected="at least 1"
+            f"{setting} of a table is out of range", seen=str(number), expected="at least 1"
         )
-    return found
+    return number
 
 
 def _check(table: EmbeddingTable) -> None:

@@ -125,11 +125,11 @@ def _is_address(name: str) -> bool:
 def check_reached(hosts: Sequence[RunHost], coordinators: Sequence[str]) -> None:
     """Raise InvalidSpec if a coordinator has a loopback address and a host is another machine."""
     loopback = ("127.0.0.1:", "localhost:", "[::1]:")
-    found = [each for each in coordinators if each.startswith(loopback)]
-    if found and any(host.name != LOCALHOST for host in hosts):
+    unreachable = [each for each in coordinators if each.startswith(loopback)]
+    if unreachable and any(host.name != LOCALHOST for host in hosts):
         raise InvalidSpec(
             "the hosts cannot reach the coordinator",
-            seen=f"{','.join(found)}, which only this machine can reach",
+            seen=f"{','.join(unreachable)}, which only this machine can reach",
             expected="an address that the hosts reach",
             fix="Leave --coordinator out (and unset SHOAL_COORDINATOR): the run then starts a"
             " cluster on this machine, for these hosts too.",

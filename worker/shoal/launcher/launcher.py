@@ -312,12 +312,12 @@ class Launcher:
         return sum(any(each.code == 0 for each in slot.exits) for slot in self.slots)
 
     def _end_if_starved(self) -> None:
-        left = sum(not slot.is_over for slot in self.slots)
-        few = 0 < left < self._config.min_members
+        num_left = sum(not slot.is_over for slot in self.slots)
+        few = 0 < num_left < self._config.min_members
         if not (self._config.alone and few) or self._completed or self._worker_ends.were_signalled:
             return
         self._say(
-            f"{left} of at least {self._config.min_members} workers left and none can come: "
+            f"{num_left} of at least {self._config.min_members} workers left and none can come: "
             "ending them"
         )
         self._worker_ends.tell_all()

@@ -309,10 +309,10 @@ class HostLaunchers:
 
     def _end_if_starved(self) -> None:
         """End the workers if too few are left and no other worker can join."""
-        left = sum(_greeted(each).num_workers for each in self._connections if not each.is_over)
+        num_left = sum(_greeted(each).num_workers for each in self._connections if not each.is_over)
         codes = (each.exit_code for each in self._connections)
         if (
-            not 0 < left < self._config.min_members
+            not 0 < num_left < self._config.min_members
             or not self._config.alone
             or self._interrupted
             or self._given_up
@@ -320,7 +320,7 @@ class HostLaunchers:
         ):
             return
         least = self._config.min_members
-        self.give_up(f"{left} of at least {least} workers are left, and none can come")
+        self.give_up(f"{num_left} of at least {least} workers are left, and none can come")
 
     def _left_s(self) -> float | None:
         return None if self._give_up_s is None else max(0.0, self._give_up_s - time.monotonic())
@@ -403,10 +403,10 @@ def _message(text: str) -> HostGreeting | HostEnding | None:
 def _is_useful(address: str) -> bool:
     """True if other machines can connect to the address."""
     try:
-        found = ip_address(address)
+        parsed = ip_address(address)
     except ValueError:
         return False
-    return not found.is_loopback and "%" not in address
+    return not parsed.is_loopback and "%" not in address
 
 
 def _files_for_hosts(config: RunConfig) -> Mapping[str, str]:

@@ -121,11 +121,11 @@ class _Encrypted(httpcore.NetworkStream):
             return until_done(self._connection, lambda: self._connection.recv(max_bytes), timeout)
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        left = memoryview(buffer)
+        unsent = memoryview(buffer)
         with _errors(httpcore.WriteTimeout, httpcore.WriteError):
-            while left:
-                sent = until_done(self._connection, lambda: self._connection.send(left), timeout)  # noqa: B023
-                left = left[sent:]
+            while unsent:
+                sent = until_done(self._connection, lambda: self._connection.send(unsent), timeout)  # noqa: B023
+                unsent = unsent[sent:]
 
     def close(self) -> None:
         self._connection.close()

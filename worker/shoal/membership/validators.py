@@ -118,7 +118,7 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
     A function that is not registered has its `__name__`. Raises InvalidSpec if two validators have
     the same name.
     """
-    found = dict(_registered)
+    by_name = dict(_registered)
     registered = {id(function): name for name, function in _registered.items()}
     for function in own:
         if id(function) in registered:
@@ -128,10 +128,10 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
             raise InvalidSpec(
                 "a validator has no name", seen=repr(function), expected="a function with a name"
             )
-        if found.get(name, function) is not function:
+        if by_name.get(name, function) is not function:
             raise InvalidSpec(f"two validators have the name {name!r}", seen=_origin(function))
-        found[name] = function
-    return found
+        by_name[name] = function
+    return by_name
 
 
 class ValidatorSet:

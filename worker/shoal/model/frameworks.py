@@ -42,8 +42,8 @@ def adapter_of(model: Any) -> FrameworkAdapter:
     """Return the adapter of the framework that a foreign model belongs to."""
     assert _is_keras(model), "only Keras models have an adapter"
     # Keras takes seconds to import: a script with such a model has imported it already.
-    found: Any = import_module(_ADAPTERS["keras"])
-    return found  # type: ignore[no-any-return]
+    adapter: Any = import_module(_ADAPTERS["keras"])
+    return adapter  # type: ignore[no-any-return]
 
 
 def _is_keras(model: Any) -> bool:

@@ -45,13 +45,13 @@ def is_on_host(tensor: Tensor) -> bool:
 
 def refuse_sparse(strategy: str, model: nn.Module) -> None:
     """Raise InvalidSpec for layers whose gradients are sparse tensors."""
-    found = [
+    names = [
         name
         for name, part in model.named_modules()
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
     ]
-    if found:
-        raise sparse_gradient(strategy, ", ".join(found[:5]))
+    if names:
+        raise sparse_gradient(strategy, ", ".join(names[:5]))
 
 
 def refuse_layers(strategy: str, model: nn.Module) -> None:
@@ -64,10 +64,10 @@ def refuse_layers(strategy: str, model: nn.Module) -> None:
         for name, part in model.named_modules()
         if isinstance(part, nn.Embedding | nn.EmbeddingBag)
     ]
-    if found := [name for name, part in embeddings if part.max_norm is not None]:
-        raise scaled_down(strategy, ", ".join(found[:5]))
-    if found := [name for name, part in embeddings if part.scale_grad_by_freq]:
-        raise scaled_by_frequency(strategy, ", ".join(found[:5]))
+    if names := [name for name, part in embeddings if part.max_norm is not None]:
+        raise scaled_down(strategy, ", ".join(names[:5]))
+    if names := [name for name, part in embeddings if part.scale_grad_by_freq]:
+        raise scaled_by_frequency(strategy, ", ".join(names[:5]))
 
 
 def scaled_down(strategy: str, name: str) -> InvalidSpec:

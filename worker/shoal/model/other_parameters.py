@@ -90,14 +90,14 @@ def nodes_of(loss: Tensor) -> set[Node]:
 
 def nodes_from(nodes: Iterable[Node | None]) -> set[Node]:
     """Return these nodes, and all that a backward pass reaches from them."""
-    found: set[Node] = set()
+    reached: set[Node] = set()
     ahead = list(nodes)
     while ahead:
         node = ahead.pop()
-        if node is not None and node not in found:
-            found.add(node)
+        if node is not None and node not in reached:
+            reached.add(node)
             ahead += [before for before, _ in node.next_functions]
-    return found
+    return reached
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:

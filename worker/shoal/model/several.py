@@ -82,8 +82,8 @@ class _States(MutableMapping[Tensor, dict[str, Any]]):
         return self._owners[id(parameter)].state
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = self._of(parameter)[parameter]
-        return found
+        state: dict[str, Any] = self._of(parameter)[parameter]
+        return state
 
     def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
         self._of(parameter)[parameter] = state
@@ -159,11 +159,11 @@ def check_kinds(models: Mapping[str, Any], optimizers: Mapping[str, Any]) -> Non
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise InvalidSpec for a model in a wrapper of torch's, or with one inside."""
-    found = next((each for each in model.modules() if isinstance(each, _WRAPPERS)), None)
-    if found is not None:
+    wrapper = next((each for each in model.modules() if isinstance(each, _WRAPPERS)), None)
+    if wrapper is not None:
         raise InvalidSpec(
             "the model is already wrapped for training by several processes",
-            seen=f"session.distribute of a {type(found).__name__}",
+            seen=f"session.distribute of a {type(wrapper).__name__}",
             expected="the model inside the wrapper: the session combines its gradients",
             fix="Leave out the wrapper, and `.module` after it (docs/tutorials/ddp.md has a table"
             " for scripts that come from torchrun).",
@@ -279,8 +279,8 @@ class Training:
 
         Raises InvalidSpec if another optimizer trains a part of one of these models.
         """
-        found = {name for name, own in self._trainers.items() if own & optimizers}
-        for name in sorted(found):
+        trained = {name for name, own in self._trainers.items() if own & optimizers}
+        for name in sorted(trained):
             if others := self._trainers[name] - optimizers:
                 raise InvalidSpec(
                     f"the model {name!r} is trained by other optimizers too",
@@ -289,4 +289,4 @@ class Training:
                     fix="A model's gradients are reduced together: give a list of optimizers, or"
                     " distribute the parts as models of their own.",
                 )
-        return frozenset(found)
+        return frozenset(trained)

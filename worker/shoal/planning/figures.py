@@ -113,8 +113,8 @@ class Plan:
     def moved(self, kind: str, rank: int = 0) -> tuple[int, int]:
         """Return calls and bytes of one rank's collectives of a kind, in a step that has all of
         its collectives."""
-        found = [each for each in self.ranks[rank].collectives if each.kind == kind]
-        return sum(each.calls for each in found), sum(each.num_bytes for each in found)
+        of_kind = [each for each in self.ranks[rank].collectives if each.kind == kind]
+        return sum(each.calls for each in of_kind), sum(each.num_bytes for each in of_kind)
 
     def __str__(self) -> str:
 
@@ -190,9 +190,9 @@ def _group_rows(plan: Plan) -> list[Sequence[str]]:
         (group.title, str(group.num_parameters), _size(group.num_bytes))
         for group in folded[:MAX_GROUPS]
     ]
-    left = folded[MAX_GROUPS:]
-    if left:
-        rows.append((f"and {len(left)} more", *_sums(left)))
+    unlisted = folded[MAX_GROUPS:]
+    if unlisted:
+        rows.append((f"and {len(unlisted)} more", *_sums(unlisted)))
     return [*rows, (f"all {len(plan.groups)}", *_sums(plan.groups))]
 
 
@@ -211,20 +211,20 @@ def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
     for index, group in enumerate(groups):
         for kind, number in _kinds(group):
             alike.setdefault(kind, {})[number] = index
-    found = dict(enumerate(groups))
+    by_index = dict(enumerate(groups))
     for kind, group_of in sorted(alike.items(), key=lambda item: -len(item[1])):
         numbers, own = list(group_of), list(group_of.values())
         in_a_row = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        if len(own) < MIN_FOLDED or not in_a_row or not found.keys() >= set(own):
+        if len(own) < MIN_FOLDED or not in_a_row or not by_index.keys() >= set(own):
             continue
         for index in own:
-            del found[index]
-        found[own[0]] = GroupFigures(
+            del by_index[index]
+        by_index[own[0]] = GroupFigures(
             title=f"{kind.before}{numbers[0]}-{numbers[-1]}{kind.after}",
             num_parameters=len(own) * kind.num_parameters,
             num_bytes=len(own) * kind.num_bytes,
         )
-    return [found[index] for index in sorted(found)]
+    return [by_index[index] for index in sorted(by_index)]
 
 
 class _Kind(NamedTuple):
@@ -237,9 +237,9 @@ class _Kind(NamedTuple):
 
 
 def _kinds(group: GroupFigures) -> Iterator[tuple[_Kind, int]]:
-    for found in re.finditer(r"\d+", group.title):
-        before, after = group.title[: found.start()], group.title[found.end() :]
-        yield _Kind(before, after, group.num_parameters, group.num_bytes), int(found[0])
+    for digits in re.finditer(r"\d+", group.title):
+        before, after = group.title[: digits.start()], group.title[digits.end() :]
+        yield _Kind(before, after, group.num_parameters, group.num_bytes), int(digits[0])
 
 
 def _held(plan: Plan) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -286,8 +286,8 @@ def _when(collective: Collective) -> str:
 def _alike(plan: Plan, key: object) -> Iterable[tuple[str, RankFigures]]:
     """Yield a name and the figures for each run of neighbouring ranks with the same key."""
     assert callable(key)
-    for _, found in groupby(enumerate(plan.ranks), lambda item: key(item[1])):
-        numbered = list(found)
+    for _, run in groupby(enumerate(plan.ranks), lambda item: key(item[1])):
+        numbered = list(run)
         (first, figures), last = numbered[0], numbered[-1][0]
         yield str(first) if first == last else f"{first}-{last}", figures
 

@@ -99,14 +99,14 @@ class MeshFigures:
         if self._plan.cut is None:
             return tensor_groups(self._plan.tensor)
         outline, stage_of = self._plan.cut
-        found = []
+        groups = []
         for index in range(self._mesh.pipeline):
             pairs = zip(outline.segments, stage_of, strict=True)
             names = [segment.name for segment, stage in pairs if stage == index]
             own = [self._subject.parameters[n] for n in self._parts[index, 0].parameters]
             title = f"stage {index}: {names[0]}" + (f" to {names[-1]}" if names[1:] else "")
-            found.append(GroupFigures(title=title, num_parameters=len(own), num_bytes=_bytes(own)))
-        return tuple(found)
+            groups.append(GroupFigures(title=title, num_parameters=len(own), num_bytes=_bytes(own)))
+        return tuple(groups)
 
     # --- one rank ---
 

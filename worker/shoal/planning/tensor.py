@@ -72,8 +72,8 @@ def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> froz
             continue
         owner = module.get_submodule(entry.module)
         for path, dim in take_part(owner, entry, ranks).items():
-            where, _, key = path.rpartition(".")
-            held = parameter_table(owner.get_submodule(where))
+            path_of_owner, _, key = path.rpartition(".")
+            held = parameter_table(owner.get_submodule(path_of_owner))
             whole = held[key]
             if whole is not None:
                 cut.setdefault(id(whole), (whole, _part(whole, dim, ranks)))

@@ -74,8 +74,8 @@ class ReconfigurableGloo:
 
     def handle(self) -> str:
         """Return this member's handle, which all members pass to `reconfigure`."""
-        found: str = self.gloo.get_reconfigure_handle()
-        return found
+        handle: str = self.gloo.get_reconfigure_handle()
+        return handle
 
     def reconfigure(self, number: int, handles: list[str], *, timeout_s: float) -> None:
         """Connect to the members with these handles, by rank; `number` is never used twice.
@@ -159,13 +159,13 @@ def fault_on(device: torch.device) -> str:
 
 def backends_on(device: torch.device) -> list[Any]:
     """Return the backend on the device of each group that has one. Callable from any thread."""
-    found: list[Any] = []
+    backends: list[Any] = []
     for group in list(all_groups()):
         try:
-            found.append(group._get_backend(device))
+            backends.append(group._get_backend(device))
         except RuntimeError:
             continue  # a group without a backend for this device
-    return found
+    return backends
 
 
 def isolate_threads(on: bool) -> None:

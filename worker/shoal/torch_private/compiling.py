@@ -63,8 +63,8 @@ def compile_alike(compiled: nn.Module, module: Any) -> None:
 
 def compiled_alike(compiled: nn.Module, function: Callable[P, R]) -> Callable[P, R]:
     """Return the function, compiled with the compiler and options of a compiled module."""
-    made: Callable[P, R] = _compiler_of(compiled.__dict__[_IN_PLACE])(function)
-    return made
+    compiled_function: Callable[P, R] = _compiler_of(compiled.__dict__[_IN_PLACE])(function)
+    return compiled_function
 
 
 @contextmanager
@@ -93,8 +93,8 @@ def _compiler_of(call: Any) -> Callable[[Any], Any]:
     """Return the compiler that made this compiled function."""
     context = sys.modules["torch._dynamo"].eval_frame._TorchDynamoContext
     cells = [cell.cell_contents for cell in call.__closure__ or ()]
-    found: Callable[[Any], Any] = next(each for each in cells if isinstance(each, context))
-    return found
+    compiler: Callable[[Any], Any] = next(each for each in cells if isinstance(each, context))
+    return compiler
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:

@@ -77,8 +77,8 @@ def copy_with_tables(
 ) -> nn.Module:
     """Return a copy of the module with the same parameters, these buffers and these children. Its
     tables are its own: writes to them do not reach the original."""
-    made = copy.copy(module)
+    copied = copy.copy(module)
     # Not by __setattr__, which the script's class may override.
     tables = {"_parameters": dict(module._parameters), "_buffers": buffers, "_modules": children}
-    made.__dict__.update(tables)
-    return made
+    copied.__dict__.update(tables)
+    return copied

@@ -19,10 +19,10 @@ _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 def bucket_size(bucket_mb: float) -> float:
     """Return the size as a Python number; raises InvalidSpec unless it is above 0."""
-    found = as_number("bucket_mb", bucket_mb)
-    if not found > 0:
-        raise InvalidSpec("bucket_mb is out of range", seen=f"{found}", expected="above 0")
-    return found
+    size_mb = as_number("bucket_mb", bucket_mb)
+    if not size_mb > 0:
+        raise InvalidSpec("bucket_mb is out of range", seen=f"{size_mb}", expected="above 0")
+    return size_mb
 
 
 class ReplicatedModule(DistributedDataParallel):

@@ -123,10 +123,10 @@ def counted_targets(node: Any) -> Tensor | None:
 def plain_sums(loss: Tensor) -> Iterable[torch.Size]:
     """Yield the shape that is summed over, for each of torch's sum losses (`reduction="sum"`) in
     this loss. Sums that were multiplied or divided afterwards are left out."""
-    found: list[Any] = [loss.grad_fn]
-    for node in found:
+    nodes: list[Any] = [loss.grad_fn]
+    for node in nodes:
         if node is not None and node.name() in _ADDING:
-            found += [before for before, _ in node.next_functions if before not in found]
+            nodes += [before for before, _ in node.next_functions if before not in nodes]
         elif getattr(node, "_saved_reduction", None) == _SUM:
             # A loss of a parameter itself is not over samples.
             before = node.next_functions[0][0]

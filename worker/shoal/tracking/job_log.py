@@ -57,13 +57,13 @@ class JobLog:
     ) -> None:
         """See `Session.log`; `step` is the newest committed step. If `counts` is False, the values
         are only checked: this member has no sample of the step."""
-        found = scalars(values)
+        numbers = scalars(values)
         if not counts:
             return
         if in_step:
-            self._attempt |= found
+            self._attempt |= numbers
         else:
-            self._keep(step, found)
+            self._keep(step, numbers)
 
     def begins(self) -> None:
         """Begin an attempt of a step, and discard the values of an attempt that failed."""
@@ -238,8 +238,8 @@ class _Sink:
         """Close the run, so that another process may write it. `writes`: this is the last writer,
         and values not written yet are reported as lost."""
         if writes:
-            left = sum(1 for step, _ in self._unwritten() if step > self._written.step)
-            if num_lost := self._num_lost + left:
+            num_unwritten = sum(1 for step, _ in self._unwritten() if step > self._written.step)
+            if num_lost := self._num_lost + num_unwritten:
                 log.error("logged_values_lost", tracker=self._name, num_steps=num_lost)
         opened, self._open = self._open, None
         self.busy = False

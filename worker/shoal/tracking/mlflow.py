@@ -65,8 +65,8 @@ class MLflow(Tracker):
             client.update_run(by_name[name], status="RUNNING")
             return str(by_name[name])
         tags = {JOB: run.job, RUN: name}
-        made = client.create_run(experiment, tags=tags, run_name=f"{run.job} {name}")
-        return str(made.info.run_id)
+        created = client.create_run(experiment, tags=tags, run_name=f"{run.job} {name}")
+        return str(created.info.run_id)
 
 
 class _OpenMLflow(OpenRun):

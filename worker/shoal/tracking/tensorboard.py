@@ -25,8 +25,8 @@ class TensorBoard(Tracker):
         folder = Path(self.directory) / run.job
         lock = Lock(folder / ".shoal.lock")
         try:
-            found = [each.name for each in folder.iterdir() if each.is_dir()]
-            return _OpenTensorBoard(folder / run_name(run, found, time.time()), lock)
+            names = [each.name for each in folder.iterdir() if each.is_dir()]
+            return _OpenTensorBoard(folder / run_name(run, names, time.time()), lock)
         except BaseException:
             lock.release()
             raise

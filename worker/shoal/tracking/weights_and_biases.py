@@ -46,8 +46,8 @@ class WandB(Tracker):
         import wandb  # noqa: PLC0415 - an extra, and slow
 
         prefix = f"{run.job}-"
-        found = [each.name.rpartition(prefix)[2] for each in _folders(folder, f"{prefix}run-*")]
-        run_id = prefix + run_name(run, found, time.time())
+        names = [each.name.rpartition(prefix)[2] for each in _folders(folder, f"{prefix}run-*")]
+        run_id = prefix + run_name(run, names, time.time())
         written = _written(_folders(folder, run_id))
         opened = wandb.init(
             project=self.project,

@@ -84,18 +84,18 @@ class VersionLayout:
                 raise _malformed(f"a slice of tensor {each.tensor} of {len(specs)}")
             name, dtype, shape = specs[each.tensor]
             slices[each.tensor].append(self._checked_slice(each, name, dtype, shape))
-        found = {
+        tensors = {
             name: StoredTensor(name=name, dtype=dtype, shape=shape, slices=own)
             for (name, dtype, shape), own in zip(specs, slices, strict=True)
         }
-        if len(found) < len(specs):
+        if len(tensors) < len(specs):
             raise _malformed("a name twice")
-        for tensor in found.values():
+        for tensor in tensors.values():
             _check_coverage(tensor)
-        self.tables = {n: each for n, each in found.items() if n.startswith(TABLES)}
+        self.tables = {n: each for n, each in tensors.items() if n.startswith(TABLES)}
         """Columns of embedding tables by name; empty in a version without tables."""
         self.tensors: Mapping[str, StoredTensor] = {
-            name: each for name, each in found.items() if name not in self.tables
+            name: each for name, each in tensors.items() if name not in self.tables
         }
 
     def _checked_slice(
@@ -126,15 +126,15 @@ class VersionLayout:
     def ranges_of(self, wanted: Mapping[str, Chunk]) -> dict[int, list[tuple[int, int]]]:
         """Return the byte ranges (start, stop) that hold these chunks, by segment. A range covers a
         slice's rows from the first wanted row to the last."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        ranges: dict[int, list[tuple[int, int]]] = {}
         for name, chunk in wanted.items():
             tensor = self.tensors[name]
             for part in tensor.slices:
                 common = part.chunk.overlap(chunk)
                 if common is not None:
                     byte_range = _bytes_of(part, common, tensor.dtype.itemsize)
-                    found.setdefault(part.segment, []).append(byte_range)
-        return found
+                    ranges.setdefault(part.segment, []).append(byte_range)
+        return ranges
 
 
 def _bytes_of(part: StoredSlice, common: Chunk, item_bytes: int) -> tuple[int, int]:
@@ -178,7 +178,7 @@ class Installation:
 
 def _tensors(into: Target) -> dict[str, Tensor]:
     held = into.state_dict(keep_vars=True) if isinstance(into, nn.Module) else into
-    found = {}
+    tensors = {}
     for name, tensor in held.items():
         if not isinstance(tensor, Tensor):
             raise InvalidSpec(
@@ -186,8 +186,8 @@ def _tensors(into: Target) -> dict[str, Tensor]:
                 seen=type(tensor).__name__,
                 expected="a tensor",
             )
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def _own_shard(name: str, tensor: Tensor) -> TensorShard:
@@ -288,15 +288,15 @@ def _malformed(seen: str) -> MalformedMessage:
 def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, Tensor]:
     """Return the version's tensors by name. A tensor that is stored in one slice is a view of its
     segment. All names of a tied tensor map to one object."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     known: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in layout.tensors.items():
         slices_of = ((part.segment, part.at, part.chunk) for part in tensor.slices)
         key = (tensor.dtype, tensor.shape, *slices_of)
         if key not in known or not tensor.slices:
             known[key] = tensor.read(segments)
-        found[name] = known[key]
-    return found
+        tensors[name] = known[key]
+    return tensors
 
 
 def table_rows(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, PublishedRows]:
@@ -306,16 +306,16 @@ def table_rows(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[st
 
 def merged(layouts: Sequence[weights_pb2.Layout]) -> weights_pb2.Layout:
     """Merge the layouts of all ranks, given in order of rank, as the coordinator does."""
-    found = weights_pb2.Layout()
+    whole = weights_pb2.Layout()
     numbers: dict[str, int] = {}
     for rank, layout in enumerate(layouts):
         for spec in layout.tensors:
             if spec.name not in numbers:
-                numbers[spec.name] = len(found.tensors)
-                found.tensors.append(spec)
+                numbers[spec.name] = len(whole.tensors)
+                whole.tensors.append(spec)
         for each in layout.slices:
-            own = found.slices.add()
+            own = whole.slices.add()
             own.CopyFrom(each)
             own.tensor, own.segment = numbers[layout.tensors[each.tensor].name], rank
-        found.segment_bytes.extend(layout.segment_bytes)
-    return found
+        whole.segment_bytes.extend(layout.segment_bytes)
+    return whole

@@ -68,18 +68,18 @@ class PublishedRows:
         before = earlier.shards if earlier is not None else {}
         if before.keys() != self.shards.keys():
             before = {}
-        found = [_changes(before.get(i), each) for i, each in self.shards.items()]
-        return _merged(found)
+        changes = [_changes(before.get(i), each) for i, each in self.shards.items()]
+        return _merged(changes)
 
 
 def tables_of(tensors: Mapping[str, Tensor]) -> dict[str, PublishedRows]:
     """Return the tables among a version's tensors, by name."""
-    found: dict[str, dict[int, dict[str, Tensor]]] = {}
+    columns: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         if name.startswith(TABLES):
             table, index, column = name.removeprefix(TABLES).rsplit("/", 2)
-            found.setdefault(table, {}).setdefault(int(index), {})[column] = tensor
-    return {table: PublishedRows(shards) for table, shards in found.items()}
+            columns.setdefault(table, {}).setdefault(int(index), {})[column] = tensor
+    return {table: PublishedRows(shards) for table, shards in columns.items()}
 
 
 def _changes(before: ShardRows | None, now: ShardRows) -> RowChanges:

@@ -449,15 +449,15 @@ def _ended(error: ShoalError) -> PublicationAbandoned:
 
 
 def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, str]:
-    found = {str(key): str(value) for key, value in (metadata or {}).items()}
-    num_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in found.items())
+    texts = {str(key): str(value) for key, value in (metadata or {}).items()}
+    num_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in texts.items())
     if num_bytes > MAX_METADATA_BYTES:
         raise InvalidSpec(
             "a version's metadata are too large",
             seen=f"{num_bytes} bytes",
             expected=f"at most {MAX_METADATA_BYTES}",
         )
-    return found
+    return texts
 
 
 def held_state(

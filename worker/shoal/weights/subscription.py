@@ -202,7 +202,7 @@ class Subscription:
             took_s = time.perf_counter() - started_s
         finally:
             self._reader.release(record.number)
-        found = WeightVersion(record)
+        version = WeightVersion(record)
         memory = {number: memory_of(each) for number, each in segments.items()}
         num_bytes = sum(each.num_bytes for each in segments.values())
         tables, changes = {}, {}
@@ -211,11 +211,11 @@ class Subscription:
             changes = {n: each.changes_since(self._rows.get(n)) for n, each in tables.items()}
         if target is None:
             self._fetched = (took_s, num_bytes)
-            return Weights(found, whole_tensors(layout, memory), tables, changes)
+            return Weights(version, whole_tensors(layout, memory), tables, changes)
         target.write(memory)
-        self._report(found, took_s, num_bytes)
+        self._report(version, took_s, num_bytes)
         self._rows = tables
-        return Weights(found, {}, tables, changes)
+        return Weights(version, {}, tables, changes)
 
     def installed(self, weights: Weights | WeightVersion) -> None:
         """Report that the reader has installed the version. Raises Regressed if a newer one is
@@ -275,13 +275,13 @@ class Subscription:
         raise VersionGone(f"version {wanted} of {self.series} is not kept", seen=f"kept: {kept}")
 
     def _layout_of(self, record: weights_pb2.VersionRecord) -> VersionLayout:
-        found = self._layouts.get(record.layout_digest)
-        if found is None:
+        layout = self._layouts.get(record.layout_digest)
+        if layout is None:
             # Layouts change with the number of members; the last few are enough.
             while len(self._layouts) >= 4:
                 self._layouts.pop(next(iter(self._layouts)))
-            found = VersionLayout(self._reader.layout(record))
-            self._layouts[record.layout_digest] = found
+            layout = VersionLayout(self._reader.layout(record))
+            self._layouts[record.layout_digest] = layout
         if self._has_tables and not record.tables_cut:
             raise InvalidSpec(
                 f"version {record.number} of {self.series} has no tables",
@@ -289,13 +289,13 @@ class Subscription:
                 fix="Subscribe without tables.",
             )
         sizes = [segment.num_bytes for segment in record.segments]
-        if sizes != list(found.segment_bytes):
+        if sizes != list(layout.segment_bytes):
             raise ChecksumMismatch(
                 f"version {record.number} of {self.series} does not fit its layout",
                 seen=f"segments of {sizes} bytes",
-                expected=f"{list(found.segment_bytes)}",
+                expected=f"{list(layout.segment_bytes)}",
             )
-        return found
+        return layout
 
     def _staged(
         self,
@@ -308,10 +308,10 @@ class Subscription:
         if wanted is not None:
             numbers = sorted(wanted)
         before = self._reader.fetched_bytes
-        found = self._reader.fetch(
+        staged = self._reader.fetch(
             record, numbers, wanted, base=self._base, reuses_memory=reuses_memory
         )
-        segments = dict(zip(numbers, found, strict=True))
+        segments = dict(zip(numbers, staged, strict=True))
         if wanted is None and self._reader.fetched_bytes > before:
             # The next version is fetched as a difference to this one. Memory shared with servers of
             # this host is no base, as the servers must be free to drop it.
