@@ -6,8 +6,7 @@
 
 A folder with an index is a checkpoint, which consists of the files that the index names. A
 checkpoint that replaces one of the same step writes its files beside the old ones, under names with
-its own token. Then the writer overwrites the index, and removes files that the new one does not
-name.
+its own token. Then the writer overwrites the index, and removes files that are not in the new one.
 """
 
 import re
@@ -105,11 +104,11 @@ class BucketDraft(Draft):
 
     def _sweep(self, path: BucketPath) -> None:
         names = path.names()
-        own = {name for name in names if name.startswith(self.name)}
+        ours = {name for name in names if name.startswith(self.name)}
         if METADATA not in names:
-            leftovers = [name for name in names if _DRAFT_FILE.fullmatch(name) and name not in own]
-        elif any(name.endswith(_BEGUN) for name in set(names) - own):
-            leftovers = [name for name in names if name not in own | _files_of(path)]
+            leftovers = [name for name in names if _DRAFT_FILE.fullmatch(name) and name not in ours]
+        elif any(name.endswith(_BEGUN) for name in set(names) - ours):
+            leftovers = [name for name in names if name not in ours | _files_of(path)]
         else:
             return
         if leftovers:

@@ -149,12 +149,12 @@ def located(location: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
     if "::" not in name and scheme is None:
         return Path(name)
     kind = scheme[1].lower() if scheme else ""
-    rest = name[scheme.end() :] if scheme else ""
-    if "::" in name or not rest.startswith("/") or "?" in rest or "#" in rest:
+    remainder = name[scheme.end() :] if scheme else ""
+    if "::" in name or not remainder.startswith("/") or "?" in remainder or "#" in remainder:
         raise _not_a_path(name)
-    if kind == "file" and rest.startswith("//"):
-        return Path(rest[1:])
-    segments = rest[1:].rstrip("/").split("/")
+    if kind == "file" and remainder.startswith("//"):
+        return Path(remainder[1:])
+    segments = remainder[1:].rstrip("/").split("/")
     if kind not in BUCKET_KINDS or any(each in ("", ".", "..") for each in segments):
         raise _not_a_path(name)
     path = BucketPath(f"{BUCKET_KINDS[kind]}://{'/'.join(segments)}")

@@ -92,9 +92,8 @@ def discard(path: Path) -> None:
 
 
 def sweep(path: Path, keep: Path) -> None:
-    """Remove leftovers of dead writers of `path`, except `keep`. If `path` is the checkpoint of a
-    step, also remove leftovers of other steps in its directory. A replaced checkpoint without a
-    successor is restored.
+    """Remove leftovers of dead writers of `path`, except `keep`; of all steps in the directory if
+    `path` is the checkpoint of a step. A replaced checkpoint without a successor is restored.
 
     The caller must know that no other writer is alive.
     """

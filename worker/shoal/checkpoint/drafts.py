@@ -69,7 +69,7 @@ class LocalDraft(Draft):
         return self._partial.name if self._partial else ""
 
     @property
-    def _partial_path(self) -> Path:
+    def _folder(self) -> Path:
         assert self._partial is not None, "the draft was begun or joined"
         return self._partial
 
@@ -80,24 +80,22 @@ class LocalDraft(Draft):
         self._partial = self._path.with_name(name)
 
     def is_seen(self) -> bool:
-        return self._partial_path.is_dir()
+        return self._folder.is_dir()
 
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
         # All tensors are on the host already: nothing has to be copied ahead.
-        return write_files(
-            FileSystemWriter(self._partial_path, per_thread_copy_ahead=0), rank, entries
-        )
+        return write_files(FileSystemWriter(self._folder, per_thread_copy_ahead=0), rank, entries)
 
     def size(self, file: str) -> int:
-        return size_of(self._partial_path / file)
+        return size_of(self._folder / file)
 
     def sweep(self) -> None:
-        directory.sweep(self._path, keep=self._partial_path)
+        directory.sweep(self._path, keep=self._folder)
 
     def publish(self, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
-        write_index(self._partial_path, stored)
-        check_written(self._partial_path, (self._partial_path / directory.METADATA).read_bytes())
-        directory.publish(self._partial_path, self._path)
+        write_index(self._folder, stored)
+        check_written(self._folder, (self._folder / directory.METADATA).read_bytes())
+        directory.publish(self._folder, self._path)
 
     def discard(self) -> None:
         if self._partial is not None and self._partial.exists():

@@ -105,7 +105,7 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
 
     Raises InvalidSpec for an entry that a state cannot hold.
     """
-    plain_values = {parameter: dict(own) for parameter, own in slots.items()}
+    plain_values = {parameter: dict(values) for parameter, values in slots.items()}
     for path, value in entries.items():
         if path[:2] != ("optim", "state") or is_inside(path, slots):
             continue
@@ -143,8 +143,8 @@ def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
         for setting, value in group.items():
             entries["optim", "param_groups", index, setting] = put_together(value, {})
     slots: dict[str, dict[str, Json]] = {}
-    for parameter, own in values.get(SLOTS, {}).items():
-        for key, value in own.items():
+    for parameter, parameter_values in values.get(SLOTS, {}).items():
+        for key, value in parameter_values.items():
             inner = _flattened_parts(key, value)
             if inner is not None:
                 slots.setdefault(parameter, {})[key] = value
@@ -152,11 +152,11 @@ def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
                 {(key,): put_together(value, {})} if inner is None else inner
             ).items():
                 entries["optim", "state", parameter, *path] = leaf
-    rest = {name: value for name, value in values.items() if name not in ("groups", SLOTS)}
+    other_values = {name: value for name, value in values.items() if name not in ("groups", SLOTS)}
     own_values = {
         "format": FORMAT,
         "step": step,
-        "values": {**rest, **({SLOTS: slots} if slots else {})},
+        "values": {**other_values, **({SLOTS: slots} if slots else {})},
         "checksums": torch.serialization.get_crc32_options(),
     }
     entries[OWN] = json.dumps(own_values)
@@ -208,8 +208,8 @@ def own_state(text: object) -> Mapping[str, Any]:
     Raises InvalidSpec if a later version of Shoal wrote it, MalformedMessage if it is damaged.
     """
     try:
-        own: Any = json.loads(text if isinstance(text, str) else "")
-        written, step, values = own["format"], own["step"], own["values"]
+        content: Any = json.loads(text if isinstance(text, str) else "")
+        written, step, values = content["format"], content["step"], content["values"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise MalformedMessage(
             f"the checkpoint's entry {key_of(OWN)} cannot be read", seen=str(text)[:100]
@@ -221,4 +221,4 @@ def own_state(text: object) -> Mapping[str, Any]:
             expected=f"at most {FORMAT}",
             fix="Read it with the version of Shoal that wrote it, or a later one.",
         )
-    return {"step": int(step), "values": dict(values), "checksums": bool(own.get("checksums"))}
+    return {"step": int(step), "values": dict(values), "checksums": bool(content.get("checksums"))}

@@ -53,8 +53,8 @@ class GroupPeers:
         self.rank = group.rank()
 
     def gather(self, message: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
-        lengths = [int(n) for n in self._all(torch.tensor([own.numel()], device=self._device))]
+        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
+        lengths = [int(n) for n in self._all(torch.tensor([sent.numel()], device=self._device))]
         longest = max(lengths)
         if longest > MAX_MESSAGE_BYTES:
             raise Overloaded(
@@ -63,7 +63,7 @@ class GroupPeers:
                 expected=f"at most {MAX_MESSAGE_BYTES}",
             )
         padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
-        padded[: own.numel()] = own
+        padded[: sent.numel()] = sent
         gathered = zip(self._all(padded), lengths, strict=True)
         return [tensor[:length].cpu().numpy().tobytes() for tensor, length in gathered]
 

@@ -72,17 +72,17 @@ class _Reader:
         self._checked = False
 
     def state_shard(self, needs: Needs) -> StateShard:
-        own = self._own()
+        own_entry = self._own()
         objects = {
             path: self._object(span)
             for path, span in self._index.objects.items()
             if names.is_read(path) and path != names.OWN
         }
-        step = own["step"] if own else objects.get(names.STEP, 0)
-        values = dict(own["values"]) if own else {}
-        known = values.get(SLOTS) or {}
-        shards = dict(self._tensors(needs, known))
-        if slots := names.slots_of(objects, known):
+        step = own_entry["step"] if own_entry else objects.get(names.STEP, 0)
+        values = dict(own_entry["values"]) if own_entry else {}
+        slots_known = values.get(SLOTS) or {}
+        shards = dict(self._tensors(needs, slots_known))
+        if slots := names.slots_of(objects, slots_known):
             values[SLOTS] = slots
         groups = names.groups_of({**objects, **self._settings()})
         if groups:
@@ -104,9 +104,9 @@ class _Reader:
         span = self._index.objects.get(names.OWN)
         if span is None:
             return None
-        own = names.own_state(self._object(span))
-        self._checked = own["checksums"]
-        return own
+        content = names.own_state(self._object(span))
+        self._checked = content["checksums"]
+        return content
 
     def _tensors(self, needs: Needs, slots: Mapping[str, Any]) -> Iterator[tuple[str, TensorShard]]:
         for path, stored in self._index.tensors.items():
@@ -157,8 +157,7 @@ class _Reader:
         return tensor
 
     def _object(self, span: FileSpan) -> Any:
-        """Load the object that torch.save wrote to this span. Loads tensors and plain values, never
-        code."""
+        """Load the object that torch.save wrote to this span: tensors and plain values, no code."""
         file, offset, length = span
         if file not in self._files:
             self._files[file] = self._stack.enter_context((self._path / file).open("rb"))

@@ -44,8 +44,7 @@ def check(location: CheckpointPath) -> None:
 def refuse_later(location: CheckpointPath, step: int) -> None:
     """Raise InvalidSpec if there are checkpoints of later steps.
 
-    A run that does not continue from the newest checkpoint would mix its checkpoints with those of
-    another run.
+    A run that does not continue from the newest checkpoint would mix checkpoints of two runs.
     """
     last = max(complete(location), default=step)
     if last > step:

@@ -76,9 +76,9 @@ def plan_writes(
     for rank, items in enumerate(held):
         for item in items:
             _check_same(first.setdefault(item.name, item), item, rank)
-            own = chunks.setdefault(item.name, set())
-            if item.chunk not in own and _has_content(item):
-                own.add(item.chunk)
+            planned_chunks = chunks.setdefault(item.name, set())
+            if item.chunk not in planned_chunks and _has_content(item):
+                planned_chunks.add(item.chunk)
                 planned[rank].extend(_cut(item))
     missing = sorted(name for name in set(known) - set(first) if not is_mark(name))
     if missing:

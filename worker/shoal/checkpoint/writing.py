@@ -155,8 +155,8 @@ class _Writer:
         aliases: dict[names.Path, list[str]] = {}
         for alias, name in tied.items():
             aliases.setdefault(("model", name), []).append(alias)
-        for rank, (own, spans) in enumerate(zip(items, located, strict=True)):
-            for entry, span in zip(self._entries(own, rank == FIRST), spans, strict=True):
+        for rank, (rank_items, spans) in enumerate(zip(items, located, strict=True)):
+            for entry, span in zip(self._entries(rank_items, rank == FIRST), spans, strict=True):
                 yield entry, span
                 for alias in aliases.get(entry.path, []):
                     yield CheckpointEntry(("model", alias), entry.data), span
@@ -178,8 +178,8 @@ class _Writer:
         answers = [json.loads(text) for text in self._gather(json.dumps(message).encode())]
         for rank, answer in enumerate(answers):
             if "failed" in answer:
-                own = failure if rank == self._peers.rank else None
-                raise own or ShoalError.from_dict(answer["failed"])
+                own_failure = failure if rank == self._peers.rank else None
+                raise own_failure or ShoalError.from_dict(answer["failed"])
         return [answer["done"] for answer in answers]
 
     def _gather(self, message: bytes) -> list[bytes]:

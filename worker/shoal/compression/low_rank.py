@@ -167,11 +167,11 @@ class LowRankEncoder(PushEncoder):
             gradient = torch.cat([values[span] for span in rows]).view(-1, columns)
             left, right = self._factorise(blocks[members[0]], gradient)
             lefts = torch.split(left, [part.rows for part in parts])
-            for i, part, span, own in zip(members, parts, rows, lefts, strict=True):
+            for i, part, span, left_rows in zip(members, parts, rows, lefts, strict=True):
                 codec.low_rank[i].CopyFrom(part)
-                sent[i] = [values[spans[i].start : span.start], own]
+                sent[i] = [values[spans[i].start : span.start], left_rows]
                 sent[i].append(values[span.stop : spans[i].stop])
-                _multiply(own, right, decoded[span].view(part.rows, columns))
+                _multiply(left_rows, right, decoded[span].view(part.rows, columns))
             codec.columns.append(columns)
             rights.append(right)
         pieces = [tensor for block in sent for tensor in block] + rights

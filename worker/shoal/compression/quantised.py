@@ -130,9 +130,7 @@ class QuantisedCompressor(Compressor):
         that this rank served. Errors of such values are added to this rank's own values, multiplied
         by the number of ranks, by which the mean will divide them.
         """
-        collected = torch.zeros(
-            served.stop - served.start, dtype=torch.float32, device=values.device
-        )
+        sums = torch.zeros(served.stop - served.start, dtype=torch.float32, device=values.device)
         for name, span in packed.slots():
             error = self._mean_errors.get(name)
             if error is None:
@@ -142,12 +140,12 @@ class QuantisedCompressor(Compressor):
             stop = start + error.values.numel()
             before = min(max(served.start, start), stop)
             after = min(max(served.stop, before), stop)
-            own = slice(before - served.start, after - served.start)
+            overlap = slice(before - served.start, after - served.start)
             if before < after:
-                collected[own] += error.values[before - start : after - start]
+                sums[overlap] += error.values[before - start : after - start]
             values[start:before] += error.values[: before - start] * num_ranks
             values[after:stop] += error.values[after - start :] * num_ranks
-        return collected
+        return sums
 
     def _keep_mean_errors(self, packed: PackedTensors, errors: Tensor, served: slice) -> None:
         for name, span in packed.slots():

@@ -29,8 +29,7 @@ def is_arrow(dataset: object) -> bool:
 
 
 def rows_taken(dataset: Any, positions_of: Callable[[int], Sequence[int]]) -> list[int] | None:
-    """Return the table rows of the samples at `positions_of(number of samples)`; None if all rows
-    are samples, in the table's order."""
+    """Return the table rows of the samples at `positions_of(number of samples)`; None: all rows."""
     indices = vars(dataset)[_ROWS]
     if indices is None or not len(indices):
         return None if indices is None else []

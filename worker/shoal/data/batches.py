@@ -152,8 +152,8 @@ class Loader:
         def after() -> Iterator[SampleRange]:
             for later in range(step + 1, self.order.num_steps):
                 its_epoch, its_start, its_stop = self.order.span(later)
-                own = share(its_start, its_stop, index, count)
-                yield _loaded(SampleRange(its_epoch, *own), its_start)
+                later_share = share(its_start, its_stop, index, count)
+                yield _loaded(SampleRange(its_epoch, *later_share), its_start)
 
         loaded = _loaded(SampleRange(epoch, own_start, own_stop), start)
         indices = self._indices(loaded.epoch, loaded.start, loaded.stop)
@@ -223,8 +223,7 @@ class Loader:
 
 
 def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> SampleFailed:
-    """Return the failure itself if it names a sample, else one that names the step and the share's
-    samples."""
+    """Return the failure if it names a sample, else one that names the step and its samples."""
     if "index" in failed.details:
         return failed
     named = ", ".join(map(str, indices[:MAX_SAMPLES_NAMED]))
@@ -248,14 +247,14 @@ def _rows(column: Tensor, indices: Tensor) -> Tensor:
     return column.index_select(0, indices) if column.is_cpu else column[indices]
 
 
-def _loaded(own: SampleRange, start: int) -> SampleRange:
+def _loaded(span: SampleRange, start: int) -> SampleRange:
     """Return the span to load for a share of the batch that begins at `start`.
 
     A model need not handle an empty batch, so a member without samples loads the batch's first
     sample, with weight 0. A sample of another batch would not do: it could use parameters that this
     batch does not use, and so give them a gradient.
     """
-    return own if own.stop > own.start else SampleRange(own.epoch, start, start + 1)
+    return span if span.stop > span.start else SampleRange(span.epoch, start, start + 1)
 
 
 def dataset_size(dataset: Dataset) -> int:

@@ -94,14 +94,13 @@ def keep_socket_paths_short() -> None:
     tempfile.tempdir = next(short, before)
     try:
         # The first call makes the directory; multiprocessing removes it when the process ends.
-        directory = util.get_temp_dir()
+        path = util.get_temp_dir()
     finally:
         tempfile.tempdir = before
-    if len(os.fsencode(directory)) > longest:
+    if len(os.fsencode(path)) > longest:
         raise LoadingFailed(
             "processes that load cannot open sockets: their paths would be too long",
-            seen=f"TMPDIR={tempfile.gettempdir()}: {len(os.fsencode(directory))} bytes for a"
-            " directory",
+            seen=f"TMPDIR={tempfile.gettempdir()}: {len(os.fsencode(path))} bytes for a directory",
             expected=f"at most {longest} bytes, {longest - len(name)} of them TMPDIR's",
             fix="Set TMPDIR to a directory with a shorter path, such as /tmp.",
         )

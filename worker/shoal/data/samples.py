@@ -143,8 +143,7 @@ class Samples:
         return PerColumn(collated) if type(collated) is list else collated
 
     def _alone(self, epoch: int, index: int) -> Any:
-        """Load one sample again and collate it alone. The collate function may have changed the
-        sample that was loaded first."""
+        """Load one sample again and collate it: the collate function may have changed the first."""
         self._draw_for(epoch, index)
         return self._collate([self.dataset[index]])
 

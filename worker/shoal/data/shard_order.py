@@ -7,11 +7,10 @@ different streams. With 4 columns and 2 turns,
 
     batch 0:  0  1  2  3      batch 1:  4  5  6  7      batch 2:  0  1  2  3   ...
 
-where each number is a stream, from which the next samples are taken. So a member that has the first
-half of each batch reads half of the streams. If each of its two processes loads every second batch,
-a process reads a quarter of the streams. The sample at a position depends on the position alone,
-not on the member that reads it. Samples at the end of the line that do not fill a batch are the
-last, smaller batch.
+where each number is a stream, from which the next samples are taken. So a member with the first
+half of each batch reads half of the streams, and each of two processes that load its batches in
+turn reads a quarter. The sample at a position depends on the position alone, not on the member
+that reads it. Samples at the end of the line that do not fill a batch are the last, smaller batch.
 """
 
 from dataclasses import dataclass
@@ -25,8 +24,7 @@ from shoal.data.shards import Shards
 from shoal.randomness import mix
 
 _SHARDS_OF_EPOCH = 1 << 62
-"""Used instead of a window's number to seed the order of shards: no data set has so many
-windows."""
+"""Used instead of a window's number to seed the order of shards: windows are fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,7 @@
 """Embeddings whose rows are on the parameter servers, instead of `nn.Embedding(sparse=True)`.
 
-A forward pass looks up the rows that it needs, each once. The backward pass leaves the rows'
-gradients on the worker, and the strategy pushes them with the step. No worker ever holds the whole
-table.
+A forward pass looks up the rows that it needs, each once. The backward pass leaves the gradients on
+the worker, and the strategy pushes them with the step. No worker ever holds the whole table.
 """
 
 from typing import Protocol
@@ -124,13 +123,13 @@ class EmbeddingTable(nn.Module):
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Return rows, for each id its index among them, and the index of the padding row."""
-        wanted = self._checked(ids)
+        host_ids = self._checked(ids)
         device = self.get_buffer("_device").device
         if self.padding_idx is None:
-            rows, positions = self._connected().rows(self.name, wanted.reshape(-1), device)
+            rows, positions = self._connected().rows(self.name, host_ids.reshape(-1), device)
             return rows, positions.view(ids.shape).to(ids.device), None
-        is_padding = (wanted == self.padding_idx).reshape(-1)
-        rows, indices = self._connected().rows(self.name, wanted.reshape(-1)[~is_padding], device)
+        is_padding = (host_ids == self.padding_idx).reshape(-1)
+        rows, indices = self._connected().rows(self.name, host_ids.reshape(-1)[~is_padding], device)
         positions = torch.full(is_padding.shape, rows.shape[0], dtype=torch.int64)
         positions[~is_padding] = indices
         zeros = rows.new_zeros((1, self.embedding_dim))
@@ -140,16 +139,16 @@ class EmbeddingTable(nn.Module):
         """Return the ids on the host. Raises TypeError or IndexError for bad ids."""
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"ids of table {self.name} are {ids.dtype}; expected int64 or int32")
-        wanted = ids.detach().to(device="cpu", dtype=torch.int64)
+        host_ids = ids.detach().to(device="cpu", dtype=torch.int64)
         bound = self.num_embeddings
-        if bound is not None and wanted.numel():
-            low, high = int(wanted.min()), int(wanted.max())
+        if bound is not None and host_ids.numel():
+            low, high = int(host_ids.min()), int(host_ids.max())
             if low < 0 or high >= bound:
                 raise IndexError(
                     f"id {low if low < 0 else high} is out of range of table {self.name};"
                     f" expected 0 to {bound - 1}"
                 )
-        return wanted
+        return host_ids
 
     def _connected(self) -> Source:
         if self._source is None:

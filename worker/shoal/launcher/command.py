@@ -39,8 +39,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def run(config: RunConfig) -> int:
-    """Run the workers and return the exit code for the shell; 2 if the script does not exist or
-    does not compile."""
+    """Run the workers and return the exit code; 2 if the script is missing or does not compile."""
     if not config.module and not Path(config.script[0]).is_file():
         _say(
             f"no such script; saw {config.script[0]}; expected a Python file."

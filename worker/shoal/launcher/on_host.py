@@ -119,8 +119,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _relay(orders: FileIO) -> None:
-    """Turn each line into a SIGINT to this process, and the end of the connection into a
-    SIGTERM."""
+    """Turn each line into a SIGINT to this process, and the connection's end into a SIGTERM."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     while orders.readline(MAX_ORDER_BYTES):

@@ -68,8 +68,7 @@ KEPT_BACK = {
 
 Sink = Callable[[str], None]
 _Message = HostGreeting | HostEnding | Process | int | str
-"""Event of a host: a message, or its ended process. Event without a host: a signal's number, or
-the reason for which the cluster is given up."""
+"""Message or ended process of a host; without a host, a signal or the reason to give up."""
 
 
 class _Connection:
@@ -326,8 +325,7 @@ class HostLaunchers:
         return None if self._give_up_s is None else max(0.0, self._give_up_s - time.monotonic())
 
     def _exit_code(self) -> int:
-        """Return the run's exit code. For a finished job, lost hosts do not count: the code of a
-        script that failed, else 0."""
+        """Return the run's exit code. If the job is finished, lost hosts do not count."""
         phase = ""
         with suppress(ShoalError):
             phase = phase_of(self._config.coordinators, self._config.job)

@@ -243,10 +243,10 @@ def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dic
 def member_ids(config: RunConfig, host: str) -> list[str]:
     """Return a member id for each worker. If SHOAL_MEMBER_ID is set, it is the id of a single
     worker, or the prefix of several ids."""
-    if given := config.environment.get("SHOAL_MEMBER_ID"):
+    if member_id := config.environment.get("SHOAL_MEMBER_ID"):
         if config.num_workers == 1:
-            return [given]
-        return [f"{given}-{index}" for index in range(config.num_workers)]
+            return [member_id]
+        return [f"{member_id}-{index}" for index in range(config.num_workers)]
     # Launchers on one host, or on hosts of one name, must not share member ids.
     unique = f"{_name_part(host)}-{os.urandom(2).hex()}"
     return [f"{unique}-{index}" for index in range(config.num_workers)]

@@ -44,7 +44,6 @@ class Generation:
 
     record: GenerationRecord
     token: Token
-    """This member's token in the generation."""
 
     @cached_property
     def number(self) -> int:

@@ -191,9 +191,9 @@ def read_config(
         return str(value) if value is not None else environment.get(variable, "")
 
     def number(name: str, variable: str, default: int) -> int:
-        own = given.get(name)
-        if own is not None and not isinstance(own, str):
-            return as_index(name, own)
+        argument = given.get(name)
+        if argument is not None and not isinstance(argument, str):
+            return as_index(name, argument)
         value = text(name, variable)
         if not value:
             return default

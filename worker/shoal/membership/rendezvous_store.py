@@ -178,17 +178,15 @@ class RendezvousStore(Store):
 
     def _get(self, keys: Sequence[str], timeout_s: float) -> Sequence[bytes]:
         if self._host is None or len(keys) < MIN_SHARED_KEYS:
-            reply = self._request_values(keys, timeout_s)
+            reply = self._fetch(keys, timeout_s)
         else:
             file_key = "\0".join((self._token.job, str(self._token.generation), *keys))
             reply = pb.StoreReply.FromString(
-                self._host.get(
-                    file_key, lambda: self._request_values(keys, timeout_s).SerializeToString()
-                )
+                self._host.get(file_key, lambda: self._fetch(keys, timeout_s).SerializeToString())
             )
         return unpack(reply.packed_values) if reply.packed_values else reply.values
 
-    def _request_values(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
+    def _fetch(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
         # A coordinator limits the wait of one call: a longer one takes several calls.
         rest_s = max(timeout_s - CALL_S, 0.0)
         request = pb.StoreGetRequest(
@@ -198,7 +196,7 @@ class RendezvousStore(Store):
             return self._call(_get, request, timeout_s=timeout_s - rest_s)
         except DeadlineExceeded as error:
             if rest_s:
-                return self._request_values(keys, rest_s)
+                return self._fetch(keys, rest_s)
             # Callers of torch's stores recognise this error by the word "timeout".
             raise DeadlineExceeded(
                 f"wait timeout after {timeout_s:g} s for {', '.join(keys)}",

@@ -98,12 +98,12 @@ def validator(name: str) -> Callable[[V], V]:
         )
 
     def register(function: V) -> V:
-        known = _registered.get(name)
-        if known is not None and _origin(known) != _origin(function):
+        registered = _registered.get(name)
+        if registered is not None and _origin(registered) != _origin(function):
             raise InvalidSpec(
                 f"two validators have the name {name!r}",
                 seen=_origin(function),
-                expected=f"{_origin(known)} alone to have it",
+                expected=f"{_origin(registered)} alone to have it",
                 fix="Give one of them another name.",
             )
         _registered[name] = function

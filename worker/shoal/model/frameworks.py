@@ -1,5 +1,4 @@
-"""Adapters that accept models of other frameworks as torch modules, without importing the
-frameworks.
+"""Adapters for models of other frameworks as torch modules; frameworks are not imported here.
 
 A framework's adapter is a module of `shoal.integrations`, loaded when the first model of the
 framework is given: the adapter imports this layer, not the other way round.

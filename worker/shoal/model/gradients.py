@@ -195,9 +195,8 @@ def refuse_second_derivatives(model: nn.Module) -> None:
 def watch_parameters(
     parameters: Iterable[nn.Parameter], ours: Callable[[], bool]
 ) -> list[RemovableHandle]:
-    """Watch the parameters' gradients. A backward pass that adds to them raises `bare_backward`
-    unless `ours()` is true, and `sparse_gradient` if a function made the gradient sparse. Returns
-    the handles of the hooks."""
+    """Watch gradients: a pass that adds to them raises `bare_backward` unless `ours()` is true, and
+    `sparse_gradient` if a function made a gradient sparse. Returns the handles of the hooks."""
 
     def look(parameter: Tensor) -> None:
         if not ours():

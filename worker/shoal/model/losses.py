@@ -44,8 +44,8 @@ class UnseenLosses:
 
     def note(self, loss: Tensor) -> None:
         """Add a loss whose backward pass has not begun."""
-        own = local_part(loss.detach()).sum()
-        excess = own - own
+        total = local_part(loss.detach()).sum()
+        excess = total - total
         self.excess = excess if self.excess is None else self.excess + excess
 
     def are_finite(self) -> bool:

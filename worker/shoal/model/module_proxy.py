@@ -31,12 +31,12 @@ class ModuleProxy(nn.Module):
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
         # Not super(): in a class made by `proxy_of`, that would be the model's own constructor.
         nn.Module.__init__(self)
-        own = self.__dict__
-        own["_route"] = route
-        own["_names"] = _names(module)
+        attributes = self.__dict__
+        attributes["_route"] = route
+        attributes["_names"] = _names(module)
         retarget(self, module)
         # From here on __getattr__ reads the model's own flag.
-        del own["training"]
+        del attributes["training"]
 
     # `routing`: torch.compile compiles the module behind the proxy, not these two methods.
     @routing
@@ -89,10 +89,10 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
         self.__class__ = kind
         kind.__init__(self, *arguments, **options)
 
-    own: dict[str, Any] = {"__module__": kind.__module__, "__init__": make}
+    members: dict[str, Any] = {"__module__": kind.__module__, "__init__": make}
     if isinstance(kind.forward, FunctionType):
-        own["forward"] = _forward_like(kind.forward)
-    mixed: Any = type(kind.__name__, (ModuleProxy, kind), own)
+        members["forward"] = _forward_like(kind.forward)
+    mixed: Any = type(kind.__name__, (ModuleProxy, kind), members)
     proxy: nn.Module = mixed.__new__(mixed)
     ModuleProxy.__init__(proxy, module, route)  # type: ignore[arg-type]
     return proxy

@@ -55,9 +55,9 @@ class OtherParameters:
 
     def look(self, loss: Tensor) -> None:
         """Note the other parameters of a loss whose backward pass begins."""
-        own = {id(each) for each in self._own()}
+        model_ids = {id(each) for each in self._own()}
         leaves = (each for each in _leaves(loss) if isinstance(each, nn.Parameter))
-        self._others |= references(each for each in leaves if id(each) not in own)
+        self._others |= references(each for each in leaves if id(each) not in model_ids)
 
     def release(self) -> None:
         """Remove the hook when the session ends. May be called twice."""
@@ -68,19 +68,19 @@ class OtherParameters:
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if optimizer in self._optimizers:
             return
-        own = {} if self._commits() else self._given | references(self._own())
+        model_parameters = {} if self._commits() else self._given | references(self._own())
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if _has(self._others, parameter):
                     raise _apart(optimizer, index, parameter)
-                if _has(own, parameter):
+                if _has(model_parameters, parameter):
                     raise _not_distributed(optimizer, index, parameter)
 
 
 def _has(refs: References, parameter: Tensor) -> bool:
     # The id of a parameter that is gone may have been reused.
-    known = refs.get(id(parameter))
-    return known is not None and known() is parameter
+    reference = refs.get(id(parameter))
+    return reference is not None and reference() is parameter
 
 
 def nodes_of(loss: Tensor) -> set[Node]:

@@ -146,8 +146,8 @@ def check_kinds(models: Mapping[str, Any], optimizers: Mapping[str, Any]) -> Non
         ("model", models, nn.Module, "torch.nn.Module"),
         ("optimizer", optimizers, Optimizer, "torch.optim.Optimizer"),
     )
-    for kind, given, expected, called in kinds:
-        for each in given.values():
+    for kind, objects, expected, called in kinds:
+        for each in objects.values():
             if not isinstance(each, expected):
                 raise InvalidSpec(
                     f"the {kind} given to session.distribute has another type",
@@ -193,14 +193,14 @@ def joined(
 
     Raises InvalidSpec if a parameter is in two models or two optimizers.
     """
-    for kind, given in (("model", models), ("optimizer", optimizers)):
-        if not 1 <= len(given) <= MAX_NAMES:
+    for kind, objects in (("model", models), ("optimizer", optimizers)):
+        if not 1 <= len(objects) <= MAX_NAMES:
             raise InvalidSpec(
                 f"the number of {kind}s is out of range",
-                seen=str(len(given)),
+                seen=str(len(objects)),
                 expected=f"1 to {MAX_NAMES}, by name or in a list",
             )
-        for name in given:
+        for name in objects:
             if not isinstance(name, str) or not (name.isidentifier() or name.isdigit()):
                 raise InvalidSpec(
                     f"a name that no {kind} can have",
@@ -208,14 +208,14 @@ def joined(
                     expected="letters, digits and _",
                 )
     try:
-        together = SeveralModels(models)
+        joint_model = SeveralModels(models)
     except (KeyError, TypeError) as error:
         raise InvalidSpec("a model has a name that torch refuses", seen=str(error)) from error
-    for further, first in tied(together).items():
-        if further.partition(".")[0] != first.partition(".")[0]:
+    for name_in_second, first in tied(joint_model).items():
+        if name_in_second.partition(".")[0] != first.partition(".")[0]:
             raise InvalidSpec(
                 "two models share a parameter or buffer",
-                seen=f"{first} and {further}",
+                seen=f"{first} and {name_in_second}",
                 expected="separate parameters in each model",
                 fix="Put what they share into a separate model, or both of them into one.",
             )
@@ -228,7 +228,7 @@ def joined(
                     seen=f"{owners[id(parameter)]!r} and {name!r}: {tuple(parameter.shape)}",
                     expected="each parameter in one optimizer",
                 )
-    return together, SeveralOptimizers(optimizers)
+    return joint_model, SeveralOptimizers(optimizers)
 
 
 class Training:
@@ -255,13 +255,13 @@ class Training:
 
         Raises InvalidSpec if none of several is given, or if one is not the session's.
         """
-        own = ", ".join(self._optimizers)
+        optimizer_names = ", ".join(self._optimizers)
         if given is None and len(self._optimizers) == 1:
             return frozenset(self._optimizers)
         if given is None:
             raise InvalidSpec(
                 f"{call} does not say which optimizers it is for",
-                seen=f"a session of {len(self._optimizers)} optimizers: {own}",
+                seen=f"a session of {len(self._optimizers)} optimizers: {optimizer_names}",
                 expected=f"{call} with optimizer=..., one of them or a list",
             )
         listed = [given] if isinstance(given, Optimizer) else list(given)
@@ -270,7 +270,7 @@ class Training:
             raise InvalidSpec(
                 f"{call} is for an optimizer that is not the session's",
                 seen=", ".join(type(each).__name__ for each in listed) or "an empty list",
-                expected=f"optimizers that session.distribute was given: {own}",
+                expected=f"optimizers that session.distribute was given: {optimizer_names}",
             )
         return frozenset(names[id(each)] for each in listed)
 
@@ -279,7 +279,7 @@ class Training:
 
         Raises InvalidSpec if another optimizer trains a part of one of these models.
         """
-        trained = {name for name, own in self._trainers.items() if own & optimizers}
+        trained = {name for name, trainers in self._trainers.items() if trainers & optimizers}
         for name in sorted(trained):
             if others := self._trainers[name] - optimizers:
                 raise InvalidSpec(

@@ -28,8 +28,8 @@ def tied(model: nn.Module) -> dict[str, str]:
     first_names: dict[str, str] = {}
     for tensors in (_parameters(model), _persistent_buffers(model)):
         for name, tensor in tensors:
-            if (known := first.setdefault(id(tensor), name)) != name:
-                first_names[name] = known
+            if (first_name := first.setdefault(id(tensor), name)) != name:
+                first_names[name] = first_name
     return first_names
 
 
@@ -99,12 +99,12 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
 def give_own_memory(model: nn.Module) -> None:
     """Replace expanded buffers, such as masks, by ones with memory for each element: an expanded
     buffer cannot be written to, so no state could be loaded into it."""
-    given: dict[int, Tensor] = {}
+    replacements: dict[int, Tensor] = {}
     for part in model.modules():
         table = buffer_table(part)
         for name, buffer in table.items():
             if buffer is not None and _is_expanded(buffer):
-                table[name] = given.setdefault(id(buffer), buffer.clone())
+                table[name] = replacements.setdefault(id(buffer), buffer.clone())
 
 
 def _is_expanded(tensor: Tensor) -> bool:

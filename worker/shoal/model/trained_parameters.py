@@ -47,8 +47,7 @@ class TrainedParameters:
         self._kinds: dict[str, Kind] = {}
         """Dtypes and shapes of `_own` at that time."""
         self._modules: list[nn.Module] = []
-        """All modules of the model at the last check that passed, and in `_contents` their
-        contents."""
+        """All modules of the model at the last check that passed; their contents: `_contents`."""
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
         self._properties: list[object] = []
@@ -73,8 +72,8 @@ class TrainedParameters:
 
     def has_any(self, parameters: Iterable[Tensor]) -> bool:
         """True if one of the parameters is the model's in the present generation."""
-        own = {id(each) for each in self.parameters()}
-        return any(id(each) in own for each in parameters)
+        model_ids = {id(each) for each in self.parameters()}
+        return any(id(each) in model_ids for each in parameters)
 
     def check(self, step: int) -> list[nn.Module]:
         """Raise InvalidSpec if the parameters have changed. `step`: number of committed steps.
@@ -168,8 +167,8 @@ class TrainedParameters:
         )
 
     def _other_layers(self, layers: list[nn.Module], step: int) -> InvalidSpec:
-        known = {id(each) for each in self._layers}
-        new = {id(each) for each in layers} - known
+        known_ids = {id(each) for each in self._layers}
+        new = {id(each) for each in layers} - known_ids
         names = [name for name, each in self._model.named_modules() if id(each) in new]
         return InvalidSpec(
             "the model has other layers than when it was distributed",

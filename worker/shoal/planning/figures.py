@@ -111,8 +111,7 @@ class Plan:
         return len(self.ranks)
 
     def moved(self, kind: str, rank: int = 0) -> tuple[int, int]:
-        """Return calls and bytes of one rank's collectives of a kind, in a step that has all of
-        its collectives."""
+        """Return calls and bytes of one rank's collectives of a kind, counting rare ones fully."""
         of_kind = [each for each in self.ranks[rank].collectives if each.kind == kind]
         return sum(each.calls for each in of_kind), sum(each.num_bytes for each in of_kind)
 
@@ -213,16 +212,16 @@ def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
             alike.setdefault(kind, {})[number] = index
     by_index = dict(enumerate(groups))
     for kind, group_of in sorted(alike.items(), key=lambda item: -len(item[1])):
-        numbers, own = list(group_of), list(group_of.values())
+        numbers, indices = list(group_of), list(group_of.values())
         in_a_row = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        if len(own) < MIN_FOLDED or not in_a_row or not by_index.keys() >= set(own):
+        if len(indices) < MIN_FOLDED or not in_a_row or not by_index.keys() >= set(indices):
             continue
-        for index in own:
+        for index in indices:
             del by_index[index]
-        by_index[own[0]] = GroupFigures(
+        by_index[indices[0]] = GroupFigures(
             title=f"{kind.before}{numbers[0]}-{numbers[-1]}{kind.after}",
-            num_parameters=len(own) * kind.num_parameters,
-            num_bytes=len(own) * kind.num_bytes,
+            num_parameters=len(indices) * kind.num_parameters,
+            num_bytes=len(indices) * kind.num_bytes,
         )
     return [by_index[index] for index in sorted(by_index)]
 
@@ -268,11 +267,11 @@ def _moved_rows(plan: Plan) -> list[Sequence[str]]:
     """Return the rows of each rank's collectives, with a total if there is more than one row."""
     rows: list[Sequence[str]] = []
     for name, rank in _alike(plan, lambda rank: rank.collectives):
-        own = [each for each in rank.collectives if each.calls]
+        used = [each for each in rank.collectives if each.calls]
         rows += [
-            (name, each.kind, _when(each), str(each.calls), _size(each.num_bytes)) for each in own
+            (name, each.kind, _when(each), str(each.calls), _size(each.num_bytes)) for each in used
         ]
-        if own[1:] or any(each.every_steps > 1 for each in own):
+        if used[1:] or any(each.every_steps > 1 for each in used):
             total = f"{round(rank.calls_per_step, 2):g}", _size(round(rank.bytes_per_step))
             rows.append((name, "all", "a step", *total))
     return rows

@@ -160,14 +160,14 @@ class MeshFigures:
         assert first is not None, "the model is cut"
         step_inputs = StepInputs(inputs=first.bind((inputs,), {}))
         count = num_microbatches(num_samples, self._plan.schedule.microbatches)
-        given = step_inputs.samples(dict(step_inputs.inputs), 0, num_samples // count)
+        micro_batch = step_inputs.samples(dict(step_inputs.inputs), 0, num_samples // count)
         passed: Sequence[Tensor] = ()
         for index in range(self._mesh.pipeline):
             part = self._parts[index, split]
             stage = part.stage
             assert stage is not None, "the model is cut"
             entering = [t.detach().requires_grad_(t.requires_grad) for t in passed]
-            done = RehearsedPass(part.group, lambda s=stage, e=entering: s.run(given, e))  # type: ignore[misc]
+            done = RehearsedPass(part.group, lambda s=stage, e=entering: s.run(micro_batch, e))  # type: ignore[misc]
             passed = done.outputs if index + 1 < self._mesh.pipeline else ()
             yield _Pass(count=count, outputs=tuple(passed), moved=done.collectives(count))
 

@@ -65,10 +65,10 @@ class ReplicatedFigures:
         ranks = [
             self._rank(
                 sum(memory) + frozen,
-                self._subject.state_bytes({name: tuple(p.shape) for name, p in own.items()}),
+                self._subject.state_bytes({name: tuple(p.shape) for name, p in held.items()}),
                 (*self._reduced(), *self._shared(), updates),
             )
-            for own in owned
+            for held in owned
         ]
         return self._plan("zero1", ranks, notes)
 

@@ -168,13 +168,13 @@ _layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary(
 def _key_of(layer: Tensor, device: torch.device) -> Tensor:
     """Return the key on the device: its two halves, the first sample's position, and the number of
     samples. The last two are 0 if no samples are set."""
-    own = _layers[int(layer[0])]
+    numbered_layer = _layers[int(layer[0])]
     layer[1] += 1
-    current = own.present_samples()
+    current = numbered_layer.present_samples()
     if current is None:
         numbers = [*torch.randint(-(1 << 31), 1 << 31, (2,)).tolist(), 0, 0]
     else:
-        key = own.next_key(current)
+        key = numbered_layer.next_key(current)
         numbers = [_signed(key & _WORD), _signed(key >> 32), current.first, current.count]
     return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 

@@ -29,10 +29,9 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def forget_ddp_forward() -> None:
-    """Clear torch's mark of a DDP forward pass in progress. At its end, a pass restores the mark
-    from before it. If two passes overlap in threads and the earlier one ends first, the later one
-    restores the mark of a pass that is over, and torch.compile splits all later graphs at the
-    buckets of that DDP."""
+    """Clear torch's mark of a DDP forward pass in progress. A pass ends by restoring the mark that
+    was there before. If passes of two threads overlap, the mark of one may stay for good, and
+    torch.compile would split all later graphs at the buckets of that DDP."""
     DistributedDataParallel._active_ddp_module = None
 
 

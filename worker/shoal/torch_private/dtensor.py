@@ -55,8 +55,8 @@ _LOCAL = attrgetter("_local_tensor")
 def local_of(tensor: Any) -> Tensor:
     """Return this rank's part of a DTensor, outside of autograd. `to_local` takes ten times as long
     if gradients are computed."""
-    own: Tensor = tensor._local_tensor
-    return own
+    local: Tensor = tensor._local_tensor
+    return local
 
 
 def all_local(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -31,8 +31,8 @@ def groups_of(state: Any) -> Any:
     """Return the parameter groups in a module's state; one collective gathers a group."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
-    own = state._fsdp_param_group  # at most one before torch 2.13
-    return [] if own is None else [own]
+    group = state._fsdp_param_group  # at most one before torch 2.13
+    return [] if group is None else [group]
 
 
 def is_in_backward(state: Any) -> bool:
@@ -157,9 +157,9 @@ def give_memory(part: Any, device: torch.device) -> None:
     padded = torch.empty(part.padded_sharded_param_size, dtype=meta.dtype, device=device)
     dim, length = part.fsdp_placement.dim, part.sharded_size[part.fsdp_placement.dim]
     padded.narrow(dim, length, padded.size(dim) - length).zero_()
-    own = padded.narrow(dim, 0, length)
+    rows = padded.narrow(dim, 0, length)
     # As `nn.Parameter` does, without a detach, which DTensor would derive and dispatch.
-    parameter = part.to_sharded_dtensor(own).requires_grad_(meta.requires_grad)
+    parameter = part.to_sharded_dtensor(rows).requires_grad_(meta.requires_grad)
     parameter._is_param = True
     part._setattr_on_modules(parameter)
     part._sharded_param_data = padded.view(-1)
@@ -178,8 +178,8 @@ def is_as_gathered(part: Any) -> bool:
     whole, memory = whole_of(part), part.all_gather_outputs
     if whole is None or len(memory) != 1 or whole.is_inference():
         return True
-    own = whole._local_tensor if isinstance(whole, DTensor) else whole
-    return bool(whole._version == 0 and own.data_ptr() == memory[0].data_ptr())
+    local = whole._local_tensor if isinstance(whole, DTensor) else whole
+    return bool(whole._version == 0 and local.data_ptr() == memory[0].data_ptr())
 
 
 def has_unreduced_gradient(parameter: Any) -> bool:

@@ -35,8 +35,7 @@ MIN_JOIN_S = 0.05
 LAST_TRY_S = 0.3
 """Time to send a message to a coordinator that has not answered for long."""
 WITHDRAW_S = 1.0
-"""Time to notify the coordinator that this node gave up. If it fails, the closed stream shows
-that."""
+"""Time to notify the coordinator that this node gave up. Later, the closed stream shows that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +84,7 @@ class Node:
     # --- joining and leaving ---
 
     def attend(self) -> None:
-        """Become a member. Raises the coordinator's refusal, or an error if no coordinator
-        answers."""
+        """Become a member. Raises the coordinator's refusal, or an error if it does not answer."""
         membership = self._membership
         left_s = max(self._give_up_s - time.monotonic(), MIN_JOIN_S)
         membership.join(min(self._config.connect_timeout_s, left_s))
@@ -115,12 +113,12 @@ class Node:
         if not self._is_member:
             return True
         membership = self._membership
-        known = membership.failure is not None
+        has_ended = membership.failure is not None
         timeout_s = max(self._config.close_timeout_s - membership.away_s, LAST_TRY_S)
         if self._unanswered:
             timeout_s = LAST_TRY_S
         has_left = membership.leave(completed=completed, reason=reason, timeout_s=timeout_s)
-        return known or has_left
+        return has_ended or has_left
 
     def close(self, reason: str) -> None:
         """Close the job to new nodes and new generations. The nodes that train, including this one,

@@ -127,9 +127,9 @@ class AgentStore(RendezvousStore):
                 raise
             self.made_up = True
 
-    def _request_values(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
+    def _fetch(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
         with _as_torch():
-            return super()._request_values(keys, self._within_s(timeout_s))
+            return super()._fetch(keys, self._within_s(timeout_s))
 
     def _call(
         self,

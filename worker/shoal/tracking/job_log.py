@@ -114,9 +114,9 @@ class JobLog:
             if self._thread is None or not self._is_writer:
                 return
             self._wanted += 1
-            wanted = self._wanted
+            number = self._wanted
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._done >= wanted, limit_s):
+            if not self._changed.wait_for(lambda: self._done >= number, limit_s):
                 log.warning("trackers_not_flushed", job=self._job, waited_s=limit_s)
 
     def close(self) -> None:
@@ -185,9 +185,9 @@ class _Sink:
 
     def keep(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
         """Keep a step's values. The first value of a name counts. Called under the log's lock."""
-        _, known = self._kept.setdefault(step, (unix_s, {}))
+        _, step_values = self._kept.setdefault(step, (unix_s, {}))
         for name, value in values.items():
-            known.setdefault(name, value)
+            step_values.setdefault(name, value)
         while len(self._kept) > self._max_kept:
             oldest = next(iter(self._kept))
             del self._kept[oldest]

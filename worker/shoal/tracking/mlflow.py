@@ -56,8 +56,8 @@ class MLflow(Tracker):
 
     def _run_id(self, client: Any, run: Run) -> str:
         """Return the id of the run, which is created if it does not exist."""
-        known = client.get_experiment_by_name(self.experiment)
-        experiment = known.experiment_id if known else client.create_experiment(self.experiment)
+        present = client.get_experiment_by_name(self.experiment)
+        experiment = present.experiment_id if present else client.create_experiment(self.experiment)
         runs = client.search_runs([experiment], filter_string=f"tags.`{JOB}` = '{run.job}'")
         by_name = {each.data.tags.get(RUN, ""): each.info.run_id for each in runs}
         name = run_name(run, [*by_name], time.time())

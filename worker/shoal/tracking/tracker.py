@@ -41,8 +41,8 @@ class WriteProgress:
         """Return the values that are not written yet."""
         if step < self.step:
             return {}
-        known = self.names if step == self.step else frozenset()
-        return {name: value for name, value in values.items() if name not in known}
+        written_names = self.names if step == self.step else frozenset()
+        return {name: value for name, value in values.items() if name not in written_names}
 
     def plus(self, step: int, names: frozenset[str]) -> "WriteProgress":
         return WriteProgress(
@@ -132,5 +132,5 @@ def run_name(run: Run, found: list[str], now_unix_s: float) -> str:
     begun_unix_s = run.begun_unix_s
     if begun_unix_s is None and newest:
         return newest
-    own = f"run-{int(1000 * (begun_unix_s or now_unix_s)):013d}"
-    return max(newest, own)
+    new_name = f"run-{int(1000 * (begun_unix_s or now_unix_s)):013d}"
+    return max(newest, new_name)

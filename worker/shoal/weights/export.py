@@ -108,11 +108,11 @@ def _rename(draft: Path, target: Path, weights: Weights) -> None:
 
 def _check_same(target: Path, weights: Weights) -> None:
     index = target / INDEX
-    known = json.loads(index.read_text()).get("metadata", {}) if index.exists() else {}
-    if known.get("digest") != weights.version.digest:
+    metadata = json.loads(index.read_text()).get("metadata", {}) if index.exists() else {}
+    if metadata.get("digest") != weights.version.digest:
         raise InvalidSpec(
             f"{target} exists already, and holds another version",
-            seen=f"version {known.get('version', 'unknown')}",
+            seen=f"version {metadata.get('version', 'unknown')}",
             expected=f"version {weights.version.number}, or a directory that does not exist",
         )
 
@@ -137,12 +137,12 @@ def _write_files(weights: Weights, directory: Path) -> None:
 
 
 def _files_of(weights: Weights) -> Iterator[dict[str, Tensor]]:
-    known: set[int] = set()
+    written: set[int] = set()
     file: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        if id(tensor) in known:
+        if id(tensor) in written:
             continue
-        known.add(id(tensor))
+        written.add(id(tensor))
         if file and sum(each.nbytes for each in file.values()) + tensor.nbytes > FILE_BYTES:
             yield file
             file = {}

@@ -129,8 +129,7 @@ class RankPart:
 
 
 def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
-    """Return the part of a version that this rank publishes. `dtype`: published dtype of floating
-    point values; None: their own.
+    """Return the part of a version that this rank publishes; floats in `dtype`, if it is given.
 
     Raises InvalidSpec for a tensor that is sparse, has no values, or has an unsupported dtype.
     """
@@ -140,21 +139,21 @@ def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
     for piece in pieces:
         offsets.append(end)
         end += -(-piece.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    further: dict[str, list[str]] = {}
+    other_names: dict[str, list[str]] = {}
     for name, first in held.tied.items():
         if first in specs:
-            further.setdefault(first, []).append(name)
+            other_names.setdefault(first, []).append(name)
     numbers = {name: number for number, name in enumerate(specs)}
     layout = Layout(tensors=specs.values(), segment_bytes=[max(end, 1)])
-    for first, names in further.items():
+    for first, names in other_names.items():
         for name in names:
             numbers[name] = len(layout.tensors)
             layout.tensors.append(_renamed(specs[first], name))
     for piece, at in zip(pieces, offsets, strict=True):
-        own = _slice_of(piece, tuple(specs[piece.name].shape), segment=held.rank, at=at)
-        for name in (piece.name, *further.get(piece.name, ())):
+        piece_slice = _slice_of(piece, tuple(specs[piece.name].shape), segment=held.rank, at=at)
+        for name in (piece.name, *other_names.get(piece.name, ())):
             # All names of a tied tensor refer to the same bytes.
-            layout.slices.add(tensor=numbers[name]).MergeFrom(own)
+            layout.slices.add(tensor=numbers[name]).MergeFrom(piece_slice)
     return RankPart(pieces=pieces, offsets=offsets, layout=layout)
 
 

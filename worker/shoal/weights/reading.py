@@ -85,8 +85,8 @@ class VersionLayout:
             name, dtype, shape = specs[each.tensor]
             slices[each.tensor].append(self._checked_slice(each, name, dtype, shape))
         tensors = {
-            name: StoredTensor(name=name, dtype=dtype, shape=shape, slices=own)
-            for (name, dtype, shape), own in zip(specs, slices, strict=True)
+            name: StoredTensor(name=name, dtype=dtype, shape=shape, slices=tensor_slices)
+            for (name, dtype, shape), tensor_slices in zip(specs, slices, strict=True)
         }
         if len(tensors) < len(specs):
             raise _malformed("a name twice")
@@ -222,12 +222,12 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_names(published: set[str], own: set[str]) -> None:
-    missing, further = sorted(own - published), sorted(published - own)
-    if missing or further:
+def _check_names(published: set[str], reader_names: set[str]) -> None:
+    missing, unexpected = sorted(reader_names - published), sorted(published - reader_names)
+    if missing or unexpected:
         raise InvalidSpec(
             "the version is not of this model",
-            seen=f"without {_some(missing)}; with {_some(further)}, which the model lacks",
+            seen=f"without {_some(missing)}; with {_some(unexpected)}, which the model lacks",
             expected="the same names on both sides",
             fix="Fetch without into= and take the tensors by name.",
         )
@@ -247,11 +247,11 @@ def _check_fits(tensor: StoredTensor, shard: TensorShard) -> None:
             seen=str(tuple(shard.shape)),
             expected=str(tensor.shape),
         )
-    own = shard.tensor.dtype
-    if own != tensor.dtype and not (own.is_floating_point and tensor.dtype.is_floating_point):
+    held = shard.tensor.dtype
+    if held != tensor.dtype and not (held.is_floating_point and tensor.dtype.is_floating_point):
         raise DtypeMismatch(
             f"{tensor.name} has another dtype than in the version",
-            seen=str(own),
+            seen=str(held),
             expected=f"{tensor.dtype}, or floating point numbers for floating point numbers",
         )
 
@@ -289,13 +289,13 @@ def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict
     """Return the version's tensors by name. A tensor that is stored in one slice is a view of its
     segment. All names of a tied tensor map to one object."""
     tensors: dict[str, Tensor] = {}
-    known: dict[tuple[object, ...], Tensor] = {}
+    by_slices: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in layout.tensors.items():
         slices_of = ((part.segment, part.at, part.chunk) for part in tensor.slices)
         key = (tensor.dtype, tensor.shape, *slices_of)
-        if key not in known or not tensor.slices:
-            known[key] = tensor.read(segments)
-        tensors[name] = known[key]
+        if key not in by_slices or not tensor.slices:
+            by_slices[key] = tensor.read(segments)
+        tensors[name] = by_slices[key]
     return tensors
 
 

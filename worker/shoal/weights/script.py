@@ -77,10 +77,10 @@ def subscribe(
                 expected="one of the two",
             )
         relay_at = os.environ.get(ADDRESS_VARIABLE) or own_address(addresses)
-    own = SeriesReader(
+    series_reader = SeriesReader(
         addresses, series, reader or reader_id(), apply_difference=apply, relay_at=relay_at
     )
-    return Subscription(own, series, tables=tables)
+    return Subscription(series_reader, series, tables=tables)
 
 
 def publish(
@@ -108,10 +108,10 @@ def publish(
     addresses = _connected(series, coordinator)
     options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
     with _held.lock:
-        own = _held.series.get((addresses, series))
-        if own is None:
-            own = _held.series[addresses, series] = _PublishedSeries(addresses, series, options)
-        return own.publish(state, step, metadata)
+        held = _held.series.get((addresses, series))
+        if held is None:
+            held = _held.series[addresses, series] = _PublishedSeries(addresses, series, options)
+        return held.publish(state, step, metadata)
 
 
 def end_publishing(series: str) -> None:
@@ -163,8 +163,8 @@ class _OpenSeries:
 
     def close(self) -> None:
         with self.lock:
-            for own in self.series.values():
-                own.publications.close()
+            for published in self.series.values():
+                published.publications.close()
             self.series.clear()
 
 

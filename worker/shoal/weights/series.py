@@ -399,21 +399,21 @@ class Publications:
             ticket.await_end(CLOSE_S)
         self._tickets.clear()
 
-    def _send(self, own: _Publication) -> None:
-        ticket = own.ticket
+    def _send(self, publication: _Publication) -> None:
+        ticket = publication.ticket
         try:
-            segment = own.writer.seal()
-            self._writers.prepare(own.part.num_bytes)
-            if own.before is not None:
-                own.before.await_turn(ORDER_S)
+            segment = publication.writer.seal()
+            self._writers.prepare(publication.part.num_bytes)
+            if publication.before is not None:
+                publication.before.await_turn(ORDER_S)
             try:
-                record = own.contributor.contribute(
+                record = publication.contributor.contribute(
                     segment,
-                    own.part.layout,
+                    publication.part.layout,
                     publication=ticket.publication,
                     step=ticket.step,
-                    metadata=own.metadata,
-                    tied=own.tied,
+                    metadata=publication.metadata,
+                    tied=publication.tied,
                     on_replicated=ticket.replicated,
                 )
             finally:
@@ -421,7 +421,7 @@ class Publications:
         except ShoalError as error:
             text = str(error)[:500]
             log.warning("publication_failed", series=self.name, step=ticket.step, reason=text)
-            ticket.failed(error if own.contributor in self._contributors else _ended(error))
+            ticket.failed(error if publication.contributor in self._contributors else _ended(error))
         except BaseException as error:
             what = f"series {self.name} was not published"
             ticket.failed(PublicationAbandoned(what, seen=repr(error)))
@@ -468,11 +468,11 @@ def held_state(
 
     Raises InvalidSpec for a value that is not a tensor, and for a name that is not a str.
     """
-    given = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
+    named_tensors = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
     tensors: dict[str, HeldTensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, tensor in given.items():
+    for name, tensor in named_tensors.items():
         if not isinstance(name, str):
             raise InvalidSpec(
                 "the name of a published tensor is no text", seen=repr(name), expected="a str"
@@ -481,9 +481,9 @@ def held_state(
             raise InvalidSpec(
                 f"{name} cannot be published", seen=type(tensor).__name__, expected="a tensor"
             )
-        known = first.setdefault(id(tensor), name)
-        if known != name:
-            tied[name] = known
+        first_name = first.setdefault(id(tensor), name)
+        if first_name != name:
+            tied[name] = first_name
         elif isinstance(tensor, DTensor):
             tensors[name] = HeldTensor(shard=shard_of(tensor), replicas=_ranks_with(tensor))
         else:
@@ -499,8 +499,8 @@ def _ranks_with(tensor: DTensor) -> Sequence[int]:
     if at is None:
         return ()
     index = tuple(
-        slice(None) if placement.is_replicate() else slice(own, own + 1)
-        for placement, own in zip(tensor.placements, at, strict=True)
+        slice(None) if placement.is_replicate() else slice(position, position + 1)
+        for placement, position in zip(tensor.placements, at, strict=True)
     )
     ranks: list[int] = mesh.mesh[index].flatten().tolist()
     return ranks

@@ -301,24 +301,24 @@ class Subscription:
         self,
         record: weights_pb2.VersionRecord,
         numbers: Sequence[int],
-        wanted: Mapping[int, Sequence[tuple[int, int]]] | None,
+        ranges: Mapping[int, Sequence[tuple[int, int]]] | None,
         *,
         reuses_memory: bool,
     ) -> dict[int, Segment]:
-        if wanted is not None:
-            numbers = sorted(wanted)
+        if ranges is not None:
+            numbers = sorted(ranges)
         before = self._reader.fetched_bytes
         staged = self._reader.fetch(
-            record, numbers, wanted, base=self._base, reuses_memory=reuses_memory
+            record, numbers, ranges, base=self._base, reuses_memory=reuses_memory
         )
         segments = dict(zip(numbers, staged, strict=True))
-        if wanted is None and self._reader.fetched_bytes > before:
+        if ranges is None and self._reader.fetched_bytes > before:
             # The next version is fetched as a difference to this one. Memory shared with servers of
             # this host is no base, as the servers must be free to drop it.
             self._base = Base(record, segments)
         digests = [
-            segments[number].digest if number in segments else own.digest
-            for number, own in enumerate(record.segments)
+            segments[number].digest if number in segments else recorded.digest
+            for number, recorded in enumerate(record.segments)
         ]
         # Checked against the bytes that have arrived: this digest is reported as installed.
         if (seen := version_digest(record.layout_digest, digests)) != record.digest:
