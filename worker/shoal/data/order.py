@@ -153,7 +153,7 @@ def _block(num_samples: int, seed: int, number: int) -> Tensor:
 
 
 def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return a rank's share of [start, stop): contiguous; sizes differ by at most one."""
+    """Return a rank's contiguous share of [start, stop); shares differ in size by at most one."""
     each, extra = divmod(stop - start, world_size)
     own_start = start + rank * each + min(rank, extra)
     return own_start, own_start + each + (1 if rank < extra else 0)

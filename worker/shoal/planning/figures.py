@@ -111,7 +111,7 @@ class Plan:
         return len(self.ranks)
 
     def moved(self, kind: str, rank: int = 0) -> tuple[int, int]:
-        """Return calls and bytes of one rank's collectives of a kind, counting rare ones fully."""
+        """Return calls and bytes of a rank's collectives of a kind, in a step that has them all."""
         of_kind = [each for each in self.ranks[rank].collectives if each.kind == kind]
         return sum(each.calls for each in of_kind), sum(each.num_bytes for each in of_kind)
 
