@@ -169,13 +169,13 @@ def test_what_all_ranks_read_is_asked_for_once_a_host(
 ) -> None:
     """And a group of few asks each for itself, as does who has no directory with others."""
     calls: list[int] = []
-    asked = RendezvousStore._asked
+    asked = RendezvousStore._fetch
 
     def noted(store: RendezvousStore, keys: Sequence[str], timeout_s: float) -> Any:
         calls.append(len(keys))
         return asked(store, keys, timeout_s)
 
-    monkeypatch.setattr(RendezvousStore, "_asked", noted)
+    monkeypatch.setattr(RendezvousStore, "_fetch", noted)
 
     def store(directory: Path | None) -> RendezvousStore:
         return RendezvousStore(

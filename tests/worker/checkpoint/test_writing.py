@@ -129,7 +129,7 @@ def test_ranks_that_hold_no_whole_state_are_refused(tmp_path):
     whole = trained("sgd")
     errors = write_on_all(tmp_path / "two", [cut(whole, 0, 0, 3), cut(whole, 0, 2, 3)])
     assert [type(error) for error in errors] == [InvalidSpec] * 2
-    assert "no rank holds all of" in str(errors[0])
+    assert "the ranks together do not hold all of" in str(errors[0])
     assert names_in(tmp_path) == []
 
 

@@ -229,9 +229,9 @@ def test_what_is_looked_at_is_bounded() -> None:
     for _ in range(6):
         deep = [deep] * 64
     assert content_of([deep] * 64) == content_of([deep] * 64)
-    looked_at = len(list(content._of_dataset(columns(), SIZE, 0)))
+    looked_at = len(list(content._dataset_items(columns(), SIZE, 0)))
     large = (torch.zeros(1).expand(1 << 20, 100), torch.zeros(1 << 20))
-    assert len(list(content._of_dataset(large, 1 << 20, 0))) == looked_at
+    assert len(list(content._dataset_items(large, 1 << 20, 0))) == looked_at
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "async-sgd"])

@@ -251,10 +251,10 @@ def test_settings_of_the_script_that_a_checkpoint_replaces_are_told(
     assert not _resumed(tmp_path, strategy, 2, lr=0.1)
     assert not _resumed(tmp_path, strategy, 3, lr=0.1)
     (line,) = _resumed(tmp_path, strategy, 4, lr=0.2, amsgrad=True)
-    assert "amsgrad of group 0: True in the script, False in it" in line
-    assert "initial_lr of group 0: 0.2 in the script, 0.1 in it" in line
+    assert "amsgrad of group 0: True in the script, False in the state" in line
+    assert "initial_lr of group 0: 0.2 in the script, 0.1 in the state" in line
     assert "; lr of group 0: 0.2 in the script, 0." in line
-    assert line.count(" in it") == 3
+    assert line.count(" in the state") == 3
 
 
 def test_a_session_that_was_not_entered_distributes_nothing() -> None:

@@ -75,7 +75,7 @@ def test_a_version_is_exported_once_and_another_does_not_take_its_directory(
 ) -> None:
     first, second = published(2)
     assert export(first, tmp_path / "model") == export(first, tmp_path / "model")
-    with pytest.raises(InvalidSpec, match="is there already"):
+    with pytest.raises(InvalidSpec, match="exists already, and holds"):
         export(second, tmp_path / "model")
 
 

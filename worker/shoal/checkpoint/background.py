@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 
 LIMIT_S = 1800.0
-"""Default time limit of a checkpoint: storage that takes longer counts as lost."""
+"""Default time limit of a checkpoint: one that takes longer has failed."""
 
 
 def _any(name: str) -> bool:
@@ -30,12 +30,12 @@ def _any(name: str) -> bool:
 
 
 class Checkpoints:
-    """Writer of checkpoints into one directory, one at a time, on a thread of its own.
+    """Writer of checkpoints into one directory: one at a time, on a background thread.
 
     Each rank of a job has a `Checkpoints` with the same settings, for all generations. The
     directory must be on storage that all ranks share; it may be the URL of a bucket, such as
-    `s3://bucket/prefix`. Memory: one copy of the shards that this rank writes, and of one chunk
-    (64 MiB).
+    `s3://bucket/prefix`. Memory: one copy of the shards that this rank writes, and one chunk of up
+    to 64 MiB.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Checkpoints:
     def leave(self) -> None:
         self._peers = ALONE
 
-    # --- called by scripts, too ---
+    # --- called by strategies and scripts ---
 
     def due(self, step: int) -> bool:
         """True if a checkpoint is to be written after `step` committed steps."""
@@ -112,12 +112,12 @@ class Checkpoints:
         writes: Callable[[str], bool] = _any,
     ) -> None:
         """Write a checkpoint of this rank's state shard in the background. The shard's tensors may
-        change on return.
+        change as soon as this returns.
 
         Call it on all ranks after the same step. First waits for the previous checkpoint: at most
-        one is in progress. `peers`: the ranks that write together; None: those joined with `join`,
-        if any. A shard for whose name `writes` returns False is not copied: another rank must write
-        it. A shard that several ranks offer is written once.
+        one is in progress. `peers`: the ranks that write together; None: the ranks of the last
+        `join`, else this rank alone. A shard for whose name `writes` returns False is not copied:
+        another rank must write it. A shard that several ranks offer is written once.
 
         Raises the error of the previous checkpoint, on every rank at the same step:
         CheckpointFailed (disk full, no permission) with path and errno, or InvalidSpec if the ranks
@@ -126,12 +126,12 @@ class Checkpoints:
         """
         self._finish()
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}
-        # Other ranks must write the shards that this one does not: else the write fails.
+        # Other ranks must write the shards that this rank leaves out: else the write fails.
         elsewhere = (state_shard.elsewhere | state_shard.shards.keys()) - shards.keys()
-        own = replace(state_shard, shards=shards, elsewhere=elsewhere).copied()
+        copied_shard = replace(state_shard, shards=shards, elsewhere=elsewhere).copied()
         self._thread = threading.Thread(
             target=self._write,
-            args=(own, peers or self._peers),
+            args=(copied_shard, peers or self._peers),
             name=f"shoal-checkpoint-{state_shard.step}",
             # Storage that never answers must not keep the process from ending.
             daemon=True,
@@ -193,7 +193,7 @@ class Checkpoints:
             self._continues = True
             log.warning("checkpoint_abandoned", path=str(path), reason=str(error))
         except InvalidSpec as error:
-            # Not the first checkpoint of this process: the storage may have failed meanwhile.
+            # After an earlier success, the storage may have failed: not the script's fault.
             self._failure = _failed(path, error) if self._continues else error
         except BaseException as error:  # noqa: BLE001 - raised by the next offer or close
             self._failure = error

@@ -6,7 +6,7 @@
 
 A folder with an index is a checkpoint, which consists of the files that the index names. A
 checkpoint that replaces one of the same step writes its files beside the old ones, under names with
-its own token. Then the writer overwrites the index, and removes the files that it does not name.
+its own token. Then the writer overwrites the index, and removes files that are not in the new one.
 """
 
 import re
@@ -27,7 +27,7 @@ from shoal_proto.errors import InvalidSpec, ShoalError
 log = structlog.get_logger(__name__)
 
 _BEGUN = ".begun"
-_OWN = re.compile(r"[0-9a-f]{16}(__\d+_\d+\.distcp|\.begun)")
+_DRAFT_FILE = re.compile(r"[0-9a-f]{16}(__\d+_\d+\.distcp|\.begun)")
 
 
 def complete(root: BucketPath) -> dict[int, BucketPath]:
@@ -53,7 +53,7 @@ def discard(path: BucketPath) -> None:
 
 
 class BucketDraft(Draft):
-    """Draft of a checkpoint in a bucket; see the module."""
+    """Draft of a checkpoint in a bucket: files whose names begin with the draft's token."""
 
     def __init__(self, path: BucketPath) -> None:
         self._path = path
@@ -65,7 +65,7 @@ class BucketDraft(Draft):
 
     def begin(self) -> None:
         names = self._path.names()
-        foreign = [name for name in names if name != METADATA and not _OWN.fullmatch(name)]
+        foreign = [name for name in names if name != METADATA and not _DRAFT_FILE.fullmatch(name)]
         if foreign and METADATA not in names:
             raise InvalidSpec(
                 f"{self._path} exists already and is not a checkpoint",
@@ -104,23 +104,23 @@ class BucketDraft(Draft):
 
     def _sweep(self, path: BucketPath) -> None:
         names = path.names()
-        own = {name for name in names if name.startswith(self.name)}
+        ours = {name for name in names if name.startswith(self.name)}
         if METADATA not in names:
-            left = [name for name in names if _OWN.fullmatch(name) and name not in own]
-        elif any(name.endswith(_BEGUN) for name in set(names) - own):
-            left = [name for name in names if name not in own | _part_of(path)]
+            leftovers = [name for name in names if _DRAFT_FILE.fullmatch(name) and name not in ours]
+        elif any(name.endswith(_BEGUN) for name in set(names) - ours):
+            leftovers = [name for name in names if name not in ours | _files_of(path)]
         else:
             return
-        if left:
-            log.info("leftover_removed", path=str(path), num_files=len(left))
-        path.remove(left)
+        if leftovers:
+            log.info("leftover_removed", path=str(path), num_files=len(leftovers))
+        path.remove(leftovers)
 
     def publish(self, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
         index = index_of(stored)
         check_written(self._path, index)
         (self._path / METADATA).write_bytes(index)
         try:
-            self._path.remove(set(self._path.names()) - _part_of(self._path))
+            self._path.remove(set(self._path.names()) - _files_of(self._path))
         except (OSError, ShoalError) as error:
             # The checkpoint is complete, and the next `sweep` tries again.
             log.warning("leftover_stays", path=str(self._path), error=str(error))
@@ -134,7 +134,7 @@ class BucketDraft(Draft):
             log.warning("leftover_stays", path=str(self._path), error=str(error))
 
 
-def _part_of(path: BucketPath) -> set[str]:
+def _files_of(path: BucketPath) -> set[str]:
     """Return the names of the files of a complete checkpoint, its index included."""
     index = read_index(path)
     spans = [span for stored in index.tensors.values() for span in stored.chunks.values()]

@@ -53,51 +53,51 @@ class BucketPath:
 
     def size(self) -> int:
         """Return the size of the file in bytes; -1 if there is none."""
-        with self._answered():
+        with self._errors_as_os_error():
             self.files.invalidate_cache()
             try:
-                found = self.files.info(self.key)
+                info = self.files.info(self.key)
             except FileNotFoundError:
                 return -1
-        return int(found["size"]) if found["type"] == "file" else -1
+        return int(info["size"]) if info["type"] == "file" else -1
 
     def open(self, mode: str = "rb") -> BinaryIO:
         """Open the file, for reading by default."""
-        with self._answered():
+        with self._errors_as_os_error():
             opened = self.files.open(self.key, mode, block_size=READ_AHEAD_BYTES)
         return cast(BinaryIO, opened)
 
     def write_bytes(self, data: bytes) -> None:
         """Write the file atomically, replacing an existing one."""
-        with self._answered():
+        with self._errors_as_os_error():
             self.files.pipe_file(self.key, data)
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in this one; empty if it does not exist."""
-        with self._answered():
+        """Return the names of the folders in this folder; empty if this one does not exist."""
+        with self._errors_as_os_error():
             self.files.invalidate_cache()
             try:
-                found = self.files.ls(self.key, detail=True)
+                entries = self.files.ls(self.key, detail=True)
             except FileNotFoundError:
                 return []
-        paths = [entry["name"] for entry in found if entry["type"] == "directory"]
+        paths = [entry["name"] for entry in entries if entry["type"] == "directory"]
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def names(self) -> list[str]:
         """Return the names of the files below this folder, relative to it."""
-        with self._answered():
+        with self._errors_as_os_error():
             self.files.invalidate_cache()
             try:
-                found = self.files.find(self.key)
+                paths = self.files.find(self.key)
             except FileNotFoundError:
                 return []
         start = len(self.key.rstrip("/")) + 1
-        return sorted(path[start:] for path in found)
+        return sorted(path[start:] for path in paths)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files of this folder; missing ones are ignored."""
         keys = [(self / name).key for name in names]
-        with self._answered():
+        with self._errors_as_os_error():
             try:
                 if keys:
                     self.files.rm(keys)
@@ -125,7 +125,7 @@ class BucketPath:
             raise InvalidSpec(f"checkpoints cannot be kept at {self}", seen=f"read {read!r}")
 
     @contextmanager
-    def _answered(self) -> Iterator[None]:
+    def _errors_as_os_error(self) -> Iterator[None]:
         try:
             yield
         except OSError:
@@ -149,12 +149,12 @@ def located(location: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
     if "::" not in name and scheme is None:
         return Path(name)
     kind = scheme[1].lower() if scheme else ""
-    rest = name[scheme.end() :] if scheme else ""
-    if "::" in name or not rest.startswith("/") or "?" in rest or "#" in rest:
+    remainder = name[scheme.end() :] if scheme else ""
+    if "::" in name or not remainder.startswith("/") or "?" in remainder or "#" in remainder:
         raise _not_a_path(name)
-    if kind == "file" and rest.startswith("//"):
-        return Path(rest[1:])
-    segments = rest[1:].rstrip("/").split("/")
+    if kind == "file" and remainder.startswith("//"):
+        return Path(remainder[1:])
+    segments = remainder[1:].rstrip("/").split("/")
     if kind not in BUCKET_KINDS or any(each in ("", ".", "..") for each in segments):
         raise _not_a_path(name)
     path = BucketPath(f"{BUCKET_KINDS[kind]}://{'/'.join(segments)}")

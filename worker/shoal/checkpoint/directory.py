@@ -1,4 +1,4 @@
-"""Checkpoints in directories: complete or absent, as each is written aside and then renamed.
+"""Checkpoints in directories: complete or absent, as each is written first and then renamed.
 
     step-00000120                          a checkpoint
     .step-00000120.<token>.partial         being written or deleted, or a leftover of a writer that
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 METADATA = ".metadata"
 STEP = re.compile(r"step-(\d{8,})")
-_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)")
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)")
 
 
 def name_of_step(step: int) -> str:
@@ -34,22 +34,22 @@ def name_of_step(step: int) -> str:
 
 def complete(directory: Path) -> dict[int, Path]:
     """Return all complete checkpoints by step."""
-    found: dict[int, Path] = {}
-    for name, kind, path in _aside(directory):
+    checkpoints: dict[int, Path] = {}
+    for name, kind, path in _temporary_directories(directory):
         matched = STEP.fullmatch(name)
         if matched and kind == "replaced":
-            found[int(matched[1])] = path
+            checkpoints[int(matched[1])] = path
     for path in _entries(directory):
         matched = STEP.fullmatch(path.name)
         if matched and (path / METADATA).is_file():
-            found[int(matched[1])] = path
-    return found
+            checkpoints[int(matched[1])] = path
+    return checkpoints
 
 
 def begin(path: Path) -> Path:
     """Create a directory in which to write the future content of `path`.
 
-    Raises InvalidSpec if `path` exists and is not a checkpoint, and OSError as the system does.
+    Raises InvalidSpec if `path` exists and is not a checkpoint, and the system's OSError.
     """
     if path.exists() and not (path / METADATA).is_file():
         raise InvalidSpec(
@@ -58,7 +58,7 @@ def begin(path: Path) -> Path:
             fix="Remove it, or write elsewhere.",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _name_aside(path, "partial")
+    partial = _temporary_path(path, "partial")
     partial.mkdir()
     return partial
 
@@ -66,7 +66,7 @@ def begin(path: Path) -> Path:
 def publish(partial: Path, path: Path) -> None:
     """Rename `partial`, which is complete, to the checkpoint `path`, replacing an existing one."""
     synchronise(partial)
-    replaced = _name_aside(path, "replaced") if path.exists() else None
+    replaced = _temporary_path(path, "replaced") if path.exists() else None
     if replaced:
         path.rename(replaced)
     partial.rename(path)
@@ -77,12 +77,12 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a directory that may be a checkpoint. A rename to a partial one comes first, so that
-    no reader sees a checkpoint that is half deleted."""
-    matched = _ASIDE.fullmatch(path.name)
+    """Delete a directory that may be a checkpoint. First renames it to a partial one, so that no
+    reader sees a half-deleted checkpoint."""
+    matched = _TEMPORARY.fullmatch(path.name)
     partial = path
     if not matched or matched[2] != "partial":
-        partial = _name_aside(path.with_name(matched[1]) if matched else path, "partial")
+        partial = _temporary_path(path.with_name(matched[1]) if matched else path, "partial")
         path.rename(partial)
     try:
         shutil.rmtree(partial)
@@ -92,12 +92,12 @@ def discard(path: Path) -> None:
 
 
 def sweep(path: Path, keep: Path) -> None:
-    """Remove leftovers of dead writers, except `keep`: those of `path` and, if it is the checkpoint
-    of a step, of all steps in its directory. A replaced checkpoint without a successor is restored.
+    """Remove leftovers of dead writers of `path`, except `keep`; of all steps in the directory if
+    `path` is the checkpoint of a step. A replaced checkpoint without a successor is restored.
 
-    The caller must know that no other writer is alive there.
+    The caller must know that no other writer is alive.
     """
-    for name, kind, leftover in _aside(path.parent):
+    for name, kind, leftover in _temporary_directories(path.parent):
         ours = name == path.name or (STEP.fullmatch(name) and STEP.fullmatch(path.name))
         if not ours or leftover == keep:
             continue
@@ -110,7 +110,7 @@ def sweep(path: Path, keep: Path) -> None:
 
 
 def synchronise(directory: Path) -> None:
-    """Make the names in the directory durable: they survive a loss of power then."""
+    """Make the names in the directory durable: after this they survive a loss of power."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -118,14 +118,14 @@ def synchronise(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _name_aside(path: Path, kind: str) -> Path:
+def _temporary_path(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.{kind}")
 
 
-def _aside(directory: Path) -> Iterator[tuple[str, str, Path]]:
+def _temporary_directories(directory: Path) -> Iterator[tuple[str, str, Path]]:
     """Yield (name of the checkpoint, kind, path) of each partial or replaced directory."""
     for path in _entries(directory):
-        matched = _ASIDE.fullmatch(path.name)
+        matched = _TEMPORARY.fullmatch(path.name)
         if matched:
             yield matched[1], matched[2], path
 
@@ -137,7 +137,7 @@ def _entries(directory: Path) -> list[Path]:
         return []
     except OSError as error:
         raise InvalidSpec(
-            f"the directory {directory} for checkpoints cannot be looked into",
+            f"the directory {directory} for checkpoints cannot be listed",
             seen=error.strerror or str(error),
             expected="a directory, or a path at which one can be made",
         ) from error

@@ -13,8 +13,8 @@ from shoal.checkpoint.reading import check_written
 
 
 class Draft(ABC):
-    """Draft of the checkpoint at a path. The first rank begins it and sends its name to the other
-    ranks, which join it. Methods raise OSError as the system does, and InvalidSpec."""
+    """Draft of the checkpoint at a path. The first rank begins the draft and sends its name to the
+    other ranks, which join it. Methods raise OSError and InvalidSpec."""
 
     @property
     @abstractmethod
@@ -35,7 +35,7 @@ class Draft(ABC):
 
     @abstractmethod
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
-        """Write the rank's file durably; return the place of each entry, in the given order."""
+        """Write the rank's file durably; return the span of each entry, in the given order."""
 
     @abstractmethod
     def size(self, file: str) -> int:
@@ -69,8 +69,8 @@ class LocalDraft(Draft):
         return self._partial.name if self._partial else ""
 
     @property
-    def _aside(self) -> Path:
-        assert self._partial is not None, "it was begun, or joined"
+    def _folder(self) -> Path:
+        assert self._partial is not None, "the draft was begun or joined"
         return self._partial
 
     def begin(self) -> None:
@@ -80,22 +80,22 @@ class LocalDraft(Draft):
         self._partial = self._path.with_name(name)
 
     def is_seen(self) -> bool:
-        return self._aside.is_dir()
+        return self._folder.is_dir()
 
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
-        # All tensors are on the host already, so none need be copied ahead.
-        return write_files(FileSystemWriter(self._aside, per_thread_copy_ahead=0), rank, entries)
+        # All tensors are on the host already: nothing has to be copied ahead.
+        return write_files(FileSystemWriter(self._folder, per_thread_copy_ahead=0), rank, entries)
 
     def size(self, file: str) -> int:
-        return size_of(self._aside / file)
+        return size_of(self._folder / file)
 
     def sweep(self) -> None:
-        directory.sweep(self._path, keep=self._aside)
+        directory.sweep(self._path, keep=self._folder)
 
     def publish(self, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
-        write_index(self._aside, stored)
-        check_written(self._aside, (self._aside / directory.METADATA).read_bytes())
-        directory.publish(self._aside, self._path)
+        write_index(self._folder, stored)
+        check_written(self._folder, (self._folder / directory.METADATA).read_bytes())
+        directory.publish(self._folder, self._path)
 
     def discard(self) -> None:
         if self._partial is not None and self._partial.exists():

@@ -92,14 +92,14 @@ def write_files(
     *,
     prefix: str = "",
 ) -> list[FileSpan]:
-    """Write the rank's file, whose name begins with `prefix`; return the place of each entry, in
-    the given order."""
+    """Write the rank's file, whose name begins with `prefix`; return the span of each entry, in the
+    given order."""
     if not entries:
         return []
     items = [entry.item for entry, _ in entries]
     plan = SavePlan(items, storage_data=StoragePrefix(f"{prefix}__{rank}_"))
-    given = {entry.index: value for entry, value in entries}
-    written = writer.write_data(plan, _GivenPlanner(given)).wait()
+    values = {entry.index: value for entry, value in entries}
+    written = writer.write_data(plan, _GivenPlanner(values)).wait()
     spans = {result.index: result.storage_data for result in written}
     ordered = [spans[entry.index] for entry, _ in entries]
     return [(span.relative_path, span.offset, span.length) for span in ordered]
@@ -124,9 +124,9 @@ def write_index(directory: Path, stored: Iterable[tuple[CheckpointEntry, FileSpa
         if entry.data is None:
             tensors[key] = BytesStorageMetadata()
             continue
-        known = tensors.setdefault(
+        stored_tensor = tensors.setdefault(
             key, TensorStorageMetadata(entry.data.properties, entry.data.size, [])
         )
-        assert isinstance(known, TensorStorageMetadata), "a key is a tensor's or an object's"
-        known.chunks.append(entry.data.chunk)
+        assert isinstance(stored_tensor, TensorStorageMetadata), "a key names a tensor or an object"
+        stored_tensor.chunks.append(entry.data.chunk)
     FileSystemWriter(directory).finish(Metadata(tensors, planner_data=paths), [results])

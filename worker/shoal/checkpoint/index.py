@@ -63,15 +63,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Properties(TensorProperties):
-    """Properties of a tensor as any release writes them. torch 2.15 writes a sixth one, strides,
-    which releases up to 2.13 do not expect; Shoal needs the dtype alone."""
+    """Properties of a tensor, as written by any release of torch. torch 2.15 writes a sixth one,
+    strides, which releases up to 2.13 do not expect; Shoal needs only the dtype."""
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state[:5])  # type: ignore[no-untyped-call]
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Return the member of this name of an enum, whose class `_MODULES` must allow.
+    """Return an enum's member by its name; `_MODULES` must allow the enum's class.
 
     Some releases of Python (3.11.0 to 3.11.3 among them) pickle a member as a call of `getattr`,
     others as a call of its class.
@@ -88,7 +88,7 @@ class IndexedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: Mapping[Chunk, FileSpan]
-    """Places of the chunks in the index, which may not cover the whole tensor."""
+    """Chunks in the index, each with its span; they may not cover the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def read_index(path: CheckpointPath, content: bytes | None = None) -> Checkpoint
             f"{path} is not a checkpoint",
             seen=f"no {METADATA} there",
             expected="a directory that torch.distributed.checkpoint or Shoal has written",
-            fix="Name one checkpoint, such as Checkpoints(...).newest() gives.",
+            fix="Give the path of one checkpoint, such as Checkpoints(...).newest() returns.",
         )
     metadata = _metadata(path, content)
     tensors: dict[names.Path, IndexedTensor] = {}
@@ -200,6 +200,6 @@ def _damaged(path: CheckpointPath, seen: str) -> MalformedMessage:
     return MalformedMessage(
         f"the index {path / METADATA} cannot be read",
         seen=seen[:200],
-        expected="what torch.distributed.checkpoint writes",
+        expected="an index written by torch.distributed.checkpoint",
         fix="Use an older checkpoint.",
     )

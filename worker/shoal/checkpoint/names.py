@@ -7,7 +7,7 @@ that plain torch can read the checkpoint:
     model.<parameter>               ("model", <parameter>)
     optim.<parameter>/<key>         ("optim", "state", <parameter>, <key>)
     optim.<parameter>/#<key>.<i>    ("optim", "state", <parameter>, <key>, <i>)
-    values["slots"][...][<key>]     ("optim", "state", <parameter>, <key>), or what is in it
+    values["slots"][...][<key>]     ("optim", "state", <parameter>, <key>), or paths of its parts
     values["groups"][i][<setting>]  ("optim", "param_groups", i, <setting>)
     registered.<name>/<path>        ("registered", <name>, <path>)
     everything else                 ("shoal", "state"), JSON
@@ -29,7 +29,7 @@ from shoal.torch_private.checkpoint import flatten_state_dict
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 FORMAT = 1
-"""Version of the content of `OWN`; a reader refuses a higher one than its own."""
+"""Version of the content of `OWN`; a reader refuses a higher version."""
 
 OWN = ("shoal", "state")
 
@@ -90,7 +90,7 @@ def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
 
 
 def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
-    """True for the path of an entry that is a part of one of the values in `slots`."""
+    """True if the entry at this path is a part of one of the values in `slots`."""
     match path:
         case ("optim", "state", str(parameter), *rest) if len(rest) > 1:
             # A key may contain dots.
@@ -100,25 +100,25 @@ def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
 
 
 def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain values of the optimizer's state, by parameter: those in `slots`, and all
-    entries that are no parts of these.
+    """Return the plain values of the optimizer's state, by parameter: the values in `slots`, and
+    the entries that are not parts of such a value.
 
     Raises InvalidSpec for an entry that a state cannot hold.
     """
-    found = {parameter: dict(own) for parameter, own in slots.items()}
+    plain_values = {parameter: dict(values) for parameter, values in slots.items()}
     for path, value in entries.items():
         if path[:2] != ("optim", "state") or is_inside(path, slots):
             continue
         if len(path) != 4:
             raise _not_representable(path, "nested state of an optimizer")
         _, _, parameter, key = path
-        taken, _ = take_apart_exactly(value, (), partial(_refused, path), inline=True)
-        found.setdefault(str(parameter), {})[str(key)] = taken
-    return found
+        plain, _ = take_apart_exactly(value, (), partial(_refused, path), inline=True)
+        plain_values.setdefault(str(parameter), {})[str(key)] = plain
+    return plain_values
 
 
 def is_read(path: Path) -> bool:
-    """True if Shoal reads an object at this path. Raises InvalidSpec if a state cannot hold it."""
+    """True if Shoal reads objects at this path. Raises InvalidSpec if a state cannot hold one."""
     if path[0] == "model":
         raise _not_representable(path, "an extra state that is no tensor")
     return path[0] == "optim" or path in {OWN, STEP}
@@ -137,34 +137,34 @@ def _not_representable(path: Path, seen: str) -> InvalidSpec:
 
 
 def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
-    """Return a state's values, which are not shards, as entries of a checkpoint."""
+    """Return the entries of a checkpoint for a state's step and values: all but its shards."""
     entries: dict[Path, object] = {}
     for index, group in enumerate(values.get("groups", [])):
         for setting, value in group.items():
             entries["optim", "param_groups", index, setting] = put_together(value, {})
     slots: dict[str, dict[str, Json]] = {}
-    for parameter, own in values.get(SLOTS, {}).items():
-        for key, value in own.items():
-            inner = _inside(key, value)
+    for parameter, parameter_values in values.get(SLOTS, {}).items():
+        for key, value in parameter_values.items():
+            inner = _flattened_parts(key, value)
             if inner is not None:
                 slots.setdefault(parameter, {})[key] = value
             for path, leaf in (
                 {(key,): put_together(value, {})} if inner is None else inner
             ).items():
                 entries["optim", "state", parameter, *path] = leaf
-    rest = {name: value for name, value in values.items() if name not in ("groups", SLOTS)}
+    other_values = {name: value for name, value in values.items() if name not in ("groups", SLOTS)}
     own_values = {
         "format": FORMAT,
         "step": step,
-        "values": {**rest, **({SLOTS: slots} if slots else {})},
+        "values": {**other_values, **({SLOTS: slots} if slots else {})},
         "checksums": torch.serialization.get_crc32_options(),
     }
     entries[OWN] = json.dumps(own_values)
     return entries
 
 
-def _inside(key: str, value: Json) -> dict[Path, object] | None:
-    """Return the parts into which torch flattens a value, by path, without tensors; None if torch
+def _flattened_parts(key: str, value: Json) -> dict[Path, object] | None:
+    """Return the parts into which torch flattens a value, by path, except tensors; None if torch
     does not flatten it."""
     if not isinstance(value, list | dict):
         return None
@@ -188,7 +188,7 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
                 groups.setdefault(index, {})[setting] = plain_setting(
                     value, (), partial(_refused, path)
                 )
-    found: list[Json] = []
+    checked: list[Json] = []
     for _, group in sorted(groups.items()):
         names = group.get("params")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -198,8 +198,8 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
                 expected="names of parameters",
                 fix="Save get_optimizer_state_dict(model, optimizer), not optimizer.state_dict().",
             )
-        found.append(group)
-    return found
+        checked.append(group)
+    return checked
 
 
 def own_state(text: object) -> Mapping[str, Any]:
@@ -208,8 +208,8 @@ def own_state(text: object) -> Mapping[str, Any]:
     Raises InvalidSpec if a later version of Shoal wrote it, MalformedMessage if it is damaged.
     """
     try:
-        own: Any = json.loads(text if isinstance(text, str) else "")
-        written, step, values = own["format"], own["step"], own["values"]
+        content: Any = json.loads(text if isinstance(text, str) else "")
+        written, step, values = content["format"], content["step"], content["values"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise MalformedMessage(
             f"the checkpoint's entry {key_of(OWN)} cannot be read", seen=str(text)[:100]
@@ -221,4 +221,4 @@ def own_state(text: object) -> Mapping[str, Any]:
             expected=f"at most {FORMAT}",
             fix="Read it with the version of Shoal that wrote it, or a later one.",
         )
-    return {"step": int(step), "values": dict(values), "checksums": bool(own.get("checksums"))}
+    return {"step": int(step), "values": dict(values), "checksums": bool(content.get("checksums"))}

@@ -1,9 +1,9 @@
 """Messages between the ranks that write one checkpoint: each rank gets the messages of all.
 
-Ranks do not wait for each other's files instead: on a shared file system, caches decide when a file
-of one machine appears on another, so that ranks would have to poll; and a missing file does not
-show that its writer has died. A message is sent after its sender has written and synchronised the
-files that it reports.
+Waiting for each other's files would not do: on a shared file system, caches decide when a file of
+one machine appears on another, so that ranks would have to poll. A missing file would not show that
+its writer has died. A rank sends its message after it has written and synchronised the files that
+the message reports.
 """
 
 from typing import Protocol
@@ -20,7 +20,7 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
 class Peers(Protocol):
-    """The ranks that write a checkpoint together, from the side of one of them."""
+    """One rank's connection to the ranks that write a checkpoint together."""
 
     @property
     def rank(self) -> int: ...
@@ -53,8 +53,8 @@ class GroupPeers:
         self.rank = group.rank()
 
     def gather(self, message: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
-        lengths = [int(n) for n in self._all(torch.tensor([own.numel()], device=self._device))]
+        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
+        lengths = [int(n) for n in self._all(torch.tensor([sent.numel()], device=self._device))]
         longest = max(lengths)
         if longest > MAX_MESSAGE_BYTES:
             raise Overloaded(
@@ -63,7 +63,7 @@ class GroupPeers:
                 expected=f"at most {MAX_MESSAGE_BYTES}",
             )
         padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
-        padded[: own.numel()] = own
+        padded[: sent.numel()] = sent
         gathered = zip(self._all(padded), lengths, strict=True)
         return [tensor[:length].cpu().numpy().tobytes() for tensor, length in gathered]
 

@@ -39,8 +39,8 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
 
 
 def check_written(path: CheckpointPath, index: bytes) -> None:
-    """Raise CheckpointFailed if `read` would refuse the files written for the checkpoint at `path`,
-    with this index, which is not published yet.
+    """Raise CheckpointFailed if `read` would refuse a checkpoint whose files are written and whose
+    index is not published yet. `index`: the index's bytes.
 
     Reads all objects and settings, and one tensor chunk of each dtype. Checksums cover the contents
     of the other chunks.
@@ -53,13 +53,13 @@ def check_written(path: CheckpointPath, index: bytes) -> None:
             f"the checkpoint {path} was written and cannot be read back: {error.what}",
             seen=error.seen,
             expected=error.expected,
-            fix="It is discarded, and older ones stay. Look at the storage, and at what was new in"
-            " the state: settings of the optimizer, registered objects.",
+            fix="This checkpoint is discarded, and older ones stay. Check the storage, and what was"
+            " new in the state: settings of the optimizer, registered objects.",
             details={"path": str(path)},
         ) from error
 
 
-def _nothing(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _no_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Ask for no chunk."""
 
 
@@ -72,17 +72,17 @@ class _Reader:
         self._checked = False
 
     def state_shard(self, needs: Needs) -> StateShard:
-        own = self._own()
+        own_entry = self._own()
         objects = {
             path: self._object(span)
             for path, span in self._index.objects.items()
             if names.is_read(path) and path != names.OWN
         }
-        step = own["step"] if own else objects.get(names.STEP, 0)
-        values = dict(own["values"]) if own else {}
-        known = values.get(SLOTS) or {}
-        shards = dict(self._tensors(needs, known))
-        if slots := names.slots_of(objects, known):
+        step = own_entry["step"] if own_entry else objects.get(names.STEP, 0)
+        values = dict(own_entry["values"]) if own_entry else {}
+        slots_known = values.get(SLOTS) or {}
+        shards = dict(self._tensors(needs, slots_known))
+        if slots := names.slots_of(objects, slots_known):
             values[SLOTS] = slots
         groups = names.groups_of({**objects, **self._settings()})
         if groups:
@@ -91,7 +91,7 @@ class _Reader:
 
     def check(self) -> None:
         """Raise the errors of `state_shard`, but read only one tensor chunk of each dtype."""
-        self.state_shard(_nothing)
+        self.state_shard(_no_chunk)
         seen: set[torch.dtype] = set()
         for path, stored in self._index.tensors.items():
             if stored.dtype not in seen:
@@ -104,9 +104,9 @@ class _Reader:
         span = self._index.objects.get(names.OWN)
         if span is None:
             return None
-        own = names.own_state(self._object(span))
-        self._checked = own["checksums"]
-        return own
+        content = names.own_state(self._object(span))
+        self._checked = content["checksums"]
+        return content
 
     def _tensors(self, needs: Needs, slots: Mapping[str, Any]) -> Iterator[tuple[str, TensorShard]]:
         for path, stored in self._index.tensors.items():
@@ -157,7 +157,7 @@ class _Reader:
         return tensor
 
     def _object(self, span: FileSpan) -> Any:
-        """Load what torch.save wrote to this span: tensors and plain values only, never code."""
+        """Load the object that torch.save wrote to this span: tensors and plain values, no code."""
         file, offset, length = span
         if file not in self._files:
             self._files[file] = self._stack.enter_context((self._path / file).open("rb"))
@@ -190,6 +190,6 @@ class _Reader:
             raise MalformedMessage(
                 f"the checkpoint {self._path} cannot be read",
                 seen=f"{' '.join([*keys, file])} at {offset}: {reason[:200]}",
-                expected="what torch.distributed.checkpoint writes",
+                expected="an object written by torch.distributed.checkpoint",
                 fix="Use an older checkpoint.",
             ) from error

@@ -1,8 +1,8 @@
 """Check that a run continues a checkpoint with the same samples, in the same order.
 
-A step is a position in the order of samples, which follows from the fields here. With another batch
-size the same number of steps covers other samples: such a run continues at the checkpoint's next
-sample, and records the position at which the size changed.
+A step is a position in the order of samples. The order follows from the fields that are compared
+here. With another batch size the same number of steps covers other samples: such a run continues
+at the checkpoint's next sample, and records the position at which the size changed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -54,7 +54,7 @@ class TrainedSamples:
         )
 
     def carried(self, held: Held) -> Held:
-        """Return the state with the position added at which the batch size changed, if it did."""
+        """Return the state; if the batch size has changed, with the position of the change."""
         if self.origin == SamplePosition():
             return held
         return replace(held, values={**held.values, ORIGIN: list(astuple(self.origin))})
@@ -78,13 +78,13 @@ class TrainedSamples:
         before = {key: written.get(key, "") for key in BATCH_SIZE}
         if before == {key: self._samples.get(key, "") for key in BATCH_SIZE}:
             return
-        was = replace(
+        former = replace(
             self._order,
             global_batch_size=int(before["global_batch"]),
             drop_last=before["drop_last"] == "true",
             origin=self.origin,
         )
-        self.origin = was.position(state_shard.step)
+        self.origin = former.position(state_shard.step)
         log.info("batch_size_changed", path=path, was=before["global_batch"], **vars(self.origin))
 
     def _warn_of_other_content(self, path: str, written: object) -> None:
@@ -95,8 +95,8 @@ class TrainedSamples:
             log.warning(
                 "checkpoint_of_other_samples",
                 path=path,
-                hint="the data set has the size that it had, and holds other samples: those of a"
-                " validation part may be among them now, unless its split is seeded",
+                hint="the data set has the same size as before, but other samples: samples of a"
+                " validation part may be among them now, unless the split is seeded",
             )
 
 
@@ -126,7 +126,7 @@ def check_samples(
             raise InvalidSpec(
                 f"the checkpoint {path} was written with other samples: {field} differs",
                 seen=f"{field}={samples[field]}",
-                expected=f"{field}={written[field]}, as in the run that it is of",
+                expected=f"{field}={written[field]}, as in the run that wrote it",
                 fix="With the same batches training continues where it was, for more epochs too. To"
                 " start over, take another directory for the checkpoints; to begin with these"
                 " weights there, load them into the model before session.distribute"

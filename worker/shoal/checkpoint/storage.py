@@ -21,8 +21,8 @@ def complete(location: CheckpointPath) -> Mapping[int, CheckpointPath]:
 
 def newest(location: CheckpointPath) -> CheckpointPath | None:
     """Return the complete checkpoint of the highest step, if there is one."""
-    found = complete(location)
-    return found[max(found)] if found else None
+    checkpoints = complete(location)
+    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def path_of_step(location: CheckpointPath, step: int) -> CheckpointPath:
@@ -44,7 +44,7 @@ def check(location: CheckpointPath) -> None:
 def refuse_later(location: CheckpointPath, step: int) -> None:
     """Raise InvalidSpec if there are checkpoints of later steps.
 
-    A run that does not continue from the newest checkpoint would mix its own with another run's.
+    A run that does not continue from the newest checkpoint would mix checkpoints of two runs.
     """
     last = max(complete(location), default=step)
     if last > step:
@@ -61,9 +61,9 @@ def retire(location: CheckpointPath, step: int, keep: int) -> None:
 
     Checkpoints of later steps belong to another run, and are neither counted nor deleted.
     """
-    found = complete(location)
-    for old in sorted(own for own in found if own <= step)[:-keep]:
-        path = found[old]
+    checkpoints = complete(location)
+    for old in sorted(each for each in checkpoints if each <= step)[:-keep]:
+        path = checkpoints[old]
         log.debug("checkpoint_retired", path=str(path))
         if isinstance(path, BucketPath):
             bucket.discard(path)

@@ -1,5 +1,5 @@
-"""Plan of the parts of a state that each rank writes. Pure: each rank computes it from the same
-outlines."""
+"""Plan of the parts of a state that each rank writes. Pure: each rank computes the same plan from
+the outlines of all ranks, which name their shards without contents."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from shoal.state.shards import Chunk, StateShard
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""Limit of a chunk. Larger ones are cut by rows, as a reader loads whole chunks, one at a time."""
+"""Limit of a chunk. Larger chunks are cut by rows: a reader loads one whole chunk at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ def items_of(state_shard: StateShard) -> list[PlannedChunk]:
     return [
         PlannedChunk(name=name, shape=shard.shape, dtype=shard.tensor.dtype, chunk=shard.chunk)
         for name, shard in state_shard.shards.items()
-        # The values that a mark stands for are objects of the checkpoint.
+        # A mark stands for plain values, which are written as objects.
         if not is_mark(name)
     ]
 
@@ -65,8 +65,8 @@ def plan_writes(
     """Return the chunks that each rank writes, given the chunks that each holds: every element
     exactly once.
 
-    A chunk that several ranks hold is written by the lowest of them, so that a replicated state is
-    that of one rank, not a mixture. `known`: names of tensors that some rank must hold. Raises
+    A chunk that several ranks hold is written by the lowest of these ranks, so that a replicated
+    state comes from one rank. `known`: names of tensors that some rank must hold. Raises
     InvalidSpec if elements are missing or chunks overlap, and ShapeMismatch or DtypeMismatch if
     ranks differ.
     """
@@ -76,9 +76,9 @@ def plan_writes(
     for rank, items in enumerate(held):
         for item in items:
             _check_same(first.setdefault(item.name, item), item, rank)
-            own = chunks.setdefault(item.name, set())
-            if item.chunk not in own and _has_content(item):
-                own.add(item.chunk)
+            planned_chunks = chunks.setdefault(item.name, set())
+            if item.chunk not in planned_chunks and _has_content(item):
+                planned_chunks.add(item.chunk)
                 planned[rank].extend(_cut(item))
     missing = sorted(name for name in set(known) - set(first) if not is_mark(name))
     if missing:
@@ -132,15 +132,15 @@ def _check_whole(name: str, whole: Chunk, chunks: Sequence[Chunk]) -> None:
         for other in open_boxes:
             if chunk.overlap(other) is not None:
                 raise InvalidSpec(
-                    f"two ranks hold parts of {name} that cross each other",
+                    f"two ranks hold parts of {name} that overlap each other",
                     seen=f"{other} and {chunk}",
-                    expected="boxes that are the same or apart",
+                    expected="chunks that are equal or disjoint",
                 )
         open_boxes.append(chunk)
     held = sum(chunk.num_elements for chunk in chunks)
     if held != whole.num_elements:
         raise InvalidSpec(
-            f"no rank holds all of {name}, nor do they together",
+            f"the ranks together do not hold all of {name}",
             seen=f"{held} elements",
             expected=f"{whole.num_elements}",
         )

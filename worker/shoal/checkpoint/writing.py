@@ -1,11 +1,11 @@
-"""Writer of a checkpoint of the state that the ranks of a group hold; every rank calls `write`.
+"""Writer of the checkpoint of a state that the ranks of a group hold. Every rank calls `write`.
 
     first rank begins a draft                    -> gather: outlines of the ranks' shards
-    every rank writes its share, durably         -> gather: the place of each entry
+    every rank writes its share, durably         -> gather: the file span of each entry
     first rank writes .metadata and publishes    -> gather: done
 
-DCP's own coordination unpickles objects that peers send. Here ranks exchange JSON, from which each
-computes the same plan. DCP's FileSystemWriter or FsspecWriter writes the files.
+DCP's own coordination unpickles objects that peers send. Here ranks exchange JSON, and each rank
+computes the same plan from it. DCP's FileSystemWriter or FsspecWriter writes the files.
 """
 
 import errno
@@ -89,7 +89,7 @@ class _Writer:
                 SLOTS: self._state_shard.values.get(SLOTS),
             }
 
-        opened = self._together("could not be begun", act)
+        opened = self._on_all_ranks("could not be begun", act)
         self._draft.join(opened[FIRST]["partial"])
         self._continues = any(answer["continues"] for answer in opened)
         steps = sorted({answer["step"] for answer in opened})
@@ -115,14 +115,14 @@ class _Writer:
                 self._draft.sweep()
             elif not self._draft.is_seen():
                 raise InvalidSpec(
-                    f"rank {self._peers.rank} does not see what is begun of {self._path}",
+                    f"rank {self._peers.rank} does not see the draft of {self._path}",
                     expected="storage that all ranks share",
                 )
             values = [self._content(item) for item in items] + list(self._values.values())
             entries = self._entries(items, self._first)
             return self._draft.write(self._peers.rank, list(zip(entries, values, strict=True)))
 
-        return self._together("could not be written", act)
+        return self._on_all_ranks("could not be written", act)
 
     def _content(self, item: PlannedChunk) -> object:
         shard = self._state_shard.shards[item.name]
@@ -145,7 +145,7 @@ class _Writer:
                 _check_files(self._draft, [span for _, span in stored])
                 self._draft.publish(stored)
 
-        self._together("could not be completed", act)
+        self._on_all_ranks("could not be completed", act)
 
     def _stored(
         self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[FileSpan]]
@@ -155,8 +155,8 @@ class _Writer:
         aliases: dict[names.Path, list[str]] = {}
         for alias, name in tied.items():
             aliases.setdefault(("model", name), []).append(alias)
-        for rank, (own, spans) in enumerate(zip(items, located, strict=True)):
-            for entry, span in zip(self._entries(own, rank == FIRST), spans, strict=True):
+        for rank, (rank_items, spans) in enumerate(zip(items, located, strict=True)):
+            for entry, span in zip(self._entries(rank_items, rank == FIRST), spans, strict=True):
                 yield entry, span
                 for alias in aliases.get(entry.path, []):
                     yield CheckpointEntry(("model", alias), entry.data), span
@@ -166,9 +166,9 @@ class _Writer:
         if self._first:
             self._draft.discard()
 
-    def _together(self, stage: str, act: Callable[[], Any]) -> list[Any]:
-        """Run `act` and return its results on all ranks; if it fails on one, raise its error on
-        all."""
+    def _on_all_ranks(self, stage: str, act: Callable[[], Any]) -> list[Any]:
+        """Run `act` on all ranks and return all results; if it fails on a rank, raise its error on
+        all ranks."""
         failure: ShoalError | None = None
         try:
             message: dict[str, Any] = {"done": act()}
@@ -178,8 +178,8 @@ class _Writer:
         answers = [json.loads(text) for text in self._gather(json.dumps(message).encode())]
         for rank, answer in enumerate(answers):
             if "failed" in answer:
-                own = failure if rank == self._peers.rank else None
-                raise own or ShoalError.from_dict(answer["failed"])
+                own_failure = failure if rank == self._peers.rank else None
+                raise own_failure or ShoalError.from_dict(answer["failed"])
         return [answer["done"] for answer in answers]
 
     def _gather(self, message: bytes) -> list[bytes]:

@@ -32,8 +32,8 @@ def find_compression(compression: str | Compression) -> Compression:
             "shoal.TopK(ratio=0.01)",
         )
     module, kind = COMPRESSIONS[compression]
-    found: Compression = getattr(import_module(module), kind)()
-    return found
+    chosen: Compression = getattr(import_module(module), kind)()
+    return chosen
 
 
 __all__ = ["COMPRESSIONS", "find_compression"]

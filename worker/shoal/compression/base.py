@@ -100,8 +100,8 @@ class Compressor(ABC):
     def begin(self, step: int) -> None:  # noqa: B027 - not all keep state between steps
         """Begin the next step; `step` steps are committed.
 
-        The state that the previous step left is kept if the step is among these. Otherwise it is
-        discarded: the step was not committed and is computed again.
+        State that the previous step left is kept if that step is committed. Otherwise the state is
+        discarded: the step is computed again.
         """
 
     def regroup(self) -> None:  # noqa: B027 - not all share state with other ranks

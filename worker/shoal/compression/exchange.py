@@ -26,9 +26,9 @@ class BucketAverage:
 class CompressedExchange(GradientExchange):
     """Exchange in which `compressor` compresses each bucket.
 
-    A bucket's first collective begins as soon as its gradients are complete, during backward. Later
-    ones depend on the result of the one before, and all ranks must begin them in the same order. So
-    they begin when backward has reached the last bucket, in the order of buckets.
+    A bucket's first collective begins as soon as its gradients are complete, during backward. Each
+    later collective depends on the result of the previous one, and all ranks must begin them in the
+    same order. So they begin when backward has reached the last bucket, in the order of buckets.
     """
 
     aborts_for_good = True
@@ -66,13 +66,13 @@ class CompressedExchange(GradientExchange):
             self._compressor.averaging(packed, self._wire), self.waiter.new_completion()
         )
         self._averages.append(average)
-        self._go_on(len(self._averages) - 1)
+        self._begin_next(len(self._averages) - 1)
         if bucket.is_last():
             self._finish()
         return average.completion
 
     @torch.no_grad()
-    def _go_on(self, index: int) -> None:
+    def _begin_next(self, index: int) -> None:
         """Begin the bucket's next collective; after the last, set its completion."""
         average = self._averages[index]
         work = next(average.averaging, None)
@@ -90,7 +90,7 @@ class CompressedExchange(GradientExchange):
                 except RuntimeError as error:
                     self._fail(str(error) or "a collective failed without a reason")
                     return
-                self._go_on(index)
+                self._begin_next(index)
 
     def _fail(self, reason: str) -> None:
         self._works.clear()

@@ -1,4 +1,4 @@
-"""Averages of gradients over the members, and the member at fault if one is not finite."""
+"""Averages of gradients over the members, with a check for values that are not finite."""
 
 import math
 from collections.abc import Callable
@@ -43,13 +43,13 @@ class GradientExchange:
         self._name_of = name_of
         self._traffic = traffic or Traffic()
         self._averaged: list[Tensor] = []
-        self._underway: list[OngoingCollective] = []
+        self._in_progress: list[OngoingCollective] = []
         """Collectives that the backward pass has begun and not waited for yet."""
         self.losses = UnseenLosses()
         """Losses of this member. If one is not finite, the averages are not finite either."""
         self._fault = ""
         self._norms: list[tuple[Tensor, Tensor]] = []
-        """The largest element of this member's own gradient, for parameters on a GPU."""
+        """Parameters on a GPU, each with the largest element of this member's own gradient."""
         self._complete = False
 
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -66,7 +66,7 @@ class GradientExchange:
         self._averaged.append(gradients)
         completion = self._begin_average(bucket)
         if bucket.is_last():
-            after_backward(self._arrive)
+            after_backward(self._await_averages)
         return completion.then(partial(_averaged, gradients))
 
     def _look(self, bucket: GradBucket) -> None:
@@ -80,10 +80,10 @@ class GradientExchange:
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             self._fault = next(self._name_of(p) for p, g in pairs if not is_finite(g))
 
-    def _arrive(self) -> None:
+    def _await_averages(self) -> None:
         """Wait for the averages, so that code after the backward pass reads them."""
-        underway, self._underway = self._underway, []
-        for each in underway:
+        in_progress, self._in_progress = self._in_progress, []
+        for each in in_progress:
             each.wait()
 
     def _begin_average(self, bucket: GradBucket) -> Completion:
@@ -94,9 +94,9 @@ class GradientExchange:
         gradients.div_(self._world_size)
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         assert work is not None
-        underway = self.waiter.begin(work)
-        self._underway.append(underway)
-        return underway.completion
+        in_progress = self.waiter.begin(work)
+        self._in_progress.append(in_progress)
+        return in_progress.completion
 
     @property
     def complete(self) -> bool:
@@ -114,7 +114,7 @@ class GradientExchange:
         """Begin a step and discard what the last one left; `step` steps are committed."""
         self._traffic.begin_step()
         self._averaged.clear()
-        self._underway.clear()
+        self._in_progress.clear()
         self.waiter.forget()
         self.losses.begin()
         self._fault = ""
@@ -130,7 +130,7 @@ class GradientExchange:
         """Raise unless the averages are finite. If they are not, every rank raises.
 
         Raises NonFiniteGradient on the members whose own gradient is not finite, and on all members
-        if only the sum is not. Otherwise raises GenerationBroken: the members at fault leave.
+        if only the sum is not. On others raises GenerationBroken: the members at fault leave.
         """
         if are_finite(self._averaged) and not (self._alone and self._own_fault()):
             self._traffic.end_step()

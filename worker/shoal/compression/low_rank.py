@@ -140,14 +140,14 @@ class PowerSgdCompressor(Compressor):
 
 
 class LowRankEncoder(PushEncoder):
-    """Encodes the whole rows of a parameter that lie in the shard as one matrix. The values before
-    and after them in their blocks are sent unchanged."""
+    """Encodes the whole rows of a parameter that lie in the shard as one matrix. Values before and
+    after a block's whole rows are sent unchanged."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._factors: dict[tuple[str, int], Tensor] = {}
-        """Factors by parameter and offset of its first block. They are kept even if a push was not
-        applied: its factor is an equally good start for the next."""
+        """Factors by parameter and offset of its first block. A factor is kept even if its push was
+        not applied: it is an equally good start for the next push."""
 
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
         decoded = values.clone()
@@ -167,11 +167,11 @@ class LowRankEncoder(PushEncoder):
             gradient = torch.cat([values[span] for span in rows]).view(-1, columns)
             left, right = self._factorise(blocks[members[0]], gradient)
             lefts = torch.split(left, [part.rows for part in parts])
-            for i, part, span, own in zip(members, parts, rows, lefts, strict=True):
+            for i, part, span, left_rows in zip(members, parts, rows, lefts, strict=True):
                 codec.low_rank[i].CopyFrom(part)
-                sent[i] = [values[spans[i].start : span.start], own]
+                sent[i] = [values[spans[i].start : span.start], left_rows]
                 sent[i].append(values[span.stop : spans[i].stop])
-                _multiply(own, right, decoded[span].view(part.rows, columns))
+                _multiply(left_rows, right, decoded[span].view(part.rows, columns))
             codec.columns.append(columns)
             rights.append(right)
         pieces = [tensor for block in sent for tensor in block] + rights
@@ -245,7 +245,7 @@ def _joined(tensors: list[Tensor], world_size: int) -> Tensor:
 
 
 def _orthonormal(left: Tensor) -> Tensor:
-    """Return orthonormal columns that span the given ones; arbitrary ones in place of zeros."""
+    """Return orthonormal columns that span the given columns; arbitrary columns for zeros."""
     # Scaled first, as the squares of a vanishing gradient would underflow to zero.
     scale = left.abs().amax()
     orthonormal: Tensor = torch.linalg.qr(left / torch.where(scale == 0, 1.0, scale)).Q

@@ -1,9 +1,9 @@
-"""Gradients in 8 bits, or in one.
+"""Gradients in 8 bits or 1 bit for each value.
 
-Coded values cannot be summed without decoding, so a ring would have to carry the values of every
-rank. Instead each rank serves one part of the values: it receives that part from all ranks,
-computes the mean, and sends it, coded again, to all. The serving rank keeps the error of this
-second coding and sends it in a later step. Tang et al., 1-bit Adam, arXiv:2102.02888.
+Coded values cannot be summed without decoding, so a ring all-reduce would have to carry the values
+of every rank. Instead each rank serves one part of the values: it receives that part from all
+ranks, computes the mean, and sends the mean, coded again, to all ranks. The serving rank keeps the
+error of this second coding and sends it in a later step. Tang et al., 1-bit Adam, arXiv:2102.02888.
 """
 
 from collections.abc import Sequence
@@ -85,14 +85,14 @@ class QuantisedCompressor(Compressor):
         self._code = code
         self._block = block
         self._residuals = Residuals()
-        self._debts: StepCarry[MeanError] = StepCarry()
+        self._mean_errors: StepCarry[MeanError] = StepCarry()
 
     def begin(self, step: int) -> None:
         self._residuals.begin(step)
-        self._debts.begin(step)
+        self._mean_errors.begin(step)
 
     def part(self, num_values: int, world_size: int) -> tuple[int, int]:
-        """Return the number of values that each rank serves, and that of values in a block."""
+        """Return the number of values that each rank serves, and the number in a block."""
         share = -(-num_values // world_size)
         block = min(self._block, _round_up(share, 8))
         return _round_up(share, block), block
@@ -102,7 +102,7 @@ class QuantisedCompressor(Compressor):
         length, block = self.part(size, num_ranks)
         values = self._residuals.added_to(packed, num_ranks * length)
         served = slice(wire.rank * length, (wire.rank + 1) * length)
-        debts = self._collect_debts(packed, values, served, num_ranks)
+        mean_errors = self._collect_mean_errors(packed, values, served, num_ranks)
 
         sent = self._code.encode(values.view(num_ranks, length), block)
         values -= self._code.decode(sent, block).view(-1)
@@ -110,49 +110,49 @@ class QuantisedCompressor(Compressor):
         received = torch.empty_like(sent)
         yield wire.all_to_all(received, sent)
 
-        mean = self._code.decode(received, block).mean(0).add_(debts)
+        mean = self._code.decode(received, block).mean(0).add_(mean_errors)
         coded = self._code.encode(mean.unsqueeze(0), block)
         mean -= self._code.decode(coded, block).view(-1)
-        self._keep_debts(packed, mean, served)
+        self._keep_mean_errors(packed, mean, served)
         yield wire.all_gather(received, coded)
         packed.flat.copy_(self._code.decode(received, block).view(-1)[:size])
 
     def _release(self, packed: PackedTensors) -> None:
         self._residuals.release(packed)
-        self._collect_debts(packed, packed.flat, slice(0, 0), 1)
+        self._collect_mean_errors(packed, packed.flat, slice(0, 0), 1)
 
-    def _collect_debts(
+    def _collect_mean_errors(
         self, packed: PackedTensors, values: Tensor, served: slice, num_ranks: int
     ) -> Tensor:
-        """Return this rank's debts, one for each value that it serves now, and clear them.
+        """Return the kept mean errors of the values that this rank serves now, and clear them.
 
         After a change of the roster or of the order of parameters, another rank may serve values
-        that this rank served. Debts of such values are added to this rank's own values, multiplied
+        that this rank served. Errors of such values are added to this rank's own values, multiplied
         by the number of ranks, by which the mean will divide them.
         """
-        owed = torch.zeros(served.stop - served.start, dtype=torch.float32, device=values.device)
+        sums = torch.zeros(served.stop - served.start, dtype=torch.float32, device=values.device)
         for name, span in packed.slots():
-            debt = self._debts.get(name)
-            if debt is None:
+            error = self._mean_errors.get(name)
+            if error is None:
                 continue
-            self._debts.put(name, None)
-            start = span.start + debt.start
-            stop = start + debt.values.numel()
+            self._mean_errors.put(name, None)
+            start = span.start + error.start
+            stop = start + error.values.numel()
             before = min(max(served.start, start), stop)
-            behind = min(max(served.stop, before), stop)
-            own = slice(before - served.start, behind - served.start)
-            if before < behind:
-                owed[own] += debt.values[before - start : behind - start]
-            values[start:before] += debt.values[: before - start] * num_ranks
-            values[behind:stop] += debt.values[behind - start :] * num_ranks
-        return owed
+            after = min(max(served.stop, before), stop)
+            overlap = slice(before - served.start, after - served.start)
+            if before < after:
+                sums[overlap] += error.values[before - start : after - start]
+            values[start:before] += error.values[: before - start] * num_ranks
+            values[after:stop] += error.values[after - start :] * num_ranks
+        return sums
 
-    def _keep_debts(self, packed: PackedTensors, left: Tensor, served: slice) -> None:
+    def _keep_mean_errors(self, packed: PackedTensors, errors: Tensor, served: slice) -> None:
         for name, span in packed.slots():
             start, stop = max(span.start, served.start), min(span.stop, served.stop)
             if start < stop:
-                values = left[start - served.start : stop - served.start]
-                self._debts.put(name, MeanError(start - span.start, values))
+                values = errors[start - served.start : stop - served.start]
+                self._mean_errors.put(name, MeanError(start - span.start, values))
 
 
 class QuantisedEncoder(PushEncoder):

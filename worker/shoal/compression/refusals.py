@@ -12,8 +12,8 @@ def refuse_compressed_weights(compression: object) -> None:
         raise InvalidSpec(
             "losses with weights of their own are not trained with compressed gradients",
             seen=f"session.backward(loss, weight=...) and compression {compression}",
-            expected="one of the two: what a step's compression leaves out is added to the next"
-            " one's, which is divided by another sum of weights",
+            expected="one of the two: values that compression leaves out of a step are added to the"
+            " next step, which is divided by another sum of weights",
         )
 
 

@@ -23,7 +23,7 @@ class StepCarry(Generic[Kept]):
 
     def begin(self, step: int) -> None:
         """Begin the next step; `step` steps are committed. A member that failed in the last step
-        and received the state of members that committed it keeps its values too: it took part."""
+        and received the state after it keeps its values too: it took part in the step."""
         if self._step < step:
             self._committed |= self._pending
         self._pending = {}
@@ -58,20 +58,20 @@ class Residuals:
         total[:size] = packed.flat
         total[size:] = 0
         for name, span in packed.slots():
-            left = self._carry.get(name)
-            if left is not None:
-                total[span] += left
+            errors = self._carry.get(name)
+            if errors is not None:
+                total[span] += errors
         return total
 
-    def keep(self, packed: PackedTensors, left: Tensor) -> None:
-        """Keep `left`, the errors of the values being sent, as the new residuals."""
+    def keep(self, packed: PackedTensors, errors: Tensor) -> None:
+        """Keep `errors`, the errors of the values being sent, as the new residuals."""
         for name, span in packed.slots():
-            self._carry.put(name, left[span])
+            self._carry.put(name, errors[span])
 
     def release(self, packed: PackedTensors) -> None:
         """Add the residuals to the values, and clear them."""
         for name, span in packed.slots():
-            left = self._carry.get(name)
-            if left is not None:
-                packed.flat[span] += left
+            errors = self._carry.get(name)
+            if errors is not None:
+                packed.flat[span] += errors
             self._carry.put(name, None)

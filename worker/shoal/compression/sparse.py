@@ -67,8 +67,8 @@ class TopKCompressor(Compressor):
         mean = torch.zeros_like(values)
         # One rank after another, in the same order on all ranks. An index occurs once in each row.
         for row in received:
-            numbers, where = row.chunk(2)
-            mean[where.to(torch.int64)] += numbers.view(torch.float32) / wire.world_size
+            numbers, at = row.chunk(2)
+            mean[at.to(torch.int64)] += numbers.view(torch.float32) / wire.world_size
         packed.flat.copy_(mean)
 
     def _release(self, packed: PackedTensors) -> None:
@@ -91,7 +91,7 @@ class TopKEncoder(PushEncoder):
 
 
 def largest(magnitudes: Tensor, number: int) -> Tensor:
-    """Return the indices of the `number` largest, in any order; NaN counts as the largest."""
+    """Return the indices of the `number` largest values, in any order; NaN counts as largest."""
     size = magnitudes.numel()
     if size <= SAMPLE or number * 4 > size:
         return magnitudes.topk(number, sorted=False).indices

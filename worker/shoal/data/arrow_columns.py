@@ -1,9 +1,9 @@
 """Contents of the columns of Hugging Face's `datasets.Dataset`, read without loading a sample.
 
 Loading a sample would decode and format it and run the script's transform. The data set's own
-fingerprint cannot be compared: for the same samples it differs if files differ in age, or if a
-function could not be pickled. Its Arrow table is in memory, or a memory-mapped file, and single
-rows of it can be read.
+fingerprint cannot be compared: even for the same samples it depends on the age of the files, and
+on whether functions could be pickled. Its Arrow table is in memory, or is a memory-mapped file,
+and single rows of the table can be read.
 """
 
 import sys
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_BYTES = 4096
-"""Bytes read from the end of a longer text or file."""
+"""Limit of the bytes read of a text or of bytes. Of longer values only the end is read."""
 MAX_ELEMENTS = 4
-"""Elements read of a list within a row."""
+"""Limit of the elements read of a list within a row."""
 MAX_DEPTH = 4
-_CHOSEN = "_indices"
-"""Attribute with the rows of the table that are the data set's samples; None: all rows."""
+_ROWS = "_indices"
+"""Attribute of a `datasets.Dataset`: the table's rows that are its samples; None: all rows."""
 
 
 def is_arrow(dataset: object) -> bool:
@@ -25,19 +25,19 @@ def is_arrow(dataset: object) -> bool:
     kind = getattr(library, "Dataset", None)
     if not isinstance(kind, type) or not isinstance(dataset, kind):
         return False
-    return _CHOSEN in vars(dataset) and hasattr(getattr(dataset, "data", None), "fast_gather")
+    return _ROWS in vars(dataset) and hasattr(getattr(dataset, "data", None), "fast_gather")
 
 
 def rows_taken(dataset: Any, positions_of: Callable[[int], Sequence[int]]) -> list[int] | None:
-    """Table rows of the samples at `positions_of(number of samples)`. None: all rows, in order."""
-    taken = vars(dataset)[_CHOSEN]
-    if taken is None or not len(taken):
-        return None if taken is None else []
-    return list(taken.fast_gather(positions_of(len(taken))).column(0).to_pylist())
+    """Return the table rows of the samples at `positions_of(number of samples)`; None: all rows."""
+    indices = vars(dataset)[_ROWS]
+    if indices is None or not len(indices):
+        return None if indices is None else []
+    return list(indices.fast_gather(positions_of(len(indices))).column(0).to_pylist())
 
 
 def columns_at(dataset: Any, rows: Sequence[int]) -> Iterator[tuple[str, list[object]]]:
-    """The name of each column, and its values in these rows; long values are cut."""
+    """Yield the name of each column, and its values in these rows; long values are cut."""
     table = dataset.data.fast_gather(rows)
     for name, column in zip(table.column_names, table.columns, strict=True):
         yield name, [_value(each, 0) for each in column]
@@ -55,7 +55,7 @@ def _value(scalar: Any, depth: int) -> object:
         inner = [] if depth >= MAX_DEPTH else values.slice(0, MAX_ELEMENTS)
         return [len(values), *(_value(each, depth + 1) for each in inner)]
     if hasattr(scalar, "value"):
-        # An extension type has its storage here, a timestamp its number.
+        # The storage of an extension type, or the number of a timestamp.
         stored = scalar.value
         return _value(stored, depth + 1) if hasattr(stored, "is_valid") else stored
     plain: object = scalar.as_py()
@@ -63,7 +63,7 @@ def _value(scalar: Any, depth: int) -> object:
 
 
 def _end_of(scalar: Any) -> object:
-    """Return the end of a text, or of bytes."""
+    """Return the last MAX_BYTES of a text or of bytes."""
     content = scalar.as_buffer()
     end = content.slice(max(0, content.size - MAX_BYTES)).to_pybytes()
     is_text = "string" in str(scalar.type)

@@ -22,18 +22,18 @@ from shoal.data.shard_order import ShardOrder
 from shoal.data.shards import Shards
 from shoal_proto.errors import InvalidSpec
 
-_MEANT = {
+_HINTS = {
     "batch_size": "global_batch_size is the size of all members' batch together.",
     "sampler": "Subset(dataset, the sampler's indices) with shuffle=False: 'An order of your own'"
     " in docs/data.md.",
-    "num_epochs": "epochs= says how many.",
+    "num_epochs": "epochs= is the number of epochs.",
 }
-"""Hints for keywords that scripts may try and that have another name here, by keyword."""
+"""Hints for keywords of torch and others that have another name here, by keyword."""
 
 
 class LoadingOptions(TypedDict, total=False):
-    """Options for loading samples: keywords of torch's DataLoader. An option that is not given has
-    the value of the script's DataLoader, if it gave one, else the default of
+    """Options for loading samples: keywords of torch's DataLoader. An option that is not given
+    comes from the script's DataLoader, or without a DataLoader is the default of
     `shoal.data.loading.Loading`."""
 
     num_workers: int
@@ -77,7 +77,7 @@ class BatchOptions:
         collate: Collate | None,
         options: LoadingOptions,
     ) -> "BatchOptions":
-        """Raises InvalidSpec for unknown or contradictory keywords."""
+        """Options from keywords. Raises InvalidSpec for unknown or contradictory keywords."""
         known = {field.name for field in fields(Loading)}
         unknown = sorted(options.keys() - known - LoadingOptions.__annotations__.keys())
         if unknown:
@@ -85,7 +85,7 @@ class BatchOptions:
                 f"session.batches has no option {unknown[0]}",
                 seen=", ".join(unknown),
                 expected=", ".join(LoadingOptions.__annotations__),
-                fix=_MEANT.get(unknown[0], ""),
+                fix=_HINTS.get(unknown[0], ""),
             )
         collate_fn = options.get("collate_fn")
         if collate is not None and collate_fn is not None:
@@ -104,11 +104,11 @@ class BatchOptions:
         )
 
     def loader(self, dataset: "Dataset | DataLoader[Any]", *, together: bool = True) -> Loader:
-        """Make the loader. `together`: True if members share each batch, False if each takes whole
-        batches of its own.
+        """Make the loader. `together`: True if members share each batch, False if each member takes
+        whole batches.
 
-        Raises InvalidSpec if the dataset, the DataLoader or the options do not fix which samples
-        are in each step.
+        Raises InvalidSpec if the dataset, the DataLoader or the options do not determine the
+        samples of each step.
         """
         if isinstance(dataset, DataLoader):
             dataset_size(dataset.dataset)
@@ -138,7 +138,7 @@ class BatchOptions:
             dataset,
             order,
             self.collate,
-            # None: by default whole tensors are indexed in place.
+            # None lets the Loader index whole tensors in place.
             loading=None if loading == Loading() else loading,
             seed_samples=self.seed_samples,
         )
@@ -162,14 +162,14 @@ def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, s
 
 
 def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
-    """The options, with those that the script did not give taken from its DataLoader."""
+    """Fill the options that the script did not give with those of its DataLoader."""
     if loader.batch_size is None:
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
     sampler: Any = loader.sampler
     seed = None
     if isinstance(sampler, DistributedSampler):
-        # The session replaces its padding and its shares; shuffle and seed are the script's choice.
+        # The session replaces the sampler's padding and shares, and keeps its shuffle and seed.
         shuffle, seed = sampler.shuffle, sampler.seed
         if sampler.drop_last:
             raise _unkept("sampler", "DistributedSampler(drop_last=True)", "drop_last=False")
@@ -206,12 +206,12 @@ def own_collate(loader: "DataLoader[Any]") -> Collate | None:
 
 
 def _loading_of(loader: "DataLoader[Any]") -> dict[str, Any]:
-    own = (field.name for field in fields(Loading) if hasattr(loader, field.name))
-    found = {name: getattr(loader, name) for name in own}
+    names = (field.name for field in fields(Loading) if hasattr(loader, field.name))
+    options = {name: getattr(loader, name) for name in names}
     if not loader.num_workers:
         # Without processes, a DataLoader has torch's values for these, not the script's.
-        del found["prefetch_factor"], found["persistent_workers"]
-    return found
+        del options["prefetch_factor"], options["persistent_workers"]
+    return options
 
 
 def _two_sizes(batch_size: int, num_replicas: int) -> InvalidSpec:
@@ -227,7 +227,7 @@ def _two_sizes(batch_size: int, num_replicas: int) -> InvalidSpec:
 
 def _unkept(part: str, seen: str, expected: str) -> InvalidSpec:
     return InvalidSpec(
-        f"the DataLoader's {part} decides which samples come when",
+        f"the DataLoader's {part} decides which samples are in each batch",
         seen=seen,
         expected=expected,
         fix="The session cuts each batch for the present members, whose number changes, and"

@@ -84,8 +84,8 @@ class Batch:
         size by at most one sample. If a share has fewer samples than parts, the remaining parts are
         stand-ins: one sample with weight 0.
 
-        Raises InvalidSpec outside a step, for fewer than one part or more than a global batch has
-        samples, and if a part has no backward pass or more than one.
+        Raises InvalidSpec outside a step, for fewer than one part, for more parts than a global
+        batch has samples, and if a part has no backward pass or several.
         """
         return of_step().parts(self, num_parts)
 
@@ -102,8 +102,8 @@ class Loader:
         loading: Loading | None = None,
         seed_samples: bool = True,
     ) -> None:
-        """`loading`: options as in a DataLoader; None: the trainer loads, and indexes the rows of
-        whole tensors."""
+        """`loading`: options as in a DataLoader; None: the trainer loads, and a dataset of whole
+        tensors is indexed by row."""
         self._dataset = dataset
         self.order = order
         self._columns = None if collate or loading else _columns(dataset)
@@ -113,7 +113,7 @@ class Loader:
             self._samples = BatchLoader(samples, loading or Loading(), self._indices)
         self._epoch = -1
         self._origin = order.origin
-        """Origin of the order: the object last given, so that `begin_at` compares by identity."""
+        """The object last given to `begin_at`, which compares by identity first."""
 
     @property
     def num_columns(self) -> int | None:
@@ -122,9 +122,9 @@ class Loader:
 
     def begin_at(self, origin: SamplePosition) -> None:
         """Set the position from which batches have the present size. Cheap if it is unchanged."""
-        now = self._origin
-        if origin is not now:
-            if origin != now:
+        before = self._origin
+        if origin is not before:
+            if origin != before:
                 self.order = replace(self.order, origin=origin)
             self._origin = origin
 
@@ -145,15 +145,15 @@ class Loader:
             self._samples.close()
 
     def synchronous(self, step: int, index: int, count: int) -> Batch:
-        """Return one of `count` shares of a step that all members take together."""
+        """Return share `index` of the `count` shares of a step that all members take together."""
         epoch, start, stop = self.order.span(step)
         own_start, own_stop = share(start, stop, index, count)
 
         def after() -> Iterator[SampleRange]:
             for later in range(step + 1, self.order.num_steps):
                 its_epoch, its_start, its_stop = self.order.span(later)
-                own = share(its_start, its_stop, index, count)
-                yield _loaded(SampleRange(its_epoch, *own), its_start)
+                later_share = share(its_start, its_stop, index, count)
+                yield _loaded(SampleRange(its_epoch, *later_share), its_start)
 
         loaded = _loaded(SampleRange(epoch, own_start, own_stop), start)
         indices = self._indices(loaded.epoch, loaded.start, loaded.stop)
@@ -180,10 +180,9 @@ class Loader:
         *,
         after: Callable[[], Iterator[SampleRange]] = lambda: iter(()),
     ) -> Batch:
-        """The batch of the samples at positions [start, stop) of an epoch's order, all for this
-        member.
+        """Return a batch of this member alone: the samples at [start, stop) of an epoch's order.
 
-        `after` yields the spans that are likely to be asked for next.
+        `after` yields the spans that are likely to be requested next.
         """
         indices = self._indices(epoch, start, stop)
         inputs, targets = self._load(SampleRange(epoch, start, stop), indices, after)
@@ -199,7 +198,7 @@ class Loader:
     def _load(
         self, span: SampleRange, indices: Tensor, after: Callable[[], Iterator[SampleRange]]
     ) -> tuple[Any, Any]:
-        """Inputs and targets of the span, whose samples have these indices."""
+        """Return inputs and targets of the span. `indices`: the indices of its samples."""
         if span.epoch != self._epoch:
             self._check_size()
             self._epoch = span.epoch
@@ -218,18 +217,18 @@ class Loader:
                 "the dataset has another length than when the batches began",
                 seen=f"{size} samples",
                 expected=f"{self.order.num_samples} samples",
-                fix="Give a dataset that stays as long as it is. To train on more data, begin a new"
-                " job with the weights of this one.",
+                fix="Give a dataset whose length does not change. To train on more data, begin a"
+                " new job with the weights of this one.",
             )
 
 
 def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> SampleFailed:
-    """Return the failure, with its step and samples if it names no single sample."""
+    """Return the failure if it names a sample, else one that names the step and its samples."""
     if "index" in failed.details:
         return failed
     named = ", ".join(map(str, indices[:MAX_SAMPLES_NAMED]))
     more = ", ..." if len(indices) > MAX_SAMPLES_NAMED else ""
-    named_so = SampleFailed(
+    described = SampleFailed(
         f"the samples of this member's share of step {step} could not be collated",
         seen=f"{failed.seen}, for the samples {named}{more}",
         expected="a batch of every share, even if the share is one sample",
@@ -239,27 +238,27 @@ def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> Sa
         details={"step": str(step)},
     )
     for note in getattr(failed, "__notes__", ()):
-        named_so.add_note(note)
-    return named_so
+        described.add_note(note)
+    return described
 
 
 def _rows(column: Tensor, indices: Tensor) -> Tensor:
-    # Twice as fast as indexing, but indices must be on the tensor's device.
+    # `index_select` is twice as fast, but needs the indices on the tensor's device.
     return column.index_select(0, indices) if column.is_cpu else column[indices]
 
 
-def _loaded(own: SampleRange, start: int) -> SampleRange:
-    """The span to load for a share of the batch that begins at `start`.
+def _loaded(span: SampleRange, start: int) -> SampleRange:
+    """Return the span to load for a share of the batch that begins at `start`.
 
-    A model need not handle an empty batch: a member without samples loads the batch's first one,
-    which gets weight 0. A sample of another batch might take a path through the model that no
-    sample of this batch takes, and give parameters on that path a gradient.
+    A model need not handle an empty batch, so a member without samples loads the batch's first
+    sample, with weight 0. A sample of another batch would not do: it could use parameters that this
+    batch does not use, and so give them a gradient.
     """
-    return own if own.stop > own.start else SampleRange(own.epoch, start, start + 1)
+    return span if span.stop > span.start else SampleRange(span.epoch, start, start + 1)
 
 
 def dataset_size(dataset: Dataset) -> int:
-    """Number of samples. Raises InvalidSpec if the dataset has no length or no items by index."""
+    """Return the number of samples. Raises InvalidSpec if there is no length or no indexing."""
     columns = _columns(dataset)
     if columns is not None:
         return len(columns[0])
@@ -270,7 +269,7 @@ def dataset_size(dataset: Dataset) -> int:
             expected="tensors of one length, such as (inputs, targets)",
             fix="torch.from_numpy(array) makes a tensor of an array; samples belong into a list.",
         )
-    if (held := _tensors_beside(dataset)) is not None:
+    if (held := _misused_tensors(dataset)) is not None:
         raise InvalidSpec(
             "the dataset is a list or dict of tensors: each tensor would be one sample",
             seen=held,
@@ -293,7 +292,7 @@ def dataset_size(dataset: Dataset) -> int:
 
 
 def describe(dataset: Dataset) -> str:
-    """Description of the data set, which members compare."""
+    """Describe the data set; members compare the text."""
     columns = _columns(dataset)
     if isinstance(dataset, Shards):
         return dataset.description
@@ -308,10 +307,10 @@ def _is_iterable(dataset: object) -> bool:
     return isinstance(dataset, IterableDataset)
 
 
-def _tensors_beside(dataset: Any) -> str | None:
-    """Describe the tensors of a dict or of a short list that was meant as columns; None for any
-    other dataset. A dict without the key 0 cannot be indexed by number. A list of tensors of the
-    same length with different numbers of dimensions could not be collated as samples."""
+def _misused_tensors(dataset: Any) -> str | None:
+    """Describe the tensors of a dict or short list that must be meant as columns; None for any
+    other dataset. A dict without the key 0 cannot be indexed by number. Tensors of one length and
+    different numbers of dimensions cannot be collated as samples."""
     if isinstance(dataset, Mapping) and 0 not in dataset:
         named: Mapping[Any, Any] = dataset
     elif isinstance(dataset, list) and len(dataset) <= MAX_COLUMNS_IN_LIST:
@@ -328,8 +327,8 @@ def _tensors_beside(dataset: Any) -> str | None:
 
 
 def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
-    """The whole tensors of a dataset that consists of such, else None. A batch then takes one index
-    operation for each."""
+    """Return the tensors of a dataset that consists of whole tensors, else None. With such a
+    dataset, a batch takes one index operation for each tensor."""
     columns: Any = dataset.tensors if isinstance(dataset, TensorDataset) else dataset
     if not isinstance(columns, tuple) or not columns:
         return None
@@ -344,8 +343,8 @@ def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
 
 
 def _split(parts: Any) -> tuple[Any, Any]:
-    """Split into (inputs, targets): the last part of a tuple is the target, if there are several
-    parts. A list is always inputs as a whole: its length may be the number of samples."""
+    """Split into (inputs, targets). Only a tuple of several parts has targets, its last part. A
+    list is inputs as a whole: its length may be the number of samples."""
     if not isinstance(parts, tuple):
         return parts, None
     if len(parts) == 1:

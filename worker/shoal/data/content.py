@@ -3,14 +3,15 @@
 Each member makes its own data set. If a split or sampler is not seeded, the members' data sets have
 the same type, size and dtypes but different samples.
 
-The digest covers a few values, at positions that depend on sizes alone. No data set is asked for an
-item: that may be slow, random, or have side effects. The contents of torch's and Hugging Face's
-data sets are read directly; of other classes, the public attributes with one entry for each sample.
+The digest covers a few values, at positions that depend on sizes alone. No item of a data set is
+loaded: that may be slow, random, or have side effects. The contents of torch's and Hugging Face's
+data sets are read directly. For other classes, the digest covers the public attributes that have
+one entry for each sample.
 
 Only the last part of a path counts: hosts may keep the same data set in different folders.
 
-Floating-point values count only by sign and magnitude, in steps of about a factor e: values that
-each member computes itself (a normalised column) may differ in the last bits between hosts.
+Floating-point values count only by sign and magnitude, in steps of about a factor e: a column that
+each member computes, such as a normalised one, may differ in the last bits between hosts.
 """
 
 import math
@@ -33,31 +34,31 @@ from shoal.data.shards import Shards
 from shoal_proto.packing.listings import pack
 
 NUM_SAMPLES = 64
-"""Limit of the samples read in each data set (each part of a composite one)."""
+"""Limit of the samples read in each data set, and in each part of a composite data set."""
 NUM_EXACT, NUM_ROUGH = 16, 4
 """Limits of the elements read in each row of an array: of integers, of floating-point numbers."""
 NUM_ROWS, NUM_ROWS_TAKEN = 32, 256
-"""Limits for an Arrow data set: rows read of the table, entries read of the list of its rows."""
+"""Limits for an Arrow data set: of the rows read, and of the entries read of its list of rows."""
 NUM_INDICES = 1 << 12
 """Limit of the indices read of a Subset."""
 MAX_TEXT = 4096
 MAX_PARTS = 64
 """Limit of the parts read of a sample, and of the data sets read of a composite one."""
 MAX_DEPTH = 8
-MAX_WORDS = 1 << 14
+MAX_ITEMS = 1 << 14
 SMALLEST = 1e-3
 """Values far below this count as equal: a zero on one host may be a rounding error on another."""
 OFFSET = 0.371
-"""Offset of the steps, which keeps common values such as 0 or 1 away from a border."""
+"""Offset of the steps: keeps common values such as 0 or 1 away from the border of a step."""
 _INTEGERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64),
 )
-Word = str | int
+DigestItem = str | int
 
 
 class RoughNumber(int):
-    """Number of a step: stands for all floating-point numbers of about the same magnitude."""
+    """Number of a step of the rough scale: stands for all floats of about the same magnitude."""
 
     def __str__(self) -> str:
         return f"about {SMALLEST * math.sinh(int(self) + 0.5 - OFFSET):.2g}"
@@ -69,96 +70,94 @@ def content_of(dataset: Dataset) -> str:
     Members with the same samples in the same order have the same digest. Members with different
     samples have different digests, unless only a few samples differ.
     """
-    return _digest_of(_words_of(dataset))
+    return _digest_of(_items_of(dataset))
 
 
 def content_fields(dataset: Dataset | DataLoader[Any]) -> tuple[dict[str, str], dict[str, bytes]]:
     """Optional fields of the proposal, and listings of the values that their digests cover."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     listings = {"dataset": pack(samples.listing)} if isinstance(samples, Shards) else {}
-    words = _words_of(samples)
-    if not words:
+    items = _items_of(samples)
+    if not items:
         return {}, listings
-    lines = (
-        f"value {number} of those that are compared: {word}" for number, word in enumerate(words)
-    )
-    return {CONTENT_FIELD: _digest_of(words)}, {**listings, CONTENT_FIELD: pack(lines)}
+    lines = (f"compared value {number}: {item}" for number, item in enumerate(items))
+    return {CONTENT_FIELD: _digest_of(items)}, {**listings, CONTENT_FIELD: pack(lines)}
 
 
-def _words_of(dataset: Dataset) -> list[Word]:
-    return list(islice(_of_dataset(dataset, dataset_size(dataset), 0), MAX_WORDS))
+def _items_of(dataset: Dataset) -> list[DigestItem]:
+    return list(islice(_dataset_items(dataset, dataset_size(dataset), 0), MAX_ITEMS))
 
 
-def _digest_of(words: Sequence[Word]) -> str:
-    return sha256(repr(words).encode()).hexdigest()[:16] if words else ""
+def _digest_of(items: Sequence[DigestItem]) -> str:
+    return sha256(repr(items).encode()).hexdigest()[:16] if items else ""
 
 
-def _of_dataset(dataset: Any, size: int | None, depth: int) -> Iterator[Word]:
+def _dataset_items(dataset: Any, size: int | None, depth: int) -> Iterator[DigestItem]:
     """Read a data set that holds its samples or wraps another one. `size`: its number of samples,
     if known."""
     if depth > MAX_DEPTH or isinstance(dataset, Shards):
         return
     if isinstance(dataset, Subset):
-        yield from _of_indices(dataset.indices)
-        yield from _of_dataset(dataset.dataset, None, depth + 1)
+        yield from _index_items(dataset.indices)
+        yield from _dataset_items(dataset.dataset, None, depth + 1)
     elif isinstance(dataset, ConcatDataset | StackDataset):
         parts: Any = dataset.datasets
         for each in list(parts.values() if isinstance(parts, Mapping) else parts)[:MAX_PARTS]:
-            yield from _of_dataset(each, None, depth + 1)
+            yield from _dataset_items(each, None, depth + 1)
     elif is_arrow(dataset):
-        yield from _of_arrow(dataset)
+        yield from _arrow_items(dataset)
     elif isinstance(dataset, TensorDataset) or _are_tensors(dataset):
         for column in getattr(dataset, "tensors", dataset)[:MAX_PARTS]:
-            yield from _of_array(column)
+            yield from _array_items(column)
     elif isinstance(dataset, Tensor | np.ndarray):
-        yield from _of_array(dataset)
+        yield from _array_items(dataset)
     elif type(dataset) in (list, tuple):
         for position in _spread(len(dataset), NUM_SAMPLES):
-            yield from _of_value(dataset[position], 0)
+            yield from _value_items(dataset[position], 0)
     elif size is not None:
-        yield from _of_attributes(dataset, size, depth)
+        yield from _attribute_items(dataset, size, depth)
 
 
 def _are_tensors(dataset: object) -> bool:
     return isinstance(dataset, tuple) and all(isinstance(each, Tensor) for each in dataset)
 
 
-def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
-    """Read those attributes of a script's own class that have one entry for each sample, or that
-    are data sets."""
+def _attribute_items(dataset: object, size: int, depth: int) -> Iterator[DigestItem]:
+    """Read the attributes of a script's own class that are data sets, or have one entry for each
+    sample."""
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if name.startswith("_") and not _keeps_no_caches(dataset):
             continue
         is_column = isinstance(value, Tensor | np.ndarray) and value.ndim > 0
         if is_column or type(value) in (list, tuple):
             counts = len(value) == size and not _is_being_filled(value)
-            words = _of_dataset(value, size, depth + 1) if counts else iter(())
+            items = _dataset_items(value, size, depth + 1) if counts else iter(())
         elif isinstance(value, TorchDataset) or is_arrow(value):
-            words = _of_dataset(value, size, depth + 1)
+            items = _dataset_items(value, size, depth + 1)
         else:
             continue
-        for count, word in enumerate(words):
+        for count, item in enumerate(items):
             if not count:
                 yield name
-            yield word
+            yield item
 
 
 def _keeps_no_caches(dataset: object) -> bool:
-    """True for torchvision's data sets: their attributes that begin with _ are not caches, but
-    names of files and labels."""
+    """True for torchvision's data sets: their private attributes are names of files and labels, not
+    caches."""
     return type(dataset).__module__.startswith("torchvision.datasets.")
 
 
-def _of_arrow(dataset: Any) -> Iterator[Word]:
+def _arrow_items(dataset: Any) -> Iterator[DigestItem]:
     yield len(dataset)
-    taken = rows_taken(dataset, lambda size: _spread(size, NUM_ROWS_TAKEN))
-    if taken is not None:
-        yield sha256(repr(taken).encode()).hexdigest()
+    table_rows = rows_taken(dataset, lambda size: _spread(size, NUM_ROWS_TAKEN))
+    if table_rows is not None:
+        yield sha256(repr(table_rows).encode()).hexdigest()
     rows = _spread(dataset.data.num_rows, NUM_ROWS)
     for name, values in islice(columns_at(dataset, rows), MAX_PARTS) if len(rows) else ():
         yield name
         for value in values:
-            yield from _of_value(value, 0)
+            yield from _value_items(value, 0)
 
 
 def _is_being_filled(column: Any) -> bool:
@@ -168,43 +167,43 @@ def _is_being_filled(column: Any) -> bool:
     return any(column[position] is None for position in _spread(len(column), NUM_SAMPLES))
 
 
-def _of_indices(indices: Any) -> Iterator[Word]:
+def _index_items(indices: Any) -> Iterator[DigestItem]:
     if not isinstance(indices, Tensor | np.ndarray | list | tuple | range):
         return
     positions = _spread(len(indices), NUM_INDICES)
     if isinstance(indices, Tensor | np.ndarray):
-        found = np.asarray(_elements(indices, [positions]))
+        sampled = np.asarray(_elements(indices, [positions]))
     elif len(positions) == len(indices):
-        found = np.asarray(indices)
+        sampled = np.asarray(indices)
     else:
-        found = np.asarray([indices[position] for position in positions])
+        sampled = np.asarray([indices[position] for position in positions])
     yield len(indices)
-    if found.dtype.kind in "iu":
-        yield sha256(found.astype("<i8").tobytes()).hexdigest()
+    if sampled.dtype.kind in "iu":
+        yield sha256(sampled.astype("<i8").tobytes()).hexdigest()
     else:
-        for each in found.tolist():
-            yield from _of_scalar(each)
+        for each in sampled.tolist():
+            yield from _scalar_items(each)
 
 
-def _of_value(value: object, depth: int) -> Iterator[Word]:
-    """Read a sample or a part of one. Of a value of unknown type only the type's name counts."""
+def _value_items(value: object, depth: int) -> Iterator[DigestItem]:
+    """Read a sample or a part of one. A value of unknown type counts only by the type's name."""
     if depth > MAX_DEPTH:
         return
     if isinstance(value, Tensor | np.ndarray):
-        yield from _of_array(value)
+        yield from _array_items(value)
     elif type(value) is dict:
         for name in list(value)[:MAX_PARTS]:
-            yield from _of_value(name, depth + 1)
-            yield from _of_value(value[name], depth + 1)
+            yield from _value_items(name, depth + 1)
+            yield from _value_items(value[name], depth + 1)
     elif type(value) is list or isinstance(value, tuple):
         yield len(value)
         for each in value[:MAX_PARTS]:
-            yield from _of_value(each, depth + 1)
+            yield from _value_items(each, depth + 1)
     else:
-        yield from _of_scalar(value.item() if isinstance(value, np.generic) else value)
+        yield from _scalar_items(value.item() if isinstance(value, np.generic) else value)
 
 
-def _of_scalar(value: object) -> Iterator[Word]:
+def _scalar_items(value: object) -> Iterator[DigestItem]:
     if isinstance(value, int):
         yield int(value)
     elif isinstance(value, float):
@@ -221,7 +220,7 @@ def _of_scalar(value: object) -> Iterator[Word]:
         yield type(value).__name__
 
 
-def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
+def _array_items(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[DigestItem]:
     """Read some elements of some of the array's rows, and nothing else."""
     if isinstance(array, Tensor) and not _is_plain(array):
         return
@@ -232,7 +231,7 @@ def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
     rows = _spread(sizes[0], NUM_SAMPLES) if sizes else [0]
     width = math.prod(sizes[1:])
     count = min(width, NUM_EXACT if _is_exact(array) else NUM_ROUGH)
-    # Other positions in each row: some elements, such as an image's corners, never differ.
+    # Each row is read at other positions: some elements, such as an image's corners, never differ.
     flat = [
         (row * 7919 + k * width // count) % width for row in range(len(rows)) for k in range(count)
     ]
@@ -241,7 +240,7 @@ def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
         positions.insert(1, [each % size for each in flat])
         flat = [each // size for each in flat]
     for value in _elements(array, positions if sizes else []):
-        yield from _of_scalar(value)
+        yield from _scalar_items(value)
 
 
 def _elements(
@@ -253,11 +252,11 @@ def _elements(
     if not isinstance(array, Tensor):
         return list(np.asarray(array[index]).flatten().tolist())
     on_device = tuple(torch.from_numpy(each).to(array.device) for each in index)
-    found = array.detach()[on_device].cpu()
-    if found.is_complex():
-        found = torch.view_as_real(found.resolve_conj())
-    exact = found.dtype in _INTEGERS
-    return list(found.to(torch.int64 if exact else torch.float64).flatten().tolist())
+    elements = array.detach()[on_device].cpu()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements.resolve_conj())
+    exact = elements.dtype in _INTEGERS
+    return list(elements.to(torch.int64 if exact else torch.float64).flatten().tolist())
 
 
 def _is_exact(array: "Tensor | np.ndarray[Any, Any]") -> bool:
@@ -279,13 +278,13 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _spread(size: int, most: int) -> Sequence[int]:
-    """Return all positions up to `size`, or `most` of them spread over the whole length."""
+    """Return all positions below `size`, or if there are more, `most` positions spread evenly."""
     if size <= most:
         return range(size)
     return [k * (size - 1) // (most - 1) for k in range(most)]
 
 
-def _rough(value: float) -> Word:
+def _rough(value: float) -> DigestItem:
     if math.isnan(value) or math.isinf(value):
         return "nan" if math.isnan(value) else str(value)
     return RoughNumber(math.floor(math.asinh(value / SMALLEST) + OFFSET))

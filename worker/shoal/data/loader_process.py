@@ -1,8 +1,8 @@
 """Preparation of a process that loads batches.
 
 The process is usually forked from the trainer, and inherits its connections and signal handlers.
-Peers notice that a trainer has died or has cut a group by closed connections, so the loading
-process must not hold them open.
+A closed connection shows peers that a trainer has died or has left a group, so the loading process
+must not hold the trainer's connections open.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ _SOCKET_PATH_BYTES = 107
 """The longest path that a socket may have on Linux (unix(7)); 103 on macOS."""
 _NAME_BYTES = len("/listener-01234567")
 """Length of the name that multiprocessing gives to a socket for tensors."""
-_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+_SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 class LoaderInit:
@@ -38,7 +38,7 @@ class LoaderInit:
     def __init__(
         self, dataset: Any, then: Callable[[int], None] | None, sockets: frozenset[str]
     ) -> None:
-        """`sockets`: those that may stay open, found by `open_sockets` before the trainer had
+        """`sockets`: the sockets that may stay open, found by `open_sockets` before the trainer had
         peers. `then`: the script's own `worker_init_fn`."""
         self._dataset = dataset
         self._then = then
@@ -58,11 +58,11 @@ class LoaderInit:
 
 def _end_with(trainer: multiprocessing.process.BaseProcess | None) -> None:
     """End this process as soon as the trainer ends, for any reason. torch's loading processes check
-    their parent only every five seconds, and with forkserver that is not the trainer."""
-    assert trainer is not None, "what a DataLoader starts has a parent"
+    their parent only every five seconds, and with forkserver the parent is not the trainer."""
+    assert trainer is not None, "a process of a DataLoader has a parent"
     if sys.platform == "linux" and trainer.pid == os.getppid():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Beside prctl, as a process that is forked later holds the sentinel open.
+    # The thread is not enough alone: a process that is forked later holds the sentinel open.
     threading.Thread(target=_await_end, args=(trainer,), name="await-trainer", daemon=True).start()
 
 
@@ -72,7 +72,7 @@ def _await_end(trainer: multiprocessing.process.BaseProcess) -> None:
 
 
 def _unsent(loaded: Any, error: BaseException) -> Any:
-    """The report to send instead of a batch that `_Feed` has loaded and that cannot be sent."""
+    """Return the report to send instead of a batch of `_Feed` that cannot be sent."""
     if loaded is None:
         return None
     run, _, is_tuple = loaded
@@ -80,28 +80,28 @@ def _unsent(loaded: Any, error: BaseException) -> Any:
 
 
 def keep_socket_paths_short() -> None:
-    """Choose a directory for multiprocessing's sockets with short enough paths, if those under
-    TMPDIR would be too long. Called before loading processes start, which inherit the directory.
+    """Choose another directory for multiprocessing's sockets if their paths under TMPDIR would be
+    too long. Called before loading processes start, which inherit the directory.
 
-    Raises LoadingFailed if there is no such directory.
+    Raises LoadingFailed if no directory has a short enough path.
     """
     longest = _SOCKET_PATH_BYTES - _NAME_BYTES
-    own = "/pymp-01234567"
-    if len(os.fsencode(tempfile.gettempdir() + own)) <= longest:
+    name = "/pymp-01234567"
+    if len(os.fsencode(tempfile.gettempdir() + name)) <= longest:
         return
     before = tempfile.tempdir
-    short = (each for each in _SHORT if os.access(each, os.W_OK | os.X_OK))
+    short = (each for each in _SHORT_DIRECTORIES if os.access(each, os.W_OK | os.X_OK))
     tempfile.tempdir = next(short, before)
     try:
         # The first call makes the directory; multiprocessing removes it when the process ends.
-        found = util.get_temp_dir()
+        path = util.get_temp_dir()
     finally:
         tempfile.tempdir = before
-    if len(os.fsencode(found)) > longest:
+    if len(os.fsencode(path)) > longest:
         raise LoadingFailed(
             "processes that load cannot open sockets: their paths would be too long",
-            seen=f"TMPDIR={tempfile.gettempdir()}: {len(os.fsencode(found))} bytes for a directory",
-            expected=f"at most {longest} bytes, {longest - len(own)} of them TMPDIR's",
+            seen=f"TMPDIR={tempfile.gettempdir()}: {len(os.fsencode(path))} bytes for a directory",
+            expected=f"at most {longest} bytes, {longest - len(name)} of them TMPDIR's",
             fix="Set TMPDIR to a directory with a shorter path, such as /tmp.",
         )
 
@@ -119,10 +119,10 @@ def _close_sockets_but(kept: frozenset[str]) -> None:
 
 def _descriptors() -> Iterator[tuple[int, str]]:
     try:
-        found = list(Path("/proc/self/fd").iterdir())
+        links = list(Path("/proc/self/fd").iterdir())
     except FileNotFoundError:
         return
-    for descriptor in found:
+    for descriptor in links:
         try:
             yield int(descriptor.name), str(descriptor.readlink())
         except FileNotFoundError:

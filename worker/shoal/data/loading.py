@@ -1,11 +1,11 @@
 """Loading of batches ahead of the trainer, in the processes of torch's DataLoader.
 
-One DataLoader runs for a whole job. Whenever it delivers a batch it asks its sampler for another
-one, so that a fixed number of batches is always requested ahead.
+One DataLoader runs for a whole job. Whenever it delivers a batch, it takes another request from its
+sampler, so that a fixed number of batches is always requested ahead.
 
-If the trainer then asks for a batch that was not requested (a generation of another size, a step
+If the trainer needs a batch that was not requested (in a generation of another size, or for a step
 that is taken again), a new *run* of batches begins. Requests of the earlier run are void: the
-processes skip those that they have not loaded, and the trainer drops the others.
+processes skip requests that they have not begun, and the trainer drops batches of that run.
 """
 
 import os
@@ -41,7 +41,7 @@ from shoal_proto.numbers_given import convert_fields
 log = structlog.get_logger(__name__)
 
 TELLS_S = 2.0
-"""Time within which the parent of a process that has ended knows about it."""
+"""Time within which a process learns that a child has ended."""
 LOOK_S = 1.0
 """Interval at which a trainer that waits for a batch checks the loading processes."""
 WORK_SHARE = 0.001
@@ -66,11 +66,11 @@ class Loading:
     multiprocessing_context: Any = None
     """"fork", "forkserver" or "spawn"; None: the system's default."""
     timeout: float = 0
-    """Limit of the seconds that a batch may take; 0: none."""
+    """Limit of the seconds that a batch may take; 0: no limit."""
     silence_s: float = 600.0
     """Limit of the seconds in which the processes begin no sample and use no processor time while
-    the trainer waits for a batch; LoadingFailed is raised then. 0: none. For processes that will
-    never deliver, as in a deadlock: a process that works slowly is not silent."""
+    the trainer waits for a batch; LoadingFailed is raised then. 0: no limit. Detects a deadlock: a
+    process that works slowly is not silent."""
 
     def __post_init__(self) -> None:
         numbers = ("timeout", "silence_s")
@@ -95,7 +95,7 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _BatchRequest:
     """Request for one batch, as sent to the loading processes."""
 
     run: int
@@ -111,23 +111,23 @@ class _Feed(Dataset[Any]):
         self._present_run = present_run
         self._num_begun = num_begun
 
-    def __getitem__(self, wanted: _Wanted | None) -> tuple[int, Any, bool] | None:
-        """The run, the batch, and True if the batch is a tuple, as pinning turns tuples into
-        lists."""
-        if wanted is None:
+    def __getitem__(self, request: _BatchRequest | None) -> tuple[int, Any, bool] | None:
+        """Load a batch; return (run, batch, True if the batch is a tuple), as pinning turns tuples
+        into lists."""
+        if request is None:
             return None
 
-        def still_wanted() -> bool:
+        def is_current() -> bool:
             self._num_begun.add_(1)
-            return int(self._present_run) == wanted.run
+            return int(self._present_run) == request.run
 
-        batch = self.samples.batch(wanted.epoch, wanted.indices, still_wanted)
-        return wanted.run, batch, isinstance(batch, tuple)
+        batch = self.samples.batch(request.epoch, request.indices, is_current)
+        return request.run, batch, isinstance(batch, tuple)
 
 
 class LoadingSigns:
-    """Time since the loading processes last gave a sign of work: began a sample, or used processor
-    time."""
+    """Time since the loading processes last began a sample or used processor time: a sign of
+    work."""
 
     def __init__(self, processes: Sequence[int], num_begun: Tensor) -> None:
         self._processes = processes
@@ -160,14 +160,14 @@ def _processor_s(process: int) -> float:
 
 
 class _FetchWatch:
-    """Ends a fetch that hangs. The trainer's thread fetches a batch from the process that loaded
-    it, and would wait for ever if that process hangs."""
+    """Thread that ends a fetch that hangs. The trainer's thread fetches a batch from the process
+    that loaded it, and would wait for ever if that process hangs."""
 
     def __init__(
         self, is_over: Callable[[LoadingSigns], bool], signs: Callable[[], LoadingSigns]
     ) -> None:
-        """`is_over`: called every LOOK_S of a long fetch, on a separate thread. Returns True if the
-        wait is to end, after it has made the fetch raise."""
+        """`is_over`: called every LOOK_S of a long fetch, on a separate thread. If the wait is to
+        end, `is_over` makes the fetch raise and returns True."""
         self._is_over, self._new_signs = is_over, signs
         self._num_begun = self._num_ended = 0
         self._closing = threading.Event()
@@ -212,20 +212,20 @@ class BatchLoader:
         self._run = torch.zeros((), dtype=torch.int64)
         self._num_begun = torch.zeros((), dtype=torch.int64)
         self.looks: Callable[[float], None] = lambda silent_s: None
-        """Called repeatedly while a batch is late, with the seconds since a process last gave a
-        sign. An exception that it raises ends the wait."""
+        """Called repeatedly while a batch is late, with the seconds since the last sign of a
+        process. An exception from this function ends the wait."""
         self._upcoming: Iterator[SampleRange] = iter(())
-        self._asked: deque[SampleRange] = deque()
-        """The spans of the present run that are requested and not yet delivered."""
+        self._requested: deque[SampleRange] = deque()
+        """Spans of the present run that are requested and not yet delivered."""
         self._iterator: Iterator[Any] | None = None
         self._watch: _FetchWatch | None = None
         self._refusal: BaseException | None = None
-        """The error for which the watch has ended a fetch."""
+        """Error for which the watch has ended a fetch; the fetch raises it."""
         self._epoch = -1
         self._sockets: frozenset[str] = frozenset()
 
     def start(self) -> None:
-        """Start the processes; the first batch starts them otherwise. May be called twice."""
+        """Start the processes, which otherwise start with the first batch. May be called twice."""
         if self._iterator is not None:
             return
         self._sockets = self._sockets or open_sockets()
@@ -252,19 +252,19 @@ class BatchLoader:
             self._watch = None
         iterator, self._iterator = self._iterator, None
         end_iteration(iterator)
-        self._asked.clear()
+        self._requested.clear()
 
     def take(self, span: SampleRange, after: Callable[[], Iterator[SampleRange]]) -> Any:
         """Return the batch of a span; `after` yields the spans that are likely to follow.
 
-        If a loading process has ended, all processes are restarted, once for each batch. Raises
+        If a loading process has ended, all processes are restarted, once for a batch. Raises
         SampleFailed if a sample cannot be loaded, LoadingFailed if a process ends again or the
         batch takes too long.
         """
         if span.epoch != self._epoch and not self._loading.persistent_workers:
             self.close()
         self._epoch = span.epoch
-        if not self._asked or self._asked[0] != span:
+        if not self._requested or self._requested[0] != span:
             self._begin_run(span, after)
         try:
             delivered = self._delivered()
@@ -275,14 +275,14 @@ class BatchLoader:
                 delivered = self._delivered()
             except _ProcessEnded as again:
                 raise _loading_failed(self._loading, str(again)) from again
-        self._asked.popleft()
+        self._requested.popleft()
         _, batch, is_tuple = delivered
         if isinstance(batch, FailedSample):
             raise batch.raised()
         return tuple(batch) if is_tuple and type(batch) is list else batch
 
     def _delivered(self) -> tuple[int, Any, bool]:
-        """The next batch of the present run."""
+        """Return the next batch of the present run."""
         self.start()
         while True:
             delivered: tuple[int, Any, bool] | None = self._next()
@@ -292,7 +292,7 @@ class BatchLoader:
 
     def _begin_run(self, span: SampleRange, after: Callable[[], Iterator[SampleRange]]) -> None:
         self._run += 1
-        self._asked.clear()
+        self._requested.clear()
         self._upcoming = _first(span, self._ahead(span, after))
 
     def _ahead(
@@ -317,9 +317,8 @@ class BatchLoader:
             self._look(signs)
 
     def _look(self, signs: LoadingSigns) -> None:
-        """Check on a batch that has not arrived yet. Raises LoadingFailed if it takes too long, and
-        the errors of `looks`. Then kills the processes, as they may not react to requests.
-        """
+        """Check on a late batch. If it takes too long, or if `looks` raises an error, kills the
+        processes, which may not react to requests, and raises LoadingFailed or that error."""
         try:
             self._check(signs)
         except BaseException:
@@ -336,7 +335,7 @@ class BatchLoader:
             raise _loading_failed(
                 limits,
                 f"no sample was begun, and no processor used, for {silent_s:.0f} s, though the"
-                " processes live (silence_s)",
+                " processes are alive (silence_s)",
             )
 
     def _ends_fetch(self, signs: LoadingSigns) -> bool:
@@ -381,16 +380,16 @@ class BatchLoader:
             self._watch = _FetchWatch(self._ends_fetch, signs)
         return self._watch
 
-    def _wanted(self) -> Iterator[_Wanted | None]:
-        """Yield the next batches to load; the DataLoader asks on the trainer's thread."""
+    def _requests(self) -> Iterator[_BatchRequest | None]:
+        """Yield requests for the next batches. The DataLoader runs this on the trainer's thread."""
         while True:
             span = next(self._upcoming, None)
             if span is None:
                 yield None
                 continue
-            self._asked.append(span)
+            self._requested.append(span)
             indices = self._indices(span.epoch, span.start, span.stop).tolist()
-            yield _Wanted(int(self._run), span.epoch, indices)
+            yield _BatchRequest(int(self._run), span.epoch, indices)
 
     def _iteration(self) -> Iterator[Any]:
         loading = self._loading
@@ -406,12 +405,12 @@ class BatchLoader:
             }
         loader = DataLoader(
             _Feed(self._samples, self._run, self._num_begun),
-            sampler=_Endless(self._wanted),
+            sampler=_Endless(self._requests),
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=loading.num_workers,
             pin_memory=loading.pin_memory,
-            # Otherwise the processes' seed would be drawn from the generator of the training.
+            # Without it, the processes' seed would be drawn from the trainer's generator.
             generator=torch.Generator().manual_seed(0),
             **more,
         )
@@ -423,10 +422,10 @@ class BatchLoader:
 class _Endless:
     """The DataLoader's sampler, which never ends."""
 
-    def __init__(self, make: Callable[[], Iterator[_Wanted | None]]) -> None:
+    def __init__(self, make: Callable[[], Iterator[_BatchRequest | None]]) -> None:
         self._make = make
 
-    def __iter__(self) -> Iterator[_Wanted | None]:
+    def __iter__(self) -> Iterator[_BatchRequest | None]:
         return self._make()
 
 

@@ -20,7 +20,7 @@ CONTENT_FIELD = "dataset_content"
 LARGEST_KEPT_ORDER = 1 << 20
 """Largest number of samples for which an array of all indices is made."""
 BLOCK = 8192
-"""Number of indices computed at a time for more samples than that."""
+"""Number of indices computed at a time if there are more samples than LARGEST_KEPT_ORDER."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Order:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
-    """Leave out the samples at an epoch's end that do not fill a batch: with shuffling, other
-    samples in each epoch."""
+    """Leave out the samples at an epoch's end that do not fill a batch. With shuffling, these are
+    different samples in each epoch."""
     origin: SamplePosition = SamplePosition()
     """Position of the first step with batches of this size, if earlier steps had another size."""
 
@@ -93,8 +93,8 @@ class Order:
     @cached_property
     def _first_steps(self) -> int:
         """Number of steps from the origin to the end of its epoch."""
-        left = max(self.num_samples - self.origin.offset, 0)
-        whole, rest = divmod(left, self.global_batch_size)
+        num_left = max(self.num_samples - self.origin.offset, 0)
+        whole, rest = divmod(num_left, self.global_batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
     def position(self, step: int) -> SamplePosition:
@@ -114,7 +114,7 @@ class Order:
         return SamplePosition(step, self.origin.epoch + 1 + further, batch * self.global_batch_size)
 
     def span(self, step: int) -> tuple[int, int, int]:
-        """(epoch, start, stop): the positions of the step's global batch in its epoch's order."""
+        """Return (epoch, start, stop): the global batch's positions in its epoch's order."""
         begins = self.position(step)
         stop = min(begins.offset + self.global_batch_size, self.num_samples)
         return begins.epoch, begins.offset, stop
@@ -124,11 +124,11 @@ class Order:
         return self.indices(epoch, 0, self.num_samples)
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
-        """The indices of the samples at the positions [start, stop) of an epoch's order."""
+        """Return the indices of the samples at the positions [start, stop) of an epoch's order."""
         if not self.shuffle:
             return torch.arange(start, stop)
         if self.rule == 1:
-            # Takes a quarter of the time of a slice.
+            # `narrow` takes a quarter of the time of a slice.
             order = _permutation(self.num_samples, self.seed, epoch)
             return order.narrow(0, start, stop - start)
         key = _mix(self.seed, epoch)
@@ -153,7 +153,7 @@ def _block(num_samples: int, seed: int, number: int) -> Tensor:
 
 
 def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """A rank's share of [start, stop): contiguous; shares differ in size by at most one."""
+    """Return a rank's contiguous share of [start, stop); shares differ in size by at most one."""
     each, extra = divmod(stop - start, world_size)
     own_start = start + rank * each + min(rank, extra)
     return own_start, own_start + each + (1 if rank < extra else 0)

@@ -11,20 +11,20 @@ from shoal_proto.errors import InvalidSpec
 
 
 def of_step() -> PartsOfStep:
-    """The parts of the open step; raises InvalidSpec if none is open."""
-    found = step_context.current().parts
-    if found is None:
+    """Return the parts of the open step; raises InvalidSpec if no step is open."""
+    parts = step_context.current().parts
+    if parts is None:
         raise InvalidSpec(
             "batch.parts outside a step",
             expected="with session.step(): for part in batch.parts(4): ...",
         )
-    return found
+    return parts
 
 
 def cut(values: Any, start: int, stop: int, size: int) -> Any:
-    """The samples [start, stop) of `values`, which hold `size` samples: tensors with the samples
-    along their first dimension, lists of one item a sample, and tuples, lists and mappings of
-    these.
+    """Return the samples [start, stop) of `values`, which hold `size` samples. `values`: a tensor
+    with the samples along its first dimension, a list with one item for each sample, or a tuple,
+    list or mapping of these.
 
     Raises InvalidSpec for values that cannot be assigned to samples.
     """
@@ -49,12 +49,12 @@ def has_all_rows(values: Any, size: int) -> bool:
 
 
 def rows_of_fewer(values: Iterable[Any], size: int) -> int | None:
-    """Number of samples in a batch from which a collate function left some out, such as unreadable
-    ones; None if the batch has all `size` samples, or if its number of samples is unclear.
+    """Return the number of samples in a batch from which a collate function left some out, such as
+    unreadable ones; None if the batch has all `size` samples, or if the number is unclear.
 
     In such a batch all tensors have the same number of rows, less than `size`. The number is
-    unclear if a tensor with the fewest dimensions has another dimension of length `size`: the
-    samples may be along that one.
+    unclear if a tensor with the fewest dimensions has another dimension of length `size`, along
+    which the samples may lie.
     """
     shapes = [shape for each in values for shape in _shapes(each, size)]
     rows = {shape[0] for shape in shapes}
@@ -67,7 +67,7 @@ def rows_of_fewer(values: Iterable[Any], size: int) -> int | None:
 
 
 def _shapes(values: Any, size: int) -> Iterator[tuple[int, ...]]:
-    """Shapes of all tensors; a list of `size` items counts as one item a sample."""
+    """Yield the shapes of all tensors; a list of `size` items counts as one item a sample."""
     if isinstance(values, Tensor):
         if values.ndim:
             yield (len(values),) if values.is_nested else tuple(values.shape)
@@ -91,15 +91,15 @@ class ListPerSample(list[Any]):
 
 
 class PerColumn(list[Any]):
-    """A list each of whose items is known to cover all samples."""
+    """A list of which each item is known to cover all samples."""
 
 
 def columns_marked(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
-    """Find out which tuples and lists in a collated batch hold one item a sample, and mark them.
+    """Mark the tuples and lists in a collated batch that hold one item a sample.
 
     In a batch of three images with three channels, `tuple(images)` looks like three tensors with a
-    row for each sample. The collated batch of a single sample, `of_one()`, decides: it has one
-    image.
+    row for each sample. `of_one()` returns the collated batch of a single sample, which decides:
+    there the tuple has one image.
     """
     if size < 2 or not _in_doubt(collated, size):
         return collated

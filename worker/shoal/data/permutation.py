@@ -27,7 +27,7 @@ class KeyedPermutation:
         self._keys = [mix(key, number) for number in range(ROUNDS)]
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """The numbers at these positions (int64, each from 0 to size - 1)."""
+        """Return the numbers at these positions (int64, each from 0 to size - 1)."""
         numbers = self._once(positions)
         beyond = (numbers >= self.size).nonzero().flatten()
         while len(beyond):

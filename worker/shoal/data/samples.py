@@ -24,7 +24,7 @@ from shoal_proto.errors import LoadingFailed, SampleFailed
 Collate = Callable[[list[Any]], Any]
 
 _LARGEST_TRACE = 20_000
-_OF_THE_BATCH = 1 << 62
+_COLLATION_OFFSET = 1 << 62
 """Added to an index to seed the collation: no dataset has so many samples."""
 
 
@@ -84,13 +84,13 @@ class FailedSample:
 
     def raised(self) -> SampleFailed | LoadingFailed:
         """Return the error to raise in the trainer."""
-        where = "the samples of a batch" if self.index is None else f"sample {self.index}"
+        subject = "the samples of a batch" if self.index is None else f"sample {self.index}"
         done = "collated" if self.index is None else "loaded"
         if self.is_unsent:
-            where, done = "a batch that was loaded", "sent to the trainer"
+            subject, done = "a batch that was loaded", "sent to the trainer"
         kind = LoadingFailed if self.may_pass else SampleFailed
         failed = kind(
-            f"{where} could not be {done}",
+            f"{subject} could not be {done}",
             seen=self.error,
             fix=self.fix,
             details={} if self.index is None else {"index": str(self.index)},
@@ -100,7 +100,7 @@ class FailedSample:
 
 
 class Samples:
-    """Loader of a dataset's samples by index, with seeded random numbers, and collated."""
+    """Loads a dataset's samples by index, with seeded random numbers, and collates them."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, *, seeded: bool = True) -> None:
         """`seeded`: seed the generators for each sample. If False, a dataset with `__getitems__`
@@ -111,7 +111,7 @@ class Samples:
         self._seeded = seeded
 
     def batch(self, epoch: int, indices: Sequence[int], go_on: Callable[[], bool]) -> Any:
-        """The collated samples; None if `go_on` returns False meanwhile: the batch is void.
+        """Return the collated samples; None if `go_on` returned False, as the batch is void then.
 
         Returns a FailedSample instead of raising an Exception: it can be sent between processes.
         """
@@ -127,23 +127,23 @@ class Samples:
                 self._draw_for(epoch, index)
                 items.append(self.dataset[index])
             index = None
-            self._draw_for(epoch, _OF_THE_BATCH + indices[0])
+            self._draw_for(epoch, _COLLATION_OFFSET + indices[0])
             return self._collated(items, epoch, indices)
         except Exception as error:  # noqa: BLE001 - raised by `FailedSample.raised`
             return FailedSample.of(error, index)
 
     def _collated(self, items: list[Any], epoch: int, indices: Sequence[int]) -> Any:
-        together = self._collate(items)
+        collated = self._collate(items)
         if self._collate is not default_collate:
-            return columns_marked(together, len(items), lambda: self._alone(epoch, indices[0]))
-        # torch's default_collate turns tuples and lists into a list with one item for each part,
-        # which covers all samples.
-        if type(together) is list and isinstance(items[0], tuple):
-            return tuple(together)
-        return PerColumn(together) if type(together) is list else together
+            return columns_marked(collated, len(items), lambda: self._alone(epoch, indices[0]))
+        # torch's default_collate turns tuples and lists into a list, each item of which covers all
+        # samples.
+        if type(collated) is list and isinstance(items[0], tuple):
+            return tuple(collated)
+        return PerColumn(collated) if type(collated) is list else collated
 
     def _alone(self, epoch: int, index: int) -> Any:
-        """A batch of one sample, loaded again: the collate function may have changed the first."""
+        """Load one sample again and collate it: the collate function may have changed the first."""
         self._draw_for(epoch, index)
         return self._collate([self.dataset[index]])
 
@@ -162,7 +162,7 @@ def _seed_generators(number: int) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Context after which the random generators are as before, for a trainer that loads samples
+    """Restore the random generators at the end of the context. Used by a trainer that loads samples
     itself."""
     numpy_random: Any = sys.modules.get("numpy.random")
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()

@@ -7,10 +7,10 @@ different streams. With 4 columns and 2 turns,
 
     batch 0:  0  1  2  3      batch 1:  4  5  6  7      batch 2:  0  1  2  3   ...
 
-where each number is a stream, from which the next samples are taken. So a member that has the first
-half of each batch reads half of the streams, and a process that loads every second batch reads half
-of those. The sample at a position depends on the position alone, not on the member that reads it.
-The samples at the end of the line that do not fill a batch are the last batch.
+where each number is a stream, from which the next samples are taken. So a member with the first
+half of each batch reads half of the streams, and each of two processes that load its batches in
+turn reads a quarter. The sample at a position depends on the position alone, not on the member
+that reads it. Samples at the end of the line that do not fill a batch are the last, smaller batch.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from shoal.data.shards import Shards
 from shoal.randomness import mix
 
 _SHARDS_OF_EPOCH = 1 << 62
-"""Used instead of a window's number to seed the order of shards: no data set has so many."""
+"""Used instead of a window's number to seed the order of shards: windows are fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class ShardOrder(Order):
         drop_last: bool,
         together: bool,
     ) -> "ShardOrder":
-        """`together`: True if members share each batch. If False, each takes whole batches from a
-        range, and the line is one stream."""
+        """`together`: True if members share each batch. If False, each member takes whole batches,
+        and the line is one stream."""
         return cls(
             num_samples=len(shards),
             global_batch_size=global_batch_size,
@@ -70,8 +70,8 @@ class ShardOrder(Order):
 
     @property
     def name(self) -> str:
-        """Name with all options that decide the order. The batch size is one of them, as it decides
-        how the line is cut into streams."""
+        """Name with all options that decide the order. The batch size is one of these options: the
+        line is cut into streams by it."""
         return (
             f"{self.rule}: {self.columns} columns, {self.turns} turns, window {self.window},"
             f" batches of {self.global_batch_size}"
@@ -85,9 +85,9 @@ class ShardOrder(Order):
         shuffled = self._shuffled(self._in_line(positions), key)
         shards = _permutation(len(self.lengths), mix(key, _SHARDS_OF_EPOCH))
         ends = self._lengths[shards].cumsum(0)
-        which = torch.bucketize(shuffled, ends, right=True)
+        shard_numbers = torch.bucketize(shuffled, ends, right=True)
         # From positions in the line to indices in the shards' given order.
-        return shuffled + (self._ends[shards] - ends)[which]
+        return shuffled + (self._ends[shards] - ends)[shard_numbers]
 
     def _in_line(self, positions: Tensor) -> Tensor:
         """Return the positions in the line for these positions of the epoch."""
@@ -102,8 +102,8 @@ class ShardOrder(Order):
         column = torch.bucketize(offset, starts + sizes, right=True)
         stream = (num_batches.cumsum(0) - num_batches)[turn] * size
         stream = stream + num_batches[turn] * starts[column]
-        found = stream + visit * sizes[column] + offset - starts[column]
-        return torch.where(batch < num_whole, found, positions)
+        in_stream = stream + visit * sizes[column] + offset - starts[column]
+        return torch.where(batch < num_whole, in_stream, positions)
 
     def _shuffled(self, positions: Tensor, key: int) -> Tensor:
         """Permute positions in the line, each within its window."""

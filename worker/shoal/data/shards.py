@@ -1,7 +1,7 @@
 """A data set in shards that are read from the beginning: tar files, streams, iterable data sets.
 
-The number of samples in each shard is given, so that every sample has an index. A sample is found
-by reading its shard up to it. In the order of `shoal.data.shard_order` each shard is read
+The number of samples in each shard is given, so that every sample has an index. To get a sample,
+its shard is read up to the sample. In the order of `shoal.data.shard_order` each shard is read
 sequentially, with small steps back; samples are kept as long as such a step may need them.
 """
 
@@ -32,7 +32,7 @@ TARS = (".tar", ".tar.gz", ".tgz")
 
 
 def read_shard(shard: Any) -> Iterable[Any]:
-    """The samples of a tar file, given by its path or URL, or of an iterable.
+    """Return the samples of a tar file, given by its path or URL, or of an iterable.
 
     Raises InvalidSpec for another kind of file.
     """
@@ -51,8 +51,8 @@ def read_shard(shard: Any) -> Iterable[Any]:
 
 
 def tar_samples(url: str) -> Iterator[dict[str, Any]]:
-    """The samples of a tar file in WebDataset's format: adjacent files with the same name up to the
-    first dot are one sample. A sample is a dict of bytes by extension, and the name as
+    """Yield the samples of a tar file in WebDataset's format: adjacent files with the same name up
+    to the first dot are one sample. A sample is a dict of bytes by extension, with the name as
     `__key__`."""
     with _opened(url) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
         sample: dict[str, Any] = {}
@@ -135,15 +135,15 @@ class Shards(Dataset[Any]):
 
     @staticmethod
     def count(shards: Iterable[Any], read: Read = read_shard) -> list[int]:
-        """The number of samples in each shard, found by reading all shards."""
+        """Count the samples in each shard by reading all shards."""
         return [sum(1 for _ in read(shard)) for shard in shards]
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample by its index, counted from the first shard. Reads its shard further, or
-        from the start for a sample that was read and is not kept."""
+        """Return a sample by its index, counted from the first shard. Reads the shard further, or
+        again from its start if the sample was read before and is not kept."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = bisect_right(self._ends, index)
@@ -158,7 +158,7 @@ class Shards(Dataset[Any]):
 
     @property
     def listing(self) -> Iterator[str]:
-        """Lines that `description` has a digest of, one for each shard."""
+        """Lines that the digest in `description` covers, one for each shard."""
         for number, (name, length) in enumerate(zip(self._names, self.lengths, strict=True)):
             yield f"shard {number}: {f'{name!r} of ' if name else ''}{length} samples"
 
@@ -167,7 +167,7 @@ class Shards(Dataset[Any]):
         return [shard if isinstance(shard, str) else "" for shard in self.shards]
 
     def samples_of(self, number: int) -> Iterator[Any]:
-        """The samples of one shard, from the first."""
+        """Iterate over the samples of one shard, from the first."""
         return iter(self._read(self.shards[number]))
 
     def named(self, number: int) -> str:
@@ -183,7 +183,7 @@ class _OpenShards:
         num_streams = shards.columns * shards.turns
         mean_length = len(shards) / len(shards.shards)
         self._keep = 2 * shards.shuffle_buffer
-        self._largest = num_streams * (2 + int(self._keep / mean_length))
+        self._max_open = num_streams * (2 + int(self._keep / mean_length))
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         self._pid = os.getpid()
 
@@ -196,9 +196,9 @@ class _OpenShards:
         shard = self._open.pop(number, None)
         if shard is None or not shard.has(offset):
             shard = _OpenShard(self._shards, number, self._keep)
-            while len(self._open) >= self._largest:
+            while len(self._open) >= self._max_open:
                 self._open.popitem(last=False)
-        # The shard is kept only if this raises no error: else the next attempt starts over.
+        # If this raises an error, the shard is not kept, and the next attempt starts over.
         sample = shard.sample(offset)
         self._open[number] = shard
         # A caller that changes the sample must not change the kept one.
@@ -213,7 +213,7 @@ class _OpenShard:
         self._keep = keep
         self._num_read = 0
         self._kept: dict[int, Any] = {}
-        """Samples that were read last, by offset, in order: at most `keep`."""
+        """The samples read last, at most `keep`, by offset in ascending order."""
         with hidden_worker_info(), generators_kept():
             self._samples = shards.samples_of(number)
 
@@ -222,8 +222,8 @@ class _OpenShard:
 
     def sample(self, offset: int) -> Any:
         if offset >= self._num_read:
-            # A reader that divides samples by torch's worker info must not do so here. Random
-            # numbers that it draws must not change those that are drawn for samples.
+            # A reader that divides samples by torch's worker info must not do so here. Its random
+            # numbers must not change those that are drawn for samples.
             with hidden_worker_info(), generators_kept():
                 self._read_to(offset)
         return self._kept[offset]
@@ -239,14 +239,14 @@ class _OpenShard:
                 self._end()
             if self._num_read > offset:
                 return
-        raise self._of_another_length(str(self._num_read))
+        raise self._wrong_length(str(self._num_read))
 
     def _end(self) -> None:
         if next(self._samples, self) is not self:
-            raise self._of_another_length("more")
+            raise self._wrong_length("more")
         self._samples = iter(())
 
-    def _of_another_length(self, seen: str) -> InvalidSpec:
+    def _wrong_length(self, seen: str) -> InvalidSpec:
         return InvalidSpec(
             f"{self._name} holds another number of samples than was given",
             seen=f"{seen} samples",
@@ -258,11 +258,11 @@ class _OpenShard:
 
 
 def _checked(name: str, number: Any, least: int) -> int:
-    found = as_index(f"{name} of shards", number)
-    if found < least:
+    value = as_index(f"{name} of shards", number)
+    if value < least:
         raise InvalidSpec(
             f"{name} of shards is out of range",
             seen=repr(number),
             expected=f"an integer of {least} or more",
         )
-    return found
+    return value

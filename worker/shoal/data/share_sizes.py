@@ -19,10 +19,10 @@ LEAST = 2
 
 
 class ShareSizes:
-    """Sizes of the shares of a job's smallest batch, with a check if a layer needs two samples.
+    """Check that the shares of a job's smallest batch have enough samples for BatchNorm.
 
-    BatchNorm of images can normalise one sample, over its many positions. So the first forward pass
-    shows if a layer needs two samples: by the sizes of its input.
+    BatchNorm of images can normalise one sample, over its many positions. A layer needs two samples
+    if its input has one value for each sample and channel: the first forward pass shows that.
     """
 
     def __init__(self, order: Order, most_members: int) -> None:
@@ -35,8 +35,8 @@ class ShareSizes:
 
     @property
     def _fitting(self) -> int:
-        """The largest number of members with enough samples in every share; 0 if even one member
-        has too few."""
+        """Largest number of members with enough samples in every share; 0 if even one member has
+        too few."""
         return self.smallest_batch // LEAST
 
     def look_at(self, model: nn.Module) -> None:
@@ -54,9 +54,9 @@ class ShareSizes:
             self._warn()
 
     def refuses(self, world_size: int) -> str:
-        """The expectation that this number of members does not meet, as some shares would be too
-        small; empty if all are large enough, if no layer is known to need two samples, or if even
-        one member would have too few."""
+        """Describe what is expected instead of this number of members, if some of their shares
+        would be too small. Empty if all are large enough, if no layer is known to need two samples,
+        or if even one member would have too few."""
         if not self._needs_two or not 0 < self._fitting < world_size:
             return ""
         return (

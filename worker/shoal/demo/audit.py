@@ -35,7 +35,7 @@ class Audit:
             os.close(self._descriptor)
 
     def begin(self, generation: int, step: int, epoch: int, positions: Sequence[int]) -> None:
-        """Record the begin of a step, before it can have any effect."""
+        """Record the beginning of a step, before the step can have any effect."""
         self._write("begin", generation, step, epoch=epoch, positions=list(positions))
 
     def commit(self, generation: int, step: int) -> None:

@@ -1,7 +1,7 @@
 """A worker of the demo: `python -m shoal.demo.digits`, in the environment that `shoal run` sets.
 
-It is a training script like any user's, and writes down what it did: an audit of every step, and
-at the end how well its weights do on the images held out.
+It is a training script like any user's. It writes an audit of every step and, at the end, the
+accuracy of its weights on the held-out images.
 """
 
 import argparse

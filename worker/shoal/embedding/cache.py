@@ -61,17 +61,17 @@ class HotRows:
         )
 
     def put(self, ids: Ids, held: CachedRows, step: int) -> None:
-        """Store rows that were looked up at this step. Of two rows with one slot, one is stored."""
+        """Store rows that were looked up at this step; of several rows with one slot, one row."""
         slots = self._slots(ids)
         self._ids[slots] = ids
         # Of several rows with one slot, only the one whose id was written last is stored.
-        won = np.flatnonzero(self._ids[slots] == ids)
-        slots = slots[won]
+        stored = np.flatnonzero(self._ids[slots] == ids)
+        slots = slots[stored]
         self._steps[slots] = step
-        self._births[slots] = held.births[won]
-        self._versions[slots] = held.versions[won]
-        self._epochs[slots] = held.epochs[won]
-        self._values[torch.from_numpy(slots)] = held.values[torch.from_numpy(won)]
+        self._births[slots] = held.births[stored]
+        self._versions[slots] = held.versions[stored]
+        self._epochs[slots] = held.epochs[stored]
+        self._values[torch.from_numpy(slots)] = held.values[torch.from_numpy(stored)]
 
     def _slots(self, ids: Ids) -> Ids:
         return (hash_ids(ids) & self._mask).view(np.int64)

@@ -118,9 +118,9 @@ class TableExchange:
         rows = self._rows[table]
         with self._lock:
             lookup = rows.begin(routed)
-            asked = lookup.asked()
-            found = self._connected().look_up(asked) if asked else {}
-            return rows.finish(lookup, found)
+            requested = lookup.asked()
+            replies = self._connected().look_up(requested) if requested else {}
+            return rows.finish(lookup, replies)
 
     def gather(self) -> dict[Where, Gradients]:
         """Return the step's gradients, to be pushed. Raises NonFiniteGradient with table and

@@ -113,8 +113,8 @@ class RowAdam:
     eps: float = 1e-8
     weight_decay: float = 0.0
     counts_rows: bool = True
-    """True: the bias correction counts each row's own steps; else those of the whole table, which
-    is `torch.optim.SparseAdam`."""
+    """True: the bias correction counts each row's own steps. False: the steps of the whole table,
+    as `torch.optim.SparseAdam` does."""
 
     def __post_init__(self) -> None:
         convert_fields(self, numbers=("lr", "eps", "weight_decay"))

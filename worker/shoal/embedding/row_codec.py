@@ -28,8 +28,8 @@ class RowCodec:
         return num_bytes < dim * dtype.itemsize
 
     def encode(self, gradient_rc: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bytes of the rows, as R x B, and for each row if the codec can represent
-        it."""
+        """Return the bytes of the rows, as R x B, and for each row True if the codec can represent
+        its values."""
         if self._kind != "int8":
             data = gradient_rc.to(_HALF[self._kind])
             return data.view(torch.uint8), torch.isfinite(data).all(dim=1)

@@ -101,14 +101,14 @@ class TableRows:
         """Number of rows pushed so far, by fate."""
 
     def begin_step(self) -> None:
-        """Begin a step, and discard rows that were used in the last one and not pushed."""
+        """Begin a step, and discard rows that were used in the last step and not pushed."""
         self._uses.clear()
         self._step += 1
 
     # Lookups.
 
     def begin(self, routed: RoutedIds) -> "Lookup":
-        """Take cached rows, and find out which are missing."""
+        """Begin a lookup: take the cached rows, and determine which ids are missing."""
         oldest = self._seen_versions[routed.shards] - self._bound
         slots = self._cache.find(routed.ids, self._step - self._bound, oldest)
         is_missing = slots < 0
@@ -230,10 +230,10 @@ def _added_up(uses: Sequence[RowUse], num_shards: int) -> tuple[RoutedIds, Ids, 
     np.maximum.at(newest, positions, births)
     oldest = np.full((len(routed.ids), 2), np.iinfo(np.int64).max)
     np.minimum.at(oldest, positions, np.concatenate(bases))
-    # Drop gradients for a row that was since evicted and created again. Gradients for initial
-    # values count.
-    mine = torch.from_numpy((births == 0) | (births == newest[positions]))
-    stacked = torch.cat(gradients) * mine[:, None]
+    # Drop gradients for an evicted row if the row was created again since then. Gradients for
+    # initial values count.
+    is_current = torch.from_numpy((births == 0) | (births == newest[positions]))
+    stacked = torch.cat(gradients) * is_current[:, None]
     total: Tensor = torch.ops.aten.embedding_dense_backward(
         stacked, torch.from_numpy(positions), len(routed.ids), -1, False
     )

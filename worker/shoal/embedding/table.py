@@ -1,7 +1,7 @@
 """Embeddings whose rows are on the parameter servers, instead of `nn.Embedding(sparse=True)`.
 
-A forward pass looks up the rows that it needs, each once. The backward pass leaves their gradients
-here, and the strategy pushes them with the step. No worker ever holds the table.
+A forward pass looks up the rows that it needs, each once. The backward pass leaves the gradients on
+the worker, and the strategy pushes them with the step. No worker ever holds the whole table.
 """
 
 from typing import Protocol
@@ -38,8 +38,8 @@ class Source(Protocol):
 class EmbeddingTable(nn.Module):
     """`nn.Embedding` over ids of 64 bits, without a limit on their number.
 
-    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`. That optimizer is
-    for the model's parameters. A table has no parameters; its own optimizer is an option of it.
+    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`. This optimizer is
+    for the model's parameters. A table has no parameters: its option `optimizer` updates its rows.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class EmbeddingTable(nn.Module):
         `padding_idx`: an id whose row is zeros and is not trained. `name`: the table's name in the
         job; empty: the module's path in the model.
 
-        `staleness_bound`: a cached row may be used for this number of steps of this worker, and
-        while its shard is known to have at most this number of later updates. `cache_rows`: rows
-        that the cache holds. The attribute `lr` is sent with every push.
+        `staleness_bound`: a cached row may be used for this number of steps of this worker, unless
+        its shard is known to have more than this number of later updates. `cache_rows`: number of
+        rows in the cache. The attribute `lr` is sent with every push.
         """
         super().__init__()
         self.embedding_dim = _count("embedding_dim", embedding_dim)
@@ -114,7 +114,7 @@ class EmbeddingTable(nn.Module):
         return functional.embedding(positions, rows, padding_idx=padding)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Begin to look rows up that a coming step will need; returns at once.
+        """Begin to look up rows that a later step will need; returns at once.
 
         The rows have the age of this call: with a `staleness_bound` of 0, a later step looks them
         up again.
@@ -123,15 +123,15 @@ class EmbeddingTable(nn.Module):
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Return rows, for each id its index among them, and the index of the padding row."""
-        wanted = self._checked(ids)
+        host_ids = self._checked(ids)
         device = self.get_buffer("_device").device
         if self.padding_idx is None:
-            rows, positions = self._connected().rows(self.name, wanted.reshape(-1), device)
+            rows, positions = self._connected().rows(self.name, host_ids.reshape(-1), device)
             return rows, positions.view(ids.shape).to(ids.device), None
-        is_padding = (wanted == self.padding_idx).reshape(-1)
-        rows, found = self._connected().rows(self.name, wanted.reshape(-1)[~is_padding], device)
+        is_padding = (host_ids == self.padding_idx).reshape(-1)
+        rows, indices = self._connected().rows(self.name, host_ids.reshape(-1)[~is_padding], device)
         positions = torch.full(is_padding.shape, rows.shape[0], dtype=torch.int64)
-        positions[~is_padding] = found
+        positions[~is_padding] = indices
         zeros = rows.new_zeros((1, self.embedding_dim))
         return torch.cat([rows, zeros]), positions.view(ids.shape).to(ids.device), rows.shape[0]
 
@@ -139,16 +139,16 @@ class EmbeddingTable(nn.Module):
         """Return the ids on the host. Raises TypeError or IndexError for bad ids."""
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"ids of table {self.name} are {ids.dtype}; expected int64 or int32")
-        wanted = ids.detach().to(device="cpu", dtype=torch.int64)
+        host_ids = ids.detach().to(device="cpu", dtype=torch.int64)
         bound = self.num_embeddings
-        if bound is not None and wanted.numel():
-            low, high = int(wanted.min()), int(wanted.max())
+        if bound is not None and host_ids.numel():
+            low, high = int(host_ids.min()), int(host_ids.max())
             if low < 0 or high >= bound:
                 raise IndexError(
                     f"id {low if low < 0 else high} is out of range of table {self.name};"
                     f" expected 0 to {bound - 1}"
                 )
-        return wanted
+        return host_ids
 
     def _connected(self) -> Source:
         if self._source is None:
@@ -197,28 +197,28 @@ def tables_of(model: nn.Module) -> dict[str, EmbeddingTable]:
 
     Raises InvalidSpec for two different tables of one name.
     """
-    found: dict[str, EmbeddingTable] = {}
+    tables: dict[str, EmbeddingTable] = {}
     for path, module in model.named_modules():
         if not isinstance(module, EmbeddingTable):
             continue
         module.name = module.name or path or "table"
-        if module.name in found:
+        if module.name in tables:
             raise InvalidSpec(
                 "two tables have one name",
                 seen=module.name,
                 expected="a name for each; use the same module twice to share its rows",
             )
-        found[module.name] = module
-    return found
+        tables[module.name] = module
+    return tables
 
 
 def _count(setting: str, value: int) -> int:
-    found = as_index(setting, value)
-    if found < 1:
+    number = as_index(setting, value)
+    if number < 1:
         raise InvalidSpec(
-            f"{setting} of a table is out of range", seen=str(found), expected="at least 1"
+            f"{setting} of a table is out of range", seen=str(number), expected="at least 1"
         )
-    return found
+    return number
 
 
 def _check(table: EmbeddingTable) -> None:

@@ -1,4 +1,4 @@
-"""The command `shoal run`: runs the workers of one job on this host, or on several over ssh."""
+"""Command `shoal run`: runs the workers of one job on this host, or on several hosts over ssh."""
 
 import logging
 import signal
@@ -39,7 +39,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def run(config: RunConfig) -> int:
-    """Run the workers and return the exit code for the shell; 2 if there is no such script."""
+    """Run the workers and return the exit code; 2 if the script is missing or does not compile."""
     if not config.module and not Path(config.script[0]).is_file():
         _say(
             f"no such script; saw {config.script[0]}; expected a Python file."
@@ -65,7 +65,7 @@ def run(config: RunConfig) -> int:
             raise SystemExit(128 + number)
 
     with ExitStack() as stack:
-        # This handler is for the time before and after the launcher's own.
+        # For signals before and after the time in which the launcher has its own handler.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
         hosts = None
         if config.over_ssh.hosts:
@@ -144,7 +144,7 @@ def _await_coordinator(config: RunConfig) -> None:
 
 
 def _check_job(config: RunConfig) -> None:
-    """Reset the job if --fresh is given, else refuse it if it is finished. Nothing runs yet."""
+    """Reset the job if --fresh is given, else refuse a finished job. No worker runs yet."""
     if not config.fresh:
         check_not_finished(config.coordinators, config.job)
     elif reset_job(config.coordinators, config.job, job_secret(config.environment)):
@@ -163,7 +163,7 @@ def _own_cluster(stack: ExitStack, run: RunConfig, advertise: str) -> LocalClust
         directory=directory,
         advertise=advertise,
         num_parameter_servers=options.num_parameter_servers,
-        # Nobody else starts servers for it.
+        # No other host starts parameter servers for this cluster.
         parameters=options.num_parameter_servers > 0,
         limits=options.limits,
         environment=environment,

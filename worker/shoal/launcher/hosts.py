@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from shoal_proto.errors import InvalidSpec
 
 LOCALHOST = "localhost"
-"""This machine, without ssh."""
+"""Name of this machine in --hosts: its workers are started without ssh."""
 MAX_HOSTS = 1000
 _GPUS = Path("/proc/driver/nvidia/gpus")
 # A name that begins with "-" would be an option of ssh.
@@ -36,8 +36,8 @@ class WorkerCount(int):
 
 
 def num_workers_of(text: str, option: str = "-n") -> WorkerCount:
-    """Return the number that -n gives: a number, or that of GPUs or cores for `auto`, `gpu` and
-    `cpu`. Raises InvalidSpec."""
+    """Return the number of workers for a value of -n: a number, or `auto`, `gpu` or `cpu` for the
+    number of GPUs or cores. Raises InvalidSpec."""
     cores = len(os.sched_getaffinity(0))
     match text:
         case "auto":
@@ -71,9 +71,9 @@ class RunHost:
     """Host that runs workers."""
 
     name: str
-    """HOST or USER@HOST, as ssh takes it."""
+    """HOST or USER@HOST, as for ssh."""
     num_workers: str = ""
-    """Number of workers, auto, gpu or cpu; empty: that of -n."""
+    """Number of workers, auto, gpu or cpu; empty: the value of -n."""
 
     def __post_init__(self) -> None:
         # Only the host itself knows its number of GPUs.
@@ -112,7 +112,7 @@ def _host_of(text: str) -> RunHost:
 
 
 def _is_address(name: str) -> bool:
-    """True if what is in brackets is an IPv6 address, or there are no brackets."""
+    """True if the name has no brackets, or has an IPv6 address in them."""
     if not name.endswith("]"):
         return True
     try:
@@ -123,13 +123,13 @@ def _is_address(name: str) -> bool:
 
 
 def check_reached(hosts: Sequence[RunHost], coordinators: Sequence[str]) -> None:
-    """Raise InvalidSpec if a coordinator listens for this machine alone, and a host is another."""
+    """Raise InvalidSpec if a coordinator has a loopback address and a host is another machine."""
     loopback = ("127.0.0.1:", "localhost:", "[::1]:")
-    found = [each for each in coordinators if each.startswith(loopback)]
-    if found and any(host.name != LOCALHOST for host in hosts):
+    unreachable = [each for each in coordinators if each.startswith(loopback)]
+    if unreachable and any(host.name != LOCALHOST for host in hosts):
         raise InvalidSpec(
             "the hosts cannot reach the coordinator",
-            seen=f"{','.join(found)}, which is for its own machine alone",
+            seen=f"{','.join(unreachable)}, which only this machine can reach",
             expected="an address that the hosts reach",
             fix="Leave --coordinator out (and unset SHOAL_COORDINATOR): the run then starts a"
             " cluster on this machine, for these hosts too.",
@@ -160,13 +160,13 @@ class HostOptions:
     machine. A host that cannot be reached is reported and left out. Without --coordinator, the
     run starts a cluster on this machine for them."""
     num_nodes: Annotated[str, Parameter(name="--nnodes", metavar="N|MIN:MAX", group=_GROUP)] = ""
-    """Number of hosts, as torchrun takes it: refuse to begin with fewer than MIN of --hosts, and
-    train only with the workers of that many. N alone: all of them."""
+    """Number of hosts, as for torchrun: the run does not begin if fewer than MIN of --hosts can be
+    used, and trains only with the workers of at least MIN hosts. N alone: all hosts are needed."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH", group=_GROUP)] = ""
-    """Python with Shoal on the hosts. By default the path of this one."""
+    """Python with Shoal on the hosts. By default the path of the Python that runs this command."""
     address: Annotated[str, Parameter(name="--host-address", metavar="ADDRESS", group=_GROUP)] = ""
-    """Address of this machine for the hosts. By default the one from which their ssh servers see
-    this machine."""
+    """Address of this machine for the hosts. By default the address that their ssh servers see as
+    the client's."""
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -199,7 +199,7 @@ class HostOptions:
 
     @property
     def min_nodes(self) -> int:
-        """Number of hosts without which the job does not train; 0: any number will do."""
+        """Least number of hosts with which the job trains; 0: any number."""
         return self._nodes()[0] if self.num_nodes else 0
 
     def _nodes(self) -> tuple[int, int]:

@@ -51,7 +51,7 @@ OUTPUT_S = 2.0
 """Time to read the last lines of a worker that exited."""
 KILLED_ANSWER_S = 0.5
 """Limit of the wait for the coordinator's answer before a killed worker is restarted: the answer
-may say that the job is over. The coordinator may be unreachable."""
+may say that the job is over. Short, as the coordinator may be unreachable."""
 WORKER_ADMISSION_S = 24 * 3600
 """Time that a worker waits for a coordinator to admit it. Long, as the address is known to be right
 (a coordinator answered when the run began), and other members train on without a coordinator."""
@@ -99,7 +99,7 @@ class Launcher:
         self._reporting = threading.Lock()
         self._reported: set[int] = set()
         self._ended: list[Exit] = []
-        self._deaf = False
+        self._output_closed = False
         self._interrupted = 0
         self._given_up = False
         self._worker_ends = WorkerEnds(
@@ -126,13 +126,13 @@ class Launcher:
                 if isinstance(event, Process):
                     self._on_exit(event, supervisor, board)
                 elif isinstance(event, _Halted):
-                    self._tell_halted(event)
+                    self._on_halted(event)
                 elif isinstance(event, _Signalled):
                     self._interrupt(event)
                 elif isinstance(event, _GivenUp):
                     self._end_given_up(event.reason)
                 elif isinstance(event, WorkerStatus):
-                    self._on_standing(event)
+                    self._on_worker_status(event)
                 self._start_due(supervisor, board)
                 self._end_due(supervisor, board)
             self._reporter.flush()
@@ -168,7 +168,7 @@ class Launcher:
         for slot in self.slots:
             if slot.start_at_s is None:
                 continue
-            if self._ends:
+            if self._is_ending:
                 slot.start_at_s = None
                 self._ended.append(slot.exits[-1])
             elif time.monotonic() >= slot.start_at_s:
@@ -272,7 +272,7 @@ class Launcher:
 
     def _may_restart(self, slot: WorkerSlot) -> bool:
         last = slot.exits[-1]
-        if last.code in (0, DRAINED) or self._ends:
+        if last.code in (0, DRAINED) or self._is_ending:
             return False
         if last.ending not in (
             MembershipEnding.UNKNOWN,
@@ -287,7 +287,7 @@ class Launcher:
         return not self._over and len(slot.exits) <= self._config.restart.max_restarts
 
     @property
-    def _ends(self) -> bool:
+    def _is_ending(self) -> bool:
         """True if no worker is to be started any more."""
         return self._worker_ends.were_signalled or self._completed or bool(self._over)
 
@@ -315,12 +315,12 @@ class Launcher:
         return sum(any(each.code == 0 for each in slot.exits) for slot in self.slots)
 
     def _end_if_starved(self) -> None:
-        left = sum(not slot.is_over for slot in self.slots)
-        few = 0 < left < self._config.min_members
+        num_left = sum(not slot.is_over for slot in self.slots)
+        few = 0 < num_left < self._config.min_members
         if not (self._config.alone and few) or self._completed or self._worker_ends.were_signalled:
             return
         self._say(
-            f"{left} of at least {self._config.min_members} workers left and none can come: "
+            f"{num_left} of at least {self._config.min_members} workers left and none can come: "
             "ending them"
         )
         self._worker_ends.tell_all()
@@ -330,15 +330,15 @@ class Launcher:
         self._say(f"ending the workers: {reason}")
         self._worker_ends.tell_all()
 
-    def _on_standing(self, standing: WorkerStatus) -> None:
-        if standing.job == self._config.job and standing.phase:
-            self._reporter.note_phase(standing.phase)
-        self._worker_ends.take(standing)
+    def _on_worker_status(self, status: WorkerStatus) -> None:
+        if status.job == self._config.job and status.phase:
+            self._reporter.note_phase(status.phase)
+        self._worker_ends.take(status)
 
     def _end_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
         over = self._over or (FINISHED if self._reporter.finished else "")
         self._worker_ends.due(over, board)
-        for slot in self._worker_ends.left_behind(ends=bool(over) or self._ends):
+        for slot in self._worker_ends.left_behind(ends=bool(over) or self._is_ending):
             assert slot.process is not None
             supervisor.leave(slot.process)
             slot.process = None
@@ -395,7 +395,7 @@ class Launcher:
             text += f", drained: {', '.join(drained)}"
         return f"{text}, not {', '.join(lost)}" if lost else text
 
-    def _tell_halted(self, event: _Halted) -> None:
+    def _on_halted(self, event: _Halted) -> None:
         self._slot_of(event.process).halted = event.halted
         how = "was halted (SIGSTOP)" if event.halted else "goes on (SIGCONT)"
         self._say(f"{event.process.name} {how}")
@@ -412,13 +412,13 @@ class Launcher:
                     self._say(f"the output of {slot.member_id} is kept no longer: {kept.problem}")
             slot.printed.add(line)
             with self._output:
-                if self._deaf:
+                if self._output_closed:
                     return
                 try:
                     print(f"{prefix}{line}", flush=True)
                 except BrokenPipeError:
                     # As in any pipeline: end the work when the reader is gone.
-                    self._deaf = True
+                    self._output_closed = True
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                     self._events.put(_Signalled(signal.SIGTERM))
 

@@ -58,7 +58,7 @@ def served(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
 
 
 class _Collector:
-    """Collects metrics on the metrics server's thread. Safe, as a slot's exits are only added."""
+    """Collects metrics on the metrics server's thread. Safe, as exits are only appended."""
 
     def __init__(self, slots: Sequence[WorkerSlot]) -> None:
         self._slots = slots

@@ -2,11 +2,11 @@
 
     python -m shoal.launcher.on_host DIRECTORY WORKERS [SCRIPT]
 
-It says on stdout what it is (`HostGreeting`), or ends with a reason. Then it reads one line, the
-`LaunchOrder`: keys and the environment come through the connection, so that no other user of the
-host sees them in the list of processes. Keys are in a folder that only the user can read, for as
-long as the run lasts. Each further line is a Ctrl-C. The end of the connection is a SIGTERM: no
-worker outlives it by more than `--grace-s`.
+The process prints a `HostGreeting`, or ends with a reason. Then it reads one line from stdin, the
+`LaunchOrder`, with keys and environment: on a command line, other users of the host would see them.
+While the run lasts, the keys are in a folder that only the user can read. Each further line stands
+for a Ctrl-C. The end of the connection stands for a SIGTERM: no worker outlives the connection by
+more than `--grace-s`.
 """
 
 import json
@@ -27,7 +27,7 @@ from shoal_client.local.directory import temporary_directory
 from shoal_proto.tls.identity import FOLDER_VARIABLE
 
 MARK = "shoal-host: "
-"""Start of the lines that are for the other side; all others are output."""
+"""Start of the lines that are messages to the connecting `shoal run`; other lines are output."""
 MAX_ORDER_BYTES = 1 << 24
 BAD_ARGUMENTS = 2
 
@@ -44,7 +44,7 @@ class HostGreeting:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOrder:
-    """Work of a host."""
+    """Order to a host to run workers."""
 
     arguments: Sequence[str]
     """Arguments of `shoal`."""
@@ -62,7 +62,7 @@ class HostEnding:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the host's workers, as the other side says; return the exit code of `shoal run`."""
+    """Run the host's workers as ordered on stdin; return the exit code of `shoal run`."""
     # One stream, so that lines stay in order.
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     directory, workers, *script = arguments
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     if count < 1:
         print(f"no workers; saw {workers}: {count}; expected at least 1", flush=True)
         return BAD_ARGUMENTS
-    _tell(
+    _send(
         HostGreeting(
             version=version("shoal"),
             num_workers=count,
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     orders = FileIO(sys.stdin.fileno(), closefd=False)
     line = orders.readline(MAX_ORDER_BYTES)
     if not line.endswith(b"\n"):
-        return 0  # The other side has ended, or leaves this host out.
+        return 0  # The connecting `shoal run` has ended, or leaves this host out.
     order = LaunchOrder(**json.loads(line))
     os.environ.update(order.environment)
     signal.signal(signal.SIGTERM, _leave)
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
             _write(folder, order.files)
             os.environ[FOLDER_VARIABLE] = str(folder)
         code = run_command(order.arguments)
-    _tell(HostEnding(exit_code=code))
+    _send(HostEnding(exit_code=code))
     return code
 
 
@@ -119,7 +119,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _relay(orders: FileIO) -> None:
-    """Pass on each Ctrl-C of the other side as a signal to this process."""
+    """Turn each line into a SIGINT to this process, and the connection's end into a SIGTERM."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     while orders.readline(MAX_ORDER_BYTES):
@@ -131,7 +131,7 @@ def _relay(orders: FileIO) -> None:
     signal.pthread_kill(main_thread, signal.SIGTERM)
 
 
-def _tell(message: HostGreeting | HostEnding) -> None:
+def _send(message: HostGreeting | HostEnding) -> None:
     print(MARK + json.dumps(asdict(message)), flush=True)
 
 

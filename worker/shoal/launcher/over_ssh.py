@@ -1,8 +1,8 @@
-"""The launchers of `shoal run --hosts`: one on each host, each behind a connection of `ssh`.
+"""The launchers of `shoal run --hosts`: one on each host, over an `ssh` connection.
 
-The other end of a connection is `shoal.launcher.on_host`. This end holds its stdin, through which
-it gives the work and each Ctrl-C. A host that cannot be used says so by ending before its greeting;
-a host that is lost, by ending without its exit code.
+The process on a host is `shoal.launcher.on_host`. This module writes the launch order and each
+Ctrl-C to its stdin. If a connection ends before the greeting, the host cannot be used; if it ends
+without an exit code, the host was lost.
 """
 
 import json
@@ -53,26 +53,26 @@ END_S = 30.0
 """Time for hosts to end after the grace time of their workers."""
 LAST_LINES = 3
 VALID = timedelta(days=30)
-"""Validity of the certificate that is copied to the hosts once; it is for this job alone."""
+"""Validity of the hosts' certificate, which is for this job alone and is not renewed."""
 INSISTED = 2
 """Number of signals that are passed on; a further one ends the connections."""
 DRAINED = 128 + signal.SIGTERM
 PASSED_ON = ("SHOAL_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTHON")
-"""Beginnings of the names of variables that hosts get."""
+"""Prefixes of the environment variables that hosts get."""
 KEPT_BACK = {
     *(*VARIABLES, "SHOAL_TLS", "SHOAL_COORDINATOR", "SHOAL_HTTP"),
     *("SHOAL_MEMBER_ID", "SHOAL_ADDRESS", "SHOAL_LOG_DIR", "SHOAL_METRICS"),
 }
-"""Variables that mean something else on another host, or are given as options."""
+"""Variables that hosts do not get: other hosts need other values, or options give the values."""
 
 
 Sink = Callable[[str], None]
 _Message = HostGreeting | HostEnding | Process | int | str
-"""A host's message or its end; without a host a signal, or why the cluster is gone."""
+"""Message or ended process of a host; without a host, a signal or the reason to give up."""
 
 
 class _Connection:
-    """One host: its process here, its stdin, and what it has said."""
+    """Connection to one host: the local process, its stdin, and the messages received."""
 
     def __init__(self, host: RunHost) -> None:
         self.host = host
@@ -83,7 +83,7 @@ class _Connection:
         """Exit code of the host's launcher; None if it runs, or the host was lost."""
         self.is_over = False
         self.last_lines: list[str] = []
-        """Newest lines before the greeting: the reason if there is none."""
+        """Newest lines before the greeting; without a greeting they are the reason."""
 
     def start(self, command: Sequence[str], supervisor: Supervisor, sink: Sink) -> None:
         stdin, self.orders = os.pipe()
@@ -96,7 +96,7 @@ class _Connection:
 
     def write(self, data: bytes) -> None:
         """Write to the host's stdin, in full."""
-        with suppress(BrokenPipeError):  # Its end is another event.
+        with suppress(BrokenPipeError):  # The end of the connection is another event.
             while data:
                 data = data[os.write(self.orders, data) :]
 
@@ -117,7 +117,7 @@ class _Connection:
 
 
 class HostLaunchers:
-    """The launchers on all hosts. `connect` first, then `run`; the end of the block ends them."""
+    """The launchers on all hosts. Call `connect`, then `run`; the end of the block ends them."""
 
     def __init__(self, config: RunConfig, orders: StopOrders, say: Callable[[str], None]) -> None:
         self._config = config
@@ -150,8 +150,8 @@ class HostLaunchers:
     # --- connecting ---
 
     def connect(self) -> RunConfig:
-        """Connect to the hosts, and leave out those that cannot be used; return the config with
-        bounds for the others. Raises Unavailable if too few are left."""
+        """Connect to the hosts; leave out hosts that cannot be used. Return the config with bounds
+        for the usable hosts. Raises Unavailable if there are too few."""
         needs_ssh = any(each.host.name != LOCALHOST for each in self._connections)
         if needs_ssh and shutil.which("ssh") is None:
             raise InvalidSpec(
@@ -241,8 +241,8 @@ class HostLaunchers:
     # --- running ---
 
     def run(self, config: RunConfig) -> int:
-        """Have the hosts run the job, and return the exit code when all have ended. `config`: that
-        of `connect`, with the coordinators."""
+        """Have the hosts run the job, and return the exit code when all have ended. `config`: the
+        config that `connect` returned, with the coordinators."""
         self._config = config
         files = _files_for_hosts(config)
         with self._signals():
@@ -287,7 +287,7 @@ class HostLaunchers:
             self._end_if_starved()
 
     def _end(self, order: int | str) -> None:
-        """End the hosts, by a signal or since their cluster was given up."""
+        """End the hosts' launchers. `order`: a signal, or the reason for giving up the cluster."""
         if isinstance(order, str):
             self._given_up = order
             self._say(f"ending the workers: {order}")
@@ -307,11 +307,11 @@ class HostLaunchers:
                 each.write(b"\n")
 
     def _end_if_starved(self) -> None:
-        """End the workers if too few hosts are left, and no worker can come."""
-        left = sum(_greeted(each).num_workers for each in self._connections if not each.is_over)
+        """End the workers if too few are left and no other worker can join."""
+        num_left = sum(_greeted(each).num_workers for each in self._connections if not each.is_over)
         codes = (each.exit_code for each in self._connections)
         if (
-            not 0 < left < self._config.min_members
+            not 0 < num_left < self._config.min_members
             or not self._config.alone
             or self._interrupted
             or self._given_up
@@ -319,13 +319,13 @@ class HostLaunchers:
         ):
             return
         least = self._config.min_members
-        self.give_up(f"{left} of at least {least} workers are left, and none can come")
+        self.give_up(f"{num_left} of at least {least} workers are left, and none can come")
 
     def _left_s(self) -> float | None:
         return None if self._give_up_s is None else max(0.0, self._give_up_s - time.monotonic())
 
     def _exit_code(self) -> int:
-        """Return 0 if the job is finished, also if hosts were lost; a script's own code first."""
+        """Return the run's exit code. If the job is finished, lost hosts do not count."""
         phase = ""
         with suppress(ShoalError):
             phase = phase_of(self._config.coordinators, self._config.job)
@@ -390,7 +390,7 @@ def _greeted(connection: _Connection) -> HostGreeting:
 
 
 def _message(text: str) -> HostGreeting | HostEnding | None:
-    """Return the message in the line; None if a script has printed a line like it."""
+    """Return the message in the line; None if the line is a script's output that begins so."""
     try:
         content = json.loads(text)
         return HostEnding(**content) if "exit_code" in content else HostGreeting(**content)
@@ -401,15 +401,15 @@ def _message(text: str) -> HostGreeting | HostEnding | None:
 def _is_useful(address: str) -> bool:
     """True if other machines can connect to the address."""
     try:
-        found = ip_address(address)
+        parsed = ip_address(address)
     except ValueError:
         return False
-    return not found.is_loopback and "%" not in address
+    return not parsed.is_loopback and "%" not in address
 
 
 def _files_for_hosts(config: RunConfig) -> Mapping[str, str]:
-    """Return the files with which the hosts speak to the cluster: a certificate for this job alone
-    if the authority's key is here, else that of this machine's workers."""
+    """Return the TLS files for the hosts. If this machine has the authority's key, they hold a new
+    certificate for this job alone, else the certificate of this machine's workers."""
     files = worker_files(config)
     if files is None:
         return {}

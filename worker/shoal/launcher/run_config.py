@@ -61,7 +61,7 @@ class RestartOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Output of workers: what is shown or kept of it, and where."""
+    """Files with the workers' output, its level of detail, and metrics of the launcher."""
 
     metrics: Annotated[str, Parameter(metavar="[HOST:]PORT")] = ""
     """Address at which the launcher serves its metrics for Prometheus, without TLS and without a
@@ -119,7 +119,7 @@ class RunConfig:
     environment: Annotated[Mapping[str, str], _INTERNAL] = field(
         default_factory=lambda: dict(os.environ)
     )
-    """Environment from which that of the workers is made."""
+    """Environment from which the workers' environment is made."""
 
     def __post_init__(self) -> None:
         if not self.job:
@@ -132,9 +132,9 @@ class RunConfig:
                 "the job has a bad name",
                 seen=repr(self.job),
                 expected=NAME_RULE,
-                fix="Give it one with --job; without that it is the script's.",
+                fix="Give a name with --job; the default is the script's name.",
             )
-        # With --hosts, the number may be each host's own.
+        # With --hosts, each host may have a number of its own.
         if self.num_workers < 1 and not self.over_ssh.hosts:
             raise InvalidSpec("no workers", seen=f"-n {self.num_workers}", expected="at least 1")
         if self.min_members < 1:
@@ -170,9 +170,9 @@ class RunConfig:
         host that can be reached. Raises InvalidSpec."""
         num_nodes = self.over_ssh.min_nodes
         least = sum(sorted(num_workers)[:num_nodes]) if num_nodes else 0
-        found = replace(self, min_members=max(self.min_members, least))
-        found._set_bounds(sum(num_workers))
-        return found
+        config = replace(self, min_members=max(self.min_members, least))
+        config._set_bounds(sum(num_workers))
+        return config
 
     def _set_bounds(self, num_workers: int) -> None:
         desired = self.desired_members or num_workers
@@ -210,7 +210,7 @@ def _job_of(target: str, module: bool) -> str:
 
 
 def worker_files(config: RunConfig) -> TlsFiles | None:
-    """Return the files with which workers speak to the cluster; None if it does not use TLS."""
+    """Return the workers' TLS files; None if the cluster does not use TLS."""
     return config.tls.files_of(CertificateRole.WORKER) or files_at(
         config.coordinators, CertificateRole.WORKER
     )
@@ -241,12 +241,12 @@ def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dic
 
 
 def member_ids(config: RunConfig, host: str) -> list[str]:
-    """Return a member id for each worker. If SHOAL_MEMBER_ID is set, it is the id, or the prefix of
-    several."""
-    if given := config.environment.get("SHOAL_MEMBER_ID"):
+    """Return a member id for each worker. If SHOAL_MEMBER_ID is set, it is the id of a single
+    worker, or the prefix of several ids."""
+    if member_id := config.environment.get("SHOAL_MEMBER_ID"):
         if config.num_workers == 1:
-            return [given]
-        return [f"{given}-{index}" for index in range(config.num_workers)]
+            return [member_id]
+        return [f"{member_id}-{index}" for index in range(config.num_workers)]
     # Launchers on one host, or on hosts of one name, must not share member ids.
     unique = f"{_name_part(host)}-{os.urandom(2).hex()}"
     return [f"{unique}-{index}" for index in range(config.num_workers)]

@@ -50,10 +50,10 @@ class WorkerEnds:
             slot.was_killed = True
             slot.process.kill()
 
-    def take(self, standing: WorkerStatus) -> None:
+    def take(self, status: WorkerStatus) -> None:
         """Kill a worker that was declared lost and does not end, so that the next one can start."""
-        slot = next((s for s in self.running if s.pid == standing.pid), None)
-        if slot is None or not standing.is_lost or slot.was_killed:
+        slot = next((s for s in self.running if s.pid == status.pid), None)
+        if slot is None or not status.is_lost or slot.was_killed:
             return
         now_s = time.monotonic()
         slot.lost_s = now_s if slot.lost_s is None else slot.lost_s
@@ -91,8 +91,8 @@ class WorkerEnds:
         return not has_another and not beat_slot.has_left(slot.pid)
 
     def left_behind(self, *, ends: bool) -> Iterator[WorkerSlot]:
-        """Yield workers that did not end within KILLED_S of being killed. Yields none unless the
-        run `ends`: until then they block nothing."""
+        """Yield workers that did not end within KILLED_S of being killed. Yields none before the
+        run `ends`: until then such a worker blocks nothing."""
         if time.monotonic() < self._leave_s:
             return
         self._leave_s = math.inf
@@ -100,6 +100,6 @@ class WorkerEnds:
             if ends and slot.was_killed:
                 self._say(
                     f"{slot.member_id} (pid {slot.pid}) hangs in the kernel and does not end on"
-                    " SIGKILL: it is left there"
+                    " SIGKILL: it is abandoned"
                 )
                 yield slot

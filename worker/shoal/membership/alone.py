@@ -1,7 +1,7 @@
 """A member that trains alone: no coordinator was named, so no member can join it.
 
 `LoneMember` replaces the `MemberSession` of a job with several members, so that the same script
-runs in both. It has one generation of one member. Only checkpoints outlive its process.
+runs in both cases. There is one generation of one member. Only checkpoints outlive the process.
 """
 
 import math

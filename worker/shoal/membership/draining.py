@@ -1,4 +1,4 @@
-"""Drain of a member: the exception that a script sees, and the signal that asks for it."""
+"""Drain of a member: the exception that a script sees, and the signal that requests a drain."""
 
 import _thread
 import atexit
@@ -93,8 +93,8 @@ class DrainSignal:
             raise
 
     def restore(self) -> None:
-        """Set the default handler, unless another one was set meanwhile. After a first SIGTERM the
-        handler stays: it ignores repetitions, and the second one ends the process."""
+        """Set the default handler, unless another one was set meanwhile. After a first SIGTERM this
+        handler stays: it ignores repetitions, and ends the process on the second SIGTERM."""
         if self._is_in_place and self._installed and not self._was_ordered:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._installed = False
@@ -116,27 +116,27 @@ class DrainSignal:
 
     def _stay_while_fresh(self) -> None:
         """Hide repetitions of the signal from a handler that the script sets or restores meanwhile.
-        The script sees its handler as installed; it receives the second SIGTERM."""
+        To the script its handler seems installed; the handler receives the second SIGTERM."""
         set_before, get_before = signal.signal, signal.getsignal
 
-        def set_behind(number: int, handler: Handler) -> Handler:
+        def set_next(number: int, handler: Handler) -> Handler:
             takes_over = isinstance(getattr(handler, "__self__", None), DrainSignal)
             if number != signal.SIGTERM or takes_over or not self._orders.is_fresh:
                 return set_before(number, handler)
-            before = get_behind(number)
+            before = get_next(number)
             set_before(number, self._handle)
             self._next = handler
             return before
 
-        def get_behind(number: int) -> Handler:
+        def get_next(number: int) -> Handler:
             handler = get_before(number)
             return self._next if handler == self._handle else handler
 
-        signal.signal, signal.getsignal = set_behind, get_behind  # type: ignore[assignment]
+        signal.signal, signal.getsignal = set_next, get_next  # type: ignore[assignment]
 
         def go() -> None:
             time.sleep(SAME_ORDER_S)
-            if signal.signal is set_behind:
+            if signal.signal is set_next:
                 signal.signal, signal.getsignal = set_before, get_before
             if self._is_in_place and self._next == signal.SIG_DFL:
                 # A handler in Python would never run if the main thread hangs.
@@ -168,28 +168,28 @@ class _Forking(threading.local):
 _forking = _Forking()
 
 
-def _hold_signal() -> None:
-    """Block SIGTERM before a fork. In the child, a signal that arrives before `_be_no_member` would
-    be lost or handled as a request to drain: a process pool that sent it would wait for ever."""
+def _block_signal() -> None:
+    """Block SIGTERM before a fork. A child that got it before `_reset_in_child` would lose it or
+    handle it as a request to drain: a process pool that sent it would wait for ever."""
     if isinstance(getattr(_get_handler(signal.SIGTERM), "__self__", None), DrainSignal):
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _let_signal_go() -> None:
+def _unblock_signal() -> None:
     mask, _forking.mask = _forking.mask, None
     if mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _be_no_member() -> None:
+def _reset_in_child() -> None:
     """Reset the handler in a forked child: a process pool ends its processes by SIGTERM."""
     if _forking.mask is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _let_signal_go()
+    _unblock_signal()
 
 
 os.register_at_fork(
-    before=_hold_signal, after_in_parent=_let_signal_go, after_in_child=_be_no_member
+    before=_block_signal, after_in_parent=_unblock_signal, after_in_child=_reset_in_child
 )
 
 
@@ -197,7 +197,7 @@ def _is_free(handler: object) -> bool:
     """True if the script has no handler of its own.
 
     A script that saves and restores handlers, as Lightning's Trainer does, may have restored the
-    one of an earlier session.
+    handler of an earlier session, which counts as none.
     """
     left_over = getattr(handler, "__self__", None)
     if isinstance(left_over, DrainSignal):

@@ -24,8 +24,8 @@ class Context:
     limits: Limits
     """The job's time limits, in seconds."""
     held_until_s: Callable[[], float] = lambda: -math.inf
-    """Returns the time, by `time.monotonic`, until which limits of waits for other members were
-    suspended. Any thread."""
+    """Returns the time, by `time.monotonic`, until which waits for other members had no limit. Any
+    thread."""
     is_away: Callable[[], bool] = lambda: False
     """Returns True while no coordinator can be reached. Any thread."""
     leaves_unreplaced: Callable[[], bool] = lambda: False
@@ -40,11 +40,10 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A generation, from the side of one of its members."""
+    """A generation, with the token and rank of one of its members."""
 
     record: GenerationRecord
     token: Token
-    """This member's token in the generation."""
 
     @cached_property
     def number(self) -> int:
@@ -77,8 +76,8 @@ class Generation:
 
 
 def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:
-    """The rank of the member whose state the generation starts from, and the ranks that receive
-    that state."""
+    """Return the rank of the member whose state the generation starts from, and the ranks that
+    receive this state."""
     entries = generation.entries
     source_id = generation.record.roster.source_member_id or entries[0].member_id
     source = next(entry.rank for entry in entries if entry.member_id == source_id)

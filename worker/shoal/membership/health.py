@@ -91,12 +91,12 @@ class HealthReporter:
 
         Convert tensors before the call, and not in each step: `float(loss)` waits for the device.
         """
-        given = {
+        changed = {
             name: value[: _MAX_LENGTHS[name]] if isinstance(value, str) else _json(value)
             for name, value in figures.known_figures().items()
         }
         with self._changed:
-            self._fields |= given
+            self._fields |= changed
             self._pending = True
             self._changed.notify()
 
@@ -176,7 +176,7 @@ def _json(value: Any) -> Any:
 
 
 def _json_number(value: SupportsFloat) -> float | str:
-    """The number for JSON; NaN and infinities, which JSON lacks, are sent as text."""
+    """Return the number for JSON; NaN and infinities, which JSON lacks, become text."""
     if isinstance(value, Integral):
         return int(value)
     number = float(value)

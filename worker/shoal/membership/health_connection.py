@@ -49,8 +49,8 @@ class CoordinatorHttp:
 
     def post(self, url: str, content: bytes, limits: Mapping[str, float]) -> httpcore.Response:
         """Post to the coordinator; returns its response. Raises the errors of httpcore."""
-        own = identity.own()
-        if own is not None and (now := own.material.client) is not self._context:
+        certificate = identity.own()
+        if certificate is not None and (now := certificate.material.client) is not self._context:
             self._pool.close()
             self._context, self._pool = now, _pool(now)
         return self._pool.request(
@@ -70,9 +70,9 @@ def _pool(context: ssl.SSLContext) -> httpcore.ConnectionPool:
 
 
 def _context() -> ssl.SSLContext:
-    own = identity.own()
-    if own is not None:
-        return own.material.client
+    certificate = identity.own()
+    if certificate is not None:
+        return certificate.material.client
     # A context without certificates: reading the system's takes 30 ms, and TLS is off.
     with NO_FORK:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -121,11 +121,11 @@ class _Encrypted(httpcore.NetworkStream):
             return until_done(self._connection, lambda: self._connection.recv(max_bytes), timeout)
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        left = memoryview(buffer)
+        unsent = memoryview(buffer)
         with _errors(httpcore.WriteTimeout, httpcore.WriteError):
-            while left:
-                sent = until_done(self._connection, lambda: self._connection.send(left), timeout)  # noqa: B023
-                left = left[sent:]
+            while unsent:
+                sent = until_done(self._connection, lambda: self._connection.send(unsent), timeout)  # noqa: B023
+                unsent = unsent[sent:]
 
     def close(self) -> None:
         self._connection.close()

@@ -29,7 +29,7 @@ from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 log = structlog.get_logger(__name__)
 
 MAX_MEMBERS = 1024
-"""Upper bound of the members of a job that gives none."""
+"""Upper bound of the number of members, if the job gives none."""
 
 _NUM_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """Variables with the number of processes that torchrun, Open MPI, MPICH or srun has started."""
@@ -72,8 +72,8 @@ class JoinConfig:
     """IP address at which other members reach this one; empty: the address of the interface that
     leads to the coordinators."""
     check_peers: str = "auto"
-    """Members that check, before a generation starts, that they reach each other: "auto" (those on
-    different hosts), "always" (all) or "never" (none)."""
+    """Members that check, before a generation starts, that they reach each other: "auto" (members
+    on different hosts), "always" (all members) or "never" (no members)."""
     backend: str = ""
     """Transport of collectives: "gloo", "nccl" or "in-memory"; empty: NCCL for a model on CUDA,
     else Gloo."""
@@ -86,7 +86,7 @@ class JoinConfig:
     local_world_size: int = 1
     """Number of workers that the launcher runs on this host."""
     num_ranks: int = 1
-    """Number of processes that torchrun, MPI or srun has started, if one of these has."""
+    """Number of processes that torchrun, MPI or srun has started; 1 without these."""
     launcher: LauncherSettings = field(default_factory=LauncherSettings)
     """Settings from `shoal run`."""
     secrets: MemberSecrets = field(default_factory=MemberSecrets)
@@ -147,10 +147,10 @@ class JoinConfig:
             )
 
     def member(self) -> Member:
-        """This process as a member, with a new incarnation."""
+        """Return this process as a member, with a new incarnation."""
         incarnation = new_incarnation()
         host, directory = socket.gethostname(), self.launcher.shared_directory
-        made_up = f"{_as_name(host)}-{os.getpid()}-{incarnation[-8:]}"
+        generated_id = f"{_as_name(host)}-{os.getpid()}-{incarnation[-8:]}"
         return Member(
             coordinators=self.coordinators,
             spec=JobSpec(
@@ -159,7 +159,7 @@ class JoinConfig:
                 max_members=self.max_members,
                 desired_members=self.desired_members,
             ),
-            member_id=self.member_id or made_up,
+            member_id=self.member_id or generated_id,
             incarnation=incarnation,
             info=MemberInfo(
                 host=host,
@@ -183,17 +183,17 @@ class JoinConfig:
 def read_config(
     given: Mapping[str, str | int | None], environment: Mapping[str, str]
 ) -> JoinConfig:
-    """The configuration from the given arguments, with SHOAL_* of the environment for absent ones.
-    Raises InvalidSpec."""
+    """Return the configuration from the given arguments, and from SHOAL_* variables for absent
+    arguments. Raises InvalidSpec."""
 
     def text(name: str, variable: str) -> str:
         value = given.get(name)
         return str(value) if value is not None else environment.get(variable, "")
 
     def number(name: str, variable: str, default: int) -> int:
-        own = given.get(name)
-        if own is not None and not isinstance(own, str):
-            return as_index(name, own)
+        argument = given.get(name)
+        if argument is not None and not isinstance(argument, str):
+            return as_index(name, argument)
         value = text(name, variable)
         if not value:
             return default
@@ -254,7 +254,7 @@ def _beat_slot(address: str) -> BeatSlot | None:
     try:
         slot = BeatSlot.open(address)
     except (OSError, InvalidSpec) as error:
-        # The variable was inherited on another host or by another user: this member sends its own
+        # The variable was inherited on another host or by another user: the member itself sends
         # heartbeats.
         log.info("beat_slot_not_used", address=address, reason=str(error))
         return None

@@ -28,9 +28,9 @@ _GRACE_S = 1.0
 CALL_S = 300.0
 """Limit of one call's wait for a key."""
 MIN_SHARED_KEYS = 64
-"""Number of keys from which one rank of a host reads them for all; each rank reads fewer itself."""
+"""Least number of keys in a read for which one rank reads for all ranks of its host."""
 HOST_WAIT_S = 10.0
-"""Limit of the wait for another rank of the host that reads; then this rank reads itself."""
+"""Limit of the wait for the rank that reads for its host; after it, each rank reads itself."""
 
 
 class RendezvousStores:
@@ -69,8 +69,8 @@ class RendezvousStore(Store):
         timeout_s: float,
         shared_directory: Path | None = None,
     ) -> None:
-        """`shared_directory`: folder that this host's ranks share, so that one of them reads many
-        values for all. Such keys must be set only once."""
+        """`shared_directory`: folder through which one of this host's ranks reads many values for
+        all. Keys that are read so must be set only once."""
         super().__init__()
         self._ended = threading.Event()
         self._host: HostFiles | None = None
@@ -80,7 +80,7 @@ class RendezvousStore(Store):
         self._token = token
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._under_way: set[grpc.Future[pb.StoreReply]] = set()
+        self._in_progress: set[grpc.Future[pb.StoreReply]] = set()
         self._aborted = ""
         self._waited: dict[str, bytes] = {}
 
@@ -89,8 +89,8 @@ class RendezvousStore(Store):
         with self._lock:
             self._aborted = self._aborted or reason
             self._ended.set()
-            under_way = list(self._under_way)
-        for call in under_way:
+            in_progress = list(self._in_progress)
+        for call in in_progress:
             call.cancel()
 
     # --- called by torch: by Python's names and, if they differ, by those of C++ ---
@@ -178,15 +178,15 @@ class RendezvousStore(Store):
 
     def _get(self, keys: Sequence[str], timeout_s: float) -> Sequence[bytes]:
         if self._host is None or len(keys) < MIN_SHARED_KEYS:
-            reply = self._asked(keys, timeout_s)
+            reply = self._fetch(keys, timeout_s)
         else:
-            asked = "\0".join((self._token.job, str(self._token.generation), *keys))
+            file_key = "\0".join((self._token.job, str(self._token.generation), *keys))
             reply = pb.StoreReply.FromString(
-                self._host.get(asked, lambda: self._asked(keys, timeout_s).SerializeToString())
+                self._host.get(file_key, lambda: self._fetch(keys, timeout_s).SerializeToString())
             )
         return unpack(reply.packed_values) if reply.packed_values else reply.values
 
-    def _asked(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
+    def _fetch(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
         # A coordinator limits the wait of one call: a longer one takes several calls.
         rest_s = max(timeout_s - CALL_S, 0.0)
         request = pb.StoreGetRequest(
@@ -196,7 +196,7 @@ class RendezvousStore(Store):
             return self._call(_get, request, timeout_s=timeout_s - rest_s)
         except DeadlineExceeded as error:
             if rest_s:
-                return self._asked(keys, rest_s)
+                return self._fetch(keys, rest_s)
             # Callers of torch's stores recognise this error by the word "timeout".
             raise DeadlineExceeded(
                 f"wait timeout after {timeout_s:g} s for {', '.join(keys)}",
@@ -228,7 +228,7 @@ class RendezvousStore(Store):
 
     def _follow(self, call: "grpc.Future[pb.StoreReply]") -> pb.StoreReply:
         with self._lock:
-            self._under_way.add(call)
+            self._in_progress.add(call)
             aborted = bool(self._aborted)
         if aborted:
             call.cancel()
@@ -241,7 +241,7 @@ class RendezvousStore(Store):
             ) from None
         finally:
             with self._lock:
-                self._under_way.discard(call)
+                self._in_progress.discard(call)
 
 
 def _bytes(value: Value) -> bytes:

@@ -14,7 +14,7 @@ class GenerationStores(Protocol):
 
     def open(self, token: Token, timeout_s: float, *, once_a_host: bool = False) -> Store:
         """Open the store of the token's generation, which raises DeadlineExceeded for a key that is
-        not set within the timeout. `once_a_host`: one rank reads many keys for all of its host."""
+        not set within the timeout. `once_a_host`: one rank reads many keys for its whole host."""
 
     def close(self) -> None:
         """Close the connection, if there is one. May be called twice."""

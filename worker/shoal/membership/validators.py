@@ -47,7 +47,7 @@ class RosterMember:
     address: str
     """IP address at which the other members reach this one."""
     state: str
-    """Origin of the member's training state: "initial", "keep", or "receive" from another."""
+    """Origin of the member's training state: "initial", "keep", or "receive" (from a member)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +98,12 @@ def validator(name: str) -> Callable[[V], V]:
         )
 
     def register(function: V) -> V:
-        known = _registered.get(name)
-        if known is not None and _origin(known) != _origin(function):
+        registered = _registered.get(name)
+        if registered is not None and _origin(registered) != _origin(function):
             raise InvalidSpec(
                 f"two validators have the name {name!r}",
                 seen=_origin(function),
-                expected=f"{_origin(known)} alone to have it",
+                expected=f"{_origin(registered)} alone to have it",
                 fix="Give one of them another name.",
             )
         _registered[name] = function
@@ -113,12 +113,12 @@ def validator(name: str) -> Callable[[V], V]:
 
 
 def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
-    """The registered validators and a session's own, by name.
+    """Return the registered validators and a session's own, by name.
 
     A function that is not registered has its `__name__`. Raises InvalidSpec if two validators have
     the same name.
     """
-    found = dict(_registered)
+    by_name = dict(_registered)
     registered = {id(function): name for name, function in _registered.items()}
     for function in own:
         if id(function) in registered:
@@ -128,14 +128,14 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
             raise InvalidSpec(
                 "a validator has no name", seen=repr(function), expected="a function with a name"
             )
-        if found.get(name, function) is not function:
+        if by_name.get(name, function) is not function:
             raise InvalidSpec(f"two validators have the name {name!r}", seen=_origin(function))
-        found[name] = function
-    return found
+        by_name[name] = function
+    return by_name
 
 
 class ValidatorSet:
-    """A session's validators, run on a separate thread so that a slow one delays no answer."""
+    """A session's validators. They run on a separate thread: a slow validator delays no answer."""
 
     def __init__(self, validators: Mapping[str, Validator], member_id: str) -> None:
         self._validators = dict(sorted(validators.items()))
@@ -148,12 +148,12 @@ class ValidatorSet:
         return ",".join(self._validators)
 
     def rejections(self, roster: pb.Roster, limit_s: float) -> list[pb.Rejection]:
-        """The validators' rejections of the roster, within `limit_s`."""
+        """Return the validators' rejections of the roster, within `limit_s`."""
         if not self._validators:
             return []
         late = self._running
         if late is not None and late.thread.is_alive():
-            # No new thread while one is still at work: it may never end.
+            # No second thread while the first one runs, which may never end.
             seen = f"still at work on generation {late.roster.generation}"
             return [_rejection(late.name, Reject(seen=seen, expected="a verdict in time"))]
         run = self._running = _Run(self._validators, view(roster, self._member_id))
@@ -190,7 +190,7 @@ class _Run:
 
 
 def view(roster: pb.Roster, member_id: str) -> Roster:
-    """The roster as validators see it."""
+    """Return the roster in the form in which validators see it."""
     entries = sorted(roster.entries, key=lambda entry: entry.rank)
     members = tuple(
         RosterMember(
@@ -220,6 +220,6 @@ def _rejection(name: str, reject: Reject) -> pb.Rejection:
 
 
 def _origin(function: Validator) -> str:
-    """Module and name of a function: the same if its module is loaded again."""
+    """Return module and name of a function, which stay the same if the module is loaded again."""
     module = getattr(function, "__module__", "")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"

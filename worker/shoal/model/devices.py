@@ -5,8 +5,8 @@ from torch import nn
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device that the model is trained on: its first parameter's. For a model on the
-    meta device that is the GPU of this process, if there is one."""
+    """Return the device that the model is trained on: the device of its first parameter. For a
+    model on the meta device, return this process's GPU if there is one, else the CPU."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type != "meta":
         return device
@@ -16,7 +16,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def devices_of(model: nn.Module) -> dict[str, str]:
-    """Return what the members' collectives depend on: the kind of the model's devices, and NCCL's
+    """Return the properties that collectives depend on: the kind of the model's devices, and NCCL's
     version if the collectives run over NCCL."""
     kinds = sorted({parameter.device.type for parameter in model.parameters()} - {"meta"})
     kinds = kinds or [device_of(model).type]

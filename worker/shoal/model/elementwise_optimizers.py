@@ -2,10 +2,10 @@
 update each parameter separately, so that each member can have some of them; some run under no
 strategy.
 
-Only its source shows of which kind an optimizer is. If a member has only some of the parameters, an
-optimizer that takes a norm over all of them (LAMB's clipping, the step size of Prodigy and
-D-Adaptation) silently computes other weights. A trial on small tensors may miss the size or step at
-which that begins. So this module lists classes whose source was read; users vouch for others.
+Only an optimizer's source shows its kind. If a member has only some of the parameters, an optimizer
+that takes a norm over all parameters (LAMB's clipping, the step size of Prodigy and D-Adaptation)
+silently computes other weights. A trial on small tensors could miss that: a norm may matter only
+from some size or step on. So this module lists classes whose source was read; users vouch for more.
 """
 
 from torch import optim
@@ -43,8 +43,8 @@ def refuse_unless_per_parameter(strategy: str, optimizer: Optimizer, *, vouched:
     """
     for each in optimizers_of(optimizer).values():
         marks = vars(type(each))
-        own = vouched or any(marks.get(word) is True for word in ("per_parameter", "elementwise"))
-        if not own and type(each) not in PER_PARAMETER:
+        fits = vouched or any(marks.get(word) is True for word in ("per_parameter", "elementwise"))
+        if not fits and type(each) not in PER_PARAMETER:
             raise _may_need_all(strategy, each)
 
 
@@ -69,8 +69,8 @@ def refuse_unless_elementwise(strategy: str, optimizer: Optimizer, vouched: bool
     A subclass does not inherit that from its parent, as it may use whole parameters.
     """
     for each in optimizers_of(optimizer).values():
-        own = vouched or vars(type(each)).get("elementwise") is True
-        if not own and type(each) not in ELEMENTWISE:
+        fits = vouched or vars(type(each)).get("elementwise") is True
+        if not fits and type(each) not in ELEMENTWISE:
             raise _may_need_wholes(strategy, each)
 
 
@@ -90,11 +90,11 @@ def refuse_further_state(name: str, optimizer: Optimizer) -> None:
     for each in optimizers_of(optimizer).values():
         if type(each).state_dict is Optimizer.state_dict:
             continue
-        further = each.state_dict().keys() - {"state", "param_groups"}
-        if further:
+        other_keys = each.state_dict().keys() - {"state", "param_groups"}
+        if other_keys:
             raise UnsupportedOptimizer(
                 f"{name} cannot hand over all of the state of {type(each).__name__}",
-                seen=f"in its state_dict: {', '.join(sorted(map(str, further)))}",
+                seen=f"in its state_dict: {', '.join(sorted(map(str, other_keys)))}",
                 expected="the state of parameters, and settings of groups",
                 fix="Keep it in optimizer.state[parameter] or in the groups.",
             )

@@ -1,7 +1,7 @@
-"""Adapters that accept models of other frameworks as torch modules, without importing these.
+"""Adapters for models of other frameworks as torch modules; frameworks are not imported here.
 
-Each framework has an adapter, a module of `shoal.integrations` that is loaded when the first such
-model is given: the adapter imports this layer, not the other way round.
+A framework's adapter is a module of `shoal.integrations`, loaded when the first model of the
+framework is given: the adapter imports this layer, not the other way round.
 """
 
 import sys
@@ -39,10 +39,10 @@ def fits_by_itself(model: nn.Module, optimizer: Any) -> bool:
 
 def adapter_of(model: Any) -> FrameworkAdapter:
     """Return the adapter of the framework that a foreign model belongs to."""
-    assert _is_keras(model), "no other framework's models are taken"
+    assert _is_keras(model), "only Keras models have an adapter"
     # Keras takes seconds to import: a script with such a model has imported it already.
-    found: Any = import_module(_ADAPTERS["keras"])
-    return found  # type: ignore[no-any-return]
+    adapter: Any = import_module(_ADAPTERS["keras"])
+    return adapter  # type: ignore[no-any-return]
 
 
 def _is_keras(model: Any) -> bool:

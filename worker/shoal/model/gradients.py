@@ -38,36 +38,36 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """True if reading the tensor waits for nothing. A read from a GPU waits until all work queued
-    there is done."""
+    """True if the tensor can be read without waiting. A read from a GPU waits until all work queued
+    on the GPU is done."""
     return tensor.is_cpu
 
 
 def refuse_sparse(strategy: str, model: nn.Module) -> None:
     """Raise InvalidSpec for layers whose gradients are sparse tensors."""
-    found = [
+    names = [
         name
         for name, part in model.named_modules()
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
     ]
-    if found:
-        raise sparse_gradient(strategy, ", ".join(found[:5]))
+    if names:
+        raise sparse_gradient(strategy, ", ".join(names[:5]))
 
 
 def refuse_layers(strategy: str, model: nn.Module) -> None:
-    """Raise InvalidSpec for layers with which members would train another model than one process:
-    layers with sparse gradients, layers that write to their weights depending on the samples of a
-    pass, and layers whose gradient depends on how often an index occurs in the batch."""
+    """Raise InvalidSpec for layers with which several members would not train the same model as one
+    process: layers with sparse gradients, with weights that a pass changes depending on its
+    samples, or with gradients that depend on how often an index occurs in the batch."""
     refuse_sparse(strategy, model)
     embeddings = [
         (name, part)
         for name, part in model.named_modules()
         if isinstance(part, nn.Embedding | nn.EmbeddingBag)
     ]
-    if found := [name for name, part in embeddings if part.max_norm is not None]:
-        raise scaled_down(strategy, ", ".join(found[:5]))
-    if found := [name for name, part in embeddings if part.scale_grad_by_freq]:
-        raise scaled_by_frequency(strategy, ", ".join(found[:5]))
+    if names := [name for name, part in embeddings if part.max_norm is not None]:
+        raise scaled_down(strategy, ", ".join(names[:5]))
+    if names := [name for name, part in embeddings if part.scale_grad_by_freq]:
+        raise scaled_by_frequency(strategy, ", ".join(names[:5]))
 
 
 def scaled_down(strategy: str, name: str) -> InvalidSpec:
@@ -75,7 +75,7 @@ def scaled_down(strategy: str, name: str) -> InvalidSpec:
     return InvalidSpec(
         f"{strategy} does not train layers that scale down rows of their weights in a pass",
         seen=f"max_norm of {name}",
-        expected="weights that do not depend on which member has which samples: each scales"
+        expected="weights that do not depend on which member has which samples: each member scales"
         " down the rows that its own samples use",
         fix="Look rows up without max_norm, and scale all rows down between two steps, on"
         " every member: with torch.no_grad(): weight.copy_(weight.renorm(2, 0, max_norm)).",
@@ -111,17 +111,17 @@ def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
 def refuse_parameter_hooks(model: nn.Module) -> None:
     """Raise InvalidSpec if the script has hooks on gradients of parameters.
 
-    The hooks would get this member's own gradient, which is n times its part of the whole batch's,
-    and would not be called at all if the layout has its own parameters.
+    A hook would get the gradient of this member's samples, before it is averaged over the members,
+    and would not be called at all if the layout has parameters of its own.
     """
     hooked = [name for name, each in model.named_parameters() if has_gradient_hooks(each)]
     if hooked:
         raise InvalidSpec(
             "parameters have hooks of the script's on their gradients",
             seen=f"register_hook or register_post_accumulate_grad_hook of {', '.join(hooked[:5])}",
-            expected="gradients that are changed once they are those of the whole batch",
-            fix="Change parameter.grad after session.backward in the step: to mask or to clamp it,"
-            " say. Hooks on modules and on what they compute are no problem.",
+            expected="changes to the whole batch's gradients, after they were reduced",
+            fix="Change parameter.grad after session.backward in the step, for example to mask or"
+            " clamp it. Hooks on modules and on what they compute are no problem.",
         )
 
 
@@ -160,7 +160,7 @@ def _zeroes_as_torch(optimizer: Optimizer) -> bool:
 def bare_backward() -> InvalidSpec:
     """Return the refusal of a backward pass in a step without `session.backward`."""
     return InvalidSpec(
-        "a backward pass in a step that went past the session",
+        "a backward pass in a step did not go through the session",
         seen="loss.backward()",
         expected="session.backward(loss), which weighs this member's share of the batch",
         fix="Add up the losses, or pass each to session.backward; for a gradient that is not to"
@@ -195,8 +195,8 @@ def refuse_second_derivatives(model: nn.Module) -> None:
 def watch_parameters(
     parameters: Iterable[nn.Parameter], ours: Callable[[], bool]
 ) -> list[RemovableHandle]:
-    """Make a pass that adds to these gradients raise `bare_backward` unless `ours()` is true, and
-    `sparse_gradient` if a function made the gradient sparse. Returns the handles of the hooks."""
+    """Watch gradients: a pass that adds to them raises `bare_backward` unless `ours()` is true, and
+    `sparse_gradient` if a function made a gradient sparse. Returns the handles of the hooks."""
 
     def look(parameter: Tensor) -> None:
         if not ours():

@@ -62,7 +62,7 @@ def give_buffers(model: nn.Module) -> None:
     for path, part in list(model.named_modules()):
         empty = [name for name, buffer in buffer_table(part).items() if _is_empty(buffer)]
         if empty:
-            # A copy whose children stay on the meta device.
+            # Of the copy, only this module itself gets memory; its children stay on meta.
             alone = copy.deepcopy(part)
             marked = _with_memory(alone, {})
             with torch.random.fork_rng(devices=[]):
@@ -147,12 +147,12 @@ def _lacks_memory(part: nn.Module) -> bool:
 
 def _check(path: str, part: nn.Module) -> None:
     """Raise InvalidSpec unless the module can initialise its tensors on the meta device."""
-    where = f"module {path!r}" if path else "the model"
+    subject = f"module {path!r}" if path else "the model"
     if any(_is_empty(tensor) for tensor in part.parameters()):
         other = next((name for name in OTHERS if callable(getattr(part, name, None))), "")
         if other:
             raise InvalidSpec(
-                f"{where}, a {type(part).__name__}, has its own initialisation",
+                f"{subject}, a {type(part).__name__}, has its own initialisation",
                 seen=f"{other}, with weights on the meta device",
                 expected="modules that reset_parameters() initialises",
                 fix="Make this module on the host, or give its parts reset_parameters methods.",
@@ -160,7 +160,7 @@ def _check(path: str, part: nn.Module) -> None:
     for name, value in vars(part).items():
         if isinstance(value, Tensor) and value.is_meta:
             raise InvalidSpec(
-                f"{where}, a {type(part).__name__}, has a tensor on the meta device",
+                f"{subject}, a {type(part).__name__}, has a tensor on the meta device",
                 seen=f"the attribute {name}, which is neither a parameter nor a buffer",
                 expected="a buffer, which reset_parameters() fills",
                 fix="Register it as a buffer, or make it on the host.",
@@ -170,7 +170,7 @@ def _check(path: str, part: nn.Module) -> None:
         return
     if not any(callable(getattr(part, reset, None)) for reset in RESETS):
         raise InvalidSpec(
-            f"{where}, a {type(part).__name__}, cannot initialise what it has on the meta device",
+            f"{subject}, a {type(part).__name__}, cannot initialise what it has on the meta device",
             seen=f"{', '.join(empty)}, and no method reset_parameters",
             expected="reset_parameters(), which fills the module's own parameters and buffers",
             fix="Add that method, or make this module on the host.",
@@ -178,7 +178,7 @@ def _check(path: str, part: nn.Module) -> None:
     for name, tensor in empty.items():
         if tensor.dtype == torch.bool:
             raise InvalidSpec(
-                f"{where}, a {type(part).__name__}, has a bool tensor on the meta device",
+                f"{subject}, a {type(part).__name__}, has a bool tensor on the meta device",
                 seen=name,
                 expected="numbers that show if reset_parameters() has filled them",
                 fix=f"Make {name} on the host: with torch.device('cpu'): ...",
@@ -190,7 +190,7 @@ def _with_memory(part: nn.Module, memory: dict[int, Tensor]) -> dict[str, Tensor
 
     `memory` has the replacements made so far, by the tensor's id, so that tied tensors stay tied.
     """
-    found: dict[str, Tensor] = {}
+    replaced: dict[str, Tensor] = {}
     tables: tuple[dict[str, Any], ...] = (parameter_table(part), buffer_table(part))
     for table in tables:
         for name, tensor in table.items():
@@ -201,8 +201,8 @@ def _with_memory(part: nn.Module, memory: dict[int, Tensor]) -> dict[str, Tensor
                 if isinstance(tensor, nn.Parameter):
                     real = nn.Parameter(real, requires_grad=tensor.requires_grad)
                 memory[id(tensor)] = real
-            found[name] = table[name] = memory[id(tensor)]
-    return found
+            replaced[name] = table[name] = memory[id(tensor)]
+    return replaced
 
 
 def _mark(dtype: torch.dtype) -> float | int:
@@ -220,11 +220,11 @@ def _reset(part: Any) -> None:
 def _check_filled(path: str, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         mark = _mark(tensor.dtype)
-        left = tensor.isnan() if isinstance(mark, float) else tensor == mark
-        if bool(left.any()):
+        unset = tensor.isnan() if isinstance(mark, float) else tensor == mark
+        if bool(unset.any()):
             raise InvalidSpec(
-                f"reset_parameters of module {path!r} does not fill what it has",
-                seen=f"{int(left.sum())} of {tensor.numel()} elements of {name} left as they were",
+                f"reset_parameters of module {path!r} does not fill its tensors",
+                seen=f"{int(unset.sum())} of {tensor.numel()} elements of {name} left as they were",
                 expected="a value for each element of the module's own parameters and buffers",
                 fix="Let reset_parameters fill it, or make the module on the host.",
             )

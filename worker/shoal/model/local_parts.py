@@ -1,4 +1,4 @@
-"""A rank's own part of a tensor that is sharded over several."""
+"""A rank's own part of a tensor that is sharded over several ranks."""
 
 import torch
 from torch import Tensor

@@ -16,7 +16,7 @@ def check_loss(loss: Tensor, step: int) -> None:
 
 
 def loss_not_finite(step: int, *, seen: str) -> NonFiniteGradient:
-    """Return the error of the member that has computed such a loss."""
+    """Return the error for a member whose loss is not finite."""
     return NonFiniteGradient(
         f"the loss is not finite at step {step}",
         seen=seen,
@@ -44,8 +44,8 @@ class UnseenLosses:
 
     def note(self, loss: Tensor) -> None:
         """Add a loss whose backward pass has not begun."""
-        own = local_part(loss.detach()).sum()
-        excess = own - own
+        total = local_part(loss.detach()).sum()
+        excess = total - total
         self.excess = excess if self.excess is None else self.excess + excess
 
     def are_finite(self) -> bool:

@@ -23,20 +23,20 @@ class ModuleProxy(nn.Module):
     """Proxy of the user's model, whose forward pass runs the module that `route` returns.
 
     It shares the model's own tables, so names, `state_dict` keys, `to`, `train`, optimizers and
-    attributes are those of the model; nothing is prefixed. A copy or pickle of the proxy is one of
-    the model. If a member has only a part of the model, state dicts, copies and pickles are
+    attributes are those of the model; nothing is prefixed. Copying or pickling the proxy copies or
+    pickles the model. If a member has only a part of the model, state dicts, copies and pickles are
     refused.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
         # Not super(): in a class made by `proxy_of`, that would be the model's own constructor.
         nn.Module.__init__(self)
-        own = self.__dict__
-        own["_route"] = route
-        own["_names"] = _names(module)
+        attributes = self.__dict__
+        attributes["_route"] = route
+        attributes["_names"] = _names(module)
         retarget(self, module)
         # From here on __getattr__ reads the model's own flag.
-        del own["training"]
+        del attributes["training"]
 
     # `routing`: torch.compile compiles the module behind the proxy, not these two methods.
     @routing
@@ -89,18 +89,18 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
         self.__class__ = kind
         kind.__init__(self, *arguments, **options)
 
-    own: dict[str, Any] = {"__module__": kind.__module__, "__init__": make}
+    members: dict[str, Any] = {"__module__": kind.__module__, "__init__": make}
     if isinstance(kind.forward, FunctionType):
-        own["forward"] = _forward_like(kind.forward)
-    mixed: Any = type(kind.__name__, (ModuleProxy, kind), own)
+        members["forward"] = _forward_like(kind.forward)
+    mixed: Any = type(kind.__name__, (ModuleProxy, kind), members)
     proxy: nn.Module = mixed.__new__(mixed)
     ModuleProxy.__init__(proxy, module, route)  # type: ignore[arg-type]
     return proxy
 
 
 def _forward_like(forward: FunctionType) -> Callable[..., Any]:
-    """Return the proxy's forward pass with the signature of the model's, by which frameworks choose
-    arguments: `generate` and Trainer of transformers, for example."""
+    """Return the proxy's forward pass, with the signature of the model's. Frameworks choose
+    arguments by the signature: `generate` and Trainer of transformers, for example."""
 
     @routing
     def routed(self: ModuleProxy, *inputs: Any, **options: Any) -> Any:

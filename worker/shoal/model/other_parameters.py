@@ -33,8 +33,8 @@ def references(parameters: Iterable[Tensor]) -> References:
 
 
 class OtherParameters:
-    """Check of the script's own optimizers, against the model's parameters and the others that the
-    losses of a session's first step depend on."""
+    """Check that the script's own optimizers step neither the model's parameters nor the other
+    parameters that the losses of a session's first step depend on."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class OtherParameters:
 
     def look(self, loss: Tensor) -> None:
         """Note the other parameters of a loss whose backward pass begins."""
-        own = {id(each) for each in self._own()}
+        model_ids = {id(each) for each in self._own()}
         leaves = (each for each in _leaves(loss) if isinstance(each, nn.Parameter))
-        self._others |= references(each for each in leaves if id(each) not in own)
+        self._others |= references(each for each in leaves if id(each) not in model_ids)
 
     def release(self) -> None:
         """Remove the hook when the session ends. May be called twice."""
@@ -68,19 +68,19 @@ class OtherParameters:
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if optimizer in self._optimizers:
             return
-        own = {} if self._commits() else self._given | references(self._own())
+        model_parameters = {} if self._commits() else self._given | references(self._own())
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if _has(self._others, parameter):
                     raise _apart(optimizer, index, parameter)
-                if _has(own, parameter):
+                if _has(model_parameters, parameter):
                     raise _not_distributed(optimizer, index, parameter)
 
 
 def _has(refs: References, parameter: Tensor) -> bool:
     # The id of a parameter that is gone may have been reused.
-    known = refs.get(id(parameter))
-    return known is not None and known() is parameter
+    reference = refs.get(id(parameter))
+    return reference is not None and reference() is parameter
 
 
 def nodes_of(loss: Tensor) -> set[Node]:
@@ -90,14 +90,14 @@ def nodes_of(loss: Tensor) -> set[Node]:
 
 def nodes_from(nodes: Iterable[Node | None]) -> set[Node]:
     """Return these nodes, and all that a backward pass reaches from them."""
-    found: set[Node] = set()
+    reached: set[Node] = set()
     ahead = list(nodes)
     while ahead:
         node = ahead.pop()
-        if node is not None and node not in found:
-            found.add(node)
+        if node is not None and node not in reached:
+            reached.add(node)
             ahead += [before for before, _ in node.next_functions]
-    return found
+    return reached
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
@@ -113,7 +113,7 @@ def _apart(optimizer: Optimizer, group: int, parameter: Tensor) -> InvalidSpec:
         "an optimizer of the script's own steps on gradients that each member has by itself",
         seen=f"{type(optimizer).__name__} with a parameter of shape {tuple(parameter.shape)} in"
         f" group {group}, which session.backward went through and the distributed model lacks",
-        expected="all that a loss trains distributed: each member would train another copy",
+        expected="all parameters that a loss trains distributed: else members' copies differ",
         fix="Distribute both, in a list with their optimizers (docs/models.md, 'Several models"
         " and optimizers'), or one module that holds all parameters.",
     )
@@ -125,8 +125,8 @@ def _not_distributed(optimizer: Optimizer, group: int, parameter: Tensor) -> Inv
         seen=f"{type(optimizer).__name__} with a parameter of shape {tuple(parameter.shape)} in"
         f" group {group}",
         expected="all optimizers of the model given to session.distribute, and no step() of theirs"
-        " in the loop: what another one does is no part of the job, and where a model is cut or"
-        " copied, it trains nothing",
+        " in the loop: steps of another optimizer are not part of the job, and train nothing if the"
+        " model is sharded or copied",
         fix="Distribute both, in a list: session.distribute([model], [first, second]), see"
         " docs/models.md, 'Several models and optimizers'.",
     )

@@ -15,12 +15,12 @@ from shoal_proto.errors import InvalidSpec
 
 KINDS = "optimizers"
 """Key, in a state's values, of each group's kind of optimizer."""
-_TELLING = {"momentum", "betas", "eps", "alpha", "rho", "amsgrad", "lr_decay", "etas"}
-"""Settings by which kinds of torch's optimizers differ, in all its releases."""
+_DISTINGUISHING = {"momentum", "betas", "eps", "alpha", "rho", "amsgrad", "lr_decay", "etas"}
+"""Settings that distinguish the kinds of torch's optimizers, in all releases of torch."""
 
-_BEGAN = "initial_lr"
+_INITIAL_RATE = "initial_lr"
 """The setting in which a scheduler keeps its initial learning rate."""
-_MOVED = {"lr", "momentum", "betas"}
+_SCHEDULED = {"lr", "momentum", "betas"}
 """Settings that torch's schedulers change."""
 
 
@@ -38,9 +38,9 @@ def check_same_optimizer(
     in another group. `names`: the parameters of each group of the script's optimizer. `values`: the
     state's values that are not tensors. A state without settings fits."""
     groups: Any = values.get("groups") or ()
-    own, written = kinds_of(optimizer), values.get(KINDS)
-    if groups and isinstance(written, list) and _listed(written) != _listed(own):
-        raise _other(_listed(written), _listed(own))
+    kinds, written = kinds_of(optimizer), values.get(KINDS)
+    if groups and isinstance(written, list) and _listed(written) != _listed(kinds):
+        raise _other(_listed(written), _listed(kinds))
     _check_names(groups, names, values.get("tied") or {})
     group_of = {name: index for index, group in enumerate(names) for name in group}
     for index, settings in enumerate(groups):
@@ -56,17 +56,17 @@ def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]])
 
     Settings that the script's scheduler changes are left out if both began with the same rate.
     """
-    replaced: list[str] = []
+    texts: list[str] = []
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
-        began = group.get(_BEGAN)
-        is_moved = began is not None and _plain(began) == _plain(settings.get(_BEGAN))
+        began = group.get(_INITIAL_RATE)
+        is_moved = began is not None and _plain(began) == _plain(settings.get(_INITIAL_RATE))
         for key in sorted(
-            group.keys() & settings.keys() - ({"params"} | (_MOVED if is_moved else set()))
+            group.keys() & settings.keys() - ({"params"} | (_SCHEDULED if is_moved else set()))
         ):
-            own, given = _plain(group[key]), _plain(settings[key])
-            if own != given:
-                replaced.append(f"{key} of group {index}: {own} in the script, {given} in it")
-    return replaced
+            ours, held = _plain(group[key]), _plain(settings[key])
+            if ours != held:
+                texts.append(f"{key} of group {index}: {ours} in the script, {held} in the state")
+    return texts
 
 
 def _plain(value: Any) -> Any:
@@ -83,22 +83,22 @@ def _check_names(
     if not any("params" in settings for settings in groups):
         return
     written = {tied.get(name, name) for each in groups for name in each.get("params", ())}
-    own = {tied.get(name, name) for group in names for name in group}
-    if further := sorted(written - own):
-        raise _other(f"{further[0]} in it", "the parameters that the script's optimizer holds")
-    if lacks := sorted(own - written):
-        raise _other(f"it without {lacks[0]}", "the parameters that the script's optimizer holds")
+    held = {tied.get(name, name) for group in names for name in group}
+    if extra := sorted(written - held):
+        raise _other(f"{extra[0]} in the state", "parameters that the script's optimizer holds")
+    if lacks := sorted(held - written):
+        raise _other(f"a state without {lacks[0]}", "parameters that the script's optimizer holds")
 
 
 def _check_settings(index: int, group: Any, settings: Any, kind: str) -> None:
-    """Check settings by their names, as a state written by plain torch does not name its kind."""
-    lacks = (group.keys() & _TELLING) - settings.keys()
+    """Check settings by their names: a state written by plain torch does not name the optimizer."""
+    lacks = (group.keys() & _DISTINGUISHING) - settings.keys()
     if lacks:
-        raise _other(f"group {index} without {', '.join(sorted(lacks))}", f"those of {kind}")
+        raise _other(f"group {index} without {', '.join(sorted(lacks))}", f"settings of {kind}")
     decay = "decoupled_weight_decay"
-    own = group.get(decay)
-    if settings.get(decay, own) != own:
-        raise _other(f"{decay}={settings[decay]} in group {index}", f"{own}, as {kind} has")
+    ours = group.get(decay)
+    if settings.get(decay, ours) != ours:
+        raise _other(f"{decay}={settings[decay]} in group {index}", f"{ours}, as {kind} has")
 
 
 def _listed(kinds: Sequence[object]) -> str:
@@ -107,10 +107,10 @@ def _listed(kinds: Sequence[object]) -> str:
 
 def _other(seen: str, expected: str) -> InvalidSpec:
     return InvalidSpec(
-        "the state is that of another optimizer than the script's",
+        "the state belongs to another optimizer than the script's",
         seen=seen,
         expected=expected,
-        fix="Go on with the optimizer, and the groups, that the checkpoint was written with. To"
-        " begin a new optimizer with its weights, load these before session.distribute, and write"
+        fix="Continue with the optimizer and the groups with which the checkpoint was written. To"
+        " use its weights with a new optimizer, load them before session.distribute, and write"
         " checkpoints to another directory.",
     )

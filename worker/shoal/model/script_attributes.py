@@ -1,8 +1,8 @@
-"""Attributes that a script has set on the modules of a model since it was laid out.
+"""Attributes that a script has set on the modules of a model since the model was laid out.
 
 A layout is a copy of the model as it was distributed. A dropout probability that the script lowers
-later, or a cache that a forward pass has filled, is in the copy of one generation. Unless carried
-over, the next generation would silently compute with the original values.
+later, or a cache that a forward pass has filled, is only in the copy of one generation. Unless it
+were carried over, the next generation would silently compute with the original value.
 """
 
 from collections.abc import Iterable, Mapping
@@ -52,7 +52,7 @@ class ScriptModes:
         self._noted: list[bool] = []
 
     def look_at(self, models: Iterable[nn.Module]) -> None:
-        """Watch these models, which are behind the script's models from now on."""
+        """Watch these models, which stand behind the script's proxies from now on."""
         tables = [vars(part) for model in models for part in model.modules()]
         # A proxy within a stage of a pipeline has no mode of its own.
         self._tables = [each for each in tables if "training" in each]
@@ -69,11 +69,11 @@ class ScriptModes:
 
 
 def _carry(part: nn.Module, seen: Mapping[str, Any], into: nn.Module) -> None:
-    passing = transient_buffers(part)
+    transient = transient_buffers(part)
     for key, value in _attributes(part).items():
         if key in seen and _is_same(seen[key], value):
             continue
-        if key in passing:
+        if key in transient:
             into.register_buffer(key, value, persistent=False)
         else:
             setattr(into, key, value)
@@ -84,8 +84,8 @@ def _parts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
-    passing = transient_buffers(part)
-    buffers = {key: value for key, value in buffer_table(part).items() if key in passing}
+    transient = transient_buffers(part)
+    buffers = {key: value for key, value in buffer_table(part).items() if key in transient}
     return buffers | {
         key: value
         for key, value in vars(part).items()
@@ -94,7 +94,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def _can_be_copied(value: object) -> bool:
-    # A tensor with a graph cannot, such as an output that a module keeps.
+    # A tensor with a graph cannot be copied, such as an output that a module keeps.
     if isinstance(value, Tensor):
         return type(value) is Tensor and not value.requires_grad
     return isinstance(value, _PLAIN)

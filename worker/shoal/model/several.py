@@ -28,7 +28,7 @@ class SeveralModels(nn.ModuleDict):
 
     def forward(self, *_: Any) -> Any:
         raise InvalidSpec(
-            "a forward pass of several models at once", expected="one of each model by itself"
+            "a forward pass of several models at once", expected="a separate pass of each model"
         )
 
 
@@ -82,8 +82,8 @@ class _States(MutableMapping[Tensor, dict[str, Any]]):
         return self._owners[id(parameter)].state
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = self._of(parameter)[parameter]
-        return found
+        state: dict[str, Any] = self._of(parameter)[parameter]
+        return state
 
     def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
         self._of(parameter)[parameter] = state
@@ -125,7 +125,7 @@ def optimizers_of(optimizer: Optimizer) -> Mapping[str, Optimizer]:
 
 
 def proxies_of(model: nn.Module, route: Callable[[str], nn.Module]) -> nn.Module:
-    """Return a proxy of each model for the user, see `proxy_of`; `route` gets its name."""
+    """Return a proxy of each model for the user, see `proxy_of`; `route` gets the model's name."""
     if not isinstance(model, SeveralModels):
         return proxy_of(model, partial(route, ""))
     return SeveralModels(
@@ -146,11 +146,11 @@ def check_kinds(models: Mapping[str, Any], optimizers: Mapping[str, Any]) -> Non
         ("model", models, nn.Module, "torch.nn.Module"),
         ("optimizer", optimizers, Optimizer, "torch.optim.Optimizer"),
     )
-    for kind, given, expected, called in kinds:
-        for each in given.values():
+    for kind, objects, expected, called in kinds:
+        for each in objects.values():
             if not isinstance(each, expected):
                 raise InvalidSpec(
-                    f"what session.distribute was given as its {kind} is none",
+                    f"the {kind} given to session.distribute has another type",
                     seen=f"{type(each).__module__}.{type(each).__name__}",
                     expected=f"session.distribute(model, optimizer): as {kind} a {called}, or"
                     " several in a list or by name",
@@ -159,12 +159,12 @@ def check_kinds(models: Mapping[str, Any], optimizers: Mapping[str, Any]) -> Non
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise InvalidSpec for a model in a wrapper of torch's, or with one inside."""
-    found = next((each for each in model.modules() if isinstance(each, _WRAPPERS)), None)
-    if found is not None:
+    wrapper = next((each for each in model.modules() if isinstance(each, _WRAPPERS)), None)
+    if wrapper is not None:
         raise InvalidSpec(
-            "a model that is wrapped for training by several already",
-            seen=f"session.distribute of a {type(found).__name__}",
-            expected="the model in it: the session combines its gradients",
+            "the model is already wrapped for training by several processes",
+            seen=f"session.distribute of a {type(wrapper).__name__}",
+            expected="the model inside the wrapper: the session combines its gradients",
             fix="Leave out the wrapper, and `.module` after it (docs/tutorials/ddp.md has a table"
             " for scripts that come from torchrun).",
         )
@@ -189,18 +189,18 @@ def refuse_untrained(strategy: str, model: nn.Module) -> None:
 def joined(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> tuple[SeveralModels, SeveralOptimizers]:
-    """Join the models, and the optimizers, into one each.
+    """Combine the models into one, and the optimizers into one.
 
     Raises InvalidSpec if a parameter is in two models or two optimizers.
     """
-    for kind, given in (("model", models), ("optimizer", optimizers)):
-        if not 1 <= len(given) <= MAX_NAMES:
+    for kind, objects in (("model", models), ("optimizer", optimizers)):
+        if not 1 <= len(objects) <= MAX_NAMES:
             raise InvalidSpec(
                 f"the number of {kind}s is out of range",
-                seen=str(len(given)),
+                seen=str(len(objects)),
                 expected=f"1 to {MAX_NAMES}, by name or in a list",
             )
-        for name in given:
+        for name in objects:
             if not isinstance(name, str) or not (name.isidentifier() or name.isdigit()):
                 raise InvalidSpec(
                     f"a name that no {kind} can have",
@@ -208,14 +208,14 @@ def joined(
                     expected="letters, digits and _",
                 )
     try:
-        together = SeveralModels(models)
+        joint_model = SeveralModels(models)
     except (KeyError, TypeError) as error:
-        raise InvalidSpec("the models cannot be named so", seen=str(error)) from error
-    for further, first in tied(together).items():
-        if further.partition(".")[0] != first.partition(".")[0]:
+        raise InvalidSpec("a model has a name that torch refuses", seen=str(error)) from error
+    for name_in_second, first in tied(joint_model).items():
+        if name_in_second.partition(".")[0] != first.partition(".")[0]:
             raise InvalidSpec(
                 "two models share a parameter or buffer",
-                seen=f"{first} and {further}",
+                seen=f"{first} and {name_in_second}",
                 expected="separate parameters in each model",
                 fix="Put what they share into a separate model, or both of them into one.",
             )
@@ -228,7 +228,7 @@ def joined(
                     seen=f"{owners[id(parameter)]!r} and {name!r}: {tuple(parameter.shape)}",
                     expected="each parameter in one optimizer",
                 )
-    return together, SeveralOptimizers(optimizers)
+    return joint_model, SeveralOptimizers(optimizers)
 
 
 class Training:
@@ -248,20 +248,20 @@ class Training:
             }
             for name, each in model.items()
         }
-        """The names of the optimizers that hold parameters of each model."""
+        """Names of the optimizers that hold parameters of a model, by the model's name."""
 
     def chosen(self, given: Optimizer | Sequence[Optimizer] | None, call: str) -> frozenset[str]:
-        """Return the names of the given optimizers; if none is given, that of the only one.
+        """Return the names of the given optimizers; if none is given, the name of the only one.
 
-        Raises InvalidSpec if none of several is given, or one that is not the session's.
+        Raises InvalidSpec if none of several is given, or if one is not the session's.
         """
-        own = ", ".join(self._optimizers)
+        optimizer_names = ", ".join(self._optimizers)
         if given is None and len(self._optimizers) == 1:
             return frozenset(self._optimizers)
         if given is None:
             raise InvalidSpec(
                 f"{call} does not say which optimizers it is for",
-                seen=f"a session of {len(self._optimizers)} optimizers: {own}",
+                seen=f"a session of {len(self._optimizers)} optimizers: {optimizer_names}",
                 expected=f"{call} with optimizer=..., one of them or a list",
             )
         listed = [given] if isinstance(given, Optimizer) else list(given)
@@ -270,7 +270,7 @@ class Training:
             raise InvalidSpec(
                 f"{call} is for an optimizer that is not the session's",
                 seen=", ".join(type(each).__name__ for each in listed) or "an empty list",
-                expected=f"optimizers that session.distribute was given: {own}",
+                expected=f"optimizers that session.distribute was given: {optimizer_names}",
             )
         return frozenset(names[id(each)] for each in listed)
 
@@ -279,14 +279,14 @@ class Training:
 
         Raises InvalidSpec if another optimizer trains a part of one of these models.
         """
-        found = {name for name, own in self._trainers.items() if own & optimizers}
-        for name in sorted(found):
+        trained = {name for name, trainers in self._trainers.items() if trainers & optimizers}
+        for name in sorted(trained):
             if others := self._trainers[name] - optimizers:
                 raise InvalidSpec(
                     f"the model {name!r} is trained by other optimizers too",
                     seen=f"a pass for {', '.join(sorted(optimizers))}",
                     expected=f"one for {', '.join(sorted(self._trainers[name] | others))}",
-                    fix="Its gradients are brought together as a whole: give a list of optimizers,"
-                    " or distribute the parts as models of their own.",
+                    fix="A model's gradients are reduced together: give a list of optimizers, or"
+                    " distribute the parts as models of their own.",
                 )
-        return frozenset(found)
+        return frozenset(trained)

@@ -25,12 +25,12 @@ def tied(model: nn.Module) -> dict[str, str]:
     Parameters come first: a parameter that is registered as a buffer too has its own name.
     """
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     for tensors in (_parameters(model), _persistent_buffers(model)):
         for name, tensor in tensors:
-            if (known := first.setdefault(id(tensor), name)) != name:
-                found[name] = known
-    return found
+            if (first_name := first.setdefault(id(tensor), name)) != name:
+                first_names[name] = first_name
+    return first_names
 
 
 def under_all_names(values: Mapping[str, _Value], further: Mapping[str, str]) -> dict[str, _Value]:
@@ -99,12 +99,12 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
 def give_own_memory(model: nn.Module) -> None:
     """Replace expanded buffers, such as masks, by ones with memory for each element: an expanded
     buffer cannot be written to, so no state could be loaded into it."""
-    given: dict[int, Tensor] = {}
+    replacements: dict[int, Tensor] = {}
     for part in model.modules():
         table = buffer_table(part)
         for name, buffer in table.items():
             if buffer is not None and _is_expanded(buffer):
-                table[name] = given.setdefault(id(buffer), buffer.clone())
+                table[name] = replacements.setdefault(id(buffer), buffer.clone())
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -134,7 +134,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers in the model's state_dict, each once, under its first name."""
     known = {id(parameter) for parameter in model.parameters()}
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for path, part in model.named_modules():
         for name, buffer in buffer_table(part).items():
             if (
@@ -143,5 +143,5 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
                 and id(buffer) not in known
             ):
                 known.add(id(buffer))
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
+                buffers[f"{path}.{name}" if path else name] = buffer
+    return buffers

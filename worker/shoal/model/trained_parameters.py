@@ -26,7 +26,7 @@ TRAINED_LATER = (
     "drop the gradients of those that are not trained yet, or no longer, after session.backward:"
     " parameter.grad = None (docs/models.md, 'Layers that are trained later')."
 )
-"""The fix named to a script that wants to train parameters from some step on."""
+"""Advice to a script that trains some parameters only from a later step on."""
 
 
 class TrainedParameters:
@@ -36,22 +36,21 @@ class TrainedParameters:
         """`model`: the script's model, whose parameters are new objects in each generation."""
         self._model = model
         self._trained = {name: each.requires_grad for name, each in model.named_parameters()}
-        self._as_ever: list[bool] = []
+        self._flags: list[bool] = []
         """`requires_grad` of each parameter at the last check that passed, in module order."""
         self._shown: list[nn.Module] = []
         """The modules behind the model in this generation."""
         self._layers: list[nn.Module] = []
-        """The modules within them that have parameters."""
+        """The modules within `_shown` that have parameters."""
         self._own: dict[str, Tensor] = {}
-        """The parameters under all names, as they were at distribution or when the generation
-        began."""
+        """The parameters under all names, at distribution or the beginning of the generation."""
         self._kinds: dict[str, Kind] = {}
         """Dtypes and shapes of `_own` at that time."""
         self._modules: list[nn.Module] = []
-        """All modules of the model at the last check that passed; `_contents`: their contents."""
+        """All modules of the model at the last check that passed; their contents: `_contents`."""
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
-        self._looks: list[object] = []
+        self._properties: list[object] = []
         """`requires_grad`, dtype and shape of each of `_parameters` at that check."""
         self.note()
 
@@ -73,28 +72,28 @@ class TrainedParameters:
 
     def has_any(self, parameters: Iterable[Tensor]) -> bool:
         """True if one of the parameters is the model's in the present generation."""
-        own = {id(each) for each in self.parameters()}
-        return any(id(each) in own for each in parameters)
+        model_ids = {id(each) for each in self.parameters()}
+        return any(id(each) in model_ids for each in parameters)
 
     def check(self, step: int) -> list[nn.Module]:
         """Raise InvalidSpec if the parameters have changed. `step`: number of committed steps.
-        Returns the modules `behind` the model: the same list as long as these stay the same."""
-        if self._is_as_ever():
+        Returns the modules `behind` the model: the same list object until a module changes."""
+        if self._is_unchanged():
             return self._shown
         self._check(step)
         self._modules = list(self._model.modules())
         self._contents = self._contents_now()
         self._parameters = [one for one in self._contents if isinstance(one, Tensor)]
-        self._looks = list(map(_LOOK, self._parameters))
+        self._properties = list(map(_PROPERTIES, self._parameters))
         return self._shown
 
-    def _is_as_ever(self) -> bool:
+    def _is_unchanged(self) -> bool:
         """True if nothing has changed since the last check that passed. A walk through the model's
         modules by name takes five times as long."""
         return (
             bool(self._modules)
             and are_same(self._contents_now(), self._contents)
-            and list(map(_LOOK, self._parameters)) == self._looks
+            and list(map(_PROPERTIES, self._parameters)) == self._properties
         )
 
     def _contents_now(self) -> list[object]:
@@ -112,9 +111,9 @@ class TrainedParameters:
             for each in parameter_table(module).values()
             if each is not None
         ]
-        if flags != self._as_ever:
+        if flags != self._flags:
             self._check_flags(step)
-            self._as_ever = flags
+            self._flags = flags
         self._check_objects(step)
         self._check_kinds(step)
 
@@ -126,7 +125,7 @@ class TrainedParameters:
             if (dtype, shape) != self._kinds[name]:
                 expected_dtype, expected_shape = self._kinds[name]
                 raise InvalidSpec(
-                    f"the parameter {name!r} is another one than when the model was distributed",
+                    f"the parameter {name!r} has changed since the model was distributed",
                     seen=f"{dtype} of shape {tuple(shape)}, after {step} committed steps",
                     expected=f"{expected_dtype} of shape {tuple(expected_shape)}, as all members"
                     " have it",
@@ -168,8 +167,8 @@ class TrainedParameters:
         )
 
     def _other_layers(self, layers: list[nn.Module], step: int) -> InvalidSpec:
-        known = {id(each) for each in self._layers}
-        new = {id(each) for each in layers} - known
+        known_ids = {id(each) for each in self._layers}
+        new = {id(each) for each in layers} - known_ids
         names = [name for name, each in self._model.named_modules() if id(each) in new]
         return InvalidSpec(
             "the model has other layers than when it was distributed",
@@ -193,7 +192,7 @@ class TrainedParameters:
         )
 
 
-_LOOK = attrgetter("requires_grad", "dtype", "shape")
+_PROPERTIES = attrgetter("requires_grad", "dtype", "shape")
 
 
 def _kind_of(tensor: Tensor) -> Kind:

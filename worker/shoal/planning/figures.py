@@ -50,8 +50,8 @@ class RankFigures:
     parameters_peak: int
     """Parameters within a step, including those gathered while layers compute with them."""
     gradients: int
-    """Gradients when the optimizer steps. DDP's buckets count whole: they live as long as DDP does,
-    although `zero1` steps only some of the gradients in them."""
+    """Gradients when the optimizer steps. DDP's buckets count in full: they live as long as DDP
+    does, although `zero1` steps only some of the gradients in them."""
     gradients_peak: int
     """Gradients in backward, including the whole ones that are not reduced yet."""
     optimizer: int
@@ -95,7 +95,7 @@ class GroupFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan by which a strategy would train a model. `str()` is a table."""
+    """Figures of training a model with a strategy. `str()` renders them as tables."""
 
     strategy: str
     groups: tuple[GroupFigures, ...]
@@ -111,9 +111,9 @@ class Plan:
         return len(self.ranks)
 
     def moved(self, kind: str, rank: int = 0) -> tuple[int, int]:
-        """Return calls and bytes of one rank's collectives of a kind, in a step that has all."""
-        found = [each for each in self.ranks[rank].collectives if each.kind == kind]
-        return sum(each.calls for each in found), sum(each.num_bytes for each in found)
+        """Return calls and bytes of a rank's collectives of a kind, in a step that has them all."""
+        of_kind = [each for each in self.ranks[rank].collectives if each.kind == kind]
+        return sum(each.calls for each in of_kind), sum(each.num_bytes for each in of_kind)
 
     def __str__(self) -> str:
 
@@ -146,16 +146,16 @@ class PlanInput:
         """
         if self.optimizer is None:
             return 0
-        stand_ins: dict[int, Any] = {}
+        replacements: dict[int, Any] = {}
         for name, parameter in self.parameters.items():
             shape = shapes.get(name, (0,))
-            stand_ins[id(parameter)] = stand_in = nn.Parameter(
+            replacements[id(parameter)] = replacement = nn.Parameter(
                 torch.empty(shape, dtype=parameter.dtype, device="meta"),
                 requires_grad=parameter.requires_grad,
             )
             if parameter.requires_grad and name in shapes:
-                stand_in.grad = torch.empty_like(stand_in)
-        return _state_after_step(self.optimizer, stand_ins)
+                replacement.grad = torch.empty_like(replacement)
+        return _state_after_step(self.optimizer, replacements)
 
 
 def uncompressed(compression: object) -> tuple[str, ...]:
@@ -189,13 +189,13 @@ def _group_rows(plan: Plan) -> list[Sequence[str]]:
         (group.title, str(group.num_parameters), _size(group.num_bytes))
         for group in folded[:MAX_GROUPS]
     ]
-    left = folded[MAX_GROUPS:]
-    if left:
-        rows.append((f"and {len(left)} more", *_together(left)))
-    return [*rows, (f"all {len(plan.groups)}", *_together(plan.groups))]
+    unlisted = folded[MAX_GROUPS:]
+    if unlisted:
+        rows.append((f"and {len(unlisted)} more", *_sums(unlisted)))
+    return [*rows, (f"all {len(plan.groups)}", *_sums(plan.groups))]
 
 
-def _together(groups: Sequence[GroupFigures]) -> tuple[str, str]:
+def _sums(groups: Sequence[GroupFigures]) -> tuple[str, str]:
     whole = sum(group.num_bytes for group in groups)
     return str(sum(group.num_parameters for group in groups)), _size(whole)
 
@@ -210,35 +210,35 @@ def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
     for index, group in enumerate(groups):
         for kind, number in _kinds(group):
             alike.setdefault(kind, {})[number] = index
-    found = dict(enumerate(groups))
+    by_index = dict(enumerate(groups))
     for kind, group_of in sorted(alike.items(), key=lambda item: -len(item[1])):
-        numbers, own = list(group_of), list(group_of.values())
+        numbers, indices = list(group_of), list(group_of.values())
         in_a_row = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        if len(own) < MIN_FOLDED or not in_a_row or not found.keys() >= set(own):
+        if len(indices) < MIN_FOLDED or not in_a_row or not by_index.keys() >= set(indices):
             continue
-        for index in own:
-            del found[index]
-        found[own[0]] = GroupFigures(
-            title=f"{kind.before}{numbers[0]}-{numbers[-1]}{kind.behind}",
-            num_parameters=len(own) * kind.num_parameters,
-            num_bytes=len(own) * kind.num_bytes,
+        for index in indices:
+            del by_index[index]
+        by_index[indices[0]] = GroupFigures(
+            title=f"{kind.before}{numbers[0]}-{numbers[-1]}{kind.after}",
+            num_parameters=len(indices) * kind.num_parameters,
+            num_bytes=len(indices) * kind.num_bytes,
         )
-    return [found[index] for index in sorted(found)]
+    return [by_index[index] for index in sorted(by_index)]
 
 
 class _Kind(NamedTuple):
     """Key of groups that differ only in one number of their titles."""
 
     before: str
-    behind: str
+    after: str
     num_parameters: int
     num_bytes: int
 
 
 def _kinds(group: GroupFigures) -> Iterator[tuple[_Kind, int]]:
-    for found in re.finditer(r"\d+", group.title):
-        before, behind = group.title[: found.start()], group.title[found.end() :]
-        yield _Kind(before, behind, group.num_parameters, group.num_bytes), int(found[0])
+    for digits in re.finditer(r"\d+", group.title):
+        before, after = group.title[: digits.start()], group.title[digits.end() :]
+        yield _Kind(before, after, group.num_parameters, group.num_bytes), int(digits[0])
 
 
 def _held(plan: Plan) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -267,11 +267,11 @@ def _moved_rows(plan: Plan) -> list[Sequence[str]]:
     """Return the rows of each rank's collectives, with a total if there is more than one row."""
     rows: list[Sequence[str]] = []
     for name, rank in _alike(plan, lambda rank: rank.collectives):
-        own = [each for each in rank.collectives if each.calls]
+        used = [each for each in rank.collectives if each.calls]
         rows += [
-            (name, each.kind, _when(each), str(each.calls), _size(each.num_bytes)) for each in own
+            (name, each.kind, _when(each), str(each.calls), _size(each.num_bytes)) for each in used
         ]
-        if own[1:] or any(each.every_steps > 1 for each in own):
+        if used[1:] or any(each.every_steps > 1 for each in used):
             total = f"{round(rank.calls_per_step, 2):g}", _size(round(rank.bytes_per_step))
             rows.append((name, "all", "a step", *total))
     return rows
@@ -283,10 +283,10 @@ def _when(collective: Collective) -> str:
 
 
 def _alike(plan: Plan, key: object) -> Iterable[tuple[str, RankFigures]]:
-    """Yield runs of neighbouring ranks with the same key, under one name."""
+    """Yield a name and the figures for each run of neighbouring ranks with the same key."""
     assert callable(key)
-    for _, found in groupby(enumerate(plan.ranks), lambda item: key(item[1])):
-        numbered = list(found)
+    for _, run in groupby(enumerate(plan.ranks), lambda item: key(item[1])):
+        numbered = list(run)
         (first, figures), last = numbered[0], numbered[-1][0]
         yield str(first) if first == last else f"{first}-{last}", figures
 
@@ -321,10 +321,10 @@ class PlannableStrategy(Protocol):
         """
 
 
-def _state_after_step(optimizer: Optimizer, stand_ins: dict[int, Any]) -> int:
+def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int:
     # The optimizer's state, which may be large, is not copied: a first step creates it anew.
-    stand_ins[id(optimizer.state)] = type(optimizer.state)(dict)
-    trial = copy.deepcopy(optimizer, stand_ins)
+    replacements[id(optimizer.state)] = type(optimizer.state)(dict)
+    trial = copy.deepcopy(optimizer, replacements)
     make_first_state(trial)
     try:
         trial.step()

@@ -1,4 +1,4 @@
-"""Figures of the ranks of a mesh of stages, copies and splits, from shapes alone."""
+"""Figures of the ranks of a mesh, which has stages, copies and splits, from shapes alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from shoal.planning.tensor import first_alike, non_finite_message, split_alone, 
 
 LOSS_BYTES = torch.float64.itemsize
 """Size of the loss, which the last stage sends to the others."""
-NO_INPUTS = "without inputs, what goes from rank to rank in forward and backward is not counted"
+NO_INPUTS = "without inputs, messages between ranks in forward and backward are not counted"
 SHAPES = "the first step of each batch shape has one more pass, over zeros, that is not counted"
 
 
@@ -53,7 +53,7 @@ class _Part:
 
 
 class MeshFigures:
-    """Computation of one plan. The traffic within a pass is known only if the inputs are."""
+    """Computation of one plan. The traffic within a pass is computed only if inputs are given."""
 
     def __init__(
         self, subject: PlanInput, plan: HybridPlan, *, tells_faults_ahead: bool = False
@@ -99,14 +99,14 @@ class MeshFigures:
         if self._plan.cut is None:
             return tensor_groups(self._plan.tensor)
         outline, stage_of = self._plan.cut
-        found = []
+        groups = []
         for index in range(self._mesh.pipeline):
             pairs = zip(outline.segments, stage_of, strict=True)
             names = [segment.name for segment, stage in pairs if stage == index]
             own = [self._subject.parameters[n] for n in self._parts[index, 0].parameters]
             title = f"stage {index}: {names[0]}" + (f" to {names[-1]}" if names[1:] else "")
-            found.append(GroupFigures(title=title, num_parameters=len(own), num_bytes=_bytes(own)))
-        return tuple(found)
+            groups.append(GroupFigures(title=title, num_parameters=len(own), num_bytes=_bytes(own)))
+        return tuple(groups)
 
     # --- one rank ---
 
@@ -160,14 +160,14 @@ class MeshFigures:
         assert first is not None, "the model is cut"
         step_inputs = StepInputs(inputs=first.bind((inputs,), {}))
         count = num_microbatches(num_samples, self._plan.schedule.microbatches)
-        given = step_inputs.samples(dict(step_inputs.inputs), 0, num_samples // count)
+        micro_batch = step_inputs.samples(dict(step_inputs.inputs), 0, num_samples // count)
         passed: Sequence[Tensor] = ()
         for index in range(self._mesh.pipeline):
             part = self._parts[index, split]
             stage = part.stage
             assert stage is not None, "the model is cut"
             entering = [t.detach().requires_grad_(t.requires_grad) for t in passed]
-            done = RehearsedPass(part.group, lambda s=stage, e=entering: s.run(given, e))  # type: ignore[misc]
+            done = RehearsedPass(part.group, lambda s=stage, e=entering: s.run(micro_batch, e))  # type: ignore[misc]
             passed = done.outputs if index + 1 < self._mesh.pipeline else ()
             yield _Pass(count=count, outputs=tuple(passed), moved=done.collectives(count))
 
@@ -205,7 +205,7 @@ class MeshFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """Part of one stage in the passes of a share."""
+    """Passes of one share through one stage."""
 
     count: int
     """Number of micro-batches."""

@@ -86,7 +86,7 @@ class RehearsedPass:
                 "what the model exchanges in a step cannot be computed beforehand",
                 seen=f"{type(error).__name__}: {error}",
                 expected="a model that runs on the meta device, on inputs= of its own shape",
-                fix="Plan without inputs; what depends on them is then left out.",
+                fix="Plan without inputs; figures that depend on them are then left out.",
             ) from error
         self._backward = group.taken()
 

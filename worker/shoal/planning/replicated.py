@@ -33,8 +33,8 @@ class ReplicatedFigures:
         self._finds_unused = find_unused_parameters
         # Without the search for unused parameters, torch builds buckets in the order of gradients.
         names = list(self._trained) if find_unused_parameters else list(reversed(self._trained))
-        found = _buckets([self._trained[name] for name in names], bucket_mb)
-        self._buckets = [[names[index] for index in bucket] for bucket in found]
+        buckets = _buckets([self._trained[name] for name in names], bucket_mb)
+        self._buckets = [[names[index] for index in bucket] for bucket in buckets]
 
     def ddp(self, notes: tuple[str, ...] = ()) -> Plan:
         state = self._subject.state_bytes(
@@ -65,10 +65,10 @@ class ReplicatedFigures:
         ranks = [
             self._rank(
                 sum(memory) + frozen,
-                self._subject.state_bytes({name: tuple(p.shape) for name, p in own.items()}),
+                self._subject.state_bytes({name: tuple(p.shape) for name, p in held.items()}),
                 (*self._reduced(), *self._shared(), updates),
             )
-            for own in owned
+            for held in owned
         ]
         return self._plan("zero1", ranks, notes)
 

@@ -27,7 +27,7 @@ OFFLOADED = (
 
 
 def rows_of(num_rows: int, rank: int, world_size: int) -> int:
-    """Return the number of a parameter's rows on this rank: that of the first rank, or fewer."""
+    """Return the number of a parameter's rows on this rank: as on the first rank, or fewer."""
     most = -(-num_rows // world_size)
     return max(0, min(num_rows - rank * most, most))
 
@@ -122,11 +122,11 @@ class ShardedFigures:
         """Return the groups with gradients, in the order in which backward finishes them.
 
         No input of the model, or of its first trained layer, needs a gradient. So torch finishes
-        the groups of these two at the very end of backward, the model's first.
+        the model's group and then this layer's group at the very end of backward.
         """
         first = next((n for n, p in self._subject.parameters.items() if p.requires_grad), "")
-        found = [group for group in reversed(self._groups) if self._trained(group)]
-        return sorted(found, key=lambda g: (first in g.parameters, g is self._rest))
+        groups = [group for group in reversed(self._groups) if self._trained(group)]
+        return sorted(groups, key=lambda g: (first in g.parameters, g is self._rest))
 
     # --- traffic ---
 
@@ -134,7 +134,7 @@ class ShardedFigures:
         again = [group for group in self._groups if group is not self._rest]
         reduced = [group for group in self._groups if self._trained(group)]
         buffers = [buffer.nbytes for buffer in persistent_buffers(self._subject.model).values()]
-        found = [
+        collectives = [
             _collective("all_gather", FORWARD, map(self._gathered, self._groups)),
             _collective(
                 "all_gather",
@@ -149,7 +149,7 @@ class ShardedFigures:
             ),
             _collective("broadcast", UPDATE, [sum(buffers)] if buffers else []),
         ]
-        return tuple(each for each in found if each.calls)
+        return tuple(each for each in collectives if each.calls)
 
 
 def _collective(kind: str, when: str, sizes: Iterable[int]) -> Collective:

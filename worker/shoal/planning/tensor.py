@@ -62,8 +62,8 @@ def non_finite_message(world_size: int) -> Collective:
 def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> frozenset[int]:
     """Reduce a module on the meta device to this rank's part of it.
 
-    Works as `shoal.layouts.tensor.layout.parallelise`, but for a group without peers, and the
-    rank's own parts are plain tensors. Returns the ids of the parameters that were cut.
+    Works as `shoal.layouts.tensor.layout.parallelise`, but without peers, and makes plain tensors
+    of the rank's parts. Returns the ids of the parameters that were cut.
     """
     # Keyed by the id of the whole parameter, which the value keeps alive while its id is in use.
     cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -72,8 +72,8 @@ def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> froz
             continue
         owner = module.get_submodule(entry.module)
         for path, dim in take_part(owner, entry, ranks).items():
-            where, _, key = path.rpartition(".")
-            held = parameter_table(owner.get_submodule(where))
+            path_of_owner, _, key = path.rpartition(".")
+            held = parameter_table(owner.get_submodule(path_of_owner))
             whole = held[key]
             if whole is not None:
                 cut.setdefault(id(whole), (whole, _part(whole, dim, ranks)))
@@ -127,14 +127,14 @@ def _collectives(
         inputs = to_meta(subject.inputs)
         moved = RehearsedPass(group, lambda: model(inputs)).collectives()
     # The first rank broadcasts the gradients of whole parameters, in one call for each dtype.
-    taken = Collective(
+    copied = Collective(
         kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
     )
     summed = _summed(subject, tensor_plan)
     # Without such sums, members report non-finite gradients when they agree on the step.
     sums = summed_parameters(subject.model, tensor_plan.sequence)
     flag = (non_finite_message(subject.world_size),) if sums else ()
-    return (*moved, *summed, taken, *flag) if aligned else (*moved, *summed, *flag)
+    return (*moved, *summed, copied, *flag) if aligned else (*moved, *summed, *flag)
 
 
 def _summed(subject: PlanInput, tensor_plan: TensorPlan) -> tuple[Collective, ...]:

@@ -64,8 +64,8 @@ def part(start: int, stop: int) -> AbstractContextManager[None]:
 
 
 def put(samples: PresentSamples | None) -> PresentSamples | None:
-    """Set the samples that this thread computes on, until the next call. Returns the former
-    ones."""
+    """Set the samples that this thread computes on, until the next call. Returns the samples that
+    were set before."""
     context = current()
     set_current(replace(context, samples=samples))
     return context.samples
@@ -88,7 +88,7 @@ def mix(*numbers: int) -> int:
 def seed_torch(seed: int, step: int, share: int) -> None:
     """Seed torch's generators for a step on one share of the batch.
 
-    So their draws are the same if the step is repeated by the same number of members.
+    Draws in a repeated step are then the same, if the number of members is the same.
     """
     number = mix(seed, step, share)
     # Not torch.manual_seed: before CUDA is initialised it records the caller's stack, which takes

@@ -39,7 +39,7 @@ def key_dropout(model: nn.Module) -> int:
     Samples are assumed to lie along the first dimension, or along the second in torch's transformer
     layers without `batch_first`; see `samples_along` for others.
     """
-    found = 0
+    num_keyed = 0
     second: set[nn.Module] = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
@@ -50,8 +50,8 @@ def key_dropout(model: nn.Module) -> int:
             if module in second:
                 module.__dict__.setdefault("_samples_along", 1)
             module.__class__ = _KEYED.get(type(module), type(module))
-            found += 1
-    return found
+            num_keyed += 1
+    return num_keyed
 
 
 def unkey_dropout(model: nn.Module) -> None:
@@ -121,12 +121,12 @@ class _Layer:
         self.key = key
         self.current: PresentSamples | None = None
         self._calls = 0
-        self._again = 0
+        self._num_repeated = 0
         number = next(_numbers)
         _layers[number] = self
         self.handle = torch.tensor([number, 0], dtype=torch.int64, device="cpu")
-        """Handle of the layer in a compiled graph: its number in `_layers`, and how often it was
-        asked for a key. A tensor, as a graph would be compiled again for each plain number."""
+        """Handle of the layer in a compiled graph: its number in `_layers`, and the number of keys
+        made. It is a tensor: a graph would be compiled again for each plain number."""
 
     def __getstate__(self) -> int:
         return self.key
@@ -146,13 +146,13 @@ class _Layer:
         """Return the number of this call on these samples, from 0."""
         if in_backward():
             # Backward repeats forward passes in the order in which they first ran.
-            call = self._again % max(self._calls, 1)
-            self._again += 1
+            call = self._num_repeated % max(self._calls, 1)
+            self._num_repeated += 1
             return call
         # Compared by identity: a repeated step has equal samples, and counts from 0 again.
         if current is not self.current:
             self.current, self._calls = current, 0
-        self._again = 0
+        self._num_repeated = 0
         self._calls += 1
         return self._calls - 1
 
@@ -168,13 +168,13 @@ _layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary(
 def _key_of(layer: Tensor, device: torch.device) -> Tensor:
     """Return the key on the device: its two halves, the first sample's position, and the number of
     samples. The last two are 0 if no samples are set."""
-    own = _layers[int(layer[0])]
+    numbered_layer = _layers[int(layer[0])]
     layer[1] += 1
-    current = own.present_samples()
+    current = numbered_layer.present_samples()
     if current is None:
         numbers = [*torch.randint(-(1 << 31), 1 << 31, (2,)).tolist(), 0, 0]
     else:
-        key = own.next_key(current)
+        key = numbered_layer.next_key(current)
         numbers = [_signed(key & _WORD), _signed(key >> 32), current.first, current.count]
     return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
@@ -197,7 +197,7 @@ def _traced(
         others = shape.numel() // max(shape[dim], 1)
         along = torch.arange(shape[dim], dtype=torch.int32, device=device)
         rest = torch.arange(others, dtype=torch.int32, device=device)
-        # Rows of one sample; not used unless the number of samples divides that of the rows.
+        # Rows of one sample. Used only if the rows are a multiple of the samples.
         size = shape[dim] // count.clamp(min=1)
         are_samples = (count > 0) & (size * count == shape[dim])
         size = size.clamp(min=1)

@@ -1,6 +1,6 @@
 """Private names of torch, one module for each part of torch.
 
-All of them were seen in torch 2.13 and 2.15. Names that 2.9 and 2.11 lack are replaced here; 2.10,
+All names exist in torch 2.13 and 2.15. Names that 2.9 and 2.11 lack are replaced here; 2.10,
 2.12 and 2.14 were not tried. To raise these versions, begin here, with `make test TORCH=2.15.0`; to
 lower the oldest one, with `make test TORCH=2.9.1`.
 `shoal_server` does not import the worker: it keeps the fused kernels of `torch.optim` in the

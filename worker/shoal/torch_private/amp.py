@@ -1,7 +1,7 @@
 """Numbers of torch's GradScaler, as last read to the host.
 
 The scaler keeps its scale, and the number of steps since the scale changed, on the GPU: each read
-waits for all work queued there. In a session only the session changes these numbers.
+waits for all work queued on the GPU. In a session only the session changes these numbers.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ _known: WeakKeyDictionary[torch.amp.GradScaler, tuple[_Marks, float, int]] = Wea
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """Return `scaler.state_dict()`. Waits for the GPU only if the numbers there were written
-    to since the last call of this or of `load_scaler_state`."""
+    """Return `scaler.state_dict()`. Waits for the GPU only if the scaler's numbers were written to
+    since the last call of this function or of `load_scaler_state`."""
     marks = _marks_of(scaler)
     if marks is None:
         return scaler.state_dict()

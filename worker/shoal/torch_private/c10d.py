@@ -23,7 +23,7 @@ all_gather_single: Any = getattr(_c10d, "all_gather_single", None) or _c10d.all_
 reduce_scatter_single: Any = (
     getattr(_c10d, "reduce_scatter_single", None) or _c10d.reduce_scatter_tensor
 )
-"""torch 2.13 renamed these two, and warns of the old names."""
+"""torch 2.13 renamed these two functions, and warns of the old names."""
 
 bucket_assignment = _compute_bucket_assignment_by_size
 """DDP's assignment of parameters to buckets."""
@@ -74,8 +74,8 @@ class ReconfigurableGloo:
 
     def handle(self) -> str:
         """Return this member's handle, which all members pass to `reconfigure`."""
-        found: str = self.gloo.get_reconfigure_handle()
-        return found
+        handle: str = self.gloo.get_reconfigure_handle()
+        return handle
 
     def reconfigure(self, number: int, handles: list[str], *, timeout_s: float) -> None:
         """Connect to the members with these handles, by rank; `number` is never used twice.
@@ -125,7 +125,7 @@ def timeout_of(group: Any, device: torch.device) -> float:
 
 
 def groups_table() -> Any:
-    """Return torch's table of this process' groups, or the one that replaced it."""
+    """Return torch's table of this process' groups, or the table that replaced it."""
     return _c10d._world
 
 
@@ -159,13 +159,13 @@ def fault_on(device: torch.device) -> str:
 
 def backends_on(device: torch.device) -> list[Any]:
     """Return the backend on the device of each group that has one. Callable from any thread."""
-    found: list[Any] = []
+    backends: list[Any] = []
     for group in list(all_groups()):
         try:
-            found.append(group._get_backend(device))
+            backends.append(group._get_backend(device))
         except RuntimeError:
             continue  # a group without a backend for this device
-    return found
+    return backends
 
 
 def isolate_threads(on: bool) -> None:

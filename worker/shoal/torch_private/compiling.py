@@ -1,4 +1,4 @@
-"""Private parts of torch.compile: compile a new module as another was, and exclude functions.
+"""Private parts of torch.compile: compile a new module like another one, and exclude functions.
 
 Written for torch 2.13. Nothing here imports `torch._dynamo`, which takes seconds: a script that
 compiles has imported it already.
@@ -29,9 +29,9 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def forget_ddp_forward() -> None:
-    """Clear torch's mark of a DDP forward pass in progress. Each pass restores the mark that it
-    found. If two overlap in threads and the first to begin ends first, the second restores the
-    first's mark for good, and torch.compile splits all later graphs at the buckets of that DDP."""
+    """Clear torch's mark of a DDP forward pass in progress. A pass ends by restoring the mark that
+    was there before. If passes of two threads overlap, the mark of one may stay for good, and
+    torch.compile would split all later graphs at the buckets of that DDP."""
     DistributedDataParallel._active_ddp_module = None
 
 
@@ -62,8 +62,8 @@ def compile_alike(compiled: nn.Module, module: Any) -> None:
 
 def compiled_alike(compiled: nn.Module, function: Callable[P, R]) -> Callable[P, R]:
     """Return the function, compiled with the compiler and options of a compiled module."""
-    made: Callable[P, R] = _compiler_of(compiled.__dict__[_IN_PLACE])(function)
-    return made
+    compiled_function: Callable[P, R] = _compiler_of(compiled.__dict__[_IN_PLACE])(function)
+    return compiled_function
 
 
 @contextmanager
@@ -92,8 +92,8 @@ def _compiler_of(call: Any) -> Callable[[Any], Any]:
     """Return the compiler that made this compiled function."""
     context = sys.modules["torch._dynamo"].eval_frame._TorchDynamoContext
     cells = [cell.cell_contents for cell in call.__closure__ or ()]
-    found: Callable[[Any], Any] = next(each for each in cells if isinstance(each, context))
-    return found
+    compiler: Callable[[Any], Any] = next(each for each in cells if isinstance(each, context))
+    return compiler
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
@@ -110,17 +110,17 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
         finally:
             _eval_frame.set_eval_frame(before)
 
-    return _left_out(run)
+    return _excluded(run)
 
 
 class _ThreadCallback(threading.local):
-    """State of each thread, as torch's own is."""
+    """State by thread, as in torch."""
 
     callback: Any = None
     """The compiler that was active when `routing` was called; None: none was."""
 
 
-_here = _ThreadCallback()
+_thread_state = _ThreadCallback()
 
 
 def routing(call: Callable[P, R]) -> Callable[P, R]:
@@ -132,25 +132,25 @@ def routing(call: Callable[P, R]) -> Callable[P, R]:
         if "torch._dynamo" not in sys.modules:
             return call(*args, **kwargs)
         before = _eval_frame.set_eval_frame(None)
-        outer, _here.callback = _here.callback, before or _here.callback
+        outer, _thread_state.callback = _thread_state.callback, before or _thread_state.callback
         try:
             return call(*args, **kwargs)
         finally:
-            _here.callback = outer
+            _thread_state.callback = outer
             _eval_frame.set_eval_frame(before)
 
-    return _left_out(run)
+    return _excluded(run)
 
 
 def is_routing_compiled() -> bool:
     """True if the call in progress of a `routing` function is to be compiled."""
-    return bool(_here.callback)
+    return bool(_thread_state.callback)
 
 
 def call_compiling(module: Any, args: Any, kwargs: Any) -> Any:
     """Call the module within `routing`, compiled if the caller compiles. In DDP only the inner
     module is compiled: the wrapper communicates with other ranks."""
-    callback, _here.callback = _here.callback, None
+    callback, _thread_state.callback = _thread_state.callback, None
     if not callback:
         return module(*args, **kwargs)
     if not isinstance(module, DistributedDataParallel):
@@ -175,10 +175,10 @@ def _compiling(callback: Any, function: Callable[P, R]) -> Callable[P, R]:
         finally:
             _eval_frame.set_eval_frame(before)
 
-    return _left_out(run)
+    return _excluded(run)
 
 
-def _left_out(function: Callable[P, R]) -> Callable[P, R]:
+def _excluded(function: Callable[P, R]) -> Callable[P, R]:
     """Mark as torch's `disable` does: the frame is neither compiled nor inlined into another."""
     marked: Any = function
     action = _eval_frame._FrameAction

@@ -50,7 +50,7 @@ def answer_unsent(answer: Callable[[Any, BaseException], Any]) -> None:
         answered.add(index)
         self.put((index, answer(batch, error)))
 
-    # The queue looks this up when its thread starts, at the first batch.
+    # The queue looks up this method when its thread starts, at the first batch.
     Queue._on_queue_feeder_error = on_error  # type: ignore[attr-defined]
 
 
@@ -62,8 +62,8 @@ def processes_of(iterator: Any) -> list[int]:
 
 
 def ended_processes_of(iterator: Any, within_s: float = 0.0) -> list[int]:
-    """Return the ids of the loader processes that have ended or were killed. Waits up to `within_s`
-    until one has."""
+    """Return the ids of the loader processes that have ended or were killed. Waits for the first,
+    for at most `within_s`."""
     if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         return []
     if within_s:
@@ -96,7 +96,7 @@ def raising_at_their_end(iterator: Any) -> Iterator[None]:
 
 def set_dataset_of_worker(dataset: Any) -> None:
     """Set `get_worker_info().dataset` in the calling loader process."""
-    # Its class is frozen, and has no `__dict__` in newer versions.
+    # The class of the worker info is frozen, and has no `__dict__` in newer versions.
     object.__setattr__(get_worker_info(), "dataset", dataset)
 
 

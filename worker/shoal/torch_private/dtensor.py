@@ -38,7 +38,7 @@ def cut_as(cut: DTensor, local: Tensor) -> DTensor:
     """Return a DTensor with the shape and sharding of `cut`, of which `local` is this rank's part.
 
     `local` has no graph. Does what `DTensor.from_local` does in a third of the time, and leaves a
-    tensor on the host there, also on a mesh of GPUs.
+    tensor of the host on the host, even with a mesh of GPUs.
     """
     spec: DTensorSpec = cut._spec
     if local.dtype != cut.dtype:
@@ -55,8 +55,8 @@ _LOCAL = attrgetter("_local_tensor")
 def local_of(tensor: Any) -> Tensor:
     """Return this rank's part of a DTensor, outside of autograd. `to_local` takes ten times as long
     if gradients are computed."""
-    own: Tensor = tensor._local_tensor
-    return own
+    local: Tensor = tensor._local_tensor
+    return local
 
 
 def all_local(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -65,10 +65,10 @@ def all_local(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def gradient_cut_as(parameter: DTensor, gradient: DTensor) -> DTensor:
-    """Return the gradient with the sharding of the parameter, which it has from torch 2.13 on.
+    """Return the gradient with the sharding of the parameter. From torch 2.13 on it has that.
 
-    Older releases give some gradients whole to each rank: if strides differ, autograd copies a
-    gradient into a new tensor, which is not sharded. Sharding that one sends no message.
+    In older releases some gradients are whole on each rank: if strides differ, autograd copies a
+    gradient into a new tensor, which is not sharded. Sharding this tensor sends no message.
     """
     if gradient.placements == parameter.placements:
         return gradient
@@ -79,7 +79,7 @@ def forget_groups(mesh: DeviceMesh) -> None:
     """Drop the process groups that the mesh and its root mesh refer to.
 
     Modules sharded over the mesh are in reference cycles with it: a group would live on, with its
-    connections and threads, until Python collects those (seen in 2.13 and 2.15).
+    connections and threads, until Python collects the cycles (seen in 2.13 and 2.15).
     """
     held: Any = mesh
     for each in (held, getattr(held, "_root_mesh", None)):
@@ -87,7 +87,7 @@ def forget_groups(mesh: DeviceMesh) -> None:
 
 
 def mark_meshes_by(descriptor: Any | None) -> None:
-    """Set the attribute by which torch distinguishes equal meshes of threads; None: torch's."""
+    """Set the attribute by which torch distinguishes equal meshes of threads; None: undo that."""
     mesh_class: Any = DeviceMesh
     if descriptor is None:
         del mesh_class._thread_id

@@ -10,8 +10,8 @@ OLDEST = (2, 9)
 
 def check_version(version: str) -> None:
     """Raise InvalidSpec for a torch that is too old. An unreadable version passes."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and (int(found[1]), int(found[2])) < OLDEST:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise InvalidSpec(
             "this torch is too old for Shoal",

@@ -33,7 +33,7 @@ _CONTENTS = attrgetter("_modules", "_parameters")
 
 def contents_of(modules: Iterable[nn.Module]) -> list[object]:
     """Return the entries of `child_table` and `parameter_table` of all modules, in order, in half
-    of the time that those two take."""
+    of the time that calls of the two functions take."""
     return list(chain.from_iterable(map(dict.values, chain.from_iterable(map(_CONTENTS, modules)))))
 
 
@@ -49,7 +49,7 @@ def transient_buffers(module: nn.Module) -> Set[str]:
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """True if the module's buffers are running statistics of batches, as those of BatchNorm."""
+    """True if the module's buffers are running statistics of batches, as in BatchNorm."""
     return isinstance(module, _NormBase)
 
 
@@ -77,8 +77,8 @@ def copy_with_tables(
 ) -> nn.Module:
     """Return a copy of the module with the same parameters, these buffers and these children. Its
     tables are its own: writes to them do not reach the original."""
-    made = copy.copy(module)
+    copied = copy.copy(module)
     # Not by __setattr__, which the script's class may override.
     tables = {"_parameters": dict(module._parameters), "_buffers": buffers, "_modules": children}
-    made.__dict__.update(tables)
-    return made
+    copied.__dict__.update(tables)
+    return copied

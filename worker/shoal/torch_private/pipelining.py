@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 
 class UncheckedStage(PipelineStage):
-    """A stage whose outputs are not checked: the last one may return anything, as in torch 2.13.
+    """A stage whose outputs are not checked: the last stage may return anything, as in torch 2.13.
     Releases up to 2.11 compare tensors with the announced shapes."""
 
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
@@ -35,8 +35,8 @@ _MAY_LEAVE_OUTPUTS = "return_outputs" in inspect.signature(ScheduleGPipe.step).p
 def schedule(kind: Callable[..., Any], stage: PipelineStage, count: int, **options: Any) -> Any:
     """Make a schedule of this kind for `count` micro-batches.
 
-    torch 2.9 demands at least one micro-batch for each stage, which GPipe does not need: it is
-    shown fewer stages while it checks.
+    torch 2.9 demands at least one micro-batch for each stage, which GPipe does not need: the stage
+    has a smaller number of stages while torch checks.
     """
     num_stages = stage.num_stages
     if kind is ScheduleGPipe:

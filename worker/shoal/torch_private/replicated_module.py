@@ -19,10 +19,10 @@ _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 def bucket_size(bucket_mb: float) -> float:
     """Return the size as a Python number; raises InvalidSpec unless it is above 0."""
-    found = as_number("bucket_mb", bucket_mb)
-    if not found > 0:
-        raise InvalidSpec("bucket_mb is out of range", seen=f"{found}", expected="above 0")
-    return found
+    size_mb = as_number("bucket_mb", bucket_mb)
+    if not size_mb > 0:
+        raise InvalidSpec("bucket_mb is out of range", seen=f"{size_mb}", expected="above 0")
+    return size_mb
 
 
 class ReplicatedModule(DistributedDataParallel):
@@ -45,16 +45,16 @@ class ReplicatedModule(DistributedDataParallel):
         unfinished: Callable[[], Exception],
         **kwargs: Any,
     ) -> None:
-        """`unfinished()` makes the error of a pass after one that left out parameters."""
+        """`unfinished()` returns the error to raise if the previous pass left out parameters."""
         super().__init__(*args, **kwargs)
         self._is_notified, self._unfinished = is_notified_of_passes, unfinished
-        self._was_called = self._reduces_behind = False
+        self._was_called = self._reduces_after = False
         self._num_checkpoints = 0
         before_calls(CheckpointFunction, "apply", _note_checkpoint)
 
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
-        """True if a forward pass with gradients communicates: it broadcasts buffers, if there are
-        any, and in the second pass of all ranks agree on the order of buckets."""
+        """True if ranks communicate in a forward pass with gradients: they broadcast buffers, if
+        there are any, and in the second pass they agree on the order of buckets."""
         syncs: bool = self.will_sync_module_buffers()  # type: ignore[no-untyped-call]
         return is_first_step or syncs
 
@@ -82,21 +82,21 @@ class ReplicatedModule(DistributedDataParallel):
         """Prepare the reducer for a backward pass of the loss."""
         if not self._is_notified:
             return
-        self._reduces_behind = self._num_checkpoints != _here.num_checkpoints
-        self._num_checkpoints = _here.num_checkpoints
+        self._reduces_after = self._num_checkpoints != _thread_state.num_checkpoints
+        self._num_checkpoints = _thread_state.num_checkpoints
         self.require_forward_param_sync = self.require_backward_grad_sync
-        if self._reduces and not self._reduces_behind:
+        if self._reduces and not self._reduces_after:
             self._prepare(loss)
 
     def end_backward(self) -> None:
         """End the backward pass: reduce its gradients now if that was postponed."""
-        if not self._is_notified or not self._reduces or not self._reduces_behind:
+        if not self._is_notified or not self._reduces or not self._reduces_after:
             return
         held = [each for each in self._module_parameters if each.requires_grad]
         if reached := [each for each in held if each.grad is not None]:
-            nothing: Tensor = _Nothing.apply(*reached)  # type: ignore[no-untyped-call]
-            self._prepare(nothing)
-            nothing.backward(inputs=reached)  # type: ignore[no-untyped-call]
+            zero_loss: Tensor = _ZeroLoss.apply(*reached)  # type: ignore[no-untyped-call]
+            self._prepare(zero_loss)
+            zero_loss.backward(inputs=reached)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Drop the reducer and `unfinished`: a traceback may keep the wrapper alive for long, and
@@ -124,7 +124,7 @@ class ReplicatedModule(DistributedDataParallel):
             raise
 
 
-class _Nothing(torch.autograd.Function):
+class _ZeroLoss(torch.autograd.Function):
     """A loss whose gradients are zero."""
 
     @staticmethod
@@ -144,9 +144,9 @@ class _ThreadCheckpoints(threading.local):
     """Number of reentrant checkpoints made, in all modules."""
 
 
-_here = _ThreadCheckpoints()
+_thread_state = _ThreadCheckpoints()
 
 
 def _note_checkpoint(*_: Any) -> None:
     if torch.is_grad_enabled():
-        _here.num_checkpoints += 1
+        _thread_state.num_checkpoints += 1

@@ -8,9 +8,9 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 def is_being_made(scheduler: Any) -> bool:
     """True while the scheduler's constructor runs; torch 2.6 to 2.15."""
-    made: Any = getattr(scheduler, "_is_initial", None)
-    if made is not None:
-        return bool(made)
+    mark: Any = getattr(scheduler, "_is_initial", None)
+    if mark is not None:
+        return bool(mark)
     # Releases without that mark: the first step is the constructor's.
     return getattr(scheduler, "_step_count", 1) == 0
 

@@ -49,8 +49,8 @@ def all_writes(tensors: Iterable[Tensor]) -> list[int]:
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """True if the tensor has hooks on its gradient, which may read or change it."""
-    behind = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return bool(tensor._backward_hooks or behind)
+    after_accumulation = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks or after_accumulation)
 
 
 _WATCHED = "_shoal_watched"
@@ -98,8 +98,8 @@ _MEAN, _SUM = 1, 2
 _ADDING = frozenset(
     {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "MulBackward1"}
 )
-"""Nodes that add terms without scaling them. The last one is how torch's `cross_entropy` weights
-its two parts if labels are smoothed; a multiplication by the script has another node."""
+"""Nodes that add terms without scaling them. By the last one torch's `cross_entropy` weights its
+two parts if labels are smoothed; a multiplication by the script has another node."""
 
 
 def counted_targets(node: Any) -> Tensor | None:
@@ -123,10 +123,10 @@ def counted_targets(node: Any) -> Tensor | None:
 def plain_sums(loss: Tensor) -> Iterable[torch.Size]:
     """Yield the shape that is summed over, for each of torch's sum losses (`reduction="sum"`) in
     this loss. Sums that were multiplied or divided afterwards are left out."""
-    found: list[Any] = [loss.grad_fn]
-    for node in found:
+    nodes: list[Any] = [loss.grad_fn]
+    for node in nodes:
         if node is not None and node.name() in _ADDING:
-            found += [before for before, _ in node.next_functions if before not in found]
+            nodes += [before for before, _ in node.next_functions if before not in nodes]
         elif getattr(node, "_saved_reduction", None) == _SUM:
             # A loss of a parameter itself is not over samples.
             before = node.next_functions[0][0]
@@ -141,7 +141,7 @@ def in_backward() -> bool:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call `call` at the end of the backward pass in progress, on the streams of the caller of that
-    pass and before `backward` returns, which raises its errors. Valid only within a pass."""
+    """Call `call` at the end of the backward pass in progress, on the streams of the pass's caller.
+    `backward` returns after `call`, and raises its errors. Valid only within a pass."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)

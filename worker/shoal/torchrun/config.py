@@ -75,7 +75,7 @@ def _run_id(run_id: str) -> str:
             "the job has no name",
             seen=f"--rdzv-id={run_id}",
             expected="a different name for every job",
-            fix="Pass --rdzv-id=NAME, the same to every node. A finished job's name is spent.",
+            fix="Pass --rdzv-id=NAME, the same to every node, and not a finished job's name.",
         )
     return run_id
 

@@ -35,7 +35,7 @@ MIN_JOIN_S = 0.05
 LAST_TRY_S = 0.3
 """Time to send a message to a coordinator that has not answered for long."""
 WITHDRAW_S = 1.0
-"""Time to notify the coordinator that this node gave up. Later, the closed stream shows it."""
+"""Time to notify the coordinator that this node gave up. Later, the closed stream shows that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Node:
     # --- joining and leaving ---
 
     def attend(self) -> None:
-        """Become a member. Raises the coordinator's refusal, or an error if none answers."""
+        """Become a member. Raises the coordinator's refusal, or an error if it does not answer."""
         membership = self._membership
         left_s = max(self._give_up_s - time.monotonic(), MIN_JOIN_S)
         membership.join(min(self._config.connect_timeout_s, left_s))
@@ -113,12 +113,12 @@ class Node:
         if not self._is_member:
             return True
         membership = self._membership
-        known = membership.failure is not None
+        has_ended = membership.failure is not None
         timeout_s = max(self._config.close_timeout_s - membership.away_s, LAST_TRY_S)
         if self._unanswered:
             timeout_s = LAST_TRY_S
         has_left = membership.leave(completed=completed, reason=reason, timeout_s=timeout_s)
-        return known or has_left
+        return has_ended or has_left
 
     def close(self, reason: str) -> None:
         """Close the job to new nodes and new generations. The nodes that train, including this one,
@@ -267,7 +267,7 @@ class Node:
         return self._await()
 
     def _stop(self) -> GenerationRecord | None:
-        """Stop in the current generation. Returns its planned successor, or None if it broke."""
+        """Stop in the current generation. Returns the planned successor; None after a break."""
         membership, number = self._membership, self._number
         if membership.successor() is None and not membership.is_broken(number):
             membership.report_broken("the agent restarts its workers")
@@ -304,7 +304,7 @@ class Node:
         return DeadlineExceeded(
             f"no rendezvous of job {self.job} within {self._config.join_timeout_s:g} s",
             seen=error.seen or str(error),
-            expected=f"{join.min_members} to {join.max_members} nodes to come",
+            expected=f"{join.min_members} to {join.max_members} nodes to join",
             fix="`shoal status` shows the joined members; a larger --rdzv-conf join_timeout"
             " waits longer.",
         )

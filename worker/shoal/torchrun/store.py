@@ -31,11 +31,11 @@ TERMINAL_STATE = "torchelastic/agent/terminal_state"
 
 
 class StoreTimeout(DeadlineExceeded, DistStoreError):
-    """A key was not set in time; the error of torch's stores for that."""
+    """A key was not set in time; also of the type that torch's stores raise then."""
 
 
 class StoreUnreachable(Unavailable, DistNetworkError):
-    """No coordinator answers; the error of a `TCPStore` whose host is gone."""
+    """No coordinator answers; also of the type that a `TCPStore` raises if its host is gone."""
 
 
 class StoreOver(GenerationBroken, DistNetworkError):
@@ -61,7 +61,7 @@ class AgentStore(RendezvousStore):
     set: the agent stops these workers as soon as it checks for changes.
 
     The coordinator implements the barrier at which agents wait at the end, as it knows which nodes
-    have finished, including those of later generations.
+    have finished, including nodes of later generations.
 
     Errors are both torch's and Shoal's: DistStoreError for a wait that timed out, DistNetworkError
     for a store that is unreachable or over.
@@ -117,7 +117,7 @@ class AgentStore(RendezvousStore):
             if not all(key.startswith((ROLE_INFO, ASSIGNED_RANKS)) for key in keys):
                 raise
             self.made_up = True
-            return [self._make_up(key) for key in keys]
+            return [self._assumed_value(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         try:
@@ -127,9 +127,9 @@ class AgentStore(RendezvousStore):
                 raise
             self.made_up = True
 
-    def _asked(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
+    def _fetch(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
         with _as_torch():
-            return super()._asked(keys, self._within_s(timeout_s))
+            return super()._fetch(keys, self._within_s(timeout_s))
 
     def _call(
         self,
@@ -145,7 +145,7 @@ class AgentStore(RendezvousStore):
     def _within_s(self, timeout_s: float) -> float:
         return max(0.0, min(timeout_s, self.give_up_s - time.monotonic()))
 
-    def _make_up(self, key: str) -> bytes:
+    def _assumed_value(self, key: str) -> bytes:
         if key.startswith(ROLE_INFO):
             return self._own_info
         num_workers = int(json.loads(self._own_info).get("local_world_size", 1))
@@ -155,7 +155,7 @@ class AgentStore(RendezvousStore):
 
 @contextmanager
 def _as_torch() -> Iterator[None]:
-    """Raise errors of the store as torch's types too, for callers that know only those."""
+    """Raise errors of the store as torch's types too, for callers that know only torch's types."""
     try:
         yield
     except (RetryError, RejoinError) as error:

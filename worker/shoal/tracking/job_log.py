@@ -55,15 +55,15 @@ class JobLog:
     def log(
         self, values: Mapping[str, Scalar], *, step: int, in_step: bool, counts: bool = True
     ) -> None:
-        """See `Session.log`; `step` is the newest committed step. If not `counts`, the values are
-        only checked: they come from no sample of the step."""
-        found = scalars(values)
+        """See `Session.log`; `step` is the newest committed step. If `counts` is False, the values
+        are only checked: this member has no sample of the step."""
+        numbers = scalars(values)
         if not counts:
             return
         if in_step:
-            self._attempt |= found
+            self._attempt |= numbers
         else:
-            self._keep(step, found)
+            self._keep(step, numbers)
 
     def begins(self) -> None:
         """Begin an attempt of a step, and discard the values of an attempt that failed."""
@@ -114,9 +114,9 @@ class JobLog:
             if self._thread is None or not self._is_writer:
                 return
             self._wanted += 1
-            wanted = self._wanted
+            number = self._wanted
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._done >= wanted, limit_s):
+            if not self._changed.wait_for(lambda: self._done >= number, limit_s):
                 log.warning("trackers_not_flushed", job=self._job, waited_s=limit_s)
 
     def close(self) -> None:
@@ -143,8 +143,8 @@ class JobLog:
                 if any(sink.busy for sink in self._sinks):
                     self._changed.wait(BUSY_EACH_S)
                 else:
-                    asked = partial(self._is_asked, self._is_writer)
-                    self._changed.wait_for(asked, WRITE_EACH_S)
+                    must_wake = partial(self._must_wake, self._is_writer)
+                    self._changed.wait_for(must_wake, WRITE_EACH_S)
                 if self._closed:
                     end_s = min(end_s, time.monotonic() + CLOSE_WITHIN_S)
                 run, wanted, writes = self._run, self._wanted, self._is_writer
@@ -162,7 +162,7 @@ class JobLog:
         for sink in self._sinks:
             sink.end(writes=writes)
 
-    def _is_asked(self, was_writer: bool) -> bool:
+    def _must_wake(self, was_writer: bool) -> bool:
         return self._closed or self._wanted > self._done or self._is_writer != was_writer
 
 
@@ -184,10 +184,10 @@ class _Sink:
         """Number of steps that were dropped before the tracker could store them."""
 
     def keep(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        """Keep the values that were logged first for a step. Called under the log's lock."""
-        _, known = self._kept.setdefault(step, (unix_s, {}))
+        """Keep a step's values. The first value of a name counts. Called under the log's lock."""
+        _, step_values = self._kept.setdefault(step, (unix_s, {}))
         for name, value in values.items():
-            known.setdefault(name, value)
+            step_values.setdefault(name, value)
         while len(self._kept) > self._max_kept:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
@@ -212,8 +212,8 @@ class _Sink:
         self.busy = self._is_failing = False
 
     def _unwritten(self) -> list[tuple[int, tuple[float, dict[str, float]]]]:
-        behind = self._written.step
-        return sorted(item for item in self._kept.items() if item[0] >= behind)
+        written_step = self._written.step
+        return sorted(item for item in self._kept.items() if item[0] >= written_step)
 
     def _write(self, run: Run, kept: Sequence[tuple[int, float, dict[str, float]]]) -> None:
         if self._open is None:
@@ -238,8 +238,8 @@ class _Sink:
         """Close the run, so that another process may write it. `writes`: this is the last writer,
         and values not written yet are reported as lost."""
         if writes:
-            left = sum(1 for step, _ in self._unwritten() if step > self._written.step)
-            if num_lost := self._num_lost + left:
+            num_unwritten = sum(1 for step, _ in self._unwritten() if step > self._written.step)
+            if num_lost := self._num_lost + num_unwritten:
                 log.error("logged_values_lost", tracker=self._name, num_steps=num_lost)
         opened, self._open = self._open, None
         self.busy = False

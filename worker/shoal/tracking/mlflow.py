@@ -19,7 +19,7 @@ AT_ONCE = 500
 
 @dataclass(frozen=True)
 class MLflow(Tracker):
-    """Logged values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`."""
+    """Stores values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`."""
 
     uri: str
     """Address of the tracking server, or `file:` and a folder that all hosts of the job see."""
@@ -56,8 +56,8 @@ class MLflow(Tracker):
 
     def _run_id(self, client: Any, run: Run) -> str:
         """Return the id of the run, which is created if it does not exist."""
-        known = client.get_experiment_by_name(self.experiment)
-        experiment = known.experiment_id if known else client.create_experiment(self.experiment)
+        present = client.get_experiment_by_name(self.experiment)
+        experiment = present.experiment_id if present else client.create_experiment(self.experiment)
         runs = client.search_runs([experiment], filter_string=f"tags.`{JOB}` = '{run.job}'")
         by_name = {each.data.tags.get(RUN, ""): each.info.run_id for each in runs}
         name = run_name(run, [*by_name], time.time())
@@ -65,8 +65,8 @@ class MLflow(Tracker):
             client.update_run(by_name[name], status="RUNNING")
             return str(by_name[name])
         tags = {JOB: run.job, RUN: name}
-        made = client.create_run(experiment, tags=tags, run_name=f"{run.job} {name}")
-        return str(made.info.run_id)
+        created = client.create_run(experiment, tags=tags, run_name=f"{run.job} {name}")
+        return str(created.info.run_id)
 
 
 class _OpenMLflow(OpenRun):

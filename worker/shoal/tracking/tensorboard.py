@@ -10,7 +10,7 @@ from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, r
 
 @dataclass(frozen=True)
 class TensorBoard(Tracker):
-    """Logged values as TensorBoard shows them: `tensorboard --logdir DIRECTORY`.
+    """Stores values in TensorBoard's event files, for `tensorboard --logdir DIRECTORY`.
 
     Each run of a job has a folder, JOB/run-MILLISECONDS, with a file for each member that wrote.
     """
@@ -25,8 +25,8 @@ class TensorBoard(Tracker):
         folder = Path(self.directory) / run.job
         lock = Lock(folder / ".shoal.lock")
         try:
-            found = [each.name for each in folder.iterdir() if each.is_dir()]
-            return _OpenTensorBoard(folder / run_name(run, found, time.time()), lock)
+            names = [each.name for each in folder.iterdir() if each.is_dir()]
+            return _OpenTensorBoard(folder / run_name(run, names, time.time()), lock)
         except BaseException:
             lock.release()
             raise

@@ -41,8 +41,8 @@ class WriteProgress:
         """Return the values that are not written yet."""
         if step < self.step:
             return {}
-        known = self.names if step == self.step else frozenset()
-        return {name: value for name, value in values.items() if name not in known}
+        written_names = self.names if step == self.step else frozenset()
+        return {name: value for name, value in values.items() if name not in written_names}
 
     def plus(self, step: int, names: frozenset[str]) -> "WriteProgress":
         return WriteProgress(
@@ -126,11 +126,11 @@ RUN_NAME = re.compile(r"run-(\d{13})")
 
 
 def run_name(run: Run, found: list[str], now_unix_s: float) -> str:
-    """Return the name of the run. It is the newest of the names found if that began no earlier than
-    this run, or if this member does not know when the run began; else a new name."""
+    """Return the name of the run: the newest of the names found if its run began no earlier than
+    this one, or if this member does not know when this run began; else a new name."""
     newest = max((name for name in found if RUN_NAME.fullmatch(name)), default="")
     begun_unix_s = run.begun_unix_s
     if begun_unix_s is None and newest:
         return newest
-    own = f"run-{int(1000 * (begun_unix_s or now_unix_s)):013d}"
-    return max(newest, own)
+    new_name = f"run-{int(1000 * (begun_unix_s or now_unix_s)):013d}"
+    return max(newest, new_name)

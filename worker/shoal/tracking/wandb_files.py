@@ -1,6 +1,6 @@
 """Reader of the file in which wandb stores a run: protobuf records, framed as in LevelDB's log.
 
-Frames never cross the end of a 32 KiB block; a record that would is cut into several frames. See
+Frames never cross the end of a 32 KiB block; longer records are cut into several frames. See
 https://github.com/google/leveldb/blob/main/doc/log_format.md. wandb's file begins with seven more
 bytes, which count as part of the first block.
 """

@@ -18,7 +18,7 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class WandB(Tracker):
-    """Logged values as the history of a Weights & Biases run, over the metric `step`.
+    """Stores values as the history of a Weights & Biases run, over the metric `step`.
 
     A run's id is JOB-run-MILLISECONDS. If several members wrote a run one after another in offline
     mode, upload their files in that order with `wandb sync --append`.
@@ -46,8 +46,8 @@ class WandB(Tracker):
         import wandb  # noqa: PLC0415 - an extra, and slow
 
         prefix = f"{run.job}-"
-        found = [each.name.rpartition(prefix)[2] for each in _folders(folder, f"{prefix}run-*")]
-        run_id = prefix + run_name(run, found, time.time())
+        names = [each.name.rpartition(prefix)[2] for each in _folders(folder, f"{prefix}run-*")]
+        run_id = prefix + run_name(run, names, time.time())
         written = _written(_folders(folder, run_id))
         opened = wandb.init(
             project=self.project,
@@ -66,7 +66,7 @@ class WandB(Tracker):
 class _OpenWandB(OpenRun):
     """Run with a journal. wandb holds values in the memory of its own process for up to 15 seconds,
     and a kill may lose them. So values are also written to a journal, and the next writer logs
-    those again that wandb's files lack."""
+    again the values that wandb's files lack."""
 
     def __init__(self, run: Any, written: WriteProgress, journal: Path, lock: Lock) -> None:
         self._run = run
@@ -112,8 +112,8 @@ def _folders(folder: Path, run_id: str) -> list[Path]:
 
 
 def _written(folders: list[Path]) -> WriteProgress:
-    """Wait until no process writes the files, and read the progress from the newest with a
-    value."""
+    """Wait until no process writes the files, and read the progress from the newest file that has
+    a value."""
     for folder in reversed(folders):
         written = WriteProgress()
         for path in _settled(folder):

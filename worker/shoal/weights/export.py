@@ -52,12 +52,12 @@ def export(
     """Write a version's tensors to `directory` or, with "sglang", to a directory in it; return the
     directory's path.
 
-    A tied tensor is written under its first name only, as by Hugging Face. `base`: a directory
-    whose other files, such as config.json and the tokenizer's, are copied, too.
+    A tied tensor is written under its first name only, as by Hugging Face. `base`: a directory of
+    which all files without weights are copied, too, such as config.json and the tokenizer's files.
 
     The directory appears as a whole or not at all, even if this process is killed. A version that
-    is exported already is not written again. Raises InvalidSpec for a dtype that safetensors files
-    do not have, and if the directory exists with other content.
+    is exported already is not written again. Raises InvalidSpec for a dtype that safetensors does
+    not support, and if the directory exists with other content.
     """
     if format not in ("safetensors", "sglang"):
         raise InvalidSpec("no format to export", seen=repr(format), expected="safetensors, sglang")
@@ -67,7 +67,7 @@ def export(
         _check_same(target, weights)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Process ids are no names for drafts: those of containers that share the directory are equal.
+    # Not named by process id: processes in containers that share the directory may have the same.
     draft = target.parent / f".{target.name}.{new_incarnation()[-12:]}.draft"
     draft.mkdir()
     try:
@@ -108,11 +108,11 @@ def _rename(draft: Path, target: Path, weights: Weights) -> None:
 
 def _check_same(target: Path, weights: Weights) -> None:
     index = target / INDEX
-    known = json.loads(index.read_text()).get("metadata", {}) if index.exists() else {}
-    if known.get("digest") != weights.version.digest:
+    metadata = json.loads(index.read_text()).get("metadata", {}) if index.exists() else {}
+    if metadata.get("digest") != weights.version.digest:
         raise InvalidSpec(
-            f"{target} is there already, and is another one",
-            seen=f"version {known.get('version', 'unknown')}",
+            f"{target} exists already, and holds another version",
+            seen=f"version {metadata.get('version', 'unknown')}",
             expected=f"version {weights.version.number}, or a directory that does not exist",
         )
 
@@ -126,7 +126,7 @@ def _write_files(weights: Weights, directory: Path) -> None:
         weight_map |= dict.fromkeys(tensors, name)
     version = weights.version
     metadata = {
-        **version.metadata,  # First: it replaces nothing that readers of the index rely on.
+        **version.metadata,  # First: the keys below, on which readers rely, take precedence.
         "total_size": sum(tensor.nbytes for tensors in files for tensor in tensors.values()),
         "version": f"{version.number:06d}",
         "digest": version.digest,
@@ -137,12 +137,12 @@ def _write_files(weights: Weights, directory: Path) -> None:
 
 
 def _files_of(weights: Weights) -> Iterator[dict[str, Tensor]]:
-    known: set[int] = set()
+    written: set[int] = set()
     file: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        if id(tensor) in known:
+        if id(tensor) in written:
             continue
-        known.add(id(tensor))
+        written.add(id(tensor))
         if file and sum(each.nbytes for each in file.values()) + tensor.nbytes > FILE_BYTES:
             yield file
             file = {}

@@ -43,7 +43,7 @@ class HeldWeights:
     tensors: Mapping[str, HeldTensor]
     """Tensors by first name, in the same order on all ranks that hold the same tensors."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """First name of a tied tensor, by each further name."""
+    """First name of each tied tensor, by its other names."""
 
 
 def held_in(
@@ -53,7 +53,7 @@ def held_in(
     tied: Mapping[str, str],
     without_elements: Mapping[str, Tensor],
 ) -> HeldWeights:
-    """The weights that a rank holds of a model that is sharded over ranks."""
+    """Return a rank's weights of a model that is sharded over ranks."""
     tensors = {
         name: HeldTensor(shard=layout.shard(name, tensor), replicas=layout.replicas(name))
         for name, tensor in layout.held.items()
@@ -75,8 +75,8 @@ def held_by_all(
     world_size: int,
     tied: Mapping[str, str],
 ) -> HeldWeights:
-    """The weights that a rank holds of a model that every rank has as a whole. Parameters are the
-    same bit for bit; the first rank publishes its buffers."""
+    """Return a rank's weights of a model that every rank holds as a whole. Parameters are the same
+    on all ranks, bit for bit; the first rank publishes its buffers."""
     everybody = range(world_size)
     held = {
         name: HeldTensor(shard=TensorShard.whole(each.detach()), replicas=ranks)
@@ -129,9 +129,9 @@ class RankPart:
 
 
 def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
-    """The part of a version that this rank publishes; floating point values in `dtype`, if given.
+    """Return the part of a version that this rank publishes; floats in `dtype`, if it is given.
 
-    Raises InvalidSpec for a tensor with an unsupported dtype, without values, or sparse.
+    Raises InvalidSpec for a tensor that is sparse, has no values, or has an unsupported dtype.
     """
     specs = {name: _spec(name, each.shard, dtype) for name, each in held.tensors.items()}
     pieces = [piece for group in _by_replicas(held, dtype) for piece in group]
@@ -139,27 +139,27 @@ def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
     for piece in pieces:
         offsets.append(end)
         end += -(-piece.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    further: dict[str, list[str]] = {}
+    other_names: dict[str, list[str]] = {}
     for name, first in held.tied.items():
         if first in specs:
-            further.setdefault(first, []).append(name)
+            other_names.setdefault(first, []).append(name)
     numbers = {name: number for number, name in enumerate(specs)}
     layout = Layout(tensors=specs.values(), segment_bytes=[max(end, 1)])
-    for first, names in further.items():
+    for first, names in other_names.items():
         for name in names:
             numbers[name] = len(layout.tensors)
             layout.tensors.append(_renamed(specs[first], name))
     for piece, at in zip(pieces, offsets, strict=True):
-        own = _slice_of(piece, tuple(specs[piece.name].shape), segment=held.rank, at=at)
-        for name in (piece.name, *further.get(piece.name, ())):
+        piece_slice = _slice_of(piece, tuple(specs[piece.name].shape), segment=held.rank, at=at)
+        for name in (piece.name, *other_names.get(piece.name, ())):
             # All names of a tied tensor refer to the same bytes.
-            layout.slices.add(tensor=numbers[name]).MergeFrom(own)
+            layout.slices.add(tensor=numbers[name]).MergeFrom(piece_slice)
     return RankPart(pieces=pieces, offsets=offsets, layout=layout)
 
 
 def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterator[PublishedPiece]:
-    """The share of the rank at `index` among `count` ranks that hold the same pieces. Shares have
-    about the same number of bytes, and are disjoint. Tensors are cut between rows only."""
+    """Yield the share of the rank at `index` among `count` ranks that hold the same pieces. Shares
+    are disjoint and about equal in bytes. Tensors are cut only between rows."""
     total = sum(piece.num_bytes for piece in pieces)
     low, high = total * index // count, total * (index + 1) // count
     before = 0
@@ -176,8 +176,8 @@ def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterat
 
 
 def _by_replicas(held: HeldWeights, dtype: torch.dtype | None) -> Iterator[list[PublishedPiece]]:
-    """The pieces that this rank publishes, in groups: tensors that the same ranks hold are divided
-    among these ranks."""
+    """Yield the pieces that this rank publishes, grouped by the ranks that hold them. The ranks of
+    a group divide its tensors among them."""
     groups: dict[tuple[int, ...], list[PublishedPiece]] = {}
     for name, each in held.tensors.items():
         ranks = tuple(sorted(each.replicas))
@@ -210,7 +210,7 @@ def _check_readable(name: str, tensor: Tensor) -> None:
 
 
 def _rows_of(chunk: Chunk) -> tuple[int, int]:
-    """The dimension along which a chunk can be cut into contiguous parts, and its size."""
+    """Return the dimension along which a chunk can be cut into contiguous parts, and its size."""
     return next(((dim, size) for dim, size in enumerate(chunk.sizes) if size > 1), (0, 1))
 
 
@@ -223,8 +223,8 @@ def _narrowed(piece: PublishedPiece, dim: int, start: int, stop: int) -> Publish
 
 
 def published_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Dtype in which a tensor is published: the wanted one for floating point values, else its
-    own."""
+    """Return the dtype in which a tensor is published: the wanted one for floating point values,
+    else the tensor's own."""
     casts = wanted is not None and own.is_floating_point and own not in _KEPT_DTYPES
     return wanted if casts and wanted is not None else own
 
@@ -235,7 +235,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         raise InvalidSpec(
             "weights cannot be published in this dtype",
             seen=str(dtype),
-            expected="a floating point dtype such as torch.bfloat16, or None: as they are",
+            expected="a floating point dtype such as torch.bfloat16, or None: no conversion",
         )
 
 

@@ -1,6 +1,6 @@
 """Tensors from a version's bytes: the whole model, or the slices of a reader's own layout.
 
-Tensors are read from staged segments, which are verified before. A tensor that is stored in one
+Segments are staged and verified before tensors are read from them. A tensor that is stored in one
 slice is a view of its segment; a tensor that several ranks have published is assembled.
 """
 
@@ -50,7 +50,7 @@ class StoredTensor:
         return raw.view(self.dtype).view(part.chunk.sizes)
 
     def read(self, segments: Mapping[int, Tensor]) -> Tensor:
-        """The whole tensor: a view of its segment if it is stored in one slice, else a copy."""
+        """Return the tensor: a view of its segment if it is stored in one slice, else a copy."""
         if len(self.slices) == 1:
             return self.view(self.slices[0], segments)
         whole = torch.empty(self.shape, dtype=self.dtype)
@@ -59,8 +59,8 @@ class StoredTensor:
 
     @torch.no_grad()
     def read_into(self, target: Tensor, chunk: Chunk, segments: Mapping[int, Tensor]) -> None:
-        """Copy this chunk of the tensor into a target of the chunk's sizes, with a conversion to
-        the target's dtype."""
+        """Copy this chunk of the tensor into a target of the same sizes; convert the values to the
+        target's dtype."""
         for part in self.slices:
             common = part.chunk.overlap(chunk)
             if common is not None:
@@ -84,18 +84,18 @@ class VersionLayout:
                 raise _malformed(f"a slice of tensor {each.tensor} of {len(specs)}")
             name, dtype, shape = specs[each.tensor]
             slices[each.tensor].append(self._checked_slice(each, name, dtype, shape))
-        found = {
-            name: StoredTensor(name=name, dtype=dtype, shape=shape, slices=own)
-            for (name, dtype, shape), own in zip(specs, slices, strict=True)
+        tensors = {
+            name: StoredTensor(name=name, dtype=dtype, shape=shape, slices=tensor_slices)
+            for (name, dtype, shape), tensor_slices in zip(specs, slices, strict=True)
         }
-        if len(found) < len(specs):
+        if len(tensors) < len(specs):
             raise _malformed("a name twice")
-        for tensor in found.values():
+        for tensor in tensors.values():
             _check_coverage(tensor)
-        self.tables = {n: each for n, each in found.items() if n.startswith(TABLES)}
+        self.tables = {n: each for n, each in tensors.items() if n.startswith(TABLES)}
         """Columns of embedding tables by name; empty in a version without tables."""
         self.tensors: Mapping[str, StoredTensor] = {
-            name: each for name, each in found.items() if name not in self.tables
+            name: each for name, each in tensors.items() if name not in self.tables
         }
 
     def _checked_slice(
@@ -117,24 +117,24 @@ class VersionLayout:
         return StoredSlice(chunk=chunk, segment=given.segment, at=given.at)
 
     def segments_of(self, *, tables: bool) -> list[int]:
-        """The segments with parts of the model; with `tables`, all segments."""
+        """Return the segments that hold parts of the model; with `tables`, all segments."""
         if tables or not self.tables:
             return list(range(len(self.segment_bytes)))
         parts = (part for each in self.tensors.values() for part in each.slices)
         return sorted({part.segment for part in parts})
 
     def ranges_of(self, wanted: Mapping[str, Chunk]) -> dict[int, list[tuple[int, int]]]:
-        """Byte ranges (start, stop) that hold these chunks, by segment. A range covers a slice's
-        rows from the first wanted one to the last."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        """Return the byte ranges (start, stop) that hold these chunks, by segment. A range covers a
+        slice's rows from the first wanted row to the last."""
+        ranges: dict[int, list[tuple[int, int]]] = {}
         for name, chunk in wanted.items():
             tensor = self.tensors[name]
             for part in tensor.slices:
                 common = part.chunk.overlap(chunk)
                 if common is not None:
                     byte_range = _bytes_of(part, common, tensor.dtype.itemsize)
-                    found.setdefault(part.segment, []).append(byte_range)
-        return found
+                    ranges.setdefault(part.segment, []).append(byte_range)
+        return ranges
 
 
 def _bytes_of(part: StoredSlice, common: Chunk, item_bytes: int) -> tuple[int, int]:
@@ -146,8 +146,8 @@ def _bytes_of(part: StoredSlice, common: Chunk, item_bytes: int) -> tuple[int, i
 
 
 class Installation:
-    """A reader's tensors, into which a version is to be written. The constructor checks all of
-    them, before any is changed.
+    """A reader's tensors, into which a version is to be written. The constructor checks all tensors
+    before any tensor is changed.
 
     Raises InvalidSpec if names differ or a DTensor has an unsupported placement, ShapeMismatch or
     DtypeMismatch if a tensor cannot hold the published one.
@@ -178,7 +178,7 @@ class Installation:
 
 def _tensors(into: Target) -> dict[str, Tensor]:
     held = into.state_dict(keep_vars=True) if isinstance(into, nn.Module) else into
-    found = {}
+    tensors = {}
     for name, tensor in held.items():
         if not isinstance(tensor, Tensor):
             raise InvalidSpec(
@@ -186,8 +186,8 @@ def _tensors(into: Target) -> dict[str, Tensor]:
                 seen=type(tensor).__name__,
                 expected="a tensor",
             )
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def _own_shard(name: str, tensor: Tensor) -> TensorShard:
@@ -205,8 +205,8 @@ def _own_shard(name: str, tensor: Tensor) -> TensorShard:
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
-    """Raise InvalidSpec for a tensor whose elements cannot each be written: writing would fail with
-    others written before, or do nothing."""
+    """Raise InvalidSpec for a tensor whose elements cannot all be written. Writing to it would have
+    no effect, or would fail after other tensors were written."""
     reason = ""
     if tensor.is_meta:
         reason = "is on the meta device, which has no memory"
@@ -222,12 +222,12 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_names(published: set[str], own: set[str]) -> None:
-    missing, further = sorted(own - published), sorted(published - own)
-    if missing or further:
+def _check_names(published: set[str], reader_names: set[str]) -> None:
+    missing, unexpected = sorted(reader_names - published), sorted(published - reader_names)
+    if missing or unexpected:
         raise InvalidSpec(
             "the version is not of this model",
-            seen=f"without {_some(missing)}; with {_some(further)}, which the model lacks",
+            seen=f"without {_some(missing)}; with {_some(unexpected)}, which the model lacks",
             expected="the same names on both sides",
             fix="Fetch without into= and take the tensors by name.",
         )
@@ -247,11 +247,11 @@ def _check_fits(tensor: StoredTensor, shard: TensorShard) -> None:
             seen=str(tuple(shard.shape)),
             expected=str(tensor.shape),
         )
-    own = shard.tensor.dtype
-    if own != tensor.dtype and not (own.is_floating_point and tensor.dtype.is_floating_point):
+    held = shard.tensor.dtype
+    if held != tensor.dtype and not (held.is_floating_point and tensor.dtype.is_floating_point):
         raise DtypeMismatch(
             f"{tensor.name} has another dtype than in the version",
-            seen=str(own),
+            seen=str(held),
             expected=f"{tensor.dtype}, or floating point numbers for floating point numbers",
         )
 
@@ -286,36 +286,36 @@ def _malformed(seen: str) -> MalformedMessage:
 
 
 def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """The version's tensors by name. A tensor that is stored in one slice is a view of its segment.
-    All names of a tied tensor have the same object."""
-    found: dict[str, Tensor] = {}
-    known: dict[tuple[object, ...], Tensor] = {}
+    """Return the version's tensors by name. A tensor that is stored in one slice is a view of its
+    segment. All names of a tied tensor map to one object."""
+    tensors: dict[str, Tensor] = {}
+    by_slices: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in layout.tensors.items():
         slices_of = ((part.segment, part.at, part.chunk) for part in tensor.slices)
         key = (tensor.dtype, tensor.shape, *slices_of)
-        if key not in known or not tensor.slices:
-            known[key] = tensor.read(segments)
-        found[name] = known[key]
-    return found
+        if key not in by_slices or not tensor.slices:
+            by_slices[key] = tensor.read(segments)
+        tensors[name] = by_slices[key]
+    return tensors
 
 
 def table_rows(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, PublishedRows]:
-    """The version's embedding tables by name, as views of the segments."""
+    """Return the version's embedding tables by name, as views of the segments."""
     return tables_of({name: each.read(segments) for name, each in layout.tables.items()})
 
 
 def merged(layouts: Sequence[weights_pb2.Layout]) -> weights_pb2.Layout:
-    """The parts of all ranks, by rank, merged into one layout as the coordinator does."""
-    found = weights_pb2.Layout()
+    """Merge the layouts of all ranks, given in order of rank, as the coordinator does."""
+    whole = weights_pb2.Layout()
     numbers: dict[str, int] = {}
     for rank, layout in enumerate(layouts):
         for spec in layout.tensors:
             if spec.name not in numbers:
-                numbers[spec.name] = len(found.tensors)
-                found.tensors.append(spec)
+                numbers[spec.name] = len(whole.tensors)
+                whole.tensors.append(spec)
         for each in layout.slices:
-            own = found.slices.add()
+            own = whole.slices.add()
             own.CopyFrom(each)
             own.tensor, own.segment = numbers[layout.tensors[each.tensor].name], rank
-        found.segment_bytes.extend(layout.segment_bytes)
-    return found
+        whole.segment_bytes.extend(layout.segment_bytes)
+    return whole

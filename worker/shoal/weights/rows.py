@@ -59,49 +59,49 @@ class PublishedRows:
         return sum(int(each.is_live.sum()) for each in self.shards.values())
 
     def all(self) -> RowChanges:
-        """Copies of all rows, as changes to an empty table."""
+        """Copy all rows, as changes to an empty table."""
         return _merged([_changes(None, each) for each in self.shards.values()])
 
     def changes_since(self, earlier: "PublishedRows | None") -> RowChanges:
-        """Copies of the rows whose id or values (compared bit for bit) are not in the earlier
-        version; of all rows if there is no earlier one, or if it has other shards."""
+        """Copy the rows that are new since the earlier version, or whose values differ bit for bit.
+        Copies all rows if there is no earlier version, or if it has other shards."""
         before = earlier.shards if earlier is not None else {}
         if before.keys() != self.shards.keys():
             before = {}
-        found = [_changes(before.get(i), each) for i, each in self.shards.items()]
-        return _merged(found)
+        changes = [_changes(before.get(i), each) for i, each in self.shards.items()]
+        return _merged(changes)
 
 
 def tables_of(tensors: Mapping[str, Tensor]) -> dict[str, PublishedRows]:
-    """The tables among a version's tensors, by name."""
-    found: dict[str, dict[int, dict[str, Tensor]]] = {}
+    """Return the tables among a version's tensors, by name."""
+    columns: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         if name.startswith(TABLES):
             table, index, column = name.removeprefix(TABLES).rsplit("/", 2)
-            found.setdefault(table, {}).setdefault(int(index), {})[column] = tensor
-    return {table: PublishedRows(shards) for table, shards in found.items()}
+            columns.setdefault(table, {}).setdefault(int(index), {})[column] = tensor
+    return {table: PublishedRows(shards) for table, shards in columns.items()}
 
 
 def _changes(before: ShardRows | None, now: ShardRows) -> RowChanges:
     is_new = now.is_live
-    was_there = torch.zeros(0, dtype=torch.bool) if before is None else before.is_live
+    was_live = torch.zeros(0, dtype=torch.bool) if before is None else before.is_live
     if before is not None:
-        # Rows mostly keep their positions: only those that differ there are compared by id.
-        count = min(len(is_new), len(was_there))
-        is_same = (before.ids[:count] == now.ids[:count]) & is_new[:count] & was_there[:count]
+        # Rows mostly keep their positions: only rows that differ in place are compared by id.
+        count = min(len(is_new), len(was_live))
+        is_same = (before.ids[:count] == now.ids[:count]) & is_new[:count] & was_live[:count]
         is_same &= _equal_bits(before.values[:count], now.values[:count])
-        is_new, was_there = is_new.clone(), was_there.clone()
+        is_new, was_live = is_new.clone(), was_live.clone()
         is_new[:count] &= ~is_same
-        was_there[:count] &= ~is_same
+        was_live[:count] &= ~is_same
     ids, values = now.at(is_new.nonzero().view(-1))
     removed = ids.new_empty(0)
     if before is not None:
-        old_ids, old_values = before.at(was_there.nonzero().view(-1))
+        old_ids, old_values = before.at(was_live.nonzero().view(-1))
         order = old_ids.argsort()
         old_ids, old_values = old_ids[order], old_values[order]
         if len(old_ids):
-            found = torch.searchsorted(old_ids, ids).clamp(max=len(old_ids) - 1)
-            has_moved = (old_ids[found] == ids) & _equal_bits(old_values[found], values)
+            at = torch.searchsorted(old_ids, ids).clamp(max=len(old_ids) - 1)
+            has_moved = (old_ids[at] == ids) & _equal_bits(old_values[at], values)
         else:
             has_moved = torch.zeros(len(ids), dtype=torch.bool)
         removed = old_ids[~torch.isin(old_ids, ids)]

@@ -1,4 +1,4 @@
-"""The publisher of a series: the trainer waits for a local copy, the rest is in the background."""
+"""Publisher of a series: the trainer waits only for a local copy, sent in the background."""
 
 import math
 import threading
@@ -29,18 +29,18 @@ from shoal_proto.v1 import weights_pb2
 log = structlog.get_logger(__name__)
 
 IN_FLIGHT = 2
-"""Limit of publications in progress, if several ranks publish. The next one waits for the oldest:
-memory is bounded, and all ranks wait for the same one."""
+"""Limit of publications in progress if several ranks publish: it bounds their memory. The next
+publication waits for the oldest, which is the same one on all ranks."""
 ORDER_S = 1.0
-"""Time for which a part waits until the previous publication is committed. Then the part is
-contributed all the same: the previous one may never get all its parts."""
+"""Limit of a part's wait until the previous publication is committed. Then the part is contributed
+all the same: the previous publication may never get all its parts."""
 CLOSE_S = 30.0
 """Limit of the wait for publications in progress at the end of a session."""
 LOOK_S = 0.1
 """Interval of checks if a version is on the servers' disks, and if a generation is over."""
 MAX_METADATA_BYTES = 4096
 MAX_KEEP, MAX_COPIES = 64, 16
-"""Limits of the coordinator, which would refuse each publication."""
+"""Limits of the coordinator, which would refuse each publication with larger options."""
 STEP_PUBLICATIONS = 1 << 16
 """Limit of the publications after one step."""
 
@@ -120,14 +120,14 @@ class Ticket:
     def __init__(
         self, publication: int, step: int, look: "Callable[[int], WeightVersion] | None" = None
     ) -> None:
-        """`look(number)` returns the version as the coordinator has it at the time of the call."""
+        """`look(number)` asks the coordinator for a version, with its present durability."""
         self._look = look
         self.publication = publication
         self.step = step
         self.version: int | None = None
         """Number of the version, once it is committed."""
         self.failure: ShoalError | None = None
-        """The error for which it will not become a version; None if there is none so far."""
+        """The error with which the publication failed; None: no failure so far."""
         self._record: weights_pb2.VersionRecord | None = None
         self._replicated = threading.Event()
         self._ended = threading.Event()
@@ -156,13 +156,13 @@ class Ticket:
             raise self.failure
         if self._record is None:
             return None
-        found = WeightVersion(self._record)
-        while level == "durable" and self._look is not None and not found.is_durable:
+        version = WeightVersion(self._record)
+        while level == "durable" and self._look is not None and not version.is_durable:
             if time.monotonic() > ends_s:
                 raise self._late(level, timeout)
             time.sleep(LOOK_S)
-            found = self._look(found.number)
-        return found
+            version = self._look(version.number)
+        return version
 
     def _late(self, level: Level, timeout: float | None) -> DeadlineExceeded:
         needed = {
@@ -215,7 +215,7 @@ class Ticket:
 
 class PreparedWriters:
     """Memory for the next segment, allocated and faulted in during training: the first access to a
-    page costs more than to copy to it."""
+    page takes longer than copying to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -223,7 +223,7 @@ class PreparedWriters:
         self._preparing: threading.Thread | None = None
 
     def take(self, num_bytes: int) -> SegmentWriter:
-        """A writer of a segment of this size. Raises Overloaded if there is not enough memory."""
+        """Return a writer of a segment of this size. Raises Overloaded if memory is short."""
         if self._preparing is not None:
             self._preparing.join()
         with self._lock:
@@ -316,10 +316,10 @@ class Publications:
         """Copy this rank's part, and send it in the background.
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
-        is made from the step. First waits while `IN_FLIGHT` publications are in progress, or one if
-        this rank is the only one. If `is_over` returns True meanwhile, because a rank was lost, the
-        new publication and those in progress are abandoned, so that the trainer can enter the next
-        generation.
+        is made from the step. First waits while `IN_FLIGHT` publications are in progress, or one
+        publication if this rank is the only one. If `is_over` returns True meanwhile, because a
+        rank was lost, the new publication and all in progress are abandoned, so that the trainer
+        can enter the next generation.
 
         Raises InvalidSpec for weights that cannot be published, Overloaded if there is no memory
         for the copy.
@@ -350,7 +350,7 @@ class Publications:
         return ticket
 
     def _await_turn(self, is_over: Callable[[], bool]) -> bool:
-        """Wait until another publication may begin; False if the generation is over before."""
+        """Wait until another publication may begin; return False if the generation ends first."""
         while True:
             self._tickets = [each for each in self._tickets if not each.is_over]
             if len(self._tickets) < len(self._contributors):
@@ -372,16 +372,16 @@ class Publications:
         return ticket
 
     def _next_number(self, step: int) -> int:
-        """The next number: above all earlier ones, and the same on all ranks, as they publish after
-        the same steps."""
+        """Return the next number: above all earlier numbers, and the same on all ranks, which
+        publish after the same steps."""
         last, count = self._numbers
         count = count + 1 if step == last else 0
         self._numbers = (step, count)
         return step * STEP_PUBLICATIONS + count + 1
 
     def _enter(self, publisher: PublisherRank) -> None:
-        """Publish from this generation and rank. The only rank of a generation sends one
-        publication at a time."""
+        """Connect as this generation and rank, unless already connected so. The only rank of a
+        generation sends one publication at a time."""
         if self._contributors and publisher == self._publisher:
             return
         self._drop()
@@ -399,21 +399,21 @@ class Publications:
             ticket.await_end(CLOSE_S)
         self._tickets.clear()
 
-    def _send(self, own: _Publication) -> None:
-        ticket = own.ticket
+    def _send(self, publication: _Publication) -> None:
+        ticket = publication.ticket
         try:
-            segment = own.writer.seal()
-            self._writers.prepare(own.part.num_bytes)
-            if own.before is not None:
-                own.before.await_turn(ORDER_S)
+            segment = publication.writer.seal()
+            self._writers.prepare(publication.part.num_bytes)
+            if publication.before is not None:
+                publication.before.await_turn(ORDER_S)
             try:
-                record = own.contributor.contribute(
+                record = publication.contributor.contribute(
                     segment,
-                    own.part.layout,
+                    publication.part.layout,
                     publication=ticket.publication,
                     step=ticket.step,
-                    metadata=own.metadata,
-                    tied=own.tied,
+                    metadata=publication.metadata,
+                    tied=publication.tied,
                     on_replicated=ticket.replicated,
                 )
             finally:
@@ -421,7 +421,7 @@ class Publications:
         except ShoalError as error:
             text = str(error)[:500]
             log.warning("publication_failed", series=self.name, step=ticket.step, reason=text)
-            ticket.failed(error if own.contributor in self._contributors else _ended(error))
+            ticket.failed(error if publication.contributor in self._contributors else _ended(error))
         except BaseException as error:
             what = f"series {self.name} was not published"
             ticket.failed(PublicationAbandoned(what, seen=repr(error)))
@@ -444,35 +444,35 @@ def _ended(error: ShoalError) -> PublicationAbandoned:
     return PublicationAbandoned(
         "this member's generation, or its session, ended before the publication was committed",
         seen=str(error)[:500],
-        expected="the next version from the members that are there now",
+        expected="the next version, from the present members",
     )
 
 
 def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, str]:
-    found = {str(key): str(value) for key, value in (metadata or {}).items()}
-    num_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in found.items())
+    texts = {str(key): str(value) for key, value in (metadata or {}).items()}
+    num_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in texts.items())
     if num_bytes > MAX_METADATA_BYTES:
         raise InvalidSpec(
             "a version's metadata are too large",
             seen=f"{num_bytes} bytes",
             expected=f"at most {MAX_METADATA_BYTES}",
         )
-    return found
+    return texts
 
 
 def held_state(
     state: Mapping[str, Tensor] | nn.Module, *, step: int, rank: int, world_size: int
 ) -> HeldWeights:
-    """The weights that a rank holds of a script's own tensors. Plain tensors are the same on all
-    ranks; of a DTensor each rank holds its slice. Names of the same tensor object are tied.
+    """Return a rank's weights of a script's own tensors. Plain tensors are the same on all ranks; a
+    rank holds its slice of a DTensor. Several names of one tensor object are tied.
 
-    Raises InvalidSpec for a value that is no tensor, and for a name that is no text.
+    Raises InvalidSpec for a value that is not a tensor, and for a name that is not a str.
     """
-    given = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
+    named_tensors = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
     tensors: dict[str, HeldTensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, tensor in given.items():
+    for name, tensor in named_tensors.items():
         if not isinstance(name, str):
             raise InvalidSpec(
                 "the name of a published tensor is no text", seen=repr(name), expected="a str"
@@ -481,9 +481,9 @@ def held_state(
             raise InvalidSpec(
                 f"{name} cannot be published", seen=type(tensor).__name__, expected="a tensor"
             )
-        known = first.setdefault(id(tensor), name)
-        if known != name:
-            tied[name] = known
+        first_name = first.setdefault(id(tensor), name)
+        if first_name != name:
+            tied[name] = first_name
         elif isinstance(tensor, DTensor):
             tensors[name] = HeldTensor(shard=shard_of(tensor), replicas=_ranks_with(tensor))
         else:
@@ -493,14 +493,14 @@ def held_state(
 
 
 def _ranks_with(tensor: DTensor) -> Sequence[int]:
-    """Ranks of the mesh that hold the same slice of the tensor as this rank."""
+    """Return the ranks of the mesh that hold the same slice of the tensor as this rank."""
     mesh = tensor.device_mesh
     at = mesh.get_coordinate()
     if at is None:
         return ()
     index = tuple(
-        slice(None) if placement.is_replicate() else slice(own, own + 1)
-        for placement, own in zip(tensor.placements, at, strict=True)
+        slice(None) if placement.is_replicate() else slice(position, position + 1)
+        for placement, position in zip(tensor.placements, at, strict=True)
     )
     ranks: list[int] = mesh.mesh[index].flatten().tolist()
     return ranks

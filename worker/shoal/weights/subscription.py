@@ -47,7 +47,7 @@ from shoal_proto.v1 import weights_pb2
 log = structlog.get_logger(__name__)
 
 WAIT_S = 1.0
-"""Limit for which a wait on another thread continues after its task was cancelled."""
+"""Limit of one wait on another thread: a wait continues after its task was cancelled."""
 
 CATCH_UP_S = 3.0
 """Limit of the wait for a version that is newer than the newest known one."""
@@ -124,17 +124,17 @@ class Subscription:
         return 0 if self._installed is None else self._installed.number
 
     def newest(self) -> WeightVersion | None:
-        """The newest version, without waiting; None if nothing is published."""
+        """Return the newest version, without waiting; None if nothing is published."""
         versions = self.versions()
         return versions[-1] if versions else None
 
     def versions(self) -> list[WeightVersion]:
-        """The versions that servers keep, oldest first."""
+        """Return the versions that servers keep, oldest first."""
         return [WeightVersion(record) for record in self._reader.view().versions]
 
     def wait(self, newer_than: int | None = None, timeout: float | None = None) -> WeightVersion:
-        """Wait for a version newer than `newer_than`, by default the installed one; return the
-        newest one then.
+        """Wait for a version newer than `newer_than`, by default the installed one; then return the
+        newest version.
 
         Versions in between are skipped. Raises DeadlineExceeded after `timeout` seconds.
         """
@@ -142,8 +142,8 @@ class Subscription:
         return WeightVersion(self._reader.wait(bound, timeout))
 
     def __iter__(self) -> Iterator[WeightVersion]:
-        """Yield the newest version, again for each new one, without end. Versions that are
-        published while the caller is busy are skipped."""
+        """Yield the newest version, and then each newer one, without end. If several are published
+        while the caller is busy, only the newest is yielded."""
         last = self.version
         while True:
             version = self.wait(last)
@@ -160,9 +160,9 @@ class Subscription:
         staged and verified.
 
         Raises VersionGone if the version is no longer kept, Regressed if it is older than the
-        installed one, and InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit or lacks
-        the tables that the subscription wants. For "newest", fetches the next version if the newest
-        one is dropped before this reader has a lease on it.
+        installed one, and InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit `into` or
+        lacks the subscription's tables. With "newest", fetches the next version if the newest one
+        is dropped before this reader has a lease on it.
         """
         with self._installing:
             while True:
@@ -170,10 +170,10 @@ class Subscription:
                 try:
                     return self._fetch(record, into)
                 except VersionGone:
-                    if version != "newest" or not self._comes_after(record.number):
+                    if version != "newest" or not self._has_newer_soon(record.number):
                         raise
 
-    def _comes_after(self, number: int) -> bool:
+    def _has_newer_soon(self, number: int) -> bool:
         with suppress(DeadlineExceeded):
             self._reader.wait(number, CATCH_UP_S)
             return True
@@ -202,7 +202,7 @@ class Subscription:
             took_s = time.perf_counter() - started_s
         finally:
             self._reader.release(record.number)
-        found = WeightVersion(record)
+        version = WeightVersion(record)
         memory = {number: memory_of(each) for number, each in segments.items()}
         num_bytes = sum(each.num_bytes for each in segments.values())
         tables, changes = {}, {}
@@ -211,11 +211,11 @@ class Subscription:
             changes = {n: each.changes_since(self._rows.get(n)) for n, each in tables.items()}
         if target is None:
             self._fetched = (took_s, num_bytes)
-            return Weights(found, whole_tensors(layout, memory), tables, changes)
+            return Weights(version, whole_tensors(layout, memory), tables, changes)
         target.write(memory)
-        self._report(found, took_s, num_bytes)
+        self._report(version, took_s, num_bytes)
         self._rows = tables
-        return Weights(found, {}, tables, changes)
+        return Weights(version, {}, tables, changes)
 
     def installed(self, weights: Weights | WeightVersion) -> None:
         """Report that the reader has installed the version. Raises Regressed if a newer one is
@@ -226,7 +226,7 @@ class Subscription:
             if self._has_tables:
                 if not isinstance(weights, Weights):
                     raise InvalidSpec(
-                        "a subscription with tables installs what fetch() gave",
+                        "a subscription with tables installs only Weights returned by fetch()",
                         seen=repr(weights),
                         expected="the Weights that the last call returned",
                     )
@@ -246,8 +246,8 @@ class Subscription:
                 f"version {version.number} of {self.series} is older than the installed one",
                 seen=f"version {self.version} installed",
                 expected="the same or a newer one",
-                fix="Roll the series back instead (shoal weights rollback): a new version with the"
-                " old bytes.",
+                fix="Roll the series back instead (shoal weights rollback), which makes a new"
+                " version with the old bytes.",
             )
 
     def _record_of(self, wanted: Wanted) -> weights_pb2.VersionRecord:
@@ -272,16 +272,16 @@ class Subscription:
             if record.number == wanted:
                 return record
         kept = f"{versions[0].number} to {versions[-1].number}" if versions else "none"
-        raise VersionGone(f"version {wanted} of {self.series} is not there", seen=f"kept: {kept}")
+        raise VersionGone(f"version {wanted} of {self.series} is not kept", seen=f"kept: {kept}")
 
     def _layout_of(self, record: weights_pb2.VersionRecord) -> VersionLayout:
-        found = self._layouts.get(record.layout_digest)
-        if found is None:
+        layout = self._layouts.get(record.layout_digest)
+        if layout is None:
             # Layouts change with the number of members; the last few are enough.
             while len(self._layouts) >= 4:
                 self._layouts.pop(next(iter(self._layouts)))
-            found = VersionLayout(self._reader.layout(record))
-            self._layouts[record.layout_digest] = found
+            layout = VersionLayout(self._reader.layout(record))
+            self._layouts[record.layout_digest] = layout
         if self._has_tables and not record.tables_cut:
             raise InvalidSpec(
                 f"version {record.number} of {self.series} has no tables",
@@ -289,41 +289,41 @@ class Subscription:
                 fix="Subscribe without tables.",
             )
         sizes = [segment.num_bytes for segment in record.segments]
-        if sizes != list(found.segment_bytes):
+        if sizes != list(layout.segment_bytes):
             raise ChecksumMismatch(
                 f"version {record.number} of {self.series} does not fit its layout",
                 seen=f"segments of {sizes} bytes",
-                expected=f"{list(found.segment_bytes)}",
+                expected=f"{list(layout.segment_bytes)}",
             )
-        return found
+        return layout
 
     def _staged(
         self,
         record: weights_pb2.VersionRecord,
         numbers: Sequence[int],
-        wanted: Mapping[int, Sequence[tuple[int, int]]] | None,
+        ranges: Mapping[int, Sequence[tuple[int, int]]] | None,
         *,
         reuses_memory: bool,
     ) -> dict[int, Segment]:
-        if wanted is not None:
-            numbers = sorted(wanted)
+        if ranges is not None:
+            numbers = sorted(ranges)
         before = self._reader.fetched_bytes
-        found = self._reader.fetch(
-            record, numbers, wanted, base=self._base, reuses_memory=reuses_memory
+        staged = self._reader.fetch(
+            record, numbers, ranges, base=self._base, reuses_memory=reuses_memory
         )
-        segments = dict(zip(numbers, found, strict=True))
-        if wanted is None and self._reader.fetched_bytes > before:
+        segments = dict(zip(numbers, staged, strict=True))
+        if ranges is None and self._reader.fetched_bytes > before:
             # The next version is fetched as a difference to this one. Memory shared with servers of
             # this host is no base, as the servers must be free to drop it.
             self._base = Base(record, segments)
         digests = [
-            segments[number].digest if number in segments else own.digest
-            for number, own in enumerate(record.segments)
+            segments[number].digest if number in segments else recorded.digest
+            for number, recorded in enumerate(record.segments)
         ]
         # Checked against the bytes that have arrived: this digest is reported as installed.
         if (seen := version_digest(record.layout_digest, digests)) != record.digest:
             raise ChecksumMismatch(
-                f"version {record.number} of {self.series} is not what was published",
+                f"version {record.number} of {self.series} differs from what was published",
                 seen=f"digest {seen.hex()}",
                 expected=record.digest.hex(),
             )
@@ -337,7 +337,7 @@ class Subscription:
         """Wait as `wait` does, without blocking the event loop."""
         ends_s = None if timeout is None else time.monotonic() + timeout
         while True:
-            # In short waits, as cancelling the task does not end the thread.
+            # Each wait is short, as cancelling the task does not end the thread.
             left_s = WAIT_S if ends_s is None else min(WAIT_S, ends_s - time.monotonic())
             try:
                 return await asyncio.to_thread(self.wait, newer_than, max(left_s, 0.0))
@@ -390,12 +390,12 @@ class Subscription:
 
 
 def version_digest(layout_digest: bytes, segment_digests: list[bytes]) -> bytes:
-    """Digest of a version's content."""
+    """Compute the digest of a version's content."""
     return sha256(layout_digest + b"".join(segment_digests)).digest()
 
 
 def memory_of(segment: Segment) -> Tensor:
-    """The segment's bytes, without a copy. Writing to them changes only this process's pages."""
+    """Return the segment's bytes, without a copy. Writes change only this process's pages."""
     if not segment.num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     if isinstance(segment, ReusedSegment):
@@ -411,7 +411,7 @@ def memory_of(segment: Segment) -> Tensor:
 
 
 def looking_at(addresses: Sequence[str], series: str) -> Callable[[int], WeightVersion]:
-    """A function that returns the version of a number as the coordinator has it at the call."""
+    """Return a function that asks the coordinator for the version with a number."""
 
     def look(number: int) -> WeightVersion:
         reader = SeriesReader(addresses, series, reader_id())
@@ -424,5 +424,5 @@ def looking_at(addresses: Sequence[str], series: str) -> Callable[[int], WeightV
 
 
 def reader_id() -> str:
-    """A generated name for a reader: host, process, and a suffix that makes it unique."""
+    """Generate a name for a reader: host, process id, and a suffix that makes it unique."""
     return f"{socket.gethostname()[:32]}-{os.getpid()}-{new_incarnation()[-6:]}"

@@ -20,7 +20,7 @@ class WeightVersion:
 
     @property
     def step(self) -> int:
-        """Number of steps committed before the publication; for a plain script, its own number."""
+        """Number of steps committed before the publication; for a script, the number it gave."""
         return self.record.step
 
     @property

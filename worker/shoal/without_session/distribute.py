@@ -43,7 +43,7 @@ class FixedRanksTraining:
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
         meta_model = MetaModel(model, optimizer)
         group = dist.group.WORLD
-        assert group is not None, "init_static_world made it"
+        assert group is not None, "init_static_world made the group"
         world = World(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -170,7 +170,7 @@ def forward_backward(
     """Run forward and backward in one call, as strategies with a pipeline require. Returns the mean
     loss, detached.
 
-    `model` is the one that `shoal.distribute` returned. Call `optimizer.step()` afterwards as
+    `model`: the model that `shoal.distribute` returned. Call `optimizer.step()` afterwards as
     usual.
     """
     return _static(model).forward_backward(inputs, targets, loss_function)
@@ -179,7 +179,7 @@ def forward_backward(
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients of a distributed model to a total 2-norm of at most `max_norm`.
 
-    Returns the norm before. Collective; call it between backward and `optimizer.step()`.
+    Returns the norm before scaling. Collective; call it between backward and `optimizer.step()`.
     """
     return _static(model).clip_grad_norm(as_number("max_norm", max_norm))
 
@@ -197,11 +197,11 @@ def data_share(model: nn.Module) -> tuple[int, int]:
 
 
 def _static(model: nn.Module) -> FixedRanksTraining:
-    found = model.__dict__.get(_MARK)
-    if not isinstance(found, FixedRanksTraining):
+    training = model.__dict__.get(_MARK)
+    if not isinstance(training, FixedRanksTraining):
         raise InvalidSpec(
             "this model was not distributed",
             seen=type(model).__name__,
             expected="the model that shoal.distribute returned",
         )
-    return found
+    return training

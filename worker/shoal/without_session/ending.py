@@ -29,7 +29,7 @@ _holders: weakref.WeakSet[GroupOwner] = weakref.WeakSet()
 
 def free_at_exit(holder: GroupOwner) -> None:
     """Free the holder's groups when the process ends, by its last line, an error or `sys.exit`."""
-    # Registered again, to run before all that is registered so far, such as waits for the freeing.
+    # Registered again, to run before all functions registered so far, such as waits for groups.
     atexit.unregister(_free)
     atexit.register(_free)
     _holders.add(holder)

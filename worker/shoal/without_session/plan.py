@@ -37,12 +37,12 @@ def plan(
     world_size = as_index("world_size", world_size)
     if world_size < 1:
         raise InvalidSpec("world_size is out of range", seen=f"{world_size}", expected="1 or more")
-    found = find_strategy(strategy)
-    figures = figures_of(found)
+    chosen = find_strategy(strategy)
+    figures = figures_of(chosen)
     if figures is None:
         raise InvalidSpec(
-            f"strategy {found.name!r} has no plan",
-            seen=type(found).__name__,
+            f"strategy {chosen.name!r} has no plan",
+            seen=type(chosen).__name__,
             expected="a strategy that knows its memory and traffic before it runs",
         )
     if optimizer is not None and fits_by_itself(model, optimizer):
@@ -58,12 +58,12 @@ def plan(
 
 
 def figures_of(strategy: Strategy) -> Callable[[PlanInput], Plan] | None:
-    """Return the function that computes the figures of a strategy: its own method, see
-    `PlannableStrategy`. None if there is none."""
+    """Return the function that computes the figures of a strategy, or None if it has none; see
+    `PlannableStrategy`."""
     if isinstance(strategy, DDP):
         return partial(_ddp_figures, strategy)
-    found: Callable[[PlanInput], Plan] | None = getattr(strategy, "figures", None)
-    return found
+    own_method: Callable[[PlanInput], Plan] | None = getattr(strategy, "figures", None)
+    return own_method
 
 
 def _ddp_figures(ddp: DDP, subject: PlanInput) -> Plan:
