@@ -169,7 +169,7 @@ class RecordKeepers:
         self.servers.remove(server)
         await server.die()
         await asyncio.gather(*(other.lost(server.me) for other in self.servers))
-        # As when its lease expires, later.
+        # The registration disappears last, as when a lease expires.
         await self.store.delete(keys.server(server.me.server_id))
 
     async def until(

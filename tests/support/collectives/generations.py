@@ -59,13 +59,13 @@ class Formed:
     keep: Mapping[str, pb.StateAction]
     hub: Hub
     gate: threading.Barrier
-    """Barrier at which its members meet after it."""
+    """Barrier at which its members wait for each other once it has ended."""
 
 
 @dataclass(kw_only=True)
 class Life:
-    """Members m0, m1, ... of one job. All are in the first generation; each later one has all that
-    were not lost."""
+    """A run of members m0, m1, ... of one job. All are in the first generation, and those that were
+    not lost are in each later one."""
 
     run: Run
     made: Callable[[], Strategy]

@@ -151,7 +151,7 @@ _HOST = (torch.int64, torch.uint8)
 
 
 class LateGroup(InMemoryGroup):
-    """See the module."""
+    """An in-memory group that behaves like NCCL's, as the module describes."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
