@@ -48,7 +48,7 @@ class Blocks(nn.Module):
 
 
 def train_on(report: Report, host: Host, run: LeavingOut) -> None:
-    """Do as `train`, in the network namespace of this host."""
+    """Train in the network namespace of this host."""
     host.enter()
     train(report, run)
 
