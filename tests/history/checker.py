@@ -44,7 +44,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault of one shard."""
+    """A fault of one shard."""
 
     kind: Kind
     shard_id: int

@@ -94,7 +94,7 @@ class Journal:
 
 
 def read_journals(paths: Iterable[Path]) -> list[Event]:
-    """All events of all workers. An incomplete last line is ignored: its event never began."""
+    """Read the events of all workers. An incomplete last line is ignored: its event never began."""
     events = []
     for path in sorted(paths):
         for line in path.read_text().split("\n")[:-1]:

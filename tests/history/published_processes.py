@@ -40,7 +40,7 @@ FETCH_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One process of a campaign."""
+    """A process of a campaign."""
 
     name: str
     coordinator: str

@@ -18,7 +18,7 @@ from shoal_server.parameters.tables.shard import TablePush, TableShard
 
 
 class Replay:
-    """One shard without a server, to which pushes are applied in the order of their versions."""
+    """A shard without a server, to which pushes are applied in the order of their versions."""
 
     def __init__(self, work: RowWork, where: Where) -> None:
         self._where = where
@@ -76,7 +76,7 @@ def check(work: RowWork, *, all_sightings: bool = True) -> int:
 
 
 def everything(client: RowClient, work: RowWork) -> Mapping[Where, Found]:
-    """All current rows, by shard."""
+    """Look up all rows, by shard."""
     wanted, rows = client.look_up(range(work.num_ids))
     return {
         where: Found(version=r.version, ids=wanted[where], births=r.births, values=r.values)

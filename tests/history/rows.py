@@ -28,7 +28,7 @@ ROWS_A_PUSH = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """One shard's part of an acknowledged push."""
+    """A shard's part of an acknowledged push."""
 
     session: str
     sequence: int
@@ -51,7 +51,7 @@ class Found:
 
 @dataclass
 class RowHistory:
-    """All acknowledged pushes and all rows seen by the workers of one run, by shard."""
+    """Acknowledged pushes of all workers of a run, and all rows that they saw, by shard."""
 
     pushed: dict[Where, list[Pushed]] = field(default_factory=dict)
     found: dict[Where, list[Found]] = field(default_factory=dict)

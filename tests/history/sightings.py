@@ -17,7 +17,7 @@ IN_FLIGHT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """One push with its final outcome, as far as its session knows it."""
+    """A push with its final outcome, as far as its session knows it."""
 
     session: str
     sequence: int

@@ -148,14 +148,14 @@ def judged(kind: str, events: list[Event]) -> Report:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_faultless_server_passes(kind: str, seed: int) -> None:
-    """Any subset of the unknown pushes may have been applied."""
+    """Unknown pushes may have been applied or not, in any combination."""
     report = judged(kind, history(SHARDS, OPTIMIZERS[kind], seed))
     assert not report.faults, report
     assert report.num_acknowledged > 20
 
 
 def test_unknown_pushes_are_found_where_they_were_applied() -> None:
-    """Some unknown pushes of the seeds' histories were applied, and some were not."""
+    """The histories of all seeds have unknown pushes of both kinds, applied and not applied."""
     reports = [judged("sgd", history(SHARDS, OPTIMIZERS["sgd"], seed)) for seed in SEEDS]
     applied = sum(report.num_unknown_applied for report in reports)
     assert 0 < applied < len(SHARDS) * sum(report.num_unknown for report in reports)
@@ -166,7 +166,7 @@ def test_unknown_pushes_are_found_where_they_were_applied() -> None:
 def test_a_faulty_server_is_caught(
     kind: str, faulty: Callable[..., Server], name: Kind, others: set[Kind]
 ) -> None:
-    """One fault in a whole run is enough; for at least one seed its kind is named exactly."""
+    """A single fault in a run is enough; for at least one seed its kind is named exactly."""
     reports = [judged(kind, history(SHARDS, OPTIMIZERS[kind], seed, make=faulty)) for seed in SEEDS]
     for report in reports:
         assert report.faults
@@ -198,7 +198,7 @@ def test_an_applied_push_that_was_refused_is_caught(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_push_may_be_there_if_its_answer_was_lost(seed: int) -> None:
-    """Without its answer, an applied push counts as unknown, and is found to be applied."""
+    """A push whose answer is missing counts as unknown, and is found to be applied."""
     events = history(SHARDS, OPTIMIZERS["adam"], seed)
     unanswered = mutated(
         events, seed, lambda answer: replace(answer, verdict=Verdict.UNKNOWN, versions={})
@@ -275,7 +275,7 @@ def _other_values(event: Seen, version: int) -> Seen:
 
 
 def test_a_journal_survives_its_writer(tmp_path: Path) -> None:
-    """All complete lines are read back equal; an incomplete last line is ignored."""
+    """Complete lines are read back equal; an incomplete last line is ignored."""
     events = history(SHARDS, OPTIMIZERS["sgd"], 3)
     with Journal(tmp_path / "a.jsonl") as journal:
         for event in events:

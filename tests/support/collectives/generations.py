@@ -120,7 +120,7 @@ class Lost(Exception):
 
 
 class Member:
-    """One member of the run."""
+    """A member of the run."""
 
     def __init__(self, life: Life, name: str, gate: threading.Barrier) -> None:
         self.life, self.name, self.gate = life, name, gate

@@ -17,7 +17,7 @@ from shoal_proto.errors import InvalidSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LeavingOut(Elastic):
-    """One member's run."""
+    """A member's run."""
 
     left_out: frozenset[int] = frozenset()
     """Blocks that this member leaves out."""

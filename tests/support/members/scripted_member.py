@@ -62,7 +62,7 @@ class Script:
 
 
 class ScriptedMember:
-    """One incarnation of a member. `on_notice` is called with each notice, on the thread that reads
+    """An incarnation of a member. `on_notice` is called with each notice, on the thread that reads
     the stream."""
 
     def __init__(
