@@ -87,7 +87,7 @@ class Journal:
 
 
 def _enter(setup: Setup) -> None:
-    """Set up a new process: its end with its parent, its log, its network, its libraries."""
+    """Prepare a new process: it dies with its parent, and has its own log and network."""
     # Die with the parent process, which ends with the process that runs the campaign.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() == 1:

@@ -25,7 +25,7 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class Misfit:
-    """Result of a search in which no order fits: the one that fits furthest."""
+    """Result of a search in which no order fits; describes the order that fits furthest."""
 
     good: int
     """The last seen version that it gives."""

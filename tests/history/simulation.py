@@ -150,7 +150,7 @@ def history(
     num_pushes: int = 40,
     make: Callable[[dict[int, Twin], dict[int, int]], Server] = Server,
 ) -> list[Event]:
-    """Events that the workers of one simulated run journal."""
+    """Simulate a run, and return the events that its workers journal."""
     twins = {shard.shard_id: Twin(shard, optimizer) for shard in shards}
     server = make(twins, dict.fromkeys(twins, 1))
     return Simulation(seed, server).run(num_pushes)

@@ -155,7 +155,7 @@ def test_a_faultless_server_passes(kind: str, seed: int) -> None:
 
 
 def test_unknown_pushes_are_found_where_they_were_applied() -> None:
-    """The histories of all seeds have unknown pushes of both kinds, applied and not applied."""
+    """The seeds' histories contain unknown pushes that were applied, and others that were not."""
     reports = [judged("sgd", history(SHARDS, OPTIMIZERS["sgd"], seed)) for seed in SEEDS]
     applied = sum(report.num_unknown_applied for report in reports)
     assert 0 < applied < len(SHARDS) * sum(report.num_unknown for report in reports)
@@ -252,10 +252,10 @@ def test_what_is_told_of_a_version_with_two_sets_of_values(*, goes_on_from_it: b
         events = [_other_values(e, version) if isinstance(e, Seen) else e for e in events]
     (fault,) = judged("sgd", events).faults
     assert (fault.kind, fault.shard_id) == (Kind.VANISHED, 0)
-    behind = min(event.values[0][0] for event in seen if event.values[0][0] > version)
-    given = f"and not what was seen of {behind} behind it"
+    later = min(event.values[0][0] for event in seen if event.values[0][0] > version)
+    given = f"and not what was seen of {later} behind it"
     pusher = f"{checksum:#010x} by {known.session} at {known.at_s - 1.0:.3f} s"
-    for told in (
+    for text in (
         f"{version} was seen with other values before; {pusher}",
         f"{wrong:#010x} by reader at {known.at_s - 0.75:.3f} s",
         f"{version}: made by {known.session}#",
@@ -263,7 +263,7 @@ def test_what_is_told_of_a_version_with_two_sets_of_values(*, goes_on_from_it: b
         + (given if goes_on_from_it else "and so is all that was seen later"),
         f"{wrong:#010x} is not what the pushes give",
     ):
-        assert told in fault.detail
+        assert text in fault.detail
 
 
 def _other_values(event: Seen, version: int) -> Seen:

@@ -100,12 +100,12 @@ class Life:
 
     def _form(self) -> None:
         """Form a generation, once all members of the last one have reached its end."""
-        told, self._told = self._told, {}
+        entered, self._told = self._told, {}
         self._number += 1
-        steps = {name: step for name, (has, step) in told.items() if has}
+        steps = {name: step for name, (has, step) in entered.items() if has}
         newest = max(steps.values(), default=0)
         keep = {name: pb.STATE_ACTION_KEEP for name, step in steps.items() if step == newest}
-        names = sorted(told, key=lambda name: (name not in keep, name))
+        names = sorted(entered, key=lambda name: (name not in keep, name))
         self.formed = Formed(
             number=self._number,
             names=names,

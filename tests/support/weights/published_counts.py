@@ -7,7 +7,6 @@ def publishing_script(epochs: int, steps_per_epoch: int) -> str:
     """Make a script in which each gradient is 1 everywhere. Its argument is the strategy.
 
     Every weight of the version of step n is -n * RATE, so that a mixture of two versions shows.
-
     The script publishes after each step, runs slowly until the file `done` exists, and marks its
     last version.
     """
