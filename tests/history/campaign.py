@@ -1,4 +1,4 @@
-"""A run of workers against servers that are killed one after the other, judged at the end."""
+"""Campaigns: workers push to servers that are killed one after the other; the end is judged."""
 
 import random
 import time
@@ -18,18 +18,19 @@ from support.clusters.parameter_cluster import ParameterCluster, Server
 PATIENCE_S = 60.0
 POLL_S = 0.002
 SAME_ID_RATE = 0.2
-"""Of servers that are started again: a lease has to run out before their id is free."""
+"""Share of killed servers that start again under their own id; its lease must expire first."""
 
 Found = TypeVar("Found")
 
 
 class Stuck(AssertionError):
-    """What was to happen did not, within PATIENCE_S."""
+    """An expected event did not happen within PATIENCE_S."""
 
 
 @dataclass
 class Campaign:
-    """The workers of one job on a cluster. `seed` decides who is killed, and what is pushed."""
+    """The workers of one job on a cluster. `seed` decides which servers are killed, and what is
+    pushed."""
 
     cluster: ParameterCluster
     work: Work | RowWork
@@ -37,23 +38,23 @@ class Campaign:
     workers: Sequence[Worker | RowWorker]
     reader: Reader | None = None
     failovers_s: list[float] = field(default_factory=list)
-    """From each kill of a primary until a push that it was in the way of was acknowledged."""
+    """Per kill of a primary: seconds until a push that was sent after the kill is acknowledged."""
     strikes: list[tuple[float, str]] = field(default_factory=list)
-    """When what was done to whom, for whoever reads a failure."""
+    """Time and description of each kill, for the report of a failure."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
 
     def await_in_step(self) -> None:
-        """Until each shard has every copy that it can have, and each worker gets through."""
+        """Wait until each shard has every copy that it can have."""
         self.awaited(lambda: self.cluster.is_in_step(self.work.job), "all copies in step")
 
     def await_spread(self) -> None:
-        """Until, moreover, each server that is there leads some shards."""
+        """Wait until each running server is the primary of some shards."""
         self.awaited(lambda: self.cluster.is_spread(self.work.job), "shards on all servers")
 
     def await_success(self, since_s: float) -> float:
-        """When the first push was acknowledged that was sent after `since_s`."""
+        """Wait for a push that was sent after `since_s`; return the time of its acknowledgement."""
 
         def look() -> float | None:
             answers = [
@@ -67,7 +68,7 @@ class Campaign:
         return self.awaited(look, "a push is acknowledged")
 
     def await_all_succeed(self) -> None:
-        """Until each worker got a push through that it sent after this call."""
+        """Wait until each worker has a push acknowledged that it sent after this call began."""
         since_s = now_s()
         for worker in self.workers:
             self.awaited(
@@ -80,8 +81,8 @@ class Campaign:
         return self.rng.choice(self.cluster.primaries(self.work.job))
 
     def kill_one(self) -> Server:
-        """Kill a primary and start another server, now and then under the same
-        id; wait for the failover."""
+        """Kill a primary and start another server, sometimes under the same id; wait for the
+        failover."""
         victim = self.victim()
         led = [
             shard.shard_id
@@ -97,7 +98,10 @@ class Campaign:
         return victim
 
     def awaited(self, look: Callable[[], Found | None], what: str) -> Found:
-        """What `look` finds, which comes about in other processes and threads."""
+        """Poll `look` until it finds something; return that.
+
+        Raises Stuck after PATIENCE_S, and the error of a worker that has failed meanwhile.
+        """
         give_up_s = now_s() + PATIENCE_S
         while not (found := look()):
             for each in filter(None, (*self.workers, self.reader)):
@@ -109,7 +113,7 @@ class Campaign:
         return found
 
     def describe(self) -> str:
-        """For whoever reads a failure."""
+        """Seed, workers and shard assignments, for the message of a failure."""
         ended = "\n".join(
             f"  {w.name}: {len(w.successes)} pushes; {w.failures}" for w in self.workers
         )
@@ -121,7 +125,10 @@ class Campaign:
 def campaign(
     cluster: ParameterCluster, work: Work, seed: int, num_workers: int
 ) -> Iterator[Campaign]:
-    """Workers that push until the end of the block, by when every server is well again."""
+    """Start workers and a reader, which run until the block ends.
+
+    Before and after the block, each worker gets a push acknowledged.
+    """
     work.directory.mkdir(parents=True)
     cluster.await_ready()
     workers = [Worker(work, number, seed) for number in range(num_workers)]
@@ -141,7 +148,10 @@ def campaign(
 def row_campaign(
     cluster: ParameterCluster, work: RowWork, seed: int, num_workers: int
 ) -> Iterator[Campaign]:
-    """The same with workers that push rows of a table; each push is acknowledged in the end."""
+    """Run `campaign` with workers that push rows of a table, and without a reader.
+
+    Each push must be acknowledged: an error of a worker fails the campaign.
+    """
     cluster.await_ready()
     workers = []
     for number in range(num_workers):
@@ -160,7 +170,7 @@ def row_campaign(
 
 
 def history_of(run: Campaign, report: Report) -> str:
-    """What was done to the servers, and what they said of it: for whoever reads a failure."""
+    """Kills and the servers' log lines about the job, for the message of a failure."""
     began = datetime.fromtimestamp(time.time() - now_s() + report.began_s, UTC)
     strikes = (f"  {at_s - report.began_s:.3f} s: {what}" for at_s, what in run.strikes)
     lines = (f"  {line}" for line in run.cluster.said_of(run.work.job))
@@ -168,7 +178,7 @@ def history_of(run: Campaign, report: Report) -> str:
 
 
 def judge(work: Work) -> Report:
-    """Whether what survived is what the workers were told."""
+    """Compare the values that survived with what the workers' journals say was acknowledged."""
     shard_map = settle(work)
     return check(shard_map.shards, work.optimizer, read_journals(work.directory.glob("*.jsonl")))
 

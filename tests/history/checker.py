@@ -1,13 +1,14 @@
-"""Decides whether what survived is the serial replay of exactly the acknowledged pushes.
+"""Decides whether the surviving values are the serial replay of exactly the acknowledged pushes.
 
-Each acknowledgement names the version that a shard had right after the push, so it says where in
-the shard's order the push stands. Versions that nobody was told of must be those of pushes whose
-outcome is unknown, each of which may stand there once or not at all. The search tries them; values
-that anybody saw on the way (every push brings some) rule out wrong ones within a version or two.
+Each acknowledgement names the version that a shard had right after the push: the push's position
+in the shard's order. A version that no acknowledgement names must be that of a push whose outcome
+is unknown; each such push may be in the order once or not at all. The search tries them. Values
+that workers saw on the way (every push returns some) rule out a wrong choice within a version or
+two.
 
-All of it is exact: `check` finds nothing only if there is an order of exactly the acknowledged
-pushes and some unknown ones that gives every value that was seen, to the last bit, and in which
-no push stands before one that was answered before it was sent.
+The check is exact. It finds nothing only if one order of all acknowledged pushes and some unknown
+ones gives every value that was seen, to the last bit. In that order no push may precede one that
+was answered before it was sent.
 """
 
 import math
@@ -27,11 +28,12 @@ from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Shard
 
 MAX_EXPLAINED = 12
-"""Pushes between two seen values of which one is looked for that explains the difference."""
+"""Largest number of pushes between two seen values among which one is sought that explains the
+difference."""
 
 
 class Kind(StrEnum):
-    """What is wrong."""
+    """The kinds of fault that a check finds."""
 
     LOST = "an acknowledged push is lost"
     TWICE = "a push was applied twice"
@@ -42,7 +44,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that is wrong with one shard."""
+    """A fault of one shard."""
 
     kind: Kind
     shard_id: int
@@ -51,16 +53,15 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What came of a check."""
+    """The result of a check."""
 
     faults: Sequence[Fault]
     num_acknowledged: int
     num_unknown: int
     num_unknown_applied: int
-    """Parts of unknown pushes that turned out to be applied, over all shards."""
+    """Parts of unknown pushes that were found to be applied, summed over all shards."""
     began_s: float
-    """When the first thing happened, on the clock of the events: what is told of times counts from
-    there."""
+    """Time of the first event, on the clock of the events; times in messages count from it."""
 
     def count(self, kind: Kind) -> int:
         return sum(fault.kind is kind for fault in self.faults)
@@ -75,8 +76,10 @@ class Report:
 
 
 def check(shards: Iterable[Shard], optimizer: OptimizerSpec, events: Sequence[Event]) -> Report:
-    """Compare everything that the workers were told and saw. The values that were seen last, by
-    whoever it was, are taken for what survived."""
+    """Compare all answers and values that the workers received.
+
+    The values that were seen last, by any worker, count as those that survived.
+    """
     pushes = collect(events)
     began_s = min(event.at_s for event in events)
     faults: list[Fault] = []
@@ -96,7 +99,7 @@ def check(shards: Iterable[Shard], optimizer: OptimizerSpec, events: Sequence[Ev
 
 
 def collect(events: Iterable[Event]) -> list[Push]:
-    """Each push with its answer; without one its outcome is unknown."""
+    """Pair each push with its answer; the outcome of a push without an answer is unknown."""
     pushes: dict[tuple[str, int], Push] = {}
     for event in events:
         if isinstance(event, Sent):
@@ -151,7 +154,7 @@ class _ShardCheck:
         self._faults.append(Fault(kind=kind, shard_id=self._shard_id, detail=detail))
 
     def _place(self) -> dict[int, Push]:
-        """The acknowledged pushes by the version that each made."""
+        """Acknowledged pushes by the version that each made."""
         order: dict[int, Push] = {}
         for push in self._acknowledged:
             version = push.versions.get(self._shard_id, 0)
@@ -166,7 +169,8 @@ class _ShardCheck:
         return order
 
     def _check_sightings(self) -> None:
-        """Fault each version that went back, but for those that are disputed."""
+        """Report each sighting of a version beyond the last, or older than the session's previous
+        one."""
         newest: dict[str, int] = defaultdict(int)
         for event in sorted(self._seen, key=lambda e: e.at_s):
             version, _ = event.values[self._shard_id]
@@ -179,7 +183,7 @@ class _ShardCheck:
             newest[event.session] = max(newest[event.session], version)
 
     def _check_order(self, order: Mapping[int, Push]) -> None:
-        """Fault each push that stands behind one that was sent after it was answered."""
+        """Report each push that was sent after the answer to a push with a later version."""
         earliest: tuple[float, str] = (math.inf, "")
         for version in sorted(order, reverse=True):
             push = order[version]
@@ -190,8 +194,8 @@ class _ShardCheck:
             earliest = min(earliest, (push.answered_s, str(push)))
 
     def _which(self, order: Mapping[int, Push], version: int) -> str:
-        """Which of the values that were seen of a version the pushes give, and what of later ones
-        follows on these."""
+        """Describe, for each set of values seen of a version, if the pushes give it, and if later
+        values follow from it."""
         known = self._sightings.checksums
         for other in self._sightings.disputed:
             del known[other]
@@ -225,10 +229,10 @@ class _ShardCheck:
     def _search(
         self, order: Mapping[int, Push], checksums: Mapping[int, int]
     ) -> Mapping[int, Placed] | Misfit:
-        """See `Search.run`. Raises Undecided."""
+        """Run the `Search` over the unknown pushes. Raises Undecided."""
         answers = sorted((push.answered_s, version) for version, push in order.items())
         answered_s = [at_s for at_s, _ in answers]
-        # newest[i]: the newest version that was there for sure after i answers.
+        # newest[i]: the newest version that certainly existed after i answers.
         newest = list(accumulate((version for _, version in answers), max, initial=1))
         unknown = [
             self._placed(push, newest[bisect_left(answered_s, push.sent_s)])
@@ -246,7 +250,7 @@ class _ShardCheck:
         return Placed(name=str(push), gradients=push.gradients, floor=floor)
 
     def _explain(self, misfit: Misfit) -> None:
-        """Name the one wrong thing that would give the values, if there is one."""
+        """Report the single fault that would give the seen values, or BITS if there is none."""
         where = f"between versions {misfit.good} and {misfit.bad}"
         for pushes in (misfit.between, misfit.acknowledged):
             if len(pushes) > MAX_EXPLAINED:
@@ -261,7 +265,7 @@ class _ShardCheck:
 def _variations(
     pushes: Sequence[Placed], before: Sequence[Placed]
 ) -> Iterator[tuple[Kind, str, Sequence[Placed]]]:
-    """Orders in which one thing is wrong, what, and with which pushes."""
+    """Orders with a single fault: the fault's kind, the pushes it concerns, and the order."""
     for i, push in enumerate(pushes):
         yield Kind.LOST, push.name, [*pushes[:i], *pushes[i + 1 :]]
     for push in (*pushes, *before):

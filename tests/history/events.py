@@ -1,7 +1,7 @@
-"""What a worker writes down of its pushes and pulls, line by line, before and after each.
+"""A worker's journal of its pushes and pulls: a line before each push, a line after each answer.
 
-A line is in the file before what it tells of begins, so a worker may be killed at any instant: a
-push without an answer is one whose outcome nobody knows.
+A push is in the file before it is sent, so a worker may be killed at any instant: the outcome of a
+push without an answer is unknown.
 """
 
 import json
@@ -14,22 +14,22 @@ from typing import Any, Self
 
 
 class Verdict(StrEnum):
-    """What its pusher knows of a push."""
+    """Outcome of a push as far as the worker that sent it knows."""
 
     ACKNOWLEDGED = "acknowledged"
     REFUSED = "refused"
-    """As a whole: no shard may have it."""
+    """Refused as a whole: no shard may have applied it."""
     UNKNOWN = "unknown"
-    """Any shard may have it, once."""
+    """Any shard may have applied it, once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """What a push carries: all of it follows from these."""
+    """The seed and settings from which all gradients of a push are drawn."""
 
     seed: int
     lr: Sequence[float]
-    """One a parameter group."""
+    """One learning rate per parameter group."""
     absent: Sequence[str] = ()
     """Parameters without a gradient."""
 
@@ -42,29 +42,29 @@ class Sent:
     sequence: int
     gradients: Gradients
     at_s: float
-    """On the clock that all processes of this machine share."""
+    """Time on the clock that all processes of this machine share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """It returned."""
+    """A push has returned."""
 
     session: str
     sequence: int
     verdict: Verdict
     at_s: float
     versions: Mapping[int, int]
-    """Per shard; only of an acknowledged one."""
+    """Version that the push made, by shard; empty unless it was acknowledged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Values came back, of a pull or behind a push."""
+    """A pull or a push returned values."""
 
     session: str
     at_s: float
     values: Mapping[int, tuple[int, int]]
-    """Per shard: version, and CRC-32 of all of its bytes."""
+    """By shard: version, and CRC-32 of all of its bytes."""
 
 
 Event = Sent | Answered | Seen
@@ -82,7 +82,7 @@ class Journal:
         self._file = path.open("a", buffering=1)
 
     def write(self, event: Event) -> None:
-        """Hand the line to the kernel, which keeps it whatever becomes of this process."""
+        """Write the line to the kernel, which keeps it even if this process is killed."""
         line = json.dumps([type(event).__name__, asdict(event)])
         self._file.write(line + "\n")
 
@@ -94,7 +94,7 @@ class Journal:
 
 
 def read_journals(paths: Iterable[Path]) -> list[Event]:
-    """All events of all workers. A last line that was cut off did not begin."""
+    """Read the events of all workers. An incomplete last line is ignored: its event never began."""
     events = []
     for path in sorted(paths):
         for line in path.read_text().split("\n")[:-1]:

@@ -1,8 +1,9 @@
-"""Faults that are no plain kill: drawn by a seed, each of a length of its own, and mended again.
+"""Partitions, pauses and outages: drawn by a seed, each of its own length, and undone at its end.
 
-A partition drops what one server and some others send each other, in both directions or in one; a
-pause halts processes, which go on later as if nothing had been; an outage takes etcd away. Most are
-longer than the 2 s after which servers go on without each other and a server's lease is over.
+A partition drops what one server and some peers send each other, in both directions or in one. A
+pause stops processes, which later continue as if nothing had happened. An outage takes etcd away.
+Most last longer than 2 s: after that time servers continue without each other, and a server's
+lease expires.
 """
 
 import math
@@ -25,7 +26,7 @@ REFUSED_RATE, ONE_WAY_RATE = 0.3, 0.3
 
 
 class Kind(StrEnum):
-    """What happens to whom."""
+    """The kinds of fault, each with the component it strikes."""
 
     CUT_FROM_ETCD = "cut_from_etcd"
     CUT_FROM_PEERS = "cut_from_peers"
@@ -33,16 +34,16 @@ class Kind(StrEnum):
     CUT_FROM_WORKERS = "cut_from_workers"
     CUT_FROM_ALL = "cut_from_all"
     HOLDERS_CUT_FROM_ETCD = "holders_cut_from_etcd"
-    """All who have some shard."""
+    """Strikes all servers that hold a copy of one shard, drawn at random."""
     PRIMARY_PAUSED = "primary_paused"
     BACKUP_PAUSED = "backup_paused"
     HOLDERS_PAUSED = "holders_paused"
     ETCD_KILLED = "etcd_killed"
-    """And started again at once."""
+    """Etcd is killed, and started again at once."""
     ETCD_DOWN = "etcd_down"
     ETCD_PAUSED = "etcd_paused"
     KILLED_WITHOUT_ETCD = "killed_without_etcd"
-    """A primary dies while nobody can write down who takes over."""
+    """A primary dies while etcd is paused, so that no successor can be recorded."""
 
 
 PARTITIONS = [kind for kind in Kind if "cut" in kind]
@@ -52,7 +53,7 @@ OUTAGES = [Kind.ETCD_KILLED, Kind.ETCD_DOWN, Kind.ETCD_PAUSED, Kind.KILLED_WITHO
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What the seed says; whom it strikes depends on who holds what then."""
+    """A fault as the seed gives it; its victims depend on the shard assignments at that time."""
 
     kind: Kind
     lasts_s: float
@@ -65,7 +66,7 @@ class Fault:
 
 
 def draw(kind: Kind, rng: random.Random) -> Fault:
-    """Short ones are as likely as long ones: half of them last less than 3.2 s."""
+    """Draw a fault of this kind, its length log-uniform: half of them last less than 3.2 s."""
     lasts_s = SHORTEST_S * math.exp(rng.random() * math.log(LONGEST_S / SHORTEST_S))
     if kind is Kind.ETCD_DOWN and rng.random() < LONG_OUTAGE_RATE:
         lasts_s = LONG_OUTAGE_S
@@ -76,7 +77,7 @@ def draw(kind: Kind, rng: random.Random) -> Fault:
 
 
 def plan(kinds: Sequence[Kind], num_faults: int, rng: random.Random) -> list[Fault]:
-    """So many, each kind as often as the others, in an order that the seed gives."""
+    """Draw `num_faults` faults, all kinds equally often, in random order."""
     order = rng.sample(kinds, len(kinds))
     faults = [draw(order[number % len(order)], rng) for number in range(num_faults)]
     rng.shuffle(faults)
@@ -85,7 +86,7 @@ def plan(kinds: Sequence[Kind], num_faults: int, rng: random.Random) -> list[Fau
 
 @contextmanager
 def striking(run: Campaign, hosts: RoutedHosts, fault: Fault) -> Iterator[None]:
-    """The fault, while the block runs."""
+    """Keep the fault in effect while the block runs."""
     if fault.kind in PARTITIONS:
         with _partition(run, hosts, fault):
             yield
@@ -98,7 +99,10 @@ def striking(run: Campaign, hosts: RoutedHosts, fault: Fault) -> Iterator[None]:
 
 
 def strike(run: Campaign, hosts: RoutedHosts, fault: Fault) -> None:
-    """The fault from its beginning to its end. Everybody is well again at the end, or Stuck."""
+    """Apply the fault for its whole length, then wait until servers and workers have recovered.
+
+    Raises Stuck if they do not recover.
+    """
     with striking(run, hosts, fault):
         until_s = now_s() + fault.lasts_s
         run.awaited(lambda: now_s() > until_s, f"{fault}")
@@ -174,7 +178,7 @@ def _outage(run: Campaign, kind: Kind) -> Iterator[None]:
 
 
 def _struck(run: Campaign, kind: Kind) -> Sequence[Server]:
-    """One who leads some shard, one who only keeps a copy of one, or all who have one."""
+    """The fault's victims: the primary of a random shard, one of its backups, or all of these."""
     shard = run.rng.choice(run.cluster.assignments(run.work.job).shards)
     everybody = {server.server_id: server for server in run.cluster.present}
     backups = [everybody[each.server_id] for each in shard.backups]

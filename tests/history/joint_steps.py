@@ -1,4 +1,4 @@
-"""Workers whose steps push to parameters and to a table, and what of it snapshots have to hold."""
+"""Workers whose steps push to parameters and to a table, and checks of snapshots of both."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,19 +28,19 @@ class DensePushed:
     sequence: int
     gradients: Gradients
     versions: Mapping[int, int]
-    """By shard: the one that it made."""
+    """Version that the push made, by shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork(RowWork):
-    """What all workers of a run share, and the parts of their steps that went to parameters."""
+    """Settings that all workers of a run share, and their acknowledged pushes of parameters."""
 
     optimizer: OptimizerSpec = field(default_factory=lambda: OPTIMIZERS["adam"])
     dense: list[DensePushed] = field(default_factory=list, repr=False)
 
 
 class StepClient(RowClient):
-    """Each push is a step: rows and parameters, one after the other or at once."""
+    """A client whose pushes are joint steps: rows and parameters, in sequence or at once."""
 
     def __init__(self, work: StepWork, session: str, token: Callable[[], Token]) -> None:
         super().__init__(work, session, token)
@@ -53,7 +53,7 @@ class StepClient(RowClient):
         self._pool = ThreadPoolExecutor(1)
 
     def push(self, ids: Sequence[int], rng: np.random.Generator) -> Success:
-        """Rows first, parameters first, or both at once: to a snapshot it is all the same."""
+        """Push rows first, parameters first, or both at once: a snapshot must not depend on it."""
         parts, gradients = self.drawn(ids, rng), Gradients(seed=int(rng.integers(2**32)), lr=LR)
         step = self.joint_step(self._client.shard_ids(parts))
         sent_s = now_s()
@@ -88,7 +88,7 @@ class StepClient(RowClient):
             self._step_work.dense.append(pushed)
 
     def parameters(self) -> Mapping[int, tuple[int, int]]:
-        """Version and checksum of each shard of parameters, as it is now."""
+        """Current version and checksum of each shard of parameters."""
         self._parameters.pull(self._values.buffers())
         return {
             shard_id: (version, checksum(self._values.of_shard(shard_id)))
@@ -101,9 +101,9 @@ class StepClient(RowClient):
 
 
 def cut(work: StepWork, layout: ShardMap, versions: Mapping[int, int]) -> tuple[StepWork, int]:
-    """What of the run is in a snapshot that has these versions by shard, and how many steps.
+    """The part of the run that a snapshot with these versions contains, and its number of steps.
 
-    Raises AssertionError for a step that has a part inside and another one outside of it.
+    Raises AssertionError if a step is in the snapshot in part.
     """
     shards = of_tables(layout)
     sides: dict[tuple[str, int], set[bool]] = {}
@@ -127,8 +127,10 @@ def cut(work: StepWork, layout: ShardMap, versions: Mapping[int, int]) -> tuple[
 def compare_parameters(
     work: StepWork, shards: Iterable[Shard], seen: Mapping[int, tuple[int, int]]
 ) -> None:
-    """Raises AssertionError unless each shard is, to the last bit, what torch makes of the pushes
-    of the run one after the other; `seen` is what `StepClient.parameters` gave."""
+    """Compare each shard with a serial replay of the run's pushes in torch, to the last bit.
+
+    `seen` is the result of `StepClient.parameters`. Raises AssertionError if they differ.
+    """
     for shard in shards:
         twin, version = Twin(shard, work.optimizer), 1
         for pushed in sorted(work.dense, key=lambda each: each.versions[shard.shard_id]):

@@ -1,8 +1,8 @@
-"""A job that publishes weights and readers of them, struck by faults, and judged by what they saw.
+"""A campaign of faults against a job that publishes weights, judged by its processes' journals.
 
-Etcd, a coordinator, three parameter servers, two members and four readers, each a process. Every
-server, two of the readers, the members' host, etcd and the coordinator have a network namespace of
-their own; the other two readers share the memory of a server's host.
+Etcd, a coordinator, three parameter servers, two members and four readers each run as a process.
+Every server, two of the readers, the members' host, etcd and the coordinator have a network
+namespace of their own. The other two readers share the memory of a server's host.
 """
 
 import json
@@ -35,7 +35,7 @@ from shoal_server.etcd.records.series import parse_head
 PATIENCE_S = 120.0
 POLL_S = 0.02
 RESTART_S = 0.5
-"""The shortest life of a process that is started again."""
+"""Shortest time between two starts of the same process."""
 SHORTEST_S, LONGEST_S = 0.3, 6.0
 TRAINERS = ("trainer-0", "trainer-1")
 TRAINING_HOST = "trainers"
@@ -45,18 +45,18 @@ READERS: Mapping[str, str] = {
     "reader-2": "ps-0",
     "reader-3": "ps-1",
 }
-"""Each reader's host."""
+"""Host of each reader."""
 SERVERS = ("ps-0", "ps-1", "ps-2")
 
 Found = TypeVar("Found")
 
 
 class Stuck(AssertionError):
-    """What was to happen did not, within PATIENCE_S."""
+    """An expected event did not happen within PATIENCE_S."""
 
 
 class Kind(StrEnum):
-    """What happens to whom."""
+    """The kinds of fault, each with the process it strikes."""
 
     SERVER_KILLED = "server_killed"
     SERVER_PAUSED = "server_paused"
@@ -71,9 +71,9 @@ class Kind(StrEnum):
     ETCD_PAUSED = "etcd_paused"
     TRAINER_KILLED = "trainer_killed"
     TRAINER_KILLED_BEFORE_COMMIT = "trainer_killed_before_commit"
-    """With its bytes on the servers, and its part not handed in."""
+    """Dies when its bytes are on the servers, and its part is not yet submitted."""
     TRAINERS_KILLED = "trainers_killed"
-    """All of them: the job begins anew."""
+    """Kills all members: the job starts over."""
     TRAINER_PAUSED = "trainer_paused"
     TRAINERS_CUT_FROM_COORDINATOR = "trainers_cut_from_coordinator"
     TRAINERS_CUT_FROM_SERVER = "trainers_cut_from_server"
@@ -93,9 +93,10 @@ GROUPS: Sequence[Sequence[Kind]] = (
     _kinds("trainer"),
     _kinds("reader"),
 )
-"""Of each group at most one fault is there at a time: a version may lose one server, not two."""
+"""Groups of which at most one fault is active at a time: a version survives the loss of one server,
+not of two."""
 RARELY = {Kind.TRAINERS_KILLED: 0.2}
-"""Kinds that take long to recover from, with how often they are drawn."""
+"""Kinds that take long to recover from, with the probability that a draw of one is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ class Fault:
 
 
 def draw(kinds: Sequence[Kind], rng: random.Random) -> Fault:
-    """One of these kinds; short ones are as likely as long ones."""
+    """Draw a fault of one of these kinds, its length log-uniform."""
     kind = rng.choice(kinds)
     while rng.random() > RARELY.get(kind, 1.0):
         kind = rng.choice(kinds)
@@ -128,7 +129,7 @@ def draw(kinds: Sequence[Kind], rng: random.Random) -> Fault:
 
 @dataclass(kw_only=True)
 class Report:
-    """What contradicts the guarantees, in words."""
+    """Descriptions of everything that contradicts the guarantees."""
 
     torn: list[str] = field(default_factory=list)
     regressed: list[str] = field(default_factory=list)
@@ -137,11 +138,11 @@ class Report:
     num_versions: int = 0
     num_installed: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Publications that failed, by error."""
+    """Number of failed publications, by error."""
 
 
 class PublishedCampaign:
-    """`with PublishedCampaign(directory, seed) as run:` everything runs and is well."""
+    """A campaign's processes: started, and in good state, when the `with` block begins."""
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.directory = directory
@@ -151,7 +152,7 @@ class PublishedCampaign:
         self._lives: dict[str, int] = defaultdict(int)
         self._starts_s: dict[str, float] = {}
         self._doomed: dict[str, int] = {}
-        """Lives that end by themselves at the worst moment of their work."""
+        """Lives that will end by themselves at the worst moment of their work, by process."""
         self._offsets: dict[str, int] = {}
         self._newest: dict[str, int] = {}
         self.num_restarts: dict[str, int] = defaultdict(int)
@@ -206,10 +207,12 @@ class PublishedCampaign:
             process.join()
 
     def tend(self) -> None:
-        """Start what has ended again, as launchers and supervisors do. A job whose members were all
-        lost has lost its state: it begins anew."""
+        """Restart processes that have ended, as launchers and supervisors do.
+
+        A job whose members were all lost has lost its state: it starts over.
+        """
         if not self.cluster.coordinator.runs:
-            # It ends by itself when its own lease has run out before it led.
+            # A coordinator exits by itself if its lease expires before it becomes leader.
             self.num_restarts["coordinator"] += 1
             self.cluster.kill_coordinator()
         for name, process in list(self._parts.items()):
@@ -247,7 +250,7 @@ class PublishedCampaign:
     # --- what is seen ---
 
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """All that a process has noted, whole lines only."""
+        """Complete lines of a process's journal, over all its lives."""
         path = self._setup(name).log
         if not path.exists():
             return
@@ -257,7 +260,7 @@ class PublishedCampaign:
                     yield json.loads(line)
 
     def installed(self, name: str) -> int:
-        """The newest version that the reader has installed in any life."""
+        """The version that the reader installed last, in any of its lives."""
         path, offset = self._setup(name).log, self._offsets.get(name, 0)
         if path.exists():
             with path.open() as file:
@@ -271,18 +274,18 @@ class PublishedCampaign:
         return self._newest.get(name, 0)
 
     def head(self) -> int:
-        """The newest version by etcd's record."""
+        """The newest version according to the record in etcd."""
         found = self.cluster._read(keys.series_head(SERIES))
         return parse_head(SERIES, found[0].value).number if found else 0
 
     def lost(self) -> Sequence[int]:
-        """The versions that the record says were lost."""
+        """The versions that are lost according to the record in etcd."""
         found = self.cluster._read(keys.series_head(SERIES))
         return parse_head(SERIES, found[0].value).lost if found else ()
 
     def await_well(self) -> None:
-        """Until each reader has installed a version that was committed after this call, and the
-        newest one lies on two servers that are there."""
+        """Wait until each reader has installed a version that was committed after this call, and
+        two running servers hold the newest version."""
         self._awaited(self._has_leader, "a coordinator leads")
         self.cluster.await_ready()
         self._awaited(lambda: len(self.cluster.present) == len(SERVERS), "servers")
@@ -324,8 +327,8 @@ class PublishedCampaign:
     # --- faults ---
 
     def strike(self, faults: Sequence[Fault]) -> float:
-        """All of these at once, for as long as the longest; seconds from their end until all is
-        well again."""
+        """Apply these faults at once, for the length of the longest; return the seconds of
+        recovery after their end."""
         with ExitStack() as stack:
             for fault in faults:
                 stack.enter_context(self._striking(fault))
@@ -334,7 +337,7 @@ class PublishedCampaign:
             self._awaited(lambda: time.monotonic() >= until_s, "the fault's end")
         since_s = time.monotonic()
         while self._doomed:
-            # Not before the other faults have ended: there may be nothing to publish or to fetch.
+            # Only after the other faults: during them there may be nothing to publish or to fetch.
             name, life = self._doomed.popitem()
             self._awaited(lambda n=name, of=life: self._lives[n] > of, f"{name} dies")
         self.await_well()
@@ -373,7 +376,7 @@ class PublishedCampaign:
         process = self._parts[name]
 
         def send(number: int) -> None:
-            # It may have ended, and another process may have its number.
+            # The process may have ended, and another one may have its pid.
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
 
@@ -430,7 +433,7 @@ class PublishedCampaign:
     # --- the end ---
 
     def judged(self) -> Report:
-        """What all that was seen says."""
+        """Check the journals of all members and readers against the guarantees."""
         report, versions, failures = Report(), {}, defaultdict(int)
         for name in (*TRAINERS, *READERS):
             newest: dict[int, int] = defaultdict(int)

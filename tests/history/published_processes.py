@@ -1,7 +1,7 @@
 """Members that publish weights and readers that install them, as processes that may be killed.
 
-Each weight of the version of step n is -n * RATE, so a mixture of two versions shows. What a
-process has seen it writes into a file, a line of JSON each, before it goes on.
+Each weight of the version of step n is -n * RATE, so a mixture of two versions shows. A process
+writes each event to its journal, as a line of JSON, before it continues.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ SERIES = f"{JOB}/{NAME}"
 RATE = 2.0**-10
 WIDTH = 300_000
 STEP_S = 0.15
-"""The pause between two steps, and so between two versions."""
+"""Pause between two steps, and so between two versions."""
 KEEP = 3
 ENDED_BY_ERROR = 3
 FETCH_S = 60.0
@@ -40,28 +40,28 @@ FETCH_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One process of a campaign."""
+    """A process of a campaign."""
 
     name: str
     coordinator: str
     directory: Path
     host: Host | None = None
     life: int = 0
-    """Rises with each process of that name."""
+    """Number of the process among those of this name."""
 
     @property
     def log(self) -> Path:
-        """What it has seen."""
+        """Path of the process's journal."""
         return self.directory / f"{self.name}.jsonl"
 
     @property
     def dies(self) -> Path:
-        """While this file is there, the process dies at the worst moment of its work."""
+        """Path of a file; while it exists, the process dies at the worst moment of its work."""
         return self.directory / f"{self.name}.dies"
 
 
 class CountedSteps(nn.Module):
-    """Each gradient is one everywhere for inputs that are ones."""
+    """A model whose gradients are all 1 if its inputs are all 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class CountedSteps(nn.Module):
 
 
 class Journal:
-    """Lines of JSON in a file. Any thread."""
+    """A file of JSON lines. Any thread may write to it."""
 
     def __init__(self, setup: Setup) -> None:
         self._file: TextIO = setup.log.open("a", buffering=1)
@@ -87,8 +87,8 @@ class Journal:
 
 
 def _enter(setup: Setup) -> None:
-    """The beginning of a process' life."""
-    # Die with the process it was forked from, which ends with the one that runs the campaign.
+    """Prepare a new process: it dies with its parent, and has its own log and network."""
+    # Die with the parent process, which ends with the process that runs the campaign.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(137)
@@ -103,7 +103,7 @@ def _enter(setup: Setup) -> None:
 
 
 def _dying_before(cls: type, name: str, setup: Setup) -> None:
-    """Have the process die before its next call of this method, while its file is there."""
+    """Patch the method so that the process dies before a call of it while `setup.dies` exists."""
     real: Callable[..., Any] = getattr(cls, name)
 
     def call(self: Any, *args: Any, **more: Any) -> Any:
@@ -116,8 +116,11 @@ def _dying_before(cls: type, name: str, setup: Setup) -> None:
 
 
 def train(setup: Setup) -> None:
-    """A member that publishes behind each step. Dies, if told to, with its bytes on the servers and
-    its part not handed in."""
+    """Run a member that publishes after each step.
+
+    If `setup.dies` exists, it dies when its bytes are on the servers and its part is not yet
+    submitted.
+    """
     _enter(setup)
     _dying_before(SeriesPublisher, "_contribute", setup)
     journal = Journal(setup)
@@ -125,7 +128,7 @@ def train(setup: Setup) -> None:
         _train(setup, journal)
     except ShoalError as error:
         journal.note(what="ended", error=type(error).__name__, text=str(error)[:500])
-        # The launcher of a real run would start it again, too.
+        # The campaign restarts the process, as the launcher of a real run does.
         os._exit(ENDED_BY_ERROR)
 
 
@@ -168,8 +171,11 @@ def _await(ticket: Ticket, journal: Journal) -> None:
 
 
 def read(setup: Setup) -> None:
-    """A reader that installs the newest version again and again, into tensors of its own or as
-    views of what it fetched. Dies, if told to, with a lease and nothing fetched."""
+    """Run a reader that installs the newest version again and again, alternately into its own
+    tensors and as views of what it fetched.
+
+    If `setup.dies` exists, it dies with a lease and nothing fetched.
+    """
     _enter(setup)
     _dying_before(WeightStores, "fetch", setup)
     journal = Journal(setup)
@@ -198,7 +204,7 @@ def _install(series: Any, target: dict[str, Tensor], journal: Journal, *, copies
         journal.note(what="late", text=str(error)[:300])
         return
     except ShoalError as error:
-        # The version was dropped, or nobody who holds it can be reached.
+        # The version was dropped, or none of its holders can be reached.
         journal.note(what="not fetched", error=type(error).__name__, text=str(error)[:300])
         return
     values = {value.item() for each in state.values() for value in (each.min(), each.max())}

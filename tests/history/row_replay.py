@@ -1,9 +1,9 @@
-"""Whether what is on the servers is the serial replay of exactly the acknowledged pushes of rows.
+"""Check that the servers' rows are the serial replay of exactly the acknowledged pushes of rows.
 
-Every push of a run is acknowledged in the end, each part with the version that it made: so the
-versions of a shard are those from 2 on, each once. The replay is one `TableShard` on its own, which
-gets the same pushes in that order: fates, births, values and what was seen on the way are the
-same to the last bit, or the run is at fault.
+Every push of a run is acknowledged in the end, each part with the version that it made. So the
+parts' versions in a shard are 2, 3, 4 ..., each once. The replay is one `TableShard` without a
+server, to which the same pushes are applied in that order. Fates, births, values and all rows seen
+on the way must be the same to the last bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from shoal_server.parameters.tables.shard import TablePush, TableShard
 
 
 class Replay:
-    """One shard, served by nobody, that is pushed to in the order of the versions."""
+    """A shard without a server, to which pushes are applied in the order of their versions."""
 
     def __init__(self, work: RowWork, where: Where) -> None:
         self._where = where
@@ -26,7 +26,8 @@ class Replay:
         self.version = 1
 
     def apply(self, pushed: Pushed) -> None:
-        """Raises AssertionError if its version is not the next, or its fates are others here."""
+        """Apply the next push. Raises AssertionError if its version is not the next one, or if its
+        fates differ here."""
         where = f"{self._where}: {pushed.session}#{pushed.sequence}"
         assert pushed.version == self.version + 1, (
             f"{where} made {pushed.version} behind {self.version}: one is lost, or applied twice"
@@ -50,7 +51,7 @@ class Replay:
         self.version = outcome.version
 
     def compare(self, found: Found) -> None:
-        """Raises AssertionError unless the same rows are here, to the last bit."""
+        """Raise AssertionError unless the replay has the same rows, to the last bit."""
         expected = self._shard.read(partial(self._shard.body.look_up, found.ids))
         where = f"{self._where} at version {found.version}, {len(found.ids) // 8} rows"
         assert found.version == self.version, where
@@ -59,10 +60,11 @@ class Replay:
 
 
 def check(work: RowWork, *, all_sightings: bool = True) -> int:
-    """Compare the servers' rows with the replay of the history; how many pushes of shards it has.
+    """Compare the servers' rows with the replay of the history; return the number of parts in it.
 
-    Without `all_sightings`, what was seen on the way is left out: servers that all died at once may
-    have shown what nobody was told to be durable. A last push brings optimizer state to light.
+    Without `all_sightings`, rows seen during the run are left out: servers that all died at once
+    may have shown updates that were never acknowledged as durable. A last push makes the optimizer
+    state visible in the values.
     """
     member = RowMember(work, "settle")
     try:
@@ -74,7 +76,7 @@ def check(work: RowWork, *, all_sightings: bool = True) -> int:
 
 
 def everything(client: RowClient, work: RowWork) -> Mapping[Where, Found]:
-    """All rows as they are now, by shard."""
+    """Look up all rows, by shard."""
     wanted, rows = client.look_up(range(work.num_ids))
     return {
         where: Found(version=r.version, ids=wanted[where], births=r.births, values=r.values)
@@ -83,7 +85,7 @@ def everything(client: RowClient, work: RowWork) -> Mapping[Where, Found]:
 
 
 def compare(work: RowWork, last: Mapping[Where, Found], *, all_sightings: bool = True) -> int:
-    """Replay the history of the run; `last` is what there is in the end."""
+    """Replay the history of the run; `last` are the rows at its end. Return the number of parts."""
     history, num_pushed = work.history, 0
     for where in shards_of(work):
         sightings: dict[int, list[Found]] = {}
@@ -102,7 +104,7 @@ def compare(work: RowWork, last: Mapping[Where, Found], *, all_sightings: bool =
 
 
 def shards_of(work: RowWork) -> list[Where]:
-    """The shards in which there are ids."""
+    """The shards that have ids."""
     return [(work.table.name, index) for index in route(range(work.num_ids), work.table.num_shards)]
 
 

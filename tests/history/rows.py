@@ -1,4 +1,4 @@
-"""Workers that push rows of a table to real servers, and remember what they were told and saw."""
+"""Workers that push rows of a table to real servers, and record answers and rows they saw."""
 
 import random
 import threading
@@ -28,7 +28,7 @@ ROWS_A_PUSH = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """One shard's part of an acknowledged push."""
+    """A shard's part of an acknowledged push."""
 
     session: str
     sequence: int
@@ -41,7 +41,7 @@ class Pushed:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Rows of one shard as somebody saw them."""
+    """Rows of one shard as a client saw them."""
 
     version: int
     ids: bytes
@@ -51,7 +51,7 @@ class Found:
 
 @dataclass
 class RowHistory:
-    """All that the workers of one run were told, by shard."""
+    """Acknowledged pushes of all workers of a run, and all rows that they saw, by shard."""
 
     pushed: dict[Where, list[Pushed]] = field(default_factory=dict)
     found: dict[Where, list[Found]] = field(default_factory=dict)
@@ -60,21 +60,21 @@ class RowHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class RowWork:
-    """What all workers of a run share."""
+    """Settings that all workers of a run share, and their history."""
 
     coordinators: Sequence[str]
     job: str
     table: TableSpec
     num_ids: int
-    """Ids that are pushed, from 0 on."""
+    """Number of ids that are pushed: 0 to `num_ids - 1`."""
     parameters: Sequence[ParameterSpec] = ()
-    """Those of the job, beside the table."""
+    """The job's parameters, beside the table."""
     level: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT
     history: RowHistory = field(default_factory=RowHistory, repr=False)
 
 
 class RowClient:
-    """A member's view of the table; what it does goes into the history."""
+    """A member's client of the table, which records its look-ups and pushes in the history."""
 
     def __init__(self, work: RowWork, session: str, token: Callable[[], Token]) -> None:
         self._work = work
@@ -87,7 +87,7 @@ class RowClient:
         self._client.fetch_map()
 
     def look_up(self, ids: Sequence[int]) -> tuple[Mapping[Where, bytes], Mapping[Where, Rows]]:
-        """Ids and rows by shard."""
+        """Look up and record rows; return ids and rows by shard."""
         table = self._work.table
         wanted = {
             (table.name, index): own.tobytes()
@@ -107,11 +107,11 @@ class RowClient:
         return wanted, found
 
     def push(self, ids: Sequence[int], rng: np.random.Generator) -> Success:
-        """Look rows up, and push gradients of them that are drawn."""
+        """Look up rows, and push random gradients for them."""
         return self.push_rows(self.drawn(ids, rng))
 
     def drawn(self, ids: Sequence[int], rng: np.random.Generator) -> Mapping[Where, Gradients]:
-        """Gradients of rows that are looked up for it."""
+        """Look up rows, and draw gradients for them."""
         wanted, found = self.look_up(ids)
         dtype, dim = np.dtype(self._work.table.dtype), self._work.table.dim
         return {
@@ -126,7 +126,7 @@ class RowClient:
         }
 
     def push_rows(self, parts: Mapping[Where, Gradients], step: JointStep | None = None) -> Success:
-        """Push them, and remember what became of them."""
+        """Push gradients, and record the outcome."""
         sent_s = now_s()
         result = self._client.push(parts, step=step)
         history = self._work.history
@@ -150,7 +150,7 @@ class RowClient:
 
 
 class RowMember:
-    """A member of the job, and its client."""
+    """A member of the job with a client of the table."""
 
     def __init__(self, work: RowWork, name: str) -> None:
         incarnation = new_incarnation()
@@ -173,7 +173,7 @@ class RowMember:
 
 
 class RowWorker:
-    """Pushes without a pause, on a thread of its own. `connect` makes what it pushes through."""
+    """A worker that pushes without pause, on a thread of its own. `connect` makes its client."""
 
     def __init__(
         self, work: RowWork, name: str, seed: int, connect: Callable[[], RowMember | RowClient]
@@ -198,7 +198,7 @@ class RowWorker:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Let it end behind what it does, and raise what made it fail."""
+        """Stop after the push in progress; raise the error with which the worker failed, if any."""
         self._stopping.set()
         self._thread.join()
         if self._error is not None:

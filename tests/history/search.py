@@ -1,4 +1,4 @@
-"""Which unknown pushes stand at the versions that no acknowledgement tells of."""
+"""Search for the unknown pushes that made the versions which no acknowledgement names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ MAX_BEFORE = 8
 
 
 class Undecided(Exception):
-    """Too many orders fit what was seen to try them all."""
+    """Too many orders fit the seen values to try them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A push's part for the shard, and the version that it must stand above."""
+    """A push's part for the shard; the version it makes must be greater than `floor`."""
 
     name: str
     gradients: Gradients
@@ -25,24 +25,24 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class Misfit:
-    """No order fits: how far the best one went."""
+    """Result of a search in which no order fits; describes the order that fits furthest."""
 
     good: int
     """The last seen version that it gives."""
     bad: int
-    """The first seen version that it does not give, or that no push is left for."""
+    """The first seen version that it does not give, or for which no push is left."""
     between: Sequence[Placed]
-    """The pushes of that order from the one to the other."""
+    """The pushes of that order after `good`, up to `bad`."""
     acknowledged: Sequence[Placed]
-    """Those of them that were acknowledged."""
+    """The acknowledged pushes in `between`."""
     before: Sequence[Placed]
-    """Those right before."""
+    """The last pushes up to `good`, at most MAX_BEFORE."""
     gap: str
     _start: Twin
     _wanted: int | None
 
     def gives(self, order: Sequence[Placed]) -> bool:
-        """Whether this order instead gives the values seen."""
+        """True if this order, applied after `good`, gives the values that were seen of `bad`."""
         twin = self._start.copy()
         for push in order:
             twin.apply(push.gradients)
@@ -52,10 +52,10 @@ class Misfit:
 @dataclass(frozen=True)
 class _Branch:
     twin: Twin
-    """As of the version before; others may go on from it too."""
+    """State at the version before; shared with other branches."""
     version: int
     chosen: Mapping[int, Placed]
-    """By version: the unknown pushes that it takes for applied, this version's the last."""
+    """Unknown pushes that this branch assumes applied, by version; the last makes `version`."""
 
 
 @dataclass(kw_only=True)
@@ -66,7 +66,7 @@ class _Failure:
 
 
 class Search:
-    """Depth first, by version; see `checker`."""
+    """A depth-first search over versions (see `checker`)."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class Search:
         self._first = first
         self._end = end
         self._acknowledged = acknowledged
-        # The one sent last stands there most likely.
+        # Branches are taken from the end: the push that was sent last is tried first.
         self._unknown = sorted(unknown, key=lambda push: push.floor)
         self._checksums = checksums
         self._failure = _Failure()
 
     def run(self) -> Mapping[int, Placed] | Misfit:
-        """The unknown pushes that were applied, by version, or how far it is possible to go."""
+        """Find the unknown pushes that were applied, by version, or a Misfit. Raises Undecided."""
         pending = self._go_on(self._first.copy(), 1, {})
         num_branches = 0
         while not isinstance(pending, Mapping):
@@ -105,8 +105,11 @@ class Search:
     def _go_on(
         self, twin: Twin, version: int, chosen: Mapping[int, Placed]
     ) -> Mapping[int, Placed] | list[_Branch]:
-        """From a version on until the end (`chosen` fits), a contradiction (no branches), or a
-        version that nobody was told of (a branch for each push that may stand there)."""
+        """Replay from a version up to the end, a contradiction or a version that no push claims.
+
+        At the end, return `chosen`, which fits; at a contradiction, no branches; otherwise a branch
+        for each unknown push that may have made the version.
+        """
         while self._checksums.get(version) in (None, twin.checksum()):
             if version == self._end:
                 return chosen

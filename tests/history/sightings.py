@@ -1,5 +1,5 @@
-"""Who saw which values of a shard and when: what is to be known about a version that was seen with
-two sets of values."""
+"""Sightings of a shard's values by session and time, to explain a version that was seen with two
+sets of values."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from history.events import Gradients, Seen, Verdict
 
 MAX_TOLD = 4
-"""Of those who saw the same."""
+"""Largest number of sightings of the same values that a message lists."""
 AROUND = 3
-"""Versions before and behind that are told of."""
+"""Number of versions before and after a disputed one that a message lists."""
 IN_FLIGHT_S = 5.0
-"""Pushes without an outcome are told of if they were sent no longer before."""
+"""A message lists pushes without an outcome if they were sent less than this before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """One push as its pusher knows it in the end."""
+    """A push with its final outcome, as far as its session knows it."""
 
     session: str
     sequence: int
@@ -32,10 +32,10 @@ class Push:
 
 
 class Sightings:
-    """Of one shard, by version."""
+    """Sightings of one shard, by version."""
 
     def __init__(self, shard_id: int, seen: Iterable[Seen], began_s: float) -> None:
-        """Times are told as seconds since `began_s`."""
+        """Sort the events that were seen. Messages give times in seconds since `began_s`."""
         self._began_s = began_s
         self._seen: dict[int, list[tuple[Seen, int]]] = defaultdict(list)
         for event in sorted(seen, key=lambda e: e.at_s):
@@ -44,7 +44,7 @@ class Sightings:
 
     @property
     def checksums(self) -> dict[int, int]:
-        """Of each version, as it was seen first."""
+        """Checksum of each version, as it was first seen."""
         return {version: seen[0][1] for version, seen in self._seen.items()}
 
     @property
@@ -53,15 +53,15 @@ class Sightings:
         return sorted(version for version in self._seen if len(self.values_of(version)) > 1)
 
     def values_of(self, version: int) -> list[int]:
-        """The checksums that were seen of it, each once, in order."""
+        """Distinct checksums that were seen of a version, in the order of their first sighting."""
         return list(dict.fromkeys(checksum for _, checksum in self._seen[version]))
 
     def at(self, event: Seen) -> str:
         return f"{event.session} at {self._time(event.at_s)}"
 
     def dispute(self, version: int, order: Mapping[int, Push], unknown: Sequence[Push]) -> str:
-        """Who saw what of that version, and what was pushed around it. `order`: the acknowledged
-        pushes by the version that each made."""
+        """Describe the sightings of that version, and the pushes around it. `order`: the
+        acknowledged pushes by the version that each made."""
         parts = [f"{version} was seen with other values before"]
         for checksum in self.values_of(version):
             events = [self.at(event) for event, seen in self._seen[version] if seen == checksum]

@@ -1,4 +1,4 @@
-"""A history as a faultless server would make it, drawn from a seed, and servers at fault."""
+"""A simulated history of pushes and answers, drawn from a seed; its server may be faulty."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ UNKNOWN_RATE, REFUSED_RATE, QUIET_RATE = 0.1, 0.05, 0.3
 
 @dataclass
 class Server:
-    """The shards, each with its version. A subclass that is at fault overrides `apply`."""
+    """A faultless server: shards with their versions. A faulty subclass overrides `apply`."""
 
     twins: dict[int, Twin]
     versions: dict[int, int]
     num_applied: int = 0
 
     def apply(self, gradients: Gradients) -> dict[int, int]:
-        """Apply to all shards; the version of each right after it."""
+        """Apply a push to all shards; return the version of each right after it."""
         self.num_applied += 1
         for twin in self.twins.values():
             twin.apply(gradients)
@@ -39,7 +39,7 @@ class Server:
 
 @dataclass
 class _Flight:
-    """A push between its sending and its answer."""
+    """A push that was sent and not yet answered."""
 
     session: str
     sequence: int
@@ -64,7 +64,7 @@ class Simulation:
         self.events: list[Event] = []
 
     def run(self, num_pushes: int) -> list[Event]:
-        """So many pushes, one more that shows the optimizer's state, and a pull at the end."""
+        """Run `num_pushes` pushes, one more that shows the optimizer's state, and a last pull."""
         num_sent = 0
         while num_sent < num_pushes or self._flights:
             i = self._rng.randrange(NUM_SESSIONS)
@@ -118,7 +118,7 @@ class Simulation:
             return
         del self._flights[i]
         if flight.verdict is Verdict.UNKNOWN:
-            # Its session has ended; the worker goes on as another one.
+            # The session has ended; the worker continues with a new one.
             self._names[i], self._sequences[i] = f"{self._names[i]}+", 0
             return
         self._answer(flight)
@@ -150,7 +150,7 @@ def history(
     num_pushes: int = 40,
     make: Callable[[dict[int, Twin], dict[int, int]], Server] = Server,
 ) -> list[Event]:
-    """All that the workers of one run wrote down."""
+    """Simulate a run, and return the events that its workers journal."""
     twins = {shard.shard_id: Twin(shard, optimizer) for shard in shards}
     server = make(twins, dict.fromkeys(twins, 1))
     return Simulation(seed, server).run(num_pushes)

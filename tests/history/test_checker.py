@@ -1,4 +1,4 @@
-"""The checker finds nothing wrong in what a faultless server does, and every fault of others."""
+"""The checker accepts every run of a faultless server, and finds every fault of others."""
 
 import random
 from collections.abc import Callable
@@ -41,7 +41,7 @@ OPTIMIZERS = {
 KINDS = list(OPTIMIZERS)
 SEEDS = range(4)
 STRIKE_AT = 17
-"""The fault strikes at this application, or right after it."""
+"""Number of the application at which, or right after which, the fault strikes."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Forgets(Server):
 
 @dataclass
 class AppliesTwice(Server):
-    """Applies one push again, as if it had not known it."""
+    """Applies one push again, under a version of its own, as if it were new."""
 
     def apply(self, gradients: Gradients) -> dict[int, int]:
         versions = super().apply(gradients)
@@ -68,7 +68,7 @@ class AppliesTwice(Server):
 
 @dataclass
 class AppliesTwiceAsOne(Server):
-    """Applies one push twice under one version, as a copy that replays too much."""
+    """Applies one push twice under one version, like a copy that replays too much."""
 
     def apply(self, gradients: Gradients) -> dict[int, int]:
         if self.num_applied == STRIKE_AT:
@@ -79,7 +79,7 @@ class AppliesTwiceAsOne(Server):
 
 @dataclass
 class Swaps(Server):
-    """Applies two pushes in another order than it says."""
+    """Applies two pushes in another order than it acknowledges."""
 
     held: Gradients | None = None
 
@@ -119,7 +119,7 @@ class FlipsBit(Server):
 
 @dataclass
 class ForgetsMomentum(Server):
-    """Has the values right, and a little of the optimizer's state wrong."""
+    """Has the right values, and one wrong value in the optimizer's state."""
 
     def apply(self, gradients: Gradients) -> dict[int, int]:
         versions = super().apply(gradients)
@@ -132,13 +132,13 @@ FAULTS: list[tuple[Callable[..., Server], Kind, set[Kind]]] = [
     (Forgets, Kind.LOST, {Kind.BITS}),
     (AppliesTwice, Kind.TWICE, {Kind.BITS}),
     (AppliesTwiceAsOne, Kind.TWICE, {Kind.BITS}),
-    # Who looks between the two finds one of them lost so far.
+    # A sighting between the two shows one of them as lost.
     (Swaps, Kind.ORDER, {Kind.LOST, Kind.BITS}),
     (FallsBack, Kind.LOST, {Kind.VANISHED}),
     (FlipsBit, Kind.BITS, set()),
     (ForgetsMomentum, Kind.BITS, set()),
 ]
-"""What it is called; and what it may be called where too little was seen to tell."""
+"""Server, kind of its fault, and kinds reported instead if too little was seen to tell."""
 
 
 def judged(kind: str, events: list[Event]) -> Report:
@@ -148,14 +148,14 @@ def judged(kind: str, events: list[Event]) -> Report:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_faultless_server_passes(kind: str, seed: int) -> None:
-    """Whatever subset of the unknown pushes it applied."""
+    """Unknown pushes may have been applied or not, in any combination."""
     report = judged(kind, history(SHARDS, OPTIMIZERS[kind], seed))
     assert not report.faults, report
     assert report.num_acknowledged > 20
 
 
 def test_unknown_pushes_are_found_where_they_were_applied() -> None:
-    """Over the seeds some were applied and some not."""
+    """The seeds' histories contain unknown pushes that were applied, and others that were not."""
     reports = [judged("sgd", history(SHARDS, OPTIMIZERS["sgd"], seed)) for seed in SEEDS]
     applied = sum(report.num_unknown_applied for report in reports)
     assert 0 < applied < len(SHARDS) * sum(report.num_unknown for report in reports)
@@ -166,7 +166,7 @@ def test_unknown_pushes_are_found_where_they_were_applied() -> None:
 def test_a_faulty_server_is_caught(
     kind: str, faulty: Callable[..., Server], name: Kind, others: set[Kind]
 ) -> None:
-    """One fault in a whole run is enough, and as a rule it is called by its name."""
+    """A single fault in a run is enough; for at least one seed its kind is named exactly."""
     reports = [judged(kind, history(SHARDS, OPTIMIZERS[kind], seed, make=faulty)) for seed in SEEDS]
     for report in reports:
         assert report.faults
@@ -175,7 +175,7 @@ def test_a_faulty_server_is_caught(
 
 
 def mutated(events: list[Event], seed: int, change: Callable[[Answered], Event]) -> list[Event]:
-    """The history with the answer to one acknowledged push, drawn by seed, changed."""
+    """Change the answer to one acknowledged push of the history, drawn by seed."""
     answers = [
         i
         for i, event in enumerate(events)
@@ -189,7 +189,6 @@ def mutated(events: list[Event], seed: int, change: Callable[[Answered], Event])
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_applied_push_that_was_refused_is_caught(seed: int) -> None:
-    """What was refused must not be there."""
     events = history(SHARDS, OPTIMIZERS["sgd"], seed)
     wrong = mutated(
         events, seed, lambda answer: replace(answer, verdict=Verdict.REFUSED, versions={})
@@ -199,7 +198,7 @@ def test_an_applied_push_that_was_refused_is_caught(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_push_may_be_there_if_its_answer_was_lost(seed: int) -> None:
-    """An answer that never came makes the push one that may have been applied."""
+    """A push whose answer is missing counts as unknown, and is found to be applied."""
     events = history(SHARDS, OPTIMIZERS["adam"], seed)
     unanswered = mutated(
         events, seed, lambda answer: replace(answer, verdict=Verdict.UNKNOWN, versions={})
@@ -211,7 +210,7 @@ def test_a_push_may_be_there_if_its_answer_was_lost(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_two_pushes_at_one_version_are_caught(seed: int) -> None:
-    """An acknowledgement with the version of another push: they cannot both be there."""
+    """An acknowledgement with the version of another push: only one of them can have made it."""
     events = history(SHARDS, OPTIMIZERS["sgd"], seed)
     wrong = mutated(
         events,
@@ -222,7 +221,7 @@ def test_two_pushes_at_one_version_are_caught(seed: int) -> None:
 
 
 def test_an_answered_push_stands_before_those_sent_later() -> None:
-    """The order of versions must not contradict the order of events outside."""
+    """The order of versions must not contradict the real-time order of the pushes."""
     events = history(SHARDS, OPTIMIZERS["sgd"], 0)
     late = max(event.at_s for event in events) + 1.0
     shifted = [
@@ -237,9 +236,12 @@ def test_an_answered_push_stands_before_those_sent_later() -> None:
 
 @pytest.mark.parametrize("goes_on_from_it", [False, True])
 def test_what_is_told_of_a_version_with_two_sets_of_values(*, goes_on_from_it: bool) -> None:
-    """Who saw which and when, what was pushed around it, and which of the two the pushes give: who
-    finds this in a log can tell a reader that saw something torn from a copy that led on from other
-    values than its primary had."""
+    """The message lists sightings with their times, the pushes around the version, and which of the
+    two sets the pushes give.
+
+    From these an engineer can tell a torn read from a copy that became primary with other values
+    than the former primary had.
+    """
     events = history(SHARDS, OPTIMIZERS["sgd"], 0)
     seen = [event for event in events if isinstance(event, Seen)]
     known = seen[len(seen) // 2]
@@ -250,10 +252,10 @@ def test_what_is_told_of_a_version_with_two_sets_of_values(*, goes_on_from_it: b
         events = [_other_values(e, version) if isinstance(e, Seen) else e for e in events]
     (fault,) = judged("sgd", events).faults
     assert (fault.kind, fault.shard_id) == (Kind.VANISHED, 0)
-    behind = min(event.values[0][0] for event in seen if event.values[0][0] > version)
-    given = f"and not what was seen of {behind} behind it"
+    later = min(event.values[0][0] for event in seen if event.values[0][0] > version)
+    given = f"and not what was seen of {later} behind it"
     pusher = f"{checksum:#010x} by {known.session} at {known.at_s - 1.0:.3f} s"
-    for told in (
+    for text in (
         f"{version} was seen with other values before; {pusher}",
         f"{wrong:#010x} by reader at {known.at_s - 0.75:.3f} s",
         f"{version}: made by {known.session}#",
@@ -261,11 +263,11 @@ def test_what_is_told_of_a_version_with_two_sets_of_values(*, goes_on_from_it: b
         + (given if goes_on_from_it else "and so is all that was seen later"),
         f"{wrong:#010x} is not what the pushes give",
     ):
-        assert told in fault.detail
+        assert text in fault.detail
 
 
 def _other_values(event: Seen, version: int) -> Seen:
-    """Of the first shard, where it is newer than that version."""
+    """Change the checksum of the first shard if its version is newer than `version`."""
     seen, checksum = event.values[0]
     if seen <= version:
         return event
@@ -273,7 +275,7 @@ def _other_values(event: Seen, version: int) -> Seen:
 
 
 def test_a_journal_survives_its_writer(tmp_path: Path) -> None:
-    """What was written is read back equal; a line that was cut off counts as not begun."""
+    """Complete lines are read back equal; an incomplete last line is ignored."""
     events = history(SHARDS, OPTIMIZERS["sgd"], 3)
     with Journal(tmp_path / "a.jsonl") as journal:
         for event in events:

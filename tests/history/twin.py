@@ -1,6 +1,6 @@
-"""One shard as plain torch has it: `torch.optim` on one tensor a block, one push after the other.
+"""A shard in plain torch: `torch.optim` on one tensor per block, one push after the other.
 
-It shares nothing with the server but the kernels, which are what `fused=True` takes.
+It shares nothing with the server but the kernels, those of `fused=True`.
 """
 
 import copy
@@ -20,7 +20,7 @@ FIRST_VALUES_SEED = 0
 
 
 def drawn(seed: int, shard: Shard) -> Tensor:
-    """A tensor like the shard, flat: the same for the same seed, in any process."""
+    """Draw a flat tensor of the shard's size and dtype: the same for a seed in any process."""
     generator = torch.Generator().manual_seed((seed << 16) + shard.shard_id)
     size = sum(block.num_elements for block in shard.blocks)
     return torch.randn(size, generator=generator, dtype=DTYPES[shard.dtype])
@@ -34,15 +34,14 @@ class Twin:
         sizes = [block.num_elements for block in shard.blocks]
         first = drawn(FIRST_VALUES_SEED, shard)
         self._blocks = [part.clone() for part in torch.split(first, sizes)]
-        # One a parameter: torch's fused SGD fails where some tensors have a momentum and others
-        # have not.
+        # One optimizer per parameter: torch's fused SGD fails if only some tensors have a momentum.
         self._optimizers = {
             name: _optimizer(optimizer.kind, optimizer.groups[shard.group], blocks)
             for name, blocks in self._by_parameter(self._blocks).items()
         }
 
     def apply(self, gradients: Gradients) -> None:
-        """The optimizer's step with what a push carries for this shard."""
+        """Take the optimizer's step with a push's gradients for this shard."""
         sizes = [block.num_elements for block in self.shard.blocks]
         parts = self._by_parameter(torch.split(drawn(gradients.seed, self.shard), sizes))
         for name, optimizer in self._optimizers.items():
@@ -69,7 +68,7 @@ class Twin:
         self._blocks[0][:1].view(torch.uint8)[0] ^= 1
 
     def damage_state(self) -> None:
-        """Change one value of the optimizer's state, as little as can be."""
+        """Double one value of the optimizer's state."""
         first = self._blocks[0]
         state = self._optimizers[self.shard.blocks[0].parameter].state[first]
         held = state["momentum_buffer"] if "momentum_buffer" in state else state["exp_avg"]

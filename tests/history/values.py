@@ -1,4 +1,4 @@
-"""The caller's buffers: all parameters of a job, by shard as well as by name."""
+"""Buffers for all parameters of a job."""
 
 from collections.abc import Sequence
 from math import prod
@@ -27,7 +27,7 @@ class Values:
                 block.copy_(part)
 
     def poison(self) -> None:
-        """Not a number in every block."""
+        """Set one value of every block to NaN."""
         for shard in self._shards:
             for block in self.of_shard(shard.shard_id):
                 block[0] = float("nan")

@@ -1,4 +1,4 @@
-"""Workers that push to real servers, and write down what they did and saw."""
+"""Workers that push to real servers, and journal their pushes and the values they saw."""
 
 import random
 import threading
@@ -22,7 +22,7 @@ from shoal_proto.v1.shards_pb2 import ParameterSpec, ShardMap
 MAX_MEMBERS = 64
 READ_PAUSE_S = 0.01
 ABSENT_RATE, POISON_RATE = 0.1, 0.02
-# Of each dtype and group there is one shard, all of about the same size.
+# One shard for each pair of dtype and group, all of about the same size.
 PARAMETERS = [
     ParameterSpec(name="a", shape=[70, 50], dtype="float32"),
     ParameterSpec(name="b", shape=[3333], dtype="float32", group=1),
@@ -49,15 +49,15 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What all workers of a run share."""
+    """Settings that all workers of a run share."""
 
     coordinators: Sequence[str]
     job: str
     optimizer: OptimizerSpec
     directory: Path
-    """Where the journals go."""
+    """Directory of the journals."""
     timeout_s: float = 60.0
-    """A push that takes longer is one whose outcome is unknown."""
+    """Timeout of a push, after which its outcome is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Success:
 
 
 class Session:
-    """One incarnation of a member, until it closes or knows no longer what became of a push."""
+    """A member's incarnation, which ends when it closes or when a push's outcome is unknown."""
 
     def __init__(self, work: Work, member_id: str, journal: Journal) -> None:
         self._work = work
@@ -100,7 +100,7 @@ class Session:
         self._values, self._gradients = Values(self.shard_map), Values(self.shard_map)
 
     def create(self) -> None:
-        """Make the shards, unless they are there."""
+        """Create the shards unless they exist."""
         self._values.draw(FIRST_VALUES_SEED)
         self._client.create(self._work.optimizer, self._values.buffers())
 
@@ -109,7 +109,7 @@ class Session:
         self._journal.write(self._seen())
 
     def push(self, gradients: Gradients, sequence: int) -> Success:
-        """Raises ShoalError when nobody knows what became of it."""
+        """Push, and journal the answer. Raises ShoalError if the outcome is unknown."""
         self._gradients.draw(gradients.seed)
         sent_s = now_s()
         self._journal.write(
@@ -126,7 +126,7 @@ class Session:
         return Success(sent_s, answer.at_s, result.retries)
 
     def push_poison(self, sequence: int) -> None:
-        """One that every shard has to refuse."""
+        """Push gradients with NaN, which every shard has to refuse."""
         gradients = Gradients(seed=0, lr=[1.0, 1.0])
         self._gradients.draw(gradients.seed)
         self._gradients.poison()
@@ -159,7 +159,7 @@ class Session:
         return Seen(session=self.name, at_s=now_s(), values=values)
 
     def hang_up(self) -> None:
-        """From another thread: the push under way fails, and nobody knows what became of it."""
+        """Close the client from another thread: the push in progress fails with unknown outcome."""
         self._client.close()
 
     def close(self) -> None:
@@ -168,13 +168,13 @@ class Session:
 
 
 class _Thread:
-    """A thread that acts as one session after the other, until it is stopped."""
+    """A thread that runs one session after the other until it is stopped."""
 
     def __init__(self, work: Work, name: str) -> None:
         self.work = work
         self.name = name
         self.failures: list[str] = []
-        """Why each session but the last ended."""
+        """Errors that ended earlier sessions, or kept one from starting."""
         self.stopping = threading.Event()
         self._journal = Journal(work.directory / f"{name}.jsonl")
         self._session: Session | None = None
@@ -185,13 +185,13 @@ class _Thread:
         self._thread.start()
 
     def hang_up(self) -> None:
-        """Let the session end in the midst of what it does."""
+        """End the session in the middle of its current call."""
         session = self._session
         if session is not None:
             session.hang_up()
 
     def stop(self) -> None:
-        """Let it end behind what it does, and raise what made it fail."""
+        """Stop after the call in progress; raise the error with which the thread failed, if any."""
         self.stopping.set()
         self._thread.join()
         if self._error is not None:
@@ -202,7 +202,7 @@ class _Thread:
         return self._thread.is_alive()
 
     def act(self, session: Session) -> None:
-        """What it does in one session."""
+        """Act in one session: pushes or pulls, until stopped."""
         raise NotImplementedError
 
     def _run(self) -> None:
@@ -217,7 +217,7 @@ class _Thread:
         try:
             session = Session(self.work, self.name, self._journal)
         except ShoalError as error:
-            # Nobody is there to admit it yet: `attend` and `place` have waited for that.
+            # No coordinator or server admits it yet: `join` and `place` have already waited.
             self.failures.append(repr(error))
             return
         self._session = session
@@ -233,7 +233,7 @@ class _Thread:
 
 
 class Worker(_Thread):
-    """Pushes without a pause."""
+    """A worker that pushes without pause, sometimes a gradient that must be refused."""
 
     def __init__(self, work: Work, number: int, seed: int) -> None:
         super().__init__(work, f"worker-{number}")
@@ -256,7 +256,7 @@ class Worker(_Thread):
 
 
 class Reader(_Thread):
-    """Pulls again and again: what it has seen must be there for good."""
+    """A reader that pulls again and again: values that it has seen must not vanish."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(work, "reader")
@@ -267,8 +267,10 @@ class Reader(_Thread):
 
 
 def settle(work: Work) -> ShardMap:
-    """One last push, which brings the optimizer's state to light in the values, and a pull of
-    what survived. The job's shards."""
+    """Push once more, so that the optimizer's state shows in the values, and pull what survived.
+
+    Return the job's shard map.
+    """
     with Journal(work.directory / "settle.jsonl") as journal:
         session = Session(work, "settle", journal)
         try:

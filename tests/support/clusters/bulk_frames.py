@@ -25,7 +25,7 @@ class RawConnection:
         key: bytes | None = None,
         greeting: bytes | None = None,
     ) -> None:
-        """`greeting`: what is sent in place of a HELLO with the key."""
+        """`greeting`: bytes that are sent instead of a HELLO with the key."""
         with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
             offer = PieceStub(channel).OpenBulk(OpenBulkRequest(token=token), timeout=10.0)
         self._reader = FrameReader()

@@ -105,7 +105,7 @@ LEDGERS: Mapping[str, object] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Garbage:
-    """One bad key of a job, with the other keys that the job needs."""
+    """A bad key of a job, with the other keys that the job needs."""
 
     job: str
     key: str

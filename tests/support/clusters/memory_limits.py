@@ -67,7 +67,7 @@ def users(**changes: object) -> TableSpec:
 
 
 class Embedder:
-    """Looks rows up and pushes to them, with a short timeout."""
+    """A member that looks up rows and pushes to them, with a short timeout."""
 
     def __init__(self, servers: ParameterServers, table: TableSpec, timeout_s: float = 0.5) -> None:
         token = servers.admit("w0", job="tables")

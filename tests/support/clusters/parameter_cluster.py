@@ -71,7 +71,7 @@ def _serve(config: ParameterServerConfig, log_path: Path, host: Host | None) -> 
 
 @dataclass
 class Server:
-    """One server id, and its current process."""
+    """A server id, and its current process."""
 
     server_id: str
     config: ParameterServerConfig

@@ -33,7 +33,7 @@ from shoal_server.parameters.process import RunningServer, running
 from shoal_server.serving.rpc import bind, new_server
 from shoal_server.status.shards import ShardReader
 
-# As `serve` does: threads within a kernel wait for each other if all cores are busy.
+# One thread, like `serve`: threads within a kernel wait for each other if all cores are busy.
 torch.set_num_threads(1)
 
 T = TypeVar("T")

@@ -78,7 +78,7 @@ class CountedClient(EtcdClient):
 
 
 class RecordKeeper:
-    """One server. All methods run on the event loop."""
+    """A server without parameters. All methods run on the event loop."""
 
     def __init__(self, store: KeyValueStore, server_id: str) -> None:
         self.me = Holder(server_id, "0190f5c0-0000-7000-8000-000000000000")
@@ -169,7 +169,7 @@ class RecordKeepers:
         self.servers.remove(server)
         await server.die()
         await asyncio.gather(*(other.lost(server.me) for other in self.servers))
-        # As when its lease expires, later.
+        # The registration disappears last, as when a lease expires.
         await self.store.delete(keys.server(server.me.server_id))
 
     async def until(

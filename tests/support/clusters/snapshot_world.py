@@ -17,7 +17,7 @@ from shoal_server.snapshots.manifest import Manifest, ManifestEntry, part_file
 
 
 def image(shard_id: int, version: int = 3, num_elements: int = 100) -> LoadedImage:
-    """A shard with every dtype that there is in one, an empty tensor, and two sessions."""
+    """Make the image of a shard with tensors of four dtypes, an empty tensor, and two sessions."""
     generator = torch.Generator().manual_seed(1000 * shard_id + version)
     values = torch.randn(num_elements, generator=generator)
     return LoadedImage(
@@ -43,8 +43,10 @@ def image(shard_id: int, version: int = 3, num_elements: int = 100) -> LoadedIma
 
 
 def loaded(shard: AnyShard, listener: UpdateListener | None = None) -> LoadedImage:
-    """Everything in a shard. Rows of a table are in the order of their ids: shards with equal rows
-    give equal tensors. `listener` gets every later push."""
+    """Read a whole shard as an image. `listener` receives every later push.
+
+    Rows of a table are ordered by id, so that shards with equal rows give equal tensors.
+    """
     if listener is not None:
         shard.subscribe(listener)
     with shard.image() as image:

@@ -1,4 +1,4 @@
-"""A cluster that speaks TLS, its certificates, and those of strangers."""
+"""A cluster with TLS, its certificates, and certificates of another authority."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ class TlsWorld:
         return in_folder(self.certificates, role)
 
     def strange_files(self, role: CertificateRole) -> TlsFiles:
-        """Signed by another authority, and trusting this one's."""
+        """Files of a role whose certificate another authority signed; they trust the cluster's."""
         found = in_folder(self.strangers, role)
         return TlsFiles(ca=self.certificates / "ca.crt", cert=found.cert, key=found.key)
 

@@ -93,7 +93,7 @@ def all_reduce_knows_each_kind_of_number(device: torch.device) -> None:
 
 @check
 def all_reduce_of_disjoint_shards_does_not_mix_them_up(device: torch.device) -> None:
-    """Each rank fills its own part of a buffer of zeros; the sum keeps every part unchanged."""
+    """Fill this rank's part of a buffer of zeros; the sum keeps every rank's part unchanged."""
     rank, size = place()
     whole = torch.arange(3 * size, dtype=torch.float32, device=device) + 1
     buffer = torch.zeros_like(whole)

@@ -324,7 +324,7 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
     def loss_of(ddp: nn.Module) -> Tensor:
         return ddp(torch.ones(2, 40)).sum()
 
-    for step in range(2):  # in its second step DDP orders its buckets again, by a collective
+    for step in range(2):  # in its second step DDP reorders its buckets, with a collective
         replica.step(step, loss_of, optimizer)
     if rank == 1:
         report("stops")

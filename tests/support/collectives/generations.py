@@ -59,13 +59,13 @@ class Formed:
     keep: Mapping[str, pb.StateAction]
     hub: Hub
     gate: threading.Barrier
-    """Barrier at which its members meet after it."""
+    """Barrier at which its members wait for each other once it has ended."""
 
 
 @dataclass(kw_only=True)
 class Life:
-    """Members m0, m1, ... of one job. All are in the first generation; each later one has all that
-    were not lost."""
+    """A run of members m0, m1, ... of one job. All are in the first generation, and those that were
+    not lost are in each later one."""
 
     run: Run
     made: Callable[[], Strategy]
@@ -100,12 +100,12 @@ class Life:
 
     def _form(self) -> None:
         """Form a generation, once all members of the last one have reached its end."""
-        told, self._told = self._told, {}
+        entered, self._told = self._told, {}
         self._number += 1
-        steps = {name: step for name, (has, step) in told.items() if has}
+        steps = {name: step for name, (has, step) in entered.items() if has}
         newest = max(steps.values(), default=0)
         keep = {name: pb.STATE_ACTION_KEEP for name, step in steps.items() if step == newest}
-        names = sorted(told, key=lambda name: (name not in keep, name))
+        names = sorted(entered, key=lambda name: (name not in keep, name))
         self.formed = Formed(
             number=self._number,
             names=names,
@@ -120,7 +120,7 @@ class Lost(Exception):
 
 
 class Member:
-    """One member of the run."""
+    """A member of the run."""
 
     def __init__(self, life: Life, name: str, gate: threading.Barrier) -> None:
         self.life, self.name, self.gate = life, name, gate

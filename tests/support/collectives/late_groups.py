@@ -90,7 +90,7 @@ class LateWork(Late):
 
 
 class Message:
-    """One side of a message, on the stream of its rank."""
+    """A side of a message, on the stream of its rank."""
 
     def __init__(self, tensor: Tensor, source: int, to: int, tag: int, *, is_send: bool) -> None:
         self.tensor, self.is_send = tensor, is_send
@@ -151,7 +151,7 @@ _HOST = (torch.int64, torch.uint8)
 
 
 class LateGroup(InMemoryGroup):
-    """See the module."""
+    """An in-memory group that behaves like NCCL's, as the module describes."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,4 +1,4 @@
-"""Bodies of two ranks under mpiexec: DDP as one process trains, and an error."""
+"""Bodies of two ranks under mpiexec: training with DDP and in one process, and an error."""
 
 from typing import Any
 

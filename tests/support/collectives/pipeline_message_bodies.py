@@ -35,7 +35,7 @@ def _layout(schedule: str, *, shares: bool = True) -> PipelineLayout:
     with torch.no_grad():
         for name, parameter in layout.parameters.items():
             parameter.copy_(initial[name])
-    # As in a group of a session.
+    # Set as in a session's group.
     layout._words.may_share = shares
     return layout
 

@@ -1,4 +1,4 @@
-"""Bodies of members whose group goes from generation to generation."""
+"""Bodies of members whose group is reconfigured from one generation to the next."""
 
 import time
 from dataclasses import replace
@@ -36,8 +36,11 @@ def many_generations(report: Report, path: str, rank: int, world_size: int, numb
 
 
 def one_fails(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
-    """Run three generations; in the second one, rank 1 fails: before it writes its "handle",
-    "before" it connects, or "behind" that."""
+    """Run three generations; in the second one, rank 1 fails once.
+
+    `how`: "handle" before it writes its handle, "before" it connects, "behind": once it has
+    connected.
+    """
     backend = GlooBackend(reconfigures=True)
     for generation in range(1, 4):
         if generation == 2 and rank == 1:

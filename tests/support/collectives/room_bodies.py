@@ -32,8 +32,8 @@ MARK = b"of the first generation"
 
 
 def used_again(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
-    """Lose the last rank after the first generation. Report if the others find in the second one's
-    memory what they wrote in the first."""
+    """Lose the last rank after the first generation. Report if the other ranks find, in the memory
+    of the second generation, the mark that they wrote in the first."""
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     rest = dist.new_group(list(range(world_size - 1)))

@@ -1,4 +1,4 @@
-"""Strategies on ranks that are threads, driven as by a session, and the same in one process."""
+"""Training by strategies on ranks that are threads, without a session, and in one process."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +63,7 @@ def part_of(loss_function: LossFunction, fraction: float) -> LossFunction:
 
 
 class TheRunsOwn:
-    """The default group of a run of ranks as the group of a generation; the run ends it."""
+    """A generation's group that is the default group of a run of ranks; the run itself ends it."""
 
     def open(self) -> dist.ProcessGroup:
         group = dist.group.WORLD
@@ -163,7 +163,7 @@ def take_step_alone(
     parts = list(manner.parts(batch))
     for inputs, targets, fraction in parts:
         with manner.computing():
-            # As ranks do, which average at the end: in bf16 another order rounds differently.
+            # Ranks average at the end; in bf16 another order would round differently.
             loss = part_of(loss_function, fraction * len(parts))(model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
@@ -185,7 +185,7 @@ class Run:
     num_steps: int = 50
     manner: Manner = PLAIN
     computing: Callable[[nn.Module], nn.Module] = lambda model: model
-    """Changes the model of one process as a strategy changes it within."""
+    """Changes the one process's model as a strategy changes its own model internally."""
 
 
 def by_one_process(run: Run) -> dict[str, Tensor]:

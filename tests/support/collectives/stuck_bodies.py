@@ -31,7 +31,7 @@ def _steps(way: LayOut) -> Callable[[dist.ProcessGroup], Callable[[], object]]:
         rank, device = group.rank(), torch.device("cpu")
         world = World(rank=rank, world_size=2, device=device, group=group)
         training = LaidOutTraining(training_of(deep, sgd), way, world)
-        for step in range(2):  # in its second step DDP orders its buckets again, by a collective
+        for step in range(2):  # in its second step DDP reorders its buckets, with a collective
             training.step(step)
         return lambda: training.step(2)
 
@@ -91,7 +91,7 @@ def stuck_checkpoint(report: Report, path: str, rank: int, directory: str) -> No
     checkpoints = Checkpoints(directory, every_steps=1)
     state = {"model.w": TensorShard.whole(torch.ones(4))}
     checkpoints.offer(StateShard(step=1, shards=state, values={}), peers)
-    # As a member that leaves does.
+    # The order of a member that leaves.
     group.retire()
     checkpoints.close()
     report("closed", written=checkpoints.written_step)

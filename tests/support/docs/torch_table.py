@@ -22,7 +22,7 @@ _NAMES = "|".join(sorted(map(re.escape, STRATEGIES), key=len, reverse=True))
 Counts = Mapping[str, Sequence[int]]
 """Numbers of passed and failed tests by strategy."""
 OTHER_NAMES = {"zero3": "fsdp"}
-"""Names of a strategy that has another one, under which its tests are counted."""
+"""Second names of strategies, and the name under which their tests are counted."""
 
 
 def strategy_of(test: ElementTree.Element) -> str | None:

@@ -76,7 +76,7 @@ def exists(place: Place) -> bool:
 
 @dataclass(frozen=True)
 class Stamp:
-    """One call of a named function."""
+    """A call of a named function."""
 
     at_ns: int
     """Time by CLOCK_MONOTONIC, which all processes of a machine share."""

@@ -22,7 +22,7 @@ MICRO_BATCH, NUM_PARTS, EPOCHS = 6, 2, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One member's part in a test."""
+    """A member's part in a test."""
 
     coordinator: str
     job: str

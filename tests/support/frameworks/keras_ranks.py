@@ -3,7 +3,7 @@
 import copy
 import os
 
-# Read when Keras is imported.
+# Keras reads this variable when it is imported.
 os.environ["KERAS_BACKEND"] = "torch"
 
 from typing import Any

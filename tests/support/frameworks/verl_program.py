@@ -1,6 +1,6 @@
-"""A program that a Python with verl runs: one actor and one rollout, by verl's own registry.
+"""A program for a Python with verl: actors and rollouts, made by verl's own registry.
 
-python verl_program.py SERIES        prints a line of JSON for each thing that was tried
+python verl_program.py SERIES        prints a line of JSON for each attempt
 """
 
 import asyncio
@@ -49,7 +49,7 @@ async def main(series: str) -> None:
 
 
 async def taken(rollout: Any, step: int | None) -> dict[str, torch.Tensor]:
-    """Weights that a server adapter takes from the generator."""
+    """Collect the weights, as a server adapter takes them from the generator."""
     found = {}
     async for name, tensor in ensure_async_iterator(rollout.receive_weights(global_steps=step)):
         found[name] = tensor.clone()

@@ -89,7 +89,7 @@ def take(session: Session, model: nn.Module, batch: Batch, *, whole: bool = True
 
 @dataclass(frozen=True, kw_only=True)
 class Contrastive(Elastic):
-    """One member's run."""
+    """A member's run."""
 
     whole: bool = True
     """True if the loss covers all rows; False if it is a mean over the member's own rows."""

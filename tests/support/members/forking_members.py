@@ -1,4 +1,4 @@
-"""Members whose scripts make processes of their own while they train."""
+"""Members whose scripts start child processes while they train."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ def with_a_pool() -> None:
 
 
 def with_a_fork() -> None:
-    """A process that leaves the block of the session like any other."""
+    """Fork a child, which leaves the block of the session by `sys.exit`."""
     child = os.fork()
     if not child:
         sys.exit(0)
@@ -27,7 +27,7 @@ WAYS: Mapping[str, Callable[[], None]] = {"pool": with_a_pool, "fork": with_a_fo
 
 
 def train(report: Report, run: Run, way: str) -> None:
-    """Train all steps, with processes of the script's own after some."""
+    """Train all steps, with child processes before two of them."""
     model, optimizer = model_and_optimizer()
     trainer = os.getpid()
     try:
@@ -42,6 +42,6 @@ def train(report: Report, run: Run, way: str) -> None:
                     session.backward(loss_of(replica(batch.inputs), batch.targets))
     finally:
         if os.getpid() != trainer:
-            # Left by this process, the session would be over here too.
+            # A child must not leave the trainer's session: that would be its exit code 1.
             os._exit(session._controller._left)
     report("finished", step=session.step_number, generation=session.generation)

@@ -160,7 +160,7 @@ HELD: Mapping[str, Callable[[Cast], Held]] = {
         broken,
         in_prepare_after_a_loss,
         between_the_boundarys_notices,
-        # The last does not wait for long.
+        # At the end: this job is not held, and makes its next attempt soon.
         in_aborted,
     )
 }

@@ -32,7 +32,7 @@ FIELDS = {"strategy": "ddp", "schema": "s1"}
 
 @dataclass(kw_only=True)
 class SimMember:
-    """One worker process: the real core decides, and its trainer acts at once."""
+    """A worker process: the real core decides, and its trainer acts at once."""
 
     name: str
     incarnation: str

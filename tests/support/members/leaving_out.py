@@ -17,7 +17,7 @@ from shoal_proto.errors import InvalidSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LeavingOut(Elastic):
-    """One member's run."""
+    """A member's run."""
 
     left_out: frozenset[int] = frozenset()
     """Blocks that this member leaves out."""
@@ -48,7 +48,7 @@ class Blocks(nn.Module):
 
 
 def train_on(report: Report, host: Host, run: LeavingOut) -> None:
-    """Do as `train`, in the network namespace of this host."""
+    """Train in the network namespace of this host."""
     host.enter()
     train(report, run)
 

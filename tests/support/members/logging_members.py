@@ -25,7 +25,7 @@ BEHIND_EACH = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Logging(Elastic):
-    """One member's part."""
+    """A member's run."""
 
     directory: str
     """Directory that trackers write to."""

@@ -31,7 +31,7 @@ class Losable:
     """Members that join once the victim is lost."""
     release: Callable[[], object] = lambda: None
     above: int = 0
-    """Number above which the generation in which they train must be."""
+    """Generation after which the one in which they train must come."""
     desired: int = 2
     unbroken: int = 0
     """Generation that trains without the victim; nothing may break it."""

@@ -62,7 +62,7 @@ class Script:
 
 
 class ScriptedMember:
-    """One incarnation of a member. `on_notice` is called with each notice, on the thread that reads
+    """An incarnation of a member. `on_notice` is called with each notice, on the thread that reads
     the stream."""
 
     def __init__(
@@ -330,7 +330,7 @@ class ScriptedMember:
                 continue
             request = pb.HeartbeatRequest(beats=[pb.Beat(token=self.token())])
             try:
-                # To the coordinator of the stream. The next heartbeat is due before a retry
+                # Sent to the stream's coordinator only: the next heartbeat is due before a retry
                 # elsewhere would be useful.
                 stub = MembershipStub(self._coordinators.channel())
                 reply = stub.Heartbeat(request, timeout=1.0)

@@ -15,8 +15,8 @@ SMALLEST = NUM_SAMPLES % BATCH
 
 
 class Norms(nn.Module):
-    """BatchNorm of samples of a number each by channel ("flat", "pixel"), or of several ("image");
-    "frozen" does not train."""
+    """A BatchNorm of samples with one number per channel ("flat", "pixel") or several ("image"); it
+    is in evaluation mode if "frozen"."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -25,14 +25,14 @@ only one of them, in turn."""
 
 @dataclass(frozen=True, kw_only=True)
 class Adversarial(Elastic):
-    """One member's run."""
+    """A member's run."""
 
     way: str = "in turn"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Both models with their optimizers."""
+    """A generator and a discriminator with their optimizers."""
 
     generator: Any
     discriminator: Any

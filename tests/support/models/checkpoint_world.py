@@ -176,7 +176,7 @@ def write_in_group(directory: str, steps: int) -> str:
 
 
 class MortalPeers(GroupPeers):
-    """Peers; the last rank dies before it reports that its share is written."""
+    """Peers of which the last rank dies before it reports that its share is written."""
 
     num_gathered = 0
 

@@ -63,7 +63,7 @@ def numbers(seed: int, count: int, dtype: str) -> bytes:
 def push_to(
     shard: DenseShard, sequence: int, dtype: str, *, session: str = "s", behind: int = 0
 ) -> DensePush:
-    """A push of a gradient for every other block, and one for all now and then."""
+    """Make a push with a gradient for every other block, or for all in every third push."""
     blocks = tuple(range(0, len(SIZES), 1 if sequence % 3 == 0 else 2))
     size = sum(SIZES[block] for block in blocks)
     return DensePush(

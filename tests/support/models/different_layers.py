@@ -1,4 +1,4 @@
-"""Ranks that split layers, of which some compute with other layers than the others."""
+"""Ranks that split layers; some of them compute with other layers than the rest."""
 
 import os
 from typing import Any
@@ -13,7 +13,7 @@ from shoal_client.connection.transport import TRANSPORT_VARIABLE
 
 
 class Twins(nn.Module):
-    """Has two blocks of the same sizes, and a norm that is not split."""
+    """A model with two blocks of the same sizes, and a norm that is not split."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,10 @@ LAYERS, WIDTH, VOCABULARY = 160, 11_400, 50_257
 
 
 def transformer_of_a_terabyte(job: str) -> PlaceRequest:
-    """1.002e12 bytes of float32; biases and norms do not decay, as is common."""
+    """Make a request with 1.002e12 bytes of float32 parameters.
+
+    Biases and norms are in a separate group, as in optimizers that do not decay them.
+    """
     shapes = {"transformer.word_embeddings.weight": (VOCABULARY, WIDTH)}
     for layer in range(LAYERS):
         name = f"transformer.encoder.layers.{layer}"
@@ -29,7 +32,7 @@ def transformer_of_a_terabyte(job: str) -> PlaceRequest:
 
 
 def hundred_tables(job: str) -> PlaceRequest:
-    """100 tables of 64 shards."""
+    """Make a request with 100 tables of 64 shards."""
     tables = [
         TableSpec(
             name=f"table-{i:03d}",
@@ -45,7 +48,7 @@ def hundred_tables(job: str) -> PlaceRequest:
 
 
 def num_bytes(request: PlaceRequest) -> int:
-    """Bytes of all parameters."""
+    """Count the bytes of all parameters."""
     total = 0
     for spec in request.parameters:
         elements = 1

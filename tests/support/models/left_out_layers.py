@@ -64,8 +64,8 @@ def refused_to(
 def refused_behind_a_step(
     model: nn.Module, strategy: LayoutStrategy, change: Callable[[Any], None], at: str
 ) -> str:
-    """Return a member's refusal in "a step" or in something else, an evaluation, after a sound step
-    and a change to the model; empty if there is none."""
+    """Return a member's refusal after a sound step and a change to the model; empty if there is
+    none. `at`: "a step", or anything else for an evaluation."""
     optimizer = SGD(model.parameters(), lr=0.05)
     run = Run(build=lambda _: (model, optimizer), loader=loader, loss=cross_entropy)
     share = entered(run, strategy)

@@ -22,7 +22,8 @@ NUMPY = {"float32": np.float32, "float64": np.float64, "float16": np.float16}
 
 
 def new_table(**changes: Any) -> TableSpec:
-    """A table of one shard whose rows begin with zeros and move by their negated gradient."""
+    """Make the spec of a table with one shard, whose rows start at zero and move by their negated
+    gradient."""
     fields: dict[str, Any] = {
         "name": "users",
         "dim": 2,
@@ -43,7 +44,7 @@ def new_shard(table: TableSpec, index: int = 0) -> TableShard:
 def new_push(
     ids: Any, gradient: Any, *, births: Any = None, dtype: Any = np.float32, **changes: Any
 ) -> TablePush:
-    """A push of these rows by session "a"."""
+    """Make a push of these rows by session "a"."""
     rows = np.asarray(ids, np.int64)
     fields: dict[str, Any] = {
         "session": "a",
@@ -61,12 +62,12 @@ def new_push(
 
 
 def look_up(shard: TableShard, ids: Any) -> tuple[Any, Any]:
-    """Births and values of rows."""
+    """Return the births and values of rows."""
     found = shard.read(partial(shard.body.look_up, np.asarray(ids, np.int64).tobytes()))
     values = np.frombuffer(found.values, NUMPY[shard.body.table.dtype])
     return np.frombuffer(found.births, np.int64), values.reshape(-1, shard.body.table.dim)
 
 
 def live(session: str) -> bool:
-    """True: every session lives."""
+    """True for every session."""
     return True

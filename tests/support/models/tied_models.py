@@ -1,4 +1,4 @@
-"""Models whose tensors have several names, and what they are trained on."""
+"""Models whose tensors have several names, with data for them."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -11,7 +11,7 @@ from shoal.data.order import Order
 
 
 class TwoNames(nn.Module):
-    """One weight under two names of its own, and one buffer."""
+    """A layer with one weight and one buffer, each under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,8 +26,11 @@ class TwoNames(nn.Module):
 
 
 class Knotted(nn.Module):
-    """A GPT of two layers: the embedding, the output and one layer between them share a weight, a
-    layer has one under two names, and one layer runs twice."""
+    """A GPT of two blocks with shared weights.
+
+    The embedding, the output and one layer between them share a weight, one layer has a weight
+    under two names, and one layer runs twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +71,6 @@ def knotted(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def loader() -> Loader:
-    """Batches of 10, which no number of ranks shares evenly, and of 4 at the end of an epoch."""
+    """Make a loader with batches of 10, and of 4 at the end of an epoch: uneven on 3 ranks."""
     order = Order(num_samples=24, global_batch_size=10, num_epochs=20)
     return Loader(tensor_models.tokens(), order)

@@ -1,4 +1,4 @@
-"""Gates on an event loop of their own, for tests that are no coroutines."""
+"""Gates on a separate event loop, for tests that are not coroutines."""
 
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack

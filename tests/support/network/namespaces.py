@@ -117,7 +117,7 @@ class RoutedHosts:
             return self._hosts[name]
 
     def cut(self, cuts: Sequence[Cut]) -> None:
-        """Stop to forward these packets."""
+        """Stop forwarding these packets."""
         with self._lock:
             for cut in set(cuts) - self._cuts:
                 self._rule("add", cut)

@@ -56,7 +56,8 @@ def build(
 
 
 def order(batch_size: int = 10) -> Order:
-    """Order 47 samples: the last batch of an epoch has 7, and three or four divide no batch."""
+    """Make the order of 47 samples: batches of 10, and of 7 at an epoch's end, are uneven on three
+    or four ranks."""
     return Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS)
 
 

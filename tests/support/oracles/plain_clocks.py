@@ -1,4 +1,4 @@
-"""Plain second implementation of the clocks: each question is answered by a look at all members."""
+"""Plain second implementation of the clocks, which looks at all members for each answer."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class PlainMember:
 
 
 class PlainClocks:
-    """The same questions as to `Clocks`, without times and reasons."""
+    """Clocks that answer the same questions as `Clocks`, without times and reasons."""
 
     def __init__(self) -> None:
         self.members: dict[str, PlainMember] = {}
@@ -49,7 +49,7 @@ class PlainClocks:
         )
 
     def behind(self, name: str) -> set[str]:
-        """Members that this member waits for, whatever their rounds."""
+        """Return the members that this member waits for."""
         own = self.members[name]
         return {
             other

@@ -1,4 +1,4 @@
-"""Ranks over NCCL in processes of their own, each with a GPU, or all with one that NCCL lets them
+"""Ranks over NCCL in separate processes, each with its own GPU, or all on one that NCCL lets them
 share."""
 
 import os
@@ -14,7 +14,7 @@ from shoal.backends.network.own_gpu import SHARES_GPU, shares_gpu
 
 
 def lacks_gpus(world_size: int) -> str:
-    """A reason to skip a test that takes so many ranks over NCCL; empty: none."""
+    """Return the reason to skip a test with `world_size` ranks over NCCL; empty if it can run."""
     count = torch.cuda.device_count()
     if dist.is_nccl_available() and count and (count >= world_size or shares_gpu(os.environ)):
         return ""
@@ -25,7 +25,7 @@ def lacks_gpus(world_size: int) -> str:
 
 
 def gpu_of(rank: int) -> int:
-    """The index of the GPU of this rank."""
+    """Return the index of this rank's GPU."""
     return rank % torch.cuda.device_count()
 
 

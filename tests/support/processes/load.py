@@ -13,7 +13,7 @@ def unhurried(seconds: float) -> float:
 
 
 def _wanted() -> float:
-    """Number of runnable threads: the mean over the last minute, or that of now if it is larger."""
+    """Number of runnable threads: the last minute's mean, or the current number if larger."""
     one_minute, _, _, running, _ = Path("/proc/loadavg").read_text().split()
     return max(float(one_minute), float(running.partition("/")[0]))
 

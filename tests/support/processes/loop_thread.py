@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for tests that are not asynchronous themselves."""
+"""An event loop on a separate thread, for tests that are not coroutines."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs as long as its `with` block, or from `start` to `close`."""
+    """Thread with an event loop, which runs during its `with` block, or from `start` to `close`."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""Processes that are found again by an environment variable, however they were started."""
+"""Processes that tests find again by an environment variable, however they were started."""
 
 import os
 import secrets
@@ -32,20 +32,20 @@ class Mark:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
-                continue  # ended while we looked, or somebody else's
+                continue  # ended meanwhile, or belongs to another user
             if marked and state not in "ZX":
                 found[int(entry.name)] = command.strip()
         return found
 
     def await_none(self, within_s: float) -> dict[int, str]:
-        """Processes that are still there after that time; empty as soon as none is."""
+        """Wait until no process is left, at most `within_s`; return those that still run."""
         deadline_s = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return left
 
     def kill(self, within_s: float = 5.0) -> dict[int, str]:
-        """Kill the processes that are still there after that time, and return them."""
+        """Kill the processes that still run after `within_s`, and return them."""
         left = self.await_none(within_s)
         for pid in left:
             try:

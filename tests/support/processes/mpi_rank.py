@@ -1,4 +1,4 @@
-"""One rank under mpiexec: `python mpi_rank.py DIRECTORY TIMEOUT_S MODULE.FUNCTION`.
+"""A rank under mpiexec: `python mpi_rank.py DIRECTORY TIMEOUT_S MODULE.FUNCTION`.
 
 The result or the error of the function is left in the directory under the rank's number.
 """

@@ -16,7 +16,7 @@ Report = Callable[..., None]
 
 
 class Rank:
-    """One process that runs `body(report, *arguments)`; `report(kind, **data)` reports to the
+    """A process that runs `body(report, *arguments)`; `report(kind, **data)` reports to the
     test."""
 
     def __init__(self, body: Callable[..., None], *arguments: Any) -> None:

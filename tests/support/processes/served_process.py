@@ -36,7 +36,7 @@ class ServedProcess:
         environment: Mapping[str, str] | None = None,
         under: Sequence[str] = (),
     ) -> None:
-        """`under`: a command that runs the one after it, such as a shell with other limits."""
+        """`under`: words of a command that runs the process, such as a shell with other limits."""
         self.name = name
         self.log_path = directory / f"{name}.log"
         self._ready_path = directory / f"{name}.json"

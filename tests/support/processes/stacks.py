@@ -29,7 +29,7 @@ class Stacks:
         faulthandler.register(_ASK, file=self._path.open("w"), all_threads=True)
 
     def of(self, pid: int) -> str:
-        """The stacks of the process, as they are now, and what the kernel knows of its threads."""
+        """Return the current stacks of the process, and the kernel's state of its threads."""
         try:
             threads = [_thread(task) for task in Path(f"/proc/{pid}/task").iterdir()]
             os.kill(pid, _ASK)
@@ -38,7 +38,7 @@ class Stacks:
         return "\n".join([self._written() or "(it does not answer)", *sorted(threads)])
 
     def _written(self) -> str:
-        """Return what it has written once that no longer grows."""
+        """Wait until the file no longer grows, and return its text."""
         give_up_s, seen = time.monotonic() + _WITHIN_S, -1
         while time.monotonic() < give_up_s:
             size = self._path.stat().st_size

@@ -19,8 +19,10 @@ NEW_FIELD = "string of_the_next_release = 8000;"
 
 
 def environment(release: str, directory: Path) -> dict[str, str]:
-    """Variables with which Python imports that release: `now` or `next`, which is built below the
-    directory if it is not there yet."""
+    """Return the variables with which Python imports release `now` or `next`.
+
+    `next` is built below the directory unless it exists.
+    """
     if release == "now":
         return {}
     assert release == "next"

@@ -1,10 +1,10 @@
-"""Failures of a simulated call or wait: the kinds that the real client distinguishes."""
+"""Errors of a simulated call or wait, one for each kind that the real client distinguishes."""
 
 from shoal_server.core.membership.events import Refusal
 
 
 class Unavailable(Exception):
-    """No leader answered; the caller retries."""
+    """Error of a call that no leader answered; the caller retries."""
 
 
 class RefusedCall(Exception):

@@ -104,7 +104,7 @@ class SimEtcd:
         unknown."""
         clock, answers = self._clock, list[TransactionResult]()
         lost = self.loses_answers and clock.random.random() < LOST_ANSWERS
-        heard = False
+        is_answered = False
 
         def apply() -> None:
             if clock.now_s < self.back_s:
@@ -114,15 +114,15 @@ class SimEtcd:
             if answers[0].succeeded:
                 self._note(then)
             # The write is durable even if the leader has died before the answer.
-            clock.soon(hear, LATENCY_S)
+            clock.soon(receive_answer, LATENCY_S)
 
-        def hear() -> None:
-            nonlocal heard
-            heard = True
+        def receive_answer() -> None:
+            nonlocal is_answered
+            is_answered = True
             process.changed()
 
         clock.later(self.away_s(), apply)
-        await _Until(Wait(lambda: heard))
+        await _Until(Wait(lambda: is_answered))
         if lost:
             raise Unavailable("the connection broke", details={"outcome": "unknown"})
         return answers[0]

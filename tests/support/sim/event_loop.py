@@ -33,8 +33,10 @@ class LoopProcess(SimProcess):
             self.act(0.0, what)
 
     def do(self, what: Act) -> None:
-        """Run it now, or keep it while the process is paused or dead. The tasks of a dead process
-        end when it is closed."""
+        """Run the callback now, or keep it while the process is paused or dead.
+
+        The tasks of a dead process end when it is closed.
+        """
         if self.alive and self.paused_since_s is None:
             what()
         else:
@@ -255,7 +257,7 @@ async def remote(
 
 
 def _send(network: Network, source: LoopProcess, to: LoopProcess, what: Act) -> None:
-    """Run it on the other process after a delay, unless the network is cut now or then."""
+    """Run `what` on the other process after a delay, unless the network is cut now or then."""
     if network.is_cut(source.name, to.name):
         return
 

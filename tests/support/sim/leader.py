@@ -1,4 +1,4 @@
-"""One coordinator's term as the leader: the job's real driver, in virtual time."""
+"""A coordinator's term as the leader: the job's real driver, in virtual time."""
 
 import math
 from collections import deque

@@ -1,4 +1,4 @@
-"""One worker process: the member's real core, and a trainer that acts as the elastic controller.
+"""A worker process: the member's real core, and a trainer that acts as the elastic controller.
 
 The trainer's part models `worker/shoal/session/elastic_controller.py`: it forms a generation,
 brings it up, trains, and recovers after a failed collective.

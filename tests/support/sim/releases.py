@@ -51,7 +51,7 @@ def said(message: AnyMessage, by: Release) -> AnyMessage:
 
 def _say_more(message: Message) -> None:
     for field, value in message.ListFields():
-        # Rosters are compared by the digest of all that they say.
+        # Rosters are compared by a digest of all their contents.
         if field.message_type is None or isinstance(value, pb.Roster):
             continue
         if field.message_type.GetOptions().map_entry:

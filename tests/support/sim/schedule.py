@@ -1,4 +1,4 @@
-"""One seeded run of a job: members, leaders and etcd under random faults, then without faults."""
+"""A seeded run of a job: members, leaders and etcd under random faults, then without faults."""
 
 import random
 import traceback

@@ -2,11 +2,11 @@
 
 
 def counting_script(epochs: int, steps_per_epoch: int, rate: float) -> str:
-    """Script in which each gradient is one everywhere, so the weights count the updates: none lost,
-    none twice.
+    """Make a script in which each gradient is 1 everywhere, so that the weights count the updates.
 
-    Its argument is the strategy. It reports each tenth step, runs slowly until there is a file
-    `done`, and at its end prints its steps, and the updates by its least and its largest weight.
+    Its argument is the strategy. It reports every tenth step, and runs slowly until the file `done`
+    exists. At its end it prints the number of its steps, and the numbers of updates by its smallest
+    and by its largest weight.
     """
     return f"""
 import pathlib, sys, time, shoal, torch

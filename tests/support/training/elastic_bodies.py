@@ -31,7 +31,7 @@ EPOCHS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Run):
-    """One member's run."""
+    """A member's run."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the strategy."""
@@ -41,8 +41,8 @@ class Elastic(Run):
     checkpoints: str = ""
     """Directory for a checkpoint every few steps; empty: none are written."""
     compiled: str = ""
-    """Point at which the script compiles its model: "before" it is distributed, or "behind"; empty:
-    not at all."""
+    """Point at which the script compiles its model: "before" it is distributed, or "behind": after
+    that; empty: not at all."""
     stop_file: str = ""
     """File with the step at which all members stop, once the test has decided on it."""
 
@@ -99,7 +99,7 @@ def build(optimizer: str, model_name: str) -> tuple[nn.Module, torch.optim.Optim
     torch.manual_seed(3)
     model = MODELS[model_name].make()
     if optimizer == "adamw":
-        # So a gradient that is only rounding error (of the attention keys' bias) makes no steps.
+        # The attention keys' bias has gradients of rounding errors only, which must make no steps.
         eps = 1e-5 if model_name == "gpt" else 1e-8
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
     if optimizer in OPTIMIZERS:

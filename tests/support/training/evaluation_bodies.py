@@ -25,7 +25,7 @@ BATCH = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluating(Elastic):
-    """One member's run. `fault`: "kill in evaluation", "kill before state_dict"."""
+    """A member's run. `fault`: "kill in evaluation", "kill before state_dict"."""
 
 
 def measured(model: nn.Module, batch: Batch) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import os
 
-# Read when Keras is imported.
+# Keras reads this variable when it is imported.
 os.environ["KERAS_BACKEND"] = "torch"
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ NEVER = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """One member's part in a test."""
+    """A member's part in a test."""
 
     coordinator: str
     job: str

@@ -24,7 +24,7 @@ NEVER = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One member's part in a test."""
+    """A member's part in a test."""
 
     coordinator: str
     job: str

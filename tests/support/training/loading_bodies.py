@@ -69,7 +69,7 @@ def train(report: Report, run: LoadingRun) -> None:
 
 
 def one_process(run: LoadingRun, num_steps: int) -> dict[str, Any]:
-    """The weights after the same steps in plain torch, on samples that no process has loaded."""
+    """Return the weights after the same steps in plain torch, without loading processes."""
     model, optimizer = build(run.optimizer, "layers")
     loader = Loader(Augmented(), order(run.batch_size))
     for step in range(num_steps):

@@ -19,7 +19,7 @@ from shoal.strategies.local_sgd.strategy import LocalSGD
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRun(Run):
-    """One member's run."""
+    """A member's run."""
 
     every_steps: int
     optimizer: str = "adamw"

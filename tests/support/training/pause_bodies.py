@@ -19,7 +19,7 @@ EPOCHS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Pausing(Run):
-    """One member's run; the file `gate` ends the member's other code at step `at_step`."""
+    """A member's run; the file `gate` ends the member's other code at step `at_step`."""
 
     pauses: bool = True
     """True if the member announces its other code as a pause."""

@@ -116,7 +116,7 @@ def stuck_collective(report: Report, path: str, rank: int, world_size: int, how:
 
 
 class CountingStore(AbortableFileStore):
-    """Counts the calls that would go over the network."""
+    """Store that counts the waits, which would go over the network."""
 
     num_waits = 0
 
@@ -185,7 +185,7 @@ def stuck_bring_up(report: Report, path: str, rank: int, dead: int, gate: str) -
 
 
 def lone_group(path: str, rank: int) -> GlooGroup:
-    """Group of one of two ranks, which nothing cuts."""
+    """Make the group of one of two ranks, which nothing cuts."""
     return _group(path, rank, 2)
 
 
@@ -213,7 +213,7 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
     ddp = DistributedDataParallel(model, process_group=process_group, init_sync=False)
     exchange = GradientExchange(process_group, lambda _: "w")
     ddp.register_comm_hook(None, exchange.average)
-    for _ in range(2):  # in its second step DDP orders its buckets again, by a collective
+    for _ in range(2):  # in its second step DDP reorders its buckets, with a collective
         ddp(torch.ones(2, 4)).sum().backward()
     if rank == 1:
         report("going")
@@ -314,7 +314,7 @@ NUM_STEPS = 5 * EPOCHS
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    """47 samples: the last batch of an epoch has 7, and no batch divides by three."""
+    """Make 47 samples: the last batch of an epoch has 7, and no batch divides by three."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
     return inputs, (inputs.sum(1) > 0).long()
@@ -330,7 +330,7 @@ def model_and_optimizer(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Opt
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One member's part in a test."""
+    """A member's part in a test."""
 
     coordinator: str
     job: str
@@ -368,7 +368,7 @@ class Elsewhere(JoinConfig):
 
 
 def session_of(run: Run) -> Session:
-    """Session as `shoal.join` makes it."""
+    """Make a session as `shoal.join` does."""
     config = JoinConfig(
         job=run.job,
         coordinators=(run.coordinator,),
@@ -400,7 +400,7 @@ class DiesInBringUp(TellsOfBringUp):
 
 
 def train(report: Report, run: Run) -> None:
-    """The training loop of the README, with a fault in it."""
+    """Run the README's training loop, with a fault in it."""
     # Each member starts from other weights: the first bring-up makes them the same.
     model, optimizer = model_and_optimizer(seed=ord(run.member_id))
     strategy: str | Strategy = run.strategy

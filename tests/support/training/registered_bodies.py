@@ -18,7 +18,7 @@ from shoal.data.batches import Loader
 
 @dataclass(frozen=True, kw_only=True)
 class Registering(Elastic):
-    """One member's run."""
+    """A member's run."""
 
     averages: bool = True
     """True if the script keeps an average of the weights, for strategies with whole weights."""

@@ -72,7 +72,7 @@ def loader_of(batch_size: int) -> Loader:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRun(Elastic):
-    """One member's run."""
+    """A member's run."""
 
     num_workers: int = 2
 

@@ -25,7 +25,7 @@ EPOCHS = elastic_bodies.EPOCHS
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Elastic):
-    """One member's run."""
+    """A member's run."""
 
     parts: str = ""
     """Division of a share into passes: "fixed size", "fixed number", "more on the first", "by the

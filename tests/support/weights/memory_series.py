@@ -66,7 +66,7 @@ class MemorySeries:
 
 
 class MemoryContributor:
-    """One rank's access to a MemorySeries."""
+    """A rank's access to a MemorySeries."""
 
     def __init__(self, series: MemorySeries, place: PublisherRank) -> None:
         self._series, self._place = series, place

@@ -1,14 +1,14 @@
-"""A job that publishes weights which count its updates, and readers that look whether they do."""
+"""Scripts of a job whose published weights count its updates, and of readers that check them."""
 
 RATE = 2.0**-10
 
 
 def publishing_script(epochs: int, steps_per_epoch: int) -> str:
-    """Script in which each gradient is one everywhere, so every weight of the version of step n is
-    -n * RATE: a mixture of two versions is visible. Its argument is the strategy.
+    """Make a script in which each gradient is 1 everywhere. Its argument is the strategy.
 
-    It publishes after each step, runs slowly until there is a file `done`, and marks its last
-    version.
+    Every weight of the version of step n is -n * RATE, so that a mixture of two versions shows.
+    The script publishes after each step, runs slowly until the file `done` exists, and marks its
+    last version.
     """
     return f"""
 import pathlib, sys, time, shoal, torch
@@ -47,8 +47,11 @@ with shoal.join() as session:
 
 
 def reading_script() -> str:
-    """Arguments: the series, and the reader's name. Says of each version that it has installed
-    number, step and digest, and whether it is what that step gives; ends with the last version."""
+    """Make a reader's script, whose arguments are the series and the reader's name.
+
+    For each version that it installs, the script prints number, step and digest, and if the values
+    are those of that step. It ends with the version that is marked as the last.
+    """
     return f"""
 import sys, shoal
 from shoal_proto.errors import VersionGone

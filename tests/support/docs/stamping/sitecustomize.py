@@ -24,8 +24,8 @@ if _settings := os.environ.get("WALK_STAMPS"):
 
 
 class _Remote(socket.socket):
-    """A socket that finds nothing on its own machine, as if processes were on hosts of their own:
-    what a push goes through differs if they share memory."""
+    """A socket that cannot use its own machine's shortcuts, as if each process were on a separate
+    host: a push takes another path if the processes share memory."""
 
     def connect(self, address: Any) -> None:
         if self.family == socket.AF_UNIX:
@@ -34,7 +34,7 @@ class _Remote(socket.socket):
 
 
 def stamp(name: str) -> None:
-    """Write time, process and name. A line is written whole, whoever else writes at the time."""
+    """Write time, process and name, in one piece even if other processes write at that time."""
     os.write(_STAMPS, f"{time.monotonic_ns()} {os.getpid()} {name}\n".encode())
 
 
@@ -68,7 +68,7 @@ class _Marking(ast.NodeTransformer):
 
 
 def get_code(self: Any, fullname: str) -> CodeType | None:
-    """The module's code; compiled anew if it has named functions."""
+    """The module's code, recompiled if it has named functions."""
     path = self.get_filename(fullname)
     if path not in NAMED:
         return PLAIN(self, fullname)

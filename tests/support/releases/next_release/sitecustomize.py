@@ -16,7 +16,7 @@ from shoal_server.etcd.remote import wire
 from shoal_server.serving import rpc
 
 NEW_FIELD = identity_pb2.Token(of_the_next_release="next").SerializeToString()  # type: ignore[call-arg]
-"""The field as each message has it: all have it under one number."""
+"""The field as encoded in every message: it has the same number in all of them."""
 ROOT = b"/shoal/v1/"
 ASSIGNMENTS = ROOT + b"assignments/"
 MARK = {"of_the_next_release": {"says": ["more"]}}
@@ -45,8 +45,8 @@ plain_roster = codec._roster_to_pb
 
 
 def roster_to_pb(roster: Any) -> Any:
-    """The roster with the new field: its digest, which members of both releases compute, covers
-    it."""
+    """Add the new field to a roster. The digest covers it, and members of both releases compute
+    that digest."""
     message = plain_roster(roster)
     for part in (message, *message.entries):
         part.of_the_next_release = "next"
@@ -61,7 +61,7 @@ def encoded(serialize: Any, reply: Any) -> bytes:
 
 
 def extending(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The channel's method, whose requests then have the new field."""
+    """Wrap a method of the channel, so that its requests have the new field."""
 
     def made(self: Any, name: Any, request_serializer: Any = None, *rest: Any, **named: Any) -> Any:
         serialize = request_serializer

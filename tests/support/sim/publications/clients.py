@@ -43,7 +43,7 @@ ANSWER_S = 6.0
 
 
 class SimPublisher:
-    """One rank of a publisher: a member of a generation, or a plain script."""
+    """A rank of a publisher: a member of a generation, or a plain script."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ PART_WAIT_S = 20.0
 
 
 class SimCoordinator:
-    """One process. The world makes it lead; etcd shows if it still does."""
+    """A coordinator's process. The world makes it lead; etcd shows if it still leads."""
 
     def __init__(self, etcd: SimEtcd, name: str, servers: dict[str, SimServer]) -> None:
         self.etcd = etcd

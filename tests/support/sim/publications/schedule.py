@@ -1,4 +1,4 @@
-"""One seeded run of published weights: faults of every kind, then a time without faults."""
+"""A seeded run of published weights: faults of every kind, then a time without faults."""
 
 import random
 import traceback

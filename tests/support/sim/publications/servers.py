@@ -26,7 +26,7 @@ CALL_S = 3.0
 
 
 class SimServer:
-    """One process of a server."""
+    """A server's process."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class SimCalls:
         """Call a method of a server's `ShardSnapshots`."""
         server = self._found(address)
         name = method(_MethodNames()).lower()
-        # As a message over the wire, it stays as it is when the caller changes its own.
+        # A copy, as over the wire: the caller may change its own message later.
         sent = type(request).FromString(request.SerializeToString())
         return await server.call(
             self._process, lambda: getattr(server.shards, name)(sent), timeout_s

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 JOB, RUN = "rl", "run"
 NUM_DENSE = 2
 NUM_SHARDS = NUM_DENSE + 1
-"""The last one is of a table."""
+"""Number of shards; the last one belongs to a table."""
 ALL = frozenset(range(NUM_SHARDS))
 ELEMENTS = 4
 """Elements of the parameter on each dense shard, and positions of the table's shard."""
@@ -52,7 +52,7 @@ Applied = Mapping[str, int]
 
 @dataclass
 class SimShard:
-    """One shard at its primary."""
+    """A shard at its primary."""
 
     shard_id: int
     epoch: int = 1

@@ -34,7 +34,7 @@ ELECTED_WITHIN_S = 5.0
 
 
 class PublicationWorld:
-    """One cluster, with a trainer, a plain script, and readers of both."""
+    """A cluster, with a trainer, a plain script, and readers of both."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ LOADED_WITHIN_S = 90.0
 
 
 class SimCoordinator:
-    """One process. A later process knows nothing of what this one observed."""
+    """A coordinator's process. A later process knows nothing of what this one observed."""
 
     def __init__(self, setting: Setting, name: str, copies: int) -> None:
         self.process = SimProcess(setting.clock, name)

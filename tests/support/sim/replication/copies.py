@@ -89,8 +89,11 @@ class ServerCopies:
         tell: Callable[[], None],
         is_wanted: Callable[[], bool],
     ) -> None:
-        """Load the shard from a snapshot, unless at the end of loading it is no longer this
-        server's, or no longer wanted."""
+        """Load the shard from a snapshot.
+
+        The values are discarded if the shard is no longer this server's, or no longer wanted, when
+        loading ends.
+        """
 
         def loaded() -> None:
             record = self._server.registration.records.get(key)
@@ -209,7 +212,7 @@ class ServerCopies:
             if self._setting.copies_fail and self._chance.random() < self._setting.copies_fail:
                 self._server.post(ev.CopyFailed(copy.key), copy)
 
-        # Long for a few only, as many replays may wait for each other.
+        # Only a few take long, as many replays may wait for each other.
         is_long = self._chance.random() < 0.1
         copy.lane.put(self._takes_s(long=is_long, longest_s=LONG_REPLAY_S), apply)
 

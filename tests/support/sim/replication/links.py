@@ -26,7 +26,7 @@ class HangUp:
 
 @dataclass(eq=False)
 class End:
-    """One end of a link, in its process."""
+    """An end of a link, in its process."""
 
     process: SimProcess
     receive: Callable[[object], None]

@@ -1,4 +1,4 @@
-"""One seeded run of replication: faults of every kind, then a time without faults."""
+"""A seeded run of replication: faults of every kind, then a time without faults."""
 
 import random
 import traceback

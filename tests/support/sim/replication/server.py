@@ -1,4 +1,4 @@
-"""One process of a parameter server: the real replication core in a shell in virtual time."""
+"""A process of a parameter server: the real replication core in a shell in virtual time."""
 
 from collections import deque
 from collections.abc import Callable, Mapping

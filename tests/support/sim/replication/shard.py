@@ -25,7 +25,7 @@ class SimRecord:
 
 @cache
 def chained(before: int, update: Update) -> int:
-    """Hash a sequence of updates: the hash of all before the last one, and the last."""
+    """Extend the hash of a sequence of updates by its next update."""
     return hash((before, update))
 
 

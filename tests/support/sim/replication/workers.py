@@ -24,7 +24,7 @@ _LEVELS = (AckLevel.REPLICATED, AckLevel.REPLICATED, AckLevel.DURABLE, AckLevel.
 
 @dataclass(eq=False)
 class Call:
-    """One push or pull, until its final answer."""
+    """A push or pull, until its final answer."""
 
     key: Key
     run: str
