@@ -49,5 +49,5 @@ def test_a_tied_parameter_has_the_same_bytes_under_each_name() -> None:
 
 def test_a_tensor_of_a_publisher_cannot_pass_for_rows() -> None:
     layout = pb.Layout(tensors=[pb.TensorSpec(name="shoal.tables/users/00000/ids")])
-    with pytest.raises(InvalidSpec, match="kept for embedding tables"):
+    with pytest.raises(InvalidSpec, match="reserved for embedding tables"):
         check_names(layout)
