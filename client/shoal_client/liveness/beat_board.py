@@ -36,7 +36,6 @@ import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import TracebackType
 
 from google.protobuf.message import DecodeError
@@ -299,7 +298,6 @@ class BeatBoard:
         self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, num_slots * SLOT_BYTES)
         self._memory = mmap.mmap(self._descriptor, 0)
-        self._directory = TemporaryDirectory(prefix="shoal-host-", ignore_cleanup_errors=True)
         self.slots = [BeatSlot(self._memory, index) for index in range(num_slots)]
         for slot in self.slots:
             slot.clear()
@@ -315,12 +313,6 @@ class BeatBoard:
     ) -> None:
         self._memory.close()
         os.close(self._descriptor)
-        self._directory.cleanup()
-
-    @property
-    def shared_directory(self) -> str:
-        """Directory for files shared by the workers, while the launcher lives."""
-        return self._directory.name
 
     def address(self, index: int) -> str:
         """Address at which a process of the same user opens the slot, while the launcher lives."""

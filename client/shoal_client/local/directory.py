@@ -1,5 +1,5 @@
-"""The temporary directory of a local cluster. It is removed at the end of the command, or by the
-next command if this one was killed. After a failed start its logs are kept for a day."""
+"""The temporary directory of a local cluster or a launcher. It is removed at the end of the
+command, or by the next command if this one was killed. After a failed start its logs are kept for a day."""
 
 import fcntl
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shoal_proto.errors import RefusedError, Unavailable
 
-PREFIXES = ("shoal-up-", "shoal-run-")
+PREFIXES = ("shoal-up-", "shoal-run-", "shoal-host-")
 """Prefixes of the directories that are locked here, and removed if they are left over."""
 KEPT_LOGS = "only-logs-are-kept"
 """The name of an empty file that marks the directory of a failed start."""

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from shoal.launcher import metrics
@@ -40,6 +41,7 @@ from shoal_client.host.reports import CALL_TIMEOUT_S, FINISHED, HostReporter
 from shoal_client.host.stop_orders import StopOrders
 from shoal_client.liveness.beat_board import BeatBoard, MembershipEnding
 from shoal_client.liveness.lifeline import ExitWatch
+from shoal_client.local.directory import temporary_directory
 from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
 from shoal_proto.secrets import LAUNCH_VARIABLE, job_secret
@@ -91,6 +93,7 @@ class Launcher:
         ]
         root = config.output.log_directory or log_root(config.environment)
         self._logs = [WorkerLog(log_path(root, config.job, each.member_id)) for each in self.slots]
+        self._shared_directory = Path()
         # Signal handlers put events into this queue: a SimpleQueue is reentrant.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._reporter = HostReporter(config.coordinators)
@@ -111,6 +114,7 @@ class Launcher:
         with (
             self._signals(),
             BeatBoard(len(self.slots)) as board,
+            temporary_directory("shoal-host-") as self._shared_directory,
             self._reporter,
             self._beats,
             self._outputs(),
@@ -179,7 +183,7 @@ class Launcher:
         board.slots[slot.index].clear()
         environment = worker_environment(self._config, slot.member_id, slot.index)
         environment["SHOAL_BEATS"] = board.address(slot.index)
-        environment["SHOAL_SHARED_DIRECTORY"] = board.shared_directory
+        environment["SHOAL_SHARED_DIRECTORY"] = str(self._shared_directory)
         environment[LAUNCH_VARIABLE] = slot.launch_secret
         environment.setdefault(ADMISSION_VARIABLE, str(WORKER_ADMISSION_S))
         slot.process = supervisor.spawn(
