@@ -1,4 +1,4 @@
-"""A coordinator that has been asked to end stays while members drain."""
+"""Coordinators that were asked to end stay while members drain."""
 
 import pytest
 

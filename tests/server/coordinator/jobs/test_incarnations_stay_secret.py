@@ -74,7 +74,7 @@ async def refusal(call: Awaitable[Any]) -> str:
 
 
 async def calls(address: str) -> list[str]:
-    """Return answers to calls in the name of a member, of another process of it, and of a stranger."""
+    """Return answers to calls in the name of a member, of its other process, and of a stranger."""
     texts = []
     async with grpc.aio.insecure_channel(address) as channel:
         membership = MembershipStub(channel)

@@ -182,8 +182,7 @@ async def test_a_finished_job_still_tells_its_past(store: EtcdClient, endpoint: 
 async def test_keys_of_members_without_a_job_are_taken_away(
     store: EtcdClient, endpoint: str
 ) -> None:
-    """A member whose admission ended halfway belongs to no job, so that its key would stay for
-    ever."""
+    """A member whose admission ended halfway is in no job, so that no job removes its key."""
     stray, foreign = keys.member("gone", "w0"), keys.MEMBERS + "no job/w0"
     await takes_over(store, endpoint, [Put(stray, b"{}"), Put(foreign, b"{}")])
     assert await store.get(stray) is None

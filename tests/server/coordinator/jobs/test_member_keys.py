@@ -14,7 +14,7 @@ AN_HOUR_S = 3600.0
 
 
 async def test_no_absence_of_the_coordinator_ends_a_member() -> None:
-    """Parameter servers fence by these keys, which are still there after an hour without a leader."""
+    """Keys are still there after an hour without a leader: parameter servers fence by them."""
     now_s = 0.0
     store = MemoryStore(clock=lambda: now_s)
     async with served(store) as first:

@@ -55,7 +55,7 @@ async def test_members_get_one_record_and_it_is_in_the_store() -> None:
 
 
 async def test_a_dead_process_is_noticed_by_its_stream_and_a_failed_collective() -> None:
-    """Both signs together are a loss at once; the survivor trains on alone; the dead one is fenced."""
+    """Both signs together are a loss at once; the survivor trains on; the dead one is fenced."""
     store = MemoryStore()
     async with served(store) as world:
         a, b = await world.training("a", "b")

@@ -98,8 +98,7 @@ def test_a_coordinator_that_restarts_leads_without_waiting_for_its_own_lease(
 
 
 async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) -> None:
-    """A replica that starts takes nothing from a leader elsewhere, even if a host has the same
-    name."""
+    """A replica that starts takes nothing from a leader elsewhere, even on a host of its name."""
     store = MemoryStore()
     await _reign(store, "127.0.0.1:1")
     for candidate in (
@@ -243,7 +242,7 @@ async def test_a_refusal_counts_only_after_the_leader_has_answered_once() -> Non
 
 
 async def test_an_end_does_not_reach_the_successor() -> None:
-    """A replica that finds out late ends the term of the leader that it found gone, and no other."""
+    """A replica that finds out late ends only the term of the leader that it found gone."""
     store = MemoryStore()
     async with asyncio.timeout(DEADLINE_S):
         async with _coordinator() as (health, address):

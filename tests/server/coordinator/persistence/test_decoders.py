@@ -86,7 +86,7 @@ def is_read(key: str, value: bytes) -> bool:
 
 
 def test_the_good_ones_are_read() -> None:
-    """The later tests could otherwise find everything broken. A chunk of the shard map is missing."""
+    """Later tests must not find everything broken. A chunk of the shard map is missing."""
     for kind, (key, value) in GOOD.items():
         assert inspection.kind_of(JOB, key) is kind
         assert is_read(key, json.dumps(value).encode()) == (kind is not RecordKind.SHARDS), kind

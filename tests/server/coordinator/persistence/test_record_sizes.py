@@ -137,7 +137,7 @@ async def test_who_would_make_the_roster_too_large_is_refused_and_the_others_tra
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The refusal comes before the roster is shown. Regression: the job was quarantined once all
-    had accepted."""
+    members had accepted."""
     store = MemoryStore()
     async with served(store) as world:
         trainers = await world.training("a", "b")

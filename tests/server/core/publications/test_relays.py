@@ -74,7 +74,7 @@ def test_who_passes_nothing_on_is_sent_to_the_servers() -> None:
 
 
 def test_a_relay_that_has_the_version_serves_those_that_come_later() -> None:
-    """A later coordinator knows such a relay too. A child no longer counts once it has the version."""
+    """A later coordinator knows such relays too. Children with the version no longer count."""
     run = Run()
     assert run.report("r0", installed=1) == {}
     assert [run.fetch(f"r{i}") for i in (1, 2, 3)] == ["r0", "r0", "r1"]

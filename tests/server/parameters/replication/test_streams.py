@@ -1,4 +1,4 @@
-"""What a primary tells its backup: the same by shared memory, by sockets and by gRPC."""
+"""Replication over shared memory, sockets and gRPC: the backup gets the same."""
 
 import asyncio
 import mmap
@@ -52,7 +52,7 @@ def filled(value: float) -> dict[str, memoryview]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backup_has_every_push(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leads the shards once the primary is gone, and goes on with values and momentum."""
+    """The backup leads the shards once the primary is gone, with the same values and momentum."""
     written: list[str] = []
     for kind in (BulkStream, GrpcStream):
         write = kind.write
@@ -77,7 +77,7 @@ def test_a_backup_has_every_push(way: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @contextmanager
 def that_has_pushed(servers: ParameterServers) -> Iterator[ParameterClient]:
-    """A worker, behind its pushes."""
+    """Run a worker that has made its pushes."""
     token = servers.admit("w0")
     with closing(ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)) as client:
         client.place(SCHEMA)
@@ -89,7 +89,7 @@ def that_has_pushed(servers: ParameterServers) -> Iterator[ParameterClient]:
 
 
 def led_on_by_the_backup() -> tuple[set[float], float]:
-    """The values after pushes, the primary's end and one push more; what they should be."""
+    """Return the values after pushes, the primary's end and one more push, and the expected value."""
     with ParameterServers(2) as servers:
         with that_has_pushed(servers) as client:
             servers.stop("ps-0")
@@ -105,8 +105,8 @@ def led_on_by_the_backup() -> tuple[set[float], float]:
 def test_a_push_that_counts_once_it_is_sent_is_answered_together_with_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody waits for these answers; the primary hears them all the same, and keeps nothing that
-    its backup has."""
+    """No worker waits for these answers; the primary still gets them, and keeps no record that its
+    backup has."""
     together: list[FollowReply] = []
     put = _BulkCall.send_soon
 
@@ -146,8 +146,8 @@ async def test_a_place_is_filled_again_only_once_it_is_free() -> None:
 
 
 async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free() -> None:
-    """Nothing is summed up there, and no byte of it goes through the socket. The log has it in that
-    place, too, until the place is free, and then of its own."""
+    """No checksum is computed, and no byte goes through the socket. The log shares the slot until
+    the slot is free, and then has a copy of its own."""
     data = bytes(range(256)) * 64
     record = UpdateRecord(PushRecord(session="s", sequence=1, version=2), data)
     ours, theirs = socket.socketpair()

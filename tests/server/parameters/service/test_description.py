@@ -1,4 +1,4 @@
-"""What a server says of itself: what was refused, what is queued, and how far its copies are."""
+"""Description of a server: what was refused, what is queued, and how far its copies are."""
 
 from array import array
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def created(servers: ParameterServers) -> tuple[ParameterClient, ShardMap]:
 
 
 def test_a_push_by_an_outdated_map_is_counted(servers: ParameterServers) -> None:
-    """Per part that was refused for its epoch; and as partial where another part was applied."""
+    """Each part refused for its epoch counts, and the push is partial if another part was applied."""
     client, shard_map = created(servers)
     one, other = shard_map.shards
     token = servers.admit("w1", incarnation="two")
@@ -72,8 +72,8 @@ def test_a_push_by_an_outdated_map_is_counted(servers: ParameterServers) -> None
 
 
 def answered(servers: ParameterServers) -> list[pb.DescribeReply] | None:
-    """What both say, once all is replicated: backups answer a few milliseconds behind what counts
-    as received already."""
+    """Return both servers' descriptions once all is replicated, else None: backups answer some
+    milliseconds after an update counts as received."""
     replies = []
     for server in servers.servers.values():
         with grpc.insecure_channel(server.address) as channel:
@@ -86,7 +86,7 @@ def answered(servers: ParameterServers) -> list[pb.DescribeReply] | None:
 
 
 def test_a_server_tells_how_far_its_copies_are(servers: ParameterServers) -> None:
-    """Each shard names who has it and up to which version; the other server counts it as a copy."""
+    """Each shard names its holders and their versions; the other server counts it as a copy."""
     servers.add("ps-1")
     client, _ = created(servers)
     gradients = {name: memoryview(array("f", [1.0]) * 8).cast("B") for name in "ab"}
