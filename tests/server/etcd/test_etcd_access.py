@@ -94,8 +94,7 @@ async def test_an_authority_that_did_not_sign(secured: Secured) -> None:
 
 
 async def test_no_certificate_of_our_own(secured: Secured) -> None:
-    """A client without a certificate is refused by an etcd that asks for one, within the time
-    limit."""
+    """A client without a certificate is refused in time by an etcd that asks for one."""
     anonymous = replace(secured.config, cert_file=None, key_file=None)
     async with EtcdClient(anonymous) as client:
         with pytest.raises(Unavailable, match="no etcd answered"):

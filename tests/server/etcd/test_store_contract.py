@@ -251,7 +251,7 @@ async def test_a_watch_over_forgotten_history_is_reset(bench: Bench) -> None:
 
 
 async def test_bad_starts_of_a_watch(bench: Bench) -> None:
-    """A watch starts within history or at its end, not before its first revision or in the future."""
+    """A watch starts within history or at its end: neither before it nor in the future."""
     revision = (await bench.store.range(bench.prefix)).revision
     for start in (0, revision + 2):
         with pytest.raises(RefusedError):

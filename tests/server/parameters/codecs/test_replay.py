@@ -106,7 +106,7 @@ def table_push(gradient: bytes, codec: GradientCodec | None, sequence: int = 1) 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "int8"])
 def test_rows_step_on_what_their_gradients_stand_for(kind: str) -> None:
-    """Rows pushed without a codec with the same numbers give the same values, and so does a copy."""
+    """Rows with the same numbers pushed without a codec give the same values, as does a copy."""
     assert shard_of(3, 1) == 0
     new = partial(new_table_shard, Shard(shard_id=2, epoch=1, table="t"), TABLE)
     shard, plain = new(), new()

@@ -171,7 +171,7 @@ SPOILT = [
 
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_another_table_is_found(spoil: Callable[[TableShard], None]) -> None:
-    """Tables differ by a row more or less, another life of a row, another state, or other counts."""
+    """Tables differ by one row, another life of a row, another state, or other counts."""
     shard, copy = rows_pushed("adagrad", admission=Admission(kind="count", min_pushes=2))
     spoil(copy)
     assert DIFFERENT in walked(shard, copy, 4096)

@@ -241,8 +241,7 @@ FAILURES = {
 @pytest.mark.parametrize("kind", FAILURES)
 def test_a_disk_that_fails_is_told_and_tried_again(tmp_path: Path, kind: str) -> None:
     """Waiting callers get the error, new records are refused, and pushes that need no disk go on.
-    Once the disk works, the records accepted before are on it, and so are those after the next
-    image."""
+    Once the disk works, it has the records accepted before, and those after the next image."""
     error, expected = FAILURES[kind]
     disk, shard = Disk(), Log(0)
     with Journal(config(tmp_path), fsync=disk.fsync) as journal:
@@ -328,7 +327,7 @@ def no_new_segments(error: int) -> Iterator[None]:
 
 
 def test_a_server_that_is_started_on_a_full_disk_has_what_is_on_it(tmp_path: Path) -> None:
-    """Callers that wait for the disk get an error; shards are journaled again once there is room."""
+    """Callers that wait for the disk get an error; journaling resumes once there is room."""
     shard = Log(0)
     with Journal(config(tmp_path)) as journal:
         journal.put_image("job", 1, shard.image())

@@ -21,8 +21,7 @@ def entry(number: int) -> JournalEntry:
 
 
 def segment() -> tuple[bytes, list[int]]:
-    """Return the bytes and the end of each entry. Entries come in groups that were synced one by
-    one."""
+    """Return the bytes and the end of each entry. Groups of entries were synced one by one."""
     data, ends = start(1), []
     for first in range(1, NUM_ENTRIES + 1, GROUP):
         synced_bytes = len(data)

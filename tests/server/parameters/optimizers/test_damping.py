@@ -45,7 +45,7 @@ def test_sgds_effective_rate_is_divided(momentum: float, staleness: int) -> None
 def test_a_stale_round_goes_its_share_of_the_way(
     lr: float, momentum: float, staleness: int
 ) -> None:
-    """The share is one of s + 1 members' rounds: DiLoCo's own settings go 7 times as far with each."""
+    """The share is that of s + 1 members' rounds; DiLoCo's own settings go 7 times as far."""
     rate, left = damping("outer", HyperParameters(lr=lr, momentum=momentum), staleness)
     assert rate <= 1 + 1e-5
     assert left <= momentum

@@ -142,7 +142,7 @@ def test_a_record_in_one_lent_piece_is_told_to_be_borrowed_and_can_be_kept() -> 
 
 
 def test_lent_pieces_of_what_comes_in_several_are_copied() -> None:
-    """The sender uses the first piece's memory again before the last has come; and chunks are kept."""
+    """The first piece's memory is used again before the last has come; and chunks are kept."""
     shared = bytearray(PIECE)
     assembly = RequestAssembler(memory(), lambda key, image: True)
     assembly.take(record(2 * len(shared)))

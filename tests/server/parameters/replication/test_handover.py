@@ -84,8 +84,7 @@ async def name_successors(servers: ParameterServers) -> int:
 
 
 async def first_move(servers: ParameterServers, since: int) -> dict[int, ShardAssignment]:
-    """Return the shards that have a new primary after the first change of the records which moved
-    any."""
+    """Return the shards that moved in the first change of the records which moved any."""
     epochs: dict[int, int] = {}
     moved: dict[int, dict[int, ShardAssignment]] = defaultdict(dict)
     watch = servers.store.watch(keys.assignments(JOB), Revision(since))

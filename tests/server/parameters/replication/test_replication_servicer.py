@@ -203,8 +203,7 @@ class Link:
             return reply
 
     async def answers(self, num: int) -> list[Reply]:
-        """Return the next answers, without heartbeats and answers to chunks. Raises the call's
-        error."""
+        """Return the next answers but those to heartbeats and chunks. Raises the call's error."""
         found: list[Reply] = []
         try:
             async with asyncio.timeout(ANSWER_S):

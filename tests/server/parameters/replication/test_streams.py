@@ -89,7 +89,7 @@ def that_has_pushed(servers: ParameterServers) -> Iterator[ParameterClient]:
 
 
 def led_on_by_the_backup() -> tuple[set[float], float]:
-    """Return the values after pushes, the primary's end and one more push, and the expected value."""
+    """Return the values after pushes, the primary's end and one more push; and the expected."""
     with ParameterServers(2) as servers:
         with that_has_pushed(servers) as client:
             servers.stop("ps-0")
@@ -105,8 +105,8 @@ def led_on_by_the_backup() -> tuple[set[float], float]:
 def test_a_push_that_counts_once_it_is_sent_is_answered_together_with_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No worker waits for these answers; the primary still gets them, and keeps no record that its
-    backup has."""
+    """No worker waits for these answers; the primary gets them all the same, and drops records that
+    its backup has."""
     together: list[FollowReply] = []
     put = _BulkCall.send_soon
 

@@ -101,8 +101,7 @@ async def test_a_push_that_waits_for_one_follower_is_not_overwritten_by_what_ano
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The joiner reads nothing for a while, and the memory that it shares with the primary is full.
-    The update that waits for it is in memory that the backup has read, and that is used for other
-    pushes."""
+    The update that waits for it is in memory that the backup has read and other pushes reuse."""
     store = MemoryStore()
     async with AsyncExitStack() as stack:
         servers = [
