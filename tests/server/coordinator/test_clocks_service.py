@@ -163,7 +163,7 @@ async def test_after_a_change_of_leaders_members_say_their_clocks_again() -> Non
 
 
 async def test_a_clock_that_makes_no_sense_is_refused() -> None:
-    """Any client may send a bound beyond all reason."""
+    """Clients may send a bound beyond all reason."""
     async with two(bound=0) as (world, (one, _)):
         request = pb.AdvanceRequest(token=one.member.token, bound=1 << 40)
         with pytest.raises(MalformedMessage, match="bound 1099511627776"):

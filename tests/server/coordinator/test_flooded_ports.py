@@ -122,7 +122,7 @@ def joined(stack: ExitStack, coordinator: ServedProcess, name: str) -> MemberSes
 
 @pytest.mark.nightly
 def test_members_join_while_strangers_take_all_they_can(tmp_path: Path) -> None:
-    """Some descriptors are reserved, silent connections are closed, and the leader stays."""
+    """The coordinator reserves descriptors, closes silent connections, and stays the leader."""
     with ExitStack() as stack:
         stack.enter_context(many_descriptors())
         etcd = stack.enter_context(running_etcd(tmp_path))

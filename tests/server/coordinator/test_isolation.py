@@ -154,7 +154,7 @@ async def test_a_ledger_that_etcd_refuses_quarantines_its_job() -> None:
 
 
 async def test_only_the_comparison_of_the_leaders_key_ends_the_term() -> None:
-    """Neither a refused write nor a conflict on a job's key ends the term."""
+    """The term survives a refused write, and ends with a write that finds the leader's key gone."""
     store = Refusing()
     revision = await store.put(keys.LEADER, b"{}")
     conditions = [created_at(keys.LEADER, revision)]

@@ -48,7 +48,7 @@ async def beat(world: Served, token: Token) -> ShoalError | None:
 
 
 async def test_a_finished_job_begins_anew() -> None:
-    """All keys go except the number of the last generation, from which the next run continues."""
+    """The number of the last generation is kept for the next run; all other keys go."""
     store = MemoryStore()
     async with served(store) as world:
         await finished_job(world)
@@ -80,7 +80,7 @@ async def test_a_job_begins_anew_whatever_lies_among_its_generations(garbage: st
 
 @pytest.mark.parametrize("new_leader", [False, True])
 async def test_a_job_whose_state_is_lost_begins_anew(new_leader: bool) -> None:
-    """Neither a join nor a change of leaders can begin the job anew."""
+    """The job cannot begin anew by a join, nor by a change of leaders."""
     async with served(MemoryStore()) as world:
         for member in await world.training("a", "b"):
             await asyncio.to_thread(member.leave, completed=False, reason="killed")
@@ -116,7 +116,7 @@ async def test_the_next_run_has_no_steps_of_the_last() -> None:
 
 
 async def test_a_job_that_never_was_is_no_error() -> None:
-    """Such a reset writes nothing."""
+    """The reset writes nothing."""
     store = MemoryStore()
     async with served(store) as world:
         await asyncio.to_thread(check_not_finished, [world.address], "j")
@@ -232,7 +232,7 @@ async def test_the_next_run_goes_over_all_samples() -> None:
 
 
 async def test_a_member_that_was_lost_in_the_run_of_now_is_fenced_as_ever() -> None:
-    """Only processes of earlier runs are told that their run is over."""
+    """The answer that a run is over is for processes of earlier runs."""
     async with served(MemoryStore()) as world:
         await finished_job(world)
         assert await asyncio.to_thread(reset_job, [world.address], "j")

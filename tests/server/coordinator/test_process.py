@@ -119,13 +119,13 @@ def test_members_of_a_replica_that_does_not_lead_are_sent_to_the_leader(
 
 
 def test_etcd_away_stops_no_running_generation(tmp_path: Path) -> None:
-    """No member is declared lost; once etcd is back, a pending change is made."""
+    """Members are not declared lost; once etcd is back, a pending change is made."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
         only = replica(supervisor, tmp_path, "c", etcd.endpoint)
         with closing([member(name, [only.grpc], 2) for name in ("a", "b")]) as members:
             form(members)
             etcd.process.send_signal(signal.SIGSTOP)
-            # Longer than a member's lease: a member that this could cost would be lost by now.
+            # Longer than a member's lease: if that were enough for a loss, it would have happened.
             assert not members[0].wait_over(1, timeout_s=2.0)
             assert members[0].begin_step(0) is None
             etcd.process.send_signal(signal.SIGCONT)

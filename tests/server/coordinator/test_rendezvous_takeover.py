@@ -34,7 +34,7 @@ async def set_key(world: Served, token: Token, key: str) -> None:
 
 
 async def test_who_waits_for_keys_of_the_last_leader_is_told_at_once() -> None:
-    """No member sets the keys again; the generation that the new leader forms has its own."""
+    """The lost keys are never set again; the generation that the new leader forms has its own."""
     async with served(MemoryStore()) as world:
         a, b = await world.training("a", "b")
         await set_key(world, a.token, "address/0")

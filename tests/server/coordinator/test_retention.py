@@ -207,7 +207,7 @@ async def test_what_is_known_of_a_job_as_it_ends_is_kept_with_its_end() -> None:
 
 
 async def no_sweep() -> None:
-    """Do nothing: the leader is dead by then."""
+    """Sweep nothing: the leader is dead by then."""
 
 
 async def test_a_job_to_which_nobody_comes_back_fails_and_keeps_what_it_may_go_on_from() -> None:

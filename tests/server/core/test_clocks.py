@@ -84,7 +84,7 @@ def test_the_loss_of_an_earlier_process_does_not_concern_its_successor() -> None
 
 
 def test_a_new_leader_lets_nobody_go_on_before_it_knows_all_clocks() -> None:
-    """Joiners are not told where to begin either; members that are lost or rest need not report."""
+    """Joiners get no round to begin in either; members that are lost or rest need not report."""
     clocks = Clocks([A, B, C])
     assert not say(clocks, A, 57, 2).allowed
     joiner = MemberProcess("d", "1")

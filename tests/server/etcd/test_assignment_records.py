@@ -111,7 +111,7 @@ class Changes:
 
 
 async def test_a_job_of_many_shards_is_read_as_it_was_placed(store: WatchedStore) -> None:
-    """For any number of shards, no transaction exceeds etcd's limit; the last one decides."""
+    """Transactions stay within etcd's limit for any number of shards; the last one decides."""
     wanted = placed(1050)
     assert (await records.place(store, wanted)).succeeded
     assert await read(store) == wanted
@@ -174,7 +174,7 @@ async def test_records_taken_away_while_they_were_written_are_not_decided(
 
 
 async def test_who_leads_no_longer_places_nothing(store: WatchedStore) -> None:
-    """Each write is fenced, and not only the last one, which decides."""
+    """Writes are each fenced, and not only the last one, which decides."""
     changes: list[str] = []
     deposed = LeaderStore(store, lambda: [created_at(keys.LEADER, Revision(7))], changes.append)
     with pytest.raises(NotLeader):
@@ -411,7 +411,7 @@ async def test_a_record_that_cannot_be_read_concerns_its_job_only(
 
 
 async def test_one_shard_is_read_anew_without_the_others(store: WatchedStore) -> None:
-    """One shard is enough as long as the job's run is the same; otherwise the whole job is read."""
+    """The one shard is enough if the job's run is the same; otherwise the whole job is read."""
     await records.place(store, placed(3, "first"))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:

@@ -152,7 +152,7 @@ async def test_a_deposed_leader_writes_nothing(store: KeyValueStore) -> None:
 
 
 async def test_many_candidates_one_leader(store: KeyValueStore) -> None:
-    """Any number of candidates have one term after another, and no two overlap."""
+    """Candidates in any number have one term after another, and no two overlap."""
     terms: list[Leadership] = []
     running = 0
 
@@ -228,7 +228,7 @@ async def test_a_leaders_key_without_a_lease_keeps_nobody_from_leading(
 
 
 async def test_the_successor_of_a_killed_leader(tmp_path: Path) -> None:
-    """When a leader's process is killed, the next leads as soon as the lease has run out."""
+    """The next candidate leads as soon as the lease of the killed leader has run out."""
     with running_etcd(tmp_path) as endpoint:
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", CANDIDATE, endpoint), stdout=asyncio.subprocess.PIPE

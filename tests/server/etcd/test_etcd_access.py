@@ -78,7 +78,7 @@ async def test_mutual_tls(secured: Secured) -> None:
 
 
 async def test_plain_text_to_an_etcd_with_tls(secured: Secured) -> None:
-    """Without a CA file the error says what is missing."""
+    """The error says that the CA file is missing."""
     plain = EtcdConfig(endpoints=(secured.endpoint,), timeout_s=1, attempt_timeout_s=1)
     async with EtcdClient(plain) as client:
         with pytest.raises(Unavailable, match="--etcd-ca"):

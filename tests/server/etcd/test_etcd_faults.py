@@ -159,7 +159,7 @@ async def test_an_endpoint_of_three_hangs(three: Cluster) -> None:
 
 @pytest.mark.long
 async def test_the_only_endpoint_hangs_for_a_while(single: Cluster) -> None:
-    """After a halt of etcd longer than every time limit, both continue as before."""
+    """The halt is longer than every time limit; calls and watch continue after it."""
     _, (etcd,) = single
     async with (
         EtcdClient(config(etcd.endpoint)) as client,
@@ -189,7 +189,7 @@ async def test_a_partition_is_noticed_and_healed(single: Cluster) -> None:
 
 
 async def test_a_connection_that_hangs_is_replaced(single: Cluster) -> None:
-    """When the connection to the only endpoint dies silently, a new one replaces it."""
+    """The connection to the only endpoint dies silently, and a new one replaces it."""
     _, (etcd,) = single
     async with (
         open_gate(etcd.endpoint) as gate,

@@ -165,7 +165,7 @@ class BreakingStore(MemoryStore):
 
 
 async def test_what_breaks_a_watch_is_raised() -> None:
-    """Without `resync` the owner gets the error, and the mirror no longer changes."""
+    """The owner of a mirror without `resync` gets the error, and the mirror no longer changes."""
     store = BreakingStore()
     changes = Changes()
     async with mirrored(store, "p/", changes) as found:
@@ -186,7 +186,7 @@ async def test_a_list_that_fails_is_raised_at_once() -> None:
 
 
 async def test_all_is_listed_anew_after_whatever_broke(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `resync`, keys deleted and added meanwhile are reported once it is in sync again."""
+    """Keys deleted and added meanwhile are reported once the mirror is in sync again."""
     monkeypatch.setattr(mirror, "RESYNC_PAUSE_S", 0.02)
     store = BreakingStore()
     store.failures.append(Unavailable("no etcd yet"))

@@ -22,7 +22,7 @@ def test_what_a_server_writes_is_read(leaving: bool) -> None:
 
 @pytest.mark.parametrize("value", [b"", b"[]", b"7", b"{}", b"\xff"])
 async def test_a_record_that_cannot_be_read_hides_no_other(value: bytes) -> None:
-    """A reader of this record alone is told what is wrong with it."""
+    """A reader of this record alone gets an error that names it."""
     with pytest.raises(InternalError, match="ps-9"):
         servers.parse(keys.server("ps-9"), value)
     store = MemoryStore()

@@ -194,7 +194,7 @@ async def test_a_put_takes_a_key_out_of_its_lease(bench: Bench) -> None:
 
 
 async def test_a_watch_tells_history_and_then_what_comes(bench: Bench) -> None:
-    """From any revision on, each change comes once and in order, with the value before it."""
+    """Changes from any revision on come once each and in order, with the value before them."""
     key = bench.prefix + "a"
     await bench.store.put(key, b"0")
     start = await bench.store.put(key, b"1")

@@ -236,7 +236,7 @@ def test_a_retry_of_an_acknowledged_push_is_not_applied_to_the_new_shard(
 
 
 def test_rows_of_a_table_that_is_given_up_have_initial_values(opened: ExitStack) -> None:
-    """Until then every call names the table and the shard. A push of rows that were looked up
+    """Every call names the table and the shard until then. A push of rows that were looked up
     before is not applied to the new shard."""
     servers = cluster(opened, 1)
     token = servers.admit("w0")

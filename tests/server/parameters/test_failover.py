@@ -111,7 +111,7 @@ def test_a_backup_goes_on_with_everything(servers: ParameterServers, gone: str) 
 
 
 def test_one_after_the_other_is_replaced(servers: ParameterServers) -> None:
-    """Each server dies once and comes back empty: nothing is lost."""
+    """The servers die one after another and come back empty: nothing is lost."""
     client = trained(servers)
     for number, name in enumerate(("ps-0", "ps-1", "ps-0")):
         client.push(filled(-1.0))

@@ -31,7 +31,8 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.process import hand_everything_over
 
 PATIENCE = PeerTimeouts(full_s=0.2)
-"""Retry interval without the pause that spares a network."""
+"""Timeouts with a short pause before a full server is asked again: a long one only spares a
+network."""
 
 
 @pytest.fixture

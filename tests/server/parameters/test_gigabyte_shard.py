@@ -1,4 +1,4 @@
-"""One shard of a gigabyte, between two server processes under their default settings."""
+"""A shard of a gigabyte, between two server processes under their default settings."""
 
 import threading
 import time

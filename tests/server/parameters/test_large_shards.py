@@ -191,8 +191,7 @@ def test_an_image_that_fails_is_sent_again_alone(
 def test_an_image_that_always_fails_is_given_up(
     servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record no longer lists the joiner until the coordinator asks again; the other shards have
-    their copies."""
+    """The record drops the joiner until the coordinator asks again; other shards have copies."""
     attempts: list[int] = []
 
     def failing(builder: ShardBuilder) -> AnyShard:

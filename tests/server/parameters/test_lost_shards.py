@@ -1,4 +1,4 @@
-"""Shards that were trained and are gone: told by name to whoever asks, and never begun anew."""
+"""Lost shards that had been trained: every call is refused by name, and none begins anew."""
 
 import asyncio
 from array import array
@@ -103,7 +103,7 @@ def test_the_version_told_is_that_of_the_last_push_also_where_no_values_came_bac
 def test_a_fresh_member_does_not_begin_anew_what_others_trained(
     servers: ParameterServers,
 ) -> None:
-    """This holds for the member that should create the values, and for one that waits for them."""
+    """The refusal comes to the member that should create the values, and to one that waits."""
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(0.0))
         client.push(filled(-1.0))
@@ -181,7 +181,7 @@ def test_a_job_that_was_created_by_half_starts(servers: ParameterServers) -> Non
 def test_first_values_are_seen_by_nobody_before_the_record_tells_of_them(
     servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the server dies before the write, no client has seen the values, and others may replace
+    """Clients have not seen the values if the server dies before the write: others may replace
     them."""
     writing = asyncio.Event()
     is_formed = LedShard._is_formed

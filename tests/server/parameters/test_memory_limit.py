@@ -38,7 +38,7 @@ from shoal_server.parameters.shard.dense import bytes_to_make, new_dense_shard
 
 @pytest.fixture
 def servers() -> Iterator[ParameterServers]:
-    """One server, with room for Adam on the 2 MiB of one job, and for 2 MiB more."""
+    """A server with memory for Adam on the 2 MiB of one job, and for 2 MiB more."""
     with ParameterServers(1, memory_limit_bytes=9 * MIB) as servers:
         yield servers
 
@@ -100,7 +100,7 @@ def test_the_bytes_of_a_new_shard_are_known_before_it_is_made() -> None:
 
 
 def test_a_table_that_would_grow_waits_for_room(servers: ParameterServers) -> None:
-    """At the limit, existing rows are trained on, and all can be looked up. A push whose new rows
+    """Existing rows are trained on at the limit, and all can be looked up. A push whose new rows
     exceed the memory is refused, and is applied once another job has gone."""
     dense = created(servers, ADAM, "dense")
     member = Embedder(servers, users())
@@ -190,7 +190,7 @@ def test_a_container_has_its_limit_at_the_root(tmp_path: Path) -> None:
 
 
 def test_version_1_of_cgroups_counts_too(tmp_path: Path) -> None:
-    """Only the path of the memory controller counts."""
+    """The path of the memory controller counts, and no other."""
     cgroup(tmp_path / "memory" / "job", "memory.limit_in_bytes", str(8 * MIB))
     mine = own(tmp_path, "5:cpu,cpuacct:/other\n3:memory:/job\n")
     assert default_limit_bytes(tmp_path, mine) == int(SHARE * 8 * MIB)

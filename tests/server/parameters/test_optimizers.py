@@ -61,7 +61,7 @@ def gradient(step: int, index: int, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def has_gradient(step: int, index: int) -> bool:
-    """Some parameters have no gradient in some steps; one has its first gradient late."""
+    """True if the parameter has a gradient in this step: some have none, and one begins late."""
     return (step + index) % 3 != 0
 
 
@@ -118,7 +118,7 @@ def train_sharded(kind: str, settings: dict[str, object], dtype: torch.dtype) ->
 def test_same_bits_as_torch_fused(
     kind: str, settings: dict[str, object], dtype: torch.dtype
 ) -> None:
-    """For any cut into shards, each bit equals that of torch.optim with fused=True, even if some
+    """The bits equal those of torch.optim with fused=True for any cut into shards, even if some
     parameters have no gradient in some steps."""
     if kind == "sgd" and dtype == torch.bfloat16:
         # torch's own fused SGD is wrong for 16-bit types.

@@ -43,7 +43,7 @@ def filled(value: float) -> dict[str, memoryview]:
 
 
 class Member:
-    """One process, with both of its clients."""
+    """A process, with both of its clients."""
 
     def __init__(self, servers: ParameterServers, member_id: str, job: str) -> None:
         token = servers.admit(member_id, job=job)

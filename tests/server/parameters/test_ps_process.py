@@ -43,8 +43,8 @@ def trained(servers: ParameterServers) -> ParameterClient:
 
 
 def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
-    """Each has a part of the model; SIGTERM ends a server with exit code 0 and removes its key; a
-    busy port and a bad argument end it with an error that says so."""
+    """The servers each have a part of the model; SIGTERM ends a server with exit code 0 and removes
+    its key; a busy port and a bad argument end it with an error that says so."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         starting = [server(supervisor, tmp_path, f"ps-{i}", etcd) for i in range(2)]
         first, second = (each.ready() for each in starting)

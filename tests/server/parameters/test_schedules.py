@@ -78,7 +78,7 @@ def test_one_phase(kind: str) -> None:
 @pytest.mark.parametrize("second", TORCH)
 @pytest.mark.parametrize("first", TORCH)
 def test_two_phases(first: str, second: str) -> None:
-    """Any phase may follow any other, as with SequentialLR; then comes a third."""
+    """Phases may follow each other in any order, as with SequentialLR; then comes a third."""
     phases = [TORCH[first], TORCH[second], TORCH["linear"]]
     schedule = Schedule(phases=[phase for phase, _ in phases])
     schedule.phases[0].num_updates, schedule.phases[1].num_updates = 9, 30

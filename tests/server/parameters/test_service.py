@@ -200,7 +200,7 @@ def error_of(outcome: PushOutcome) -> ShoalError:
 
 @pytest.mark.long
 async def test_a_64_mib_shard_travels(world: World) -> None:
-    """No message limit prevents large shards, in either direction."""
+    """The limits of messages do not prevent large shards, in either direction."""
     await create(world, HUGE)
     parts = list(pieces(HUGE, full(HUGE, -1.0), MAX_PIECE_BYTES))
     outcomes, values = await push(world, header(HUGE, return_values=True), parts)
@@ -264,7 +264,7 @@ BAD_PUSHES = {
 
 @pytest.mark.parametrize("name", BAD_PUSHES)
 async def test_a_bad_part_is_not_applied(world: World, name: str) -> None:
-    """Nothing of a part that is truncated, too long, corrupted or not finite is applied."""
+    """A part that is truncated, too long, corrupted or not finite is not applied at all."""
     await create(world, LARGE)
     parts, kind = BAD_PUSHES[name]
     outcomes, values = await push(world, header(LARGE, return_values=True), parts)
@@ -430,7 +430,7 @@ async def test_unfinished_pushes_are_bounded(world: World) -> None:
 
 
 async def test_pulls_are_whole_under_load(world: World) -> None:
-    """While pushes go on, each pull gets the values of one version, all of them."""
+    """Pulls get the values of one version, all of them, while pushes go on."""
     await create(world, LARGE)
     done = asyncio.Event()
 

@@ -138,7 +138,7 @@ def test_a_record_out_of_order_is_refused() -> None:
 
 
 def test_a_copy_forgets_the_sessions_that_the_primary_forgot() -> None:
-    """Only the primary knows which members are alive; its record tells the copy."""
+    """The primary alone knows which members are alive; its record tells the copy."""
     shard = new_shard("sgd", "float32")
     told: list[UpdateRecord] = []
     copy = dense_from_image(loaded(shard, told.append))
@@ -171,7 +171,7 @@ def test_an_image_that_is_not_whole_is_refused(change: dict[str, object]) -> Non
 
 
 def test_a_base_that_died_with_a_primary_counts_as_the_newest() -> None:
-    """After a failover a worker may have seen a later version than the newest one."""
+    """The worker may have seen a later version than the newest one after a failover."""
     shard = new_shard("sgd", "float32")
     push = replace(a_push(), base_version=5, base_epoch=EPOCH - 1)
     outcome = shard.push(push, is_live)

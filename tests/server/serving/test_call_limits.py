@@ -1,4 +1,4 @@
-"""Limits of a gRPC port: silent connections are closed, calls are bounded, and faults are counted."""
+"""Limits of a gRPC port: silent connections are closed, calls bounded, and faults counted."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -169,7 +169,7 @@ def test_limits_that_let_nothing_in_are_refused(kind: type[CallLimits | HttpLimi
 
 
 def test_connections_leave_descriptors_for_the_process_itself() -> None:
-    """The bound holds for any setting: gRPC gets three quarters of the descriptors left, HTTP one."""
+    """The bound holds for any setting: gRPC gets three quarters of what is left, HTTP one."""
     limit = descriptors.limit()
     options = dict(CallLimits(max_connections=2**30).channel_options)
     of_grpc = options["grpc.max_allowed_incoming_connections"]

@@ -80,7 +80,7 @@ async def test_the_first_of_several() -> None:
 
 
 async def test_answers_of_many_calls() -> None:
-    """Answers are in order, so many at a time; the first failure is raised, at once or at the end."""
+    """Answers are in order, so many at a time; the first failure is raised at once or last."""
     under_way = most = 0
 
     async def double(number: int) -> int:

@@ -259,7 +259,7 @@ async def test_only_its_own_user_gets_in_without_a_token(
 
         async def calls(token: str = "") -> tuple[int, int, bool]:
             headers = bearer(token) if token else {}
-            # each caller has a connection of its own, by which it is told apart
+            # each caller has a connection of its own, by which the server knows it
             async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
                 read = await http.get("/api/v1/jobs", headers=headers)
                 act = await http.post("/api/v1/jobs/digits/stop", json={}, headers=headers)

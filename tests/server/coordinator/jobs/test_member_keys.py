@@ -27,7 +27,7 @@ async def test_no_absence_of_the_coordinator_ends_a_member() -> None:
 
 
 async def test_members_that_are_long_gone_are_removed_by_the_next_leader() -> None:
-    """Only a leader removes a key, after the grace period that it gives all members."""
+    """Keys are removed by a leader alone, after the grace period that it gives all members."""
     store = MemoryStore()
     async with served(store) as first:
         members = await first.training("a", "b")

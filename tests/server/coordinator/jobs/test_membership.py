@@ -55,7 +55,7 @@ async def test_members_get_one_record_and_it_is_in_the_store() -> None:
 
 
 async def test_a_dead_process_is_noticed_by_its_stream_and_a_failed_collective() -> None:
-    """Both signs together are a loss at once; the survivor trains on; the dead one is fenced."""
+    """The two signs together are a loss at once; the survivor trains on; the dead one is fenced."""
     store = MemoryStore()
     async with served(store) as world:
         a, b = await world.training("a", "b")
@@ -100,7 +100,7 @@ async def test_a_silent_member_is_lost_after_the_lease() -> None:
 
 
 async def stopped_together(members: list[MemberSession], step: int) -> list[pb.GenerationRecord]:
-    """Train in lockstep, as by a collective, until all members are told to change."""
+    """Train in lockstep, as by a collective, until the members have to change."""
     lockstep = threading.Barrier(len(members), timeout=WITHIN_S)
 
     def train(member: MemberSession) -> pb.GenerationRecord:
@@ -143,7 +143,7 @@ async def test_a_model_that_differs_is_refused_and_the_rest_train_on() -> None:
 
 
 async def test_a_replaced_process_is_fenced() -> None:
-    """Its calls are refused from the moment its successor joins."""
+    """The old process's calls are refused from the moment its successor joins."""
     async with served(MemoryStore()) as world:
         # Another member holds the state, so that the job is not lost.
         old, _ = await world.training("a", "b")

@@ -212,7 +212,7 @@ async def test_who_does_not_serve_a_member_leaves_no_lines_of_it() -> None:
 
 
 async def test_of_a_job_with_a_secret_only_who_is_known_reads() -> None:
-    """Only launchers with the secret are asked."""
+    """Launchers without the secret are not asked."""
     async with (
         served(MemoryStore()) as world,
         launched(world, job_secret=JOB) as tail,
@@ -297,7 +297,7 @@ async def test_an_answer_needs_the_ticket_of_its_question() -> None:
 
 
 async def test_launchers_go_to_the_next_leader() -> None:
-    """Nothing was stored, and the output is available again."""
+    """The lines were not stored, and are available again."""
     store = MemoryStore()
     async with served(store) as world, launched(world) as tail:
         await joined(world)

@@ -192,7 +192,7 @@ async def test_a_job_that_was_begun_without_a_secret_gets_none_later() -> None:
 
 
 async def test_http_without_tokens_does_nothing_to_a_job_with_a_secret() -> None:
-    """Without tokens every caller is let in, so that none has proved anything."""
+    """Servers without tokens let every caller in, so that none has proved anything."""
     async with served(MemoryStore()) as world:
         member = await training(world, job_secret=JOB)
         app = build_app(

@@ -98,7 +98,7 @@ def test_a_coordinator_that_restarts_leads_without_waiting_for_its_own_lease(
 
 
 async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) -> None:
-    """A replica that starts takes nothing from a leader elsewhere, even on a host of its name."""
+    """A replica that starts ends no term elsewhere, even if another host has its address."""
     store = MemoryStore()
     await _reign(store, "127.0.0.1:1")
     for candidate in (

@@ -30,7 +30,7 @@ def refused(coordinator: CoordinatorProcess) -> NotLeader:
 
 @pytest.mark.long
 def test_without_etcd_nobody_is_named_and_etcd_is(tmp_path: Path) -> None:
-    """Neither the last leader nor this coordinator is named; once etcd is back, the leader is."""
+    """The refusal names neither the last leader nor this coordinator; later it names the leader."""
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):
         first = CoordinatorProcess(supervisor, tmp_path, "first", etcd.endpoint).ready()
         awaited(first.leads, WITHIN_S, "the first leads")

@@ -1,6 +1,6 @@
 """Decoders of records: any content of etcd is read as a value or refused with a named error.
 
-A coordinator can also read everything that it writes of what members send.
+A coordinator can read every record that it writes from requests of members.
 """
 
 import json

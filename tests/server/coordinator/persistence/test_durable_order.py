@@ -81,7 +81,7 @@ async def test_changes_that_wait_for_a_write_go_into_the_next_together() -> None
 
 
 async def test_a_refusal_leaves_after_the_write_of_its_reason() -> None:
-    """No member is told that it is fenced before this is durable."""
+    """The member is not told that it is fenced before this is durable."""
     store = GatedStore()
     async with served(store) as world:
         come = arrival("a")

@@ -87,7 +87,7 @@ def test_what_is_short_is_told_as_it_is() -> None:
 
 
 def test_what_all_agree_in_is_bounded_as_a_whole() -> None:
-    """Each value may be long, and there may be many values, but not both."""
+    """Values may be long, and there may be many of them, but not both."""
     proposal = pb.Proposal(fields={f"{number}": WHALE * 1000 for number in range(40)})
     with pytest.raises(InvalidSpec, match="Proposal is out of bounds") as raised:
         MessageBounds().check(pb.ProposeRequest(proposal=proposal))

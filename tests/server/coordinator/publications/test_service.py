@@ -348,7 +348,7 @@ async def test_who_was_replaced_publishes_nothing_more(world: WorldWithServers) 
 async def test_parts_that_do_not_cover_each_element_once_are_no_version(
     world: WorldWithServers,
 ) -> None:
-    """All ranks are told which tensor is not covered, and the next publication is not affected."""
+    """The error names the tensor to all ranks; the next publication is not affected."""
     async with world.leading() as client:
         await client.begin(member(), world=2)
         for number, rows, message in ((1, (5, 8), "not whole"), (2, (3, 8), "elements twice")):
@@ -370,7 +370,7 @@ async def test_parts_that_do_not_cover_each_element_once_are_no_version(
 async def test_a_segment_that_no_server_has_makes_no_version(
     world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a server has lost the segment meanwhile, the record names only those that have it."""
+    """The record names only the servers that have the segment, if one has lost it meanwhile."""
     async with world.leading() as client:
         await client.begin(member())
         with pytest.raises(PublicationAbandoned, match="no server has the segment of rank 0"):
@@ -425,7 +425,7 @@ async def test_a_new_leader_drops_nothing_until_leases_that_it_does_not_know_hav
 
 
 async def test_a_leader_that_was_deposed_grants_no_lease(world: WorldWithServers) -> None:
-    """Its successor would not know of the lease."""
+    """The successor would not know of the lease."""
     async with world.leading() as client:
         await world.published(client, 1)
         await world.take_leadership()
@@ -500,7 +500,7 @@ async def test_versions_are_pinned_and_rolled_back_to(world: WorldWithServers) -
 async def test_the_command_lists_pins_and_rolls_back(
     world: WorldWithServers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exit status says if a reader serves other bytes than were published."""
+    """The exit status is 1 if a reader serves other bytes than were published."""
     monkeypatch.setenv("COLUMNS", "160")
 
     async def shoal(*arguments: str) -> tuple[int, str]:

@@ -63,7 +63,7 @@ Opened = Callable[[Mapping[str, object]], Storages]
 
 
 async def test_a_job_waits_for_no_storage_but_its_own(opened: Opened) -> None:
-    """One restore hangs while the other job's ends; both were begun at the same time."""
+    """The first restore hangs while the other job's ends; both were begun at the same time."""
     storages = opened({"slow": asyncio.Event(), "other": NO_SNAPSHOT})
     assert storages.restores.outcome("slow") is None
     assert storages.restores.outcome("other") is None

@@ -1,4 +1,4 @@
-"""One shard map for each job: the same for all callers, whoever asks first."""
+"""Shard maps: one for each job, the same for all callers, whoever asks first."""
 
 import asyncio
 import json
@@ -91,7 +91,7 @@ async def test_a_server_that_moved_is_found(store: MemoryStore) -> None:
 
 
 async def test_racing_calls_get_one_map(store: MemoryStore) -> None:
-    """Any number of replicas that place at once, on whatever servers they saw, agree on one map."""
+    """Replicas that place at once, on whatever servers they saw, agree on one map."""
 
     async def churn() -> None:
         for i in range(2, 6):
@@ -144,7 +144,7 @@ async def test_bad_schemas_are_refused(
 
 
 async def test_no_servers(store: MemoryStore) -> None:
-    """Without a parameter server there is no map, and the error says what to start."""
+    """The error for a cluster without parameter servers says what to start."""
     await store.delete(keys.SERVERS, prefix=True)
     with pytest.raises(NoServers, match="shoal ps"):
         await place(store)

@@ -108,7 +108,7 @@ def newest_of(sessions: list[SessionImage]) -> dict[str, int]:
 
 
 def test_a_snapshot_under_load_tears_no_push(opened: ExitStack, tmp_path: Path) -> None:
-    """Each member subtracts another power of 1,000: the values show how many pushes it made."""
+    """Members subtract different powers of 1,000: the values show each one's number of pushes."""
     servers, snapshots = start(opened, tmp_path)
     members = [pusher(opened, servers, f"m{i}", weight=1000.0**i).start() for i in range(3)]
     for _ in range(4):
@@ -451,7 +451,7 @@ def test_what_a_server_that_ends_was_to_load_is_given_to_others(
 def test_what_was_restored_and_is_lost_at_once_had_the_snapshots_version(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """No servers were asked for their versions yet. Initial values count as version 1."""
+    """The servers were not asked for their versions yet. Initial values count as version 1."""
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m")
     for _ in range(3):
@@ -527,7 +527,7 @@ def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
 def test_a_clock_that_was_put_back_makes_no_snapshot_one_of_an_earlier_run(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """By its time the snapshot is older than the job; by its lineage it is of the lost shards."""
+    """The snapshot is older than the job by its time, and of the lost shards by its lineage."""
     servers, snapshots = start(opened, tmp_path)
     policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
     member = pusher(opened, servers, "m")

@@ -93,7 +93,7 @@ def cut_of(work: StepWork, manifest: Manifest) -> tuple[StepWork, int]:
 def test_steps_of_parameters_and_rows_are_restored_whole_on_other_servers(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """Each snapshot is the serial replay of whole steps, and remains so when steps continue."""
+    """The snapshots are serial replays of whole steps, and remain so when steps continue."""
     servers, snapshots = start(opened, tmp_path, num_servers=2)
     work = work_on(servers)
     with Crew(servers, work, "before") as crew:

@@ -65,7 +65,7 @@ def test_a_member_is_lost_once_it_was_silent_for_longer() -> None:
 
 
 def test_an_uneven_member_is_late_before_it_is_lost() -> None:
-    """If heartbeats come unevenly, silence for the time of the lease proves nothing."""
+    """Silence for the time of the lease proves nothing if heartbeats come unevenly."""
     liveness, now_s = after(*uneven(0.1, 1.5))
     allowed_s = liveness.allowed_s("a")
     assert liveness.late(now_s + 2.5) == ["a"]
@@ -85,7 +85,7 @@ def test_the_search_sees_all_who_are_late() -> None:
 
 
 def test_a_pause_of_the_listener_is_nobodys_silence() -> None:
-    """After the pause every member has its whole time again, and the gap is no interval."""
+    """Members have their whole time again after the pause, and the gap is no interval."""
     liveness, now_s = after(*[0.5] * 10)
     for _ in range(WINDOW):
         now_s += 30.0

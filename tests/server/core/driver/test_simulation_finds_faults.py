@@ -103,7 +103,7 @@ def a_lost_member_is_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_deadline_runs_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:
-    """Members are found late with something that no coordinator could tell them to do."""
+    """Members miss a deadline for something that no coordinator could ask of them."""
 
     patch.setattr(EffectQueue, "postpone", lambda queue, now_s: None)
 
@@ -164,7 +164,7 @@ def a_proposal_begins_at_no_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_limit_runs_while_somebody_is_paused(patch: pytest.MonkeyPatch) -> None:
-    """Members are late with something that they cannot do before the paused member goes on."""
+    """Members miss a deadline for something that has to wait for the paused member."""
     patch.setattr(Pauses, "hold", lambda pauses, now_s, held: 0.0)
 
 

@@ -88,7 +88,7 @@ def test_a_listing_that_cannot_be_read_is_passed_over() -> None:
 
 
 def test_long_values_are_shown_where_they_differ() -> None:
-    """Beginnings of long values are equal, and tell nothing."""
+    """Beginnings of long values are equal, and do not show the difference."""
     settings = "rate=1 " * 1000
     text = refusal_of(
         member("w0", "1", None, optimizer=f"{settings}decay=0.1 {settings}"),

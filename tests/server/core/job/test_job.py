@@ -126,7 +126,7 @@ def test_a_joiner_is_taken_in_at_a_step_all_share() -> None:
 
 
 def test_a_conflicting_joiner_is_refused_without_disturbing() -> None:
-    """The joiner is told which field differs; the others are not even shown a roster."""
+    """The refusal names the field that differs; the other members are not even shown a roster."""
     w = running("a", "b")
     odd = w.join("odd", {**FIELDS, "schema": "s2"})
     w.run(2.0)
@@ -171,7 +171,7 @@ def test_data_that_differ_at_the_start_fail_everybody() -> None:
 
 
 def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
-    """Between two generations the members that trained still decide what is trained."""
+    """Members that trained still decide what is trained between two generations."""
     w = running("a", "b", "c")
     w.members["a"].paused = True  # does not report its step yet
     w.kill("c", seen_by_launcher=True)
@@ -197,7 +197,7 @@ def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
 
 
 def test_a_mismatch_at_the_start_fails_everybody_with_one_record() -> None:
-    """No vote of the majority: all members get the same conflict by name."""
+    """The majority does not win: all members get the same conflict by name."""
     w = world(desired=3)
     members = [w.join("a"), w.join("b"), w.join("c", {**FIELDS, "strategy": "fsdp"})]
     w.run(1.0)
@@ -293,7 +293,7 @@ def test_a_stale_incarnation_changes_nothing() -> None:
 
 
 def test_a_replaced_process_cannot_push_its_successor_out() -> None:
-    """It is refused if it wakes up and joins again, and if its first call comes late."""
+    """The replaced process is refused if it joins again, and if its first call comes late."""
     w = running("a", "b")
     old = w.members["b"]
     w.join("b")
@@ -352,7 +352,7 @@ def test_a_completed_job_takes_nobody_in() -> None:
 
 
 def test_completion_may_come_from_a_member_that_does_not_train() -> None:
-    """An asynchronous member completes while its next generation forms, say."""
+    """The member is of an asynchronous job, for example, that forms its next generation."""
     w = world(desired=3)
     alone = w.join("a")
     w.run(0.1)
@@ -368,7 +368,7 @@ def test_completion_may_come_from_a_member_that_does_not_train() -> None:
 
 
 def test_a_joiner_on_its_way_is_called_off_by_completion() -> None:
-    """Members that wait for the boundary go on; the joiner is told why it is not taken in."""
+    """Members that wait for the boundary go on; the joiner's refusal has the reason."""
     w = running("a", "b")
     w.members["b"].paused = True  # its offer is in progress
     joiner = w.join("c")
@@ -386,7 +386,7 @@ def test_a_joiner_on_its_way_is_called_off_by_completion() -> None:
 
 
 def test_loss_of_the_joiner_before_the_boundary_leaves_the_old_generation_alone() -> None:
-    """No member has stopped yet, so none needs to start again."""
+    """The members have not stopped yet, so none needs to start again."""
     w = running("a", "b")
     w.members["b"].paused = True
     w.join("c")
@@ -446,7 +446,7 @@ def test_a_failed_collective_without_a_loss_reforms_with_all() -> None:
 
 
 def test_when_all_report_a_failed_collective_nobody_waits() -> None:
-    """Each member has just reported, so none of them is lost."""
+    """The members that report the failure are there, so none of them is lost."""
     w = running("a", "b")
     w.train(4)
     for name in ("a", "b"):
@@ -489,9 +489,9 @@ def test_limits_out_of_order_are_refused_by_name(
 
 
 def test_time_in_which_nobody_can_be_told_does_not_count() -> None:
-    """While etcd is unavailable, a break is decided but not sent: no member is late."""
+    """The break is decided but not sent while etcd is unavailable: no member is late."""
     w = running("a", "b", "c")
-    w.members["a"].paused = True  # has not been told of the break
+    w.members["a"].paused = True  # not notified of the break
     w.kill("c", seen_by_launcher=True)
     w.run(1.1)
     w.job.postpone(100.0)
@@ -506,7 +506,7 @@ def test_a_call_under_way_is_refused_with_the_reason_that_its_sender_is_told() -
     """Member a rejects while b's answer is in progress: b gets the conflict in any order."""
     w = world(desired=2)
     a, b = w.join("a"), w.join("b")
-    a.paused = b.paused = True  # they answer when the test says
+    a.paused = b.paused = True  # the test sends their answers
     w.run(1.0)
     generation = Generation(w.job.last_generation)
     rejection = events.Rejection(field="scratch", seen="1 GiB", expected="10 GiB")

@@ -27,7 +27,7 @@ def running(*names: str, low: int = 1, high: int = 8, max_delay_s: float = 0.0) 
 
 
 def test_the_others_go_on_without_a_break() -> None:
-    """One member is left out by a planned change, and leaves once the others train."""
+    """The planned change leaves one member out, which leaves once the others train."""
     w = running("a", "b", "c")
     leaver = w.members["b"]
     w.drain("b")
@@ -91,7 +91,7 @@ def test_several_leave_in_one_change() -> None:
 
 
 def test_the_last_member_leaves_at_once() -> None:
-    """No other member could take over its state, so it need not wait."""
+    """The leaver's state cannot go to another member, so it need not wait."""
     w = running("a")
     leaver = w.members["a"]
     w.drain("a")
@@ -115,7 +115,7 @@ def test_below_the_minimum_it_leaves_and_the_rest_wait_for_another() -> None:
 
 
 def test_all_who_train_hand_over_to_newcomers() -> None:
-    """If all members are to leave, newcomers take over the state first."""
+    """The newcomers take over the state before the last of the old members leave."""
     w = running("a", "b")
     w.join("x")
     w.drain("a")

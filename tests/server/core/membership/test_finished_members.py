@@ -164,7 +164,7 @@ def test_a_planned_change_is_called_off_by_one_that_finishes() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whenever_they_finish_fail_and_come_the_job_completes(seed: int) -> None:
-    """For any delays: once each member that is left has finished, the job is over."""
+    """The job is over once each member left has finished, for any delays."""
     w = World(JobSpec(job="j", max_members=8, desired_members=3), max_delay_s=0.3, seed=seed)
     for name in "abc":
         w.join(name, stateless=True)

@@ -28,8 +28,8 @@ def stopped(*names: str) -> World:
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b", "c")])
 def test_members_of_a_stopped_job_leave_and_nobody_joins(names: tuple[str, ...]) -> None:
-    """Members leave at their next boundary. After the last one the job is over, and joiners are
-    told the reason of the stop."""
+    """Members leave at their next boundary. After the last one the job is over, and joiners get the
+    reason of the stop."""
     w = stopped(*names)
     assert w.job.phase is Phase.STOPPED
     assert (w.job.reason, w.job.members) == ("enough", {})

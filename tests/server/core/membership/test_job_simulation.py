@@ -36,7 +36,7 @@ def test_any_schedule_of_faults_ends_in_one_generation_of_all_who_live(seed: int
 
 @pytest.mark.parametrize("seed", [*range(NUM_FAILOVERS), *MISSED_ENDS])
 def test_a_change_outlives_its_leader_without_loss_or_delay(seed: int) -> None:
-    """Leaders die, and no other process: members go on, and none waits for a time limit."""
+    """The leaders die, and no other process: members go on, and none waits for a time limit."""
     simulate_failover(seed)
 
 
@@ -66,5 +66,5 @@ def test_a_change_before_the_first_step_stops_at_that_step(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(NUM_LOST))
 def test_nobody_begins_anew_what_had_been_trained(seed: int) -> None:
-    """Members that held the state are gone, and so is the leader that knew of it."""
+    """The members that held the state are gone, and so is the leader that knew of it."""
     simulate_state_lost(seed)

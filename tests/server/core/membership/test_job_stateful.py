@@ -237,7 +237,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_ever(self) -> None:
-        """If no generation runs, a deadline is set for the members that the job waits for."""
+        """A deadline is set for the members that the job waits for, if no generation runs."""
         job = self.job
         waits = job.phase in (JobPhase.PREPARE, JobPhase.COMMITTED, JobPhase.ABORTED)
         unsettled = job.phase is JobPhase.COLLECT and not job.table.all_settled

@@ -109,7 +109,7 @@ def test_a_pause_over_its_limit_takes_its_member_out_by_name() -> None:
 
 
 def test_a_pause_said_again_to_a_new_leader_keeps_its_limit() -> None:
-    """Thirty of the forty seconds are over when the new leader is told."""
+    """Thirty of the forty seconds are over when the new leader learns of the pause."""
     w = world_of("a", "b")
     paused = w.members["a"]
     pause(w, "a", limit_s=40.0, elapsed_s=30.0)
@@ -221,7 +221,7 @@ def test_who_moves_for_hours_and_comes_to_nothing_is_blamed() -> None:
 
 
 def test_who_stands_still_is_blamed_and_not_who_waits_for_it() -> None:
-    """The newcomer compiles its model, say; a and b hold the state and wait."""
+    """The newcomer compiles its model, for example; a and b hold the state and wait."""
     w = _joining()
     newcomer = w.members["c"]
     for name in "ab":

@@ -43,7 +43,7 @@ def world(*names: str) -> World:
 
 
 def test_a_member_behind_a_firewall_is_named_and_the_rest_go_on() -> None:
-    """One of four cannot be reached: it is refused by name, and three train without delay."""
+    """Member b cannot be reached: it is refused by name, and three train without delay."""
     w = world("a", "b", "c", "d")
     w.cut = {(other, "b") for other in ("a", "c", "d")}
     shut = w.members["b"]

@@ -136,7 +136,7 @@ def test_the_first_generation_forms_without_a_member_that_cannot() -> None:
 
 
 def test_too_few_without_it_hear_why() -> None:
-    """A member that waits in vain is told which one was left out, and with which error."""
+    """The refusal names the member that was left out, and that member's error."""
     w = clumsy("a", "b", low=2)
     w.failing.add("b")
     a = w.members["a"]
@@ -215,7 +215,7 @@ def test_one_that_cannot_hand_on_its_state_is_not_blamed_though_another_spoke_fi
 
 
 def test_a_consequence_is_nobodys_fault() -> None:
-    """A closed connection does not tell which member failed; no failure is counted."""
+    """A closed connection does not show which member failed; no failure is counted."""
     w = running("a", "b")
     w.hanging.add("c")
     c = w.join("c")

@@ -41,7 +41,7 @@ def kill(w: World, *names: str) -> None:
 
 
 def test_a_job_whose_state_is_gone_ends_and_says_where_it_was() -> None:
-    """All members were killed and restarted: each is told the step, and what to do."""
+    """The members were killed and restarted; each refusal has the step, and what to do."""
     w = running("a", "b")
     w.train(7)
     w.beat("a", 7)
@@ -242,7 +242,7 @@ def test_members_whose_scripts_keep_their_own_state_lose_none() -> None:
 
 
 def test_members_that_hold_no_whole_state_between_them_end_the_job() -> None:
-    """All members find out in the bring-up; another try would find the same."""
+    """The members find out in the bring-up; another try would find the same."""
     w = running("a", "b", "c")
     w.train(9)
     w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
@@ -309,7 +309,7 @@ def accept(job: Job, name: str, now_s: float) -> list[events.Effect]:
 
 
 def test_a_new_leader_knows_that_the_job_has_trained() -> None:
-    """All members went while nobody led: a newcomer is told so, with the step that was durable."""
+    """The members went while nobody led: a newcomer's refusal has the step that was durable."""
     job = successor(JobProgress(trained_in=Generation(3), reached=Step(40)))
     attend(job, "x", 0.1)
     effects = accept(job, "x", 0.2)
@@ -321,7 +321,7 @@ def test_a_new_leader_knows_that_the_job_has_trained() -> None:
 
 
 def test_a_new_leader_knows_that_the_state_is_lost() -> None:
-    """Both leaders say it in the same words."""
+    """The refusal is that of the earlier leader."""
     job = successor(
         JobProgress(trained_in=Generation(3), reached=Step(40)), lost="a, b hold nothing"
     )

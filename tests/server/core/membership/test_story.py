@@ -38,7 +38,7 @@ def lose(w: World, name: str, cause: str) -> None:
 
 
 def test_a_first_generation_begins() -> None:
-    """No member was lost, and none stood still."""
+    """The first generation has no lost members, and no time without training."""
     w, (first,) = world("a", "b", "c")
     assert first.cause == "3 begin"
     assert w.job.reason == "generation 1: 3 begin"

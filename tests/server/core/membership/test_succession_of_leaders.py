@@ -232,7 +232,7 @@ def test_a_newcomer_that_may_have_trained_is_waited_for() -> None:
 
 
 def test_who_comes_with_all_work_behind_it_does_not_end_the_job() -> None:
-    """Only a member that trains can have done the job's work."""
+    """Members that train can have done the job's work, and no others."""
     job = new_leader("ab", roster(1, "ab"))
     for name in "ab":
         attend(job, name, 0.1)

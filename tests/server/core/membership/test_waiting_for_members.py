@@ -39,7 +39,7 @@ def still_waits(w: World, name: str) -> bool:
 
 
 def test_a_member_that_holds_the_state_waits_without_a_limit() -> None:
-    """After many join limits, the member goes on with its state once a replacement comes."""
+    """The wait may last many join limits; with a replacement, the member goes on with its state."""
     w = below_minimum()
     w.run(50 * JOIN_S)
     assert w.members["a"].refused is None
@@ -81,7 +81,7 @@ def test_an_asynchronous_member_trains_on_without_a_limit() -> None:
 
 
 def test_newcomers_by_themselves_keep_the_join_limit() -> None:
-    """No member has state to lose."""
+    """Newcomers have no state to lose."""
     w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
     a = w.join("a")
     w.run(JOIN_S - 1.0)

@@ -89,7 +89,7 @@ def a_number_is_that_of_the_versions_that_are_kept(patch: Patch) -> None:
 
 
 def a_committed_part_counts_as_new(patch: Patch) -> None:
-    """The answer to the part was lost; its publisher is told that the publication is over."""
+    """The answer to the part was lost; the repeated part is refused as abandoned."""
     patch.setattr(PublishedSeries, "_known_as_committed", lambda self, event: None)
 
 

@@ -1,4 +1,4 @@
-"""One series under one leader: events in, effects out."""
+"""A series under one leader: events in, effects out."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -196,8 +196,8 @@ def test_parts_that_contradict_each_other_end_the_publication_for_all() -> None:
 
 
 def test_another_part_of_a_publication_that_is_complete_is_refused_and_ends_nothing() -> None:
-    """The caller must not be told that the publication is abandoned: it becomes a version with the
-    first part, whose segment has to stay."""
+    """The refusal must not be that of an abandoned publication: it becomes a version with the first
+    part, whose segment has to stay."""
     run = Run()
     run.begin()
     run.submit(contributed(1))

@@ -597,7 +597,7 @@ def test_all_that_its_last_primary_has_sent_is_read_before_a_copy_leads() -> Non
 
 
 def test_an_offer_that_comes_while_a_copy_settles_is_answered_once_it_leads() -> None:
-    """The last primary is told that it was deposed, and the next one need not wait."""
+    """The last primary is refused as deposed, and the next one need not wait."""
     world = World()
     world.backs()
     world.assigned(record(ME, epoch=2))
@@ -612,7 +612,7 @@ def test_an_offer_that_comes_while_a_copy_settles_is_answered_once_it_leads() ->
 
 
 def test_an_offer_that_comes_while_a_copy_settles_is_answered_also_once_that_is_gone() -> None:
-    """A primary whose shard begins anew may have been told of the new record first."""
+    """A primary whose shard begins anew may have read the new record first."""
     world = World()
     world.backs()
     world.assigned(record(ME, epoch=2))
@@ -706,7 +706,7 @@ def test_a_backup_takes_over_from_a_primary_that_neither_calls_nor_answers() -> 
 
 
 def test_who_has_a_failed_copy_no_longer_counts_as_having_one() -> None:
-    """The primary may end before it is told: then a disk has the shard, or no server has it."""
+    """The primary may end before the refusal: then a disk has the shard, or no server has it."""
     world = World()
     world.backs()
     effects = world.tell(ev.CopyFailed(KEY))
@@ -811,7 +811,8 @@ def test_an_older_copy_of_the_disk_is_not_led_and_told() -> None:
 
 
 def test_what_the_journal_turns_out_not_to_have_is_lost_and_not_waited_for() -> None:
-    """Another process has the disk by now, say. No other server had it, so it was claimed."""
+    """Another process has the disk by now, for example. No other server had the shard, so that this
+    one claimed it."""
     world = World()
     last = record(B, on_disk="a", disk_epoch=1, disk_version=2)
     world.assigned(last)

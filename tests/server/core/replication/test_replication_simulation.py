@@ -27,7 +27,7 @@ def test_a_joiner_that_is_named_again_while_its_primary_is_cut_off_gets_the_shar
 @pytest.mark.parametrize("seed", [0, 9, 17])
 def test_a_joiner_that_let_go_of_an_image_gets_another_one(seed: int) -> None:
     """The joiner was cut off from etcd for so long that for a while the record no longer named it.
-    Its primary, cut off too, was told nothing, and waited for the answer to its image."""
+    Its primary, cut off too, did not notice, and waited for the answer to its image."""
     world = ReplicationWorld(seed, num_servers=2, num_shards=1, copies=2, lease_ttl_s=6.0)
     (key,) = world.keys
     world.setting.slow_s = 40.0

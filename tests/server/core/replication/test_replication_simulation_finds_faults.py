@@ -81,7 +81,7 @@ def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
 
 
 def a_version_is_durable_before_the_record_names_the_disk(patch: Patch) -> None:
-    """No server would look for the version on that disk."""
+    """Servers would never look for the version on that disk."""
     patch.setattr(LedShard, "durable_version", property(lambda led: led._disk.version))
 
 
@@ -115,7 +115,7 @@ def a_process_is_dead_once_another_has_its_id(patch: Patch) -> None:
 
 
 def a_lost_shard_begins_anew(patch: Patch) -> None:
-    """No operator has accepted the loss."""
+    """The loss was not accepted by an operator."""
     real = rebalance._rescue
 
     def rescue(assignment: ShardAssignment, *others: object) -> ShardAssignment:
@@ -232,7 +232,7 @@ def a_record_is_discarded_once_one_follower_has_it(patch: Patch) -> None:
 
 
 def who_has_nothing_of_a_shard_keeps_its_place_in_the_record(patch: Patch) -> None:
-    """No other server leads the shard then, and none declares it lost."""
+    """Another server neither leads the shard then nor declares it lost."""
     patch.setattr(MissingShards, "revised", lambda missing, key, a: a)
 
 

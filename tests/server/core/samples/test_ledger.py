@@ -156,7 +156,7 @@ def test_what_a_member_no_longer_names_goes_back() -> None:
 
 
 def test_epochs_overlap_by_one_and_no_more() -> None:
-    """With one sample of epoch 0 in flight epoch 1 is leased out, and epoch 2 does not begin."""
+    """Epoch 1 is leased while a sample of epoch 0 is in flight, and epoch 2 does not begin."""
     ledger = SampleLedger(dataset_size=4, num_epochs=3)
     slow, quick = Worker(ledger, "slow"), Worker(ledger, "quick")
     hanging = slow.must(1)
@@ -235,7 +235,7 @@ def test_short_epochs_are_open_as_far_as_members_hold_samples_ahead() -> None:
 
 
 def test_a_member_is_told_what_of_its_claims_the_books_do_not_have() -> None:
-    """The member was replaced, say: it must not begin samples that another holds by now."""
+    """The member was replaced, for example: it must not begin samples that another holds by now."""
     ledger = SampleLedger(dataset_size=20, num_epochs=1)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     held, other = a.reserve(5).range, b.reserve(5).range
@@ -246,7 +246,7 @@ def test_a_member_is_told_what_of_its_claims_the_books_do_not_have() -> None:
 
 
 def test_of_a_lost_member_only_what_it_can_have_begun_counts_as_returned() -> None:
-    """All samples that it held are leased again; most of its reserve was never begun."""
+    """Samples of the lost member are leased again; most of its reserve was never begun."""
     for silent_s, counted in ((0.0, 20), (3.0, 35), (100.0, 50), (inf, 50)):
         ledger = SampleLedger(dataset_size=100, num_epochs=1)
         worker = Worker(ledger, "a")
@@ -433,7 +433,7 @@ def _starts(twin: Twin, who: str) -> list[tuple[int, int]]:
 def test_whoever_is_lost_every_sample_is_completed_in_the_end(
     size: int, epochs: int, losses: list[tuple[int, int]]
 ) -> None:
-    """No sample is lost, each is counted once, and at most `repeated_max` were trained on twice."""
+    """The samples are each completed once, and at most `repeated_max` were trained on twice."""
     ledger = SampleLedger(dataset_size=size, num_epochs=epochs)
     trained = 0
     for i, (victim, num_samples) in enumerate(losses):
@@ -467,7 +467,7 @@ RANGES = st.tuples(st.booleans(), st.integers(0, 20), st.integers(0, 20))
 def test_spans_are_a_set_of_numbers(
     edits: list[tuple[bool, int, int]], probe: tuple[int, int]
 ) -> None:
-    """After any edits the spans equal a set of numbers: sorted, apart and merged."""
+    """Spans equal a set of numbers after any edits: sorted, apart and merged."""
     spans, numbers = IntegerSpans(), set[int]()
     for adds, start, stop in edits:
         if adds:

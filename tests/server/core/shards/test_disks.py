@@ -68,7 +68,7 @@ def test_who_found_an_older_copy_says_so() -> None:
 
 @pytest.mark.parametrize("primary", [OLD, B], ids=["it led itself", "another led, and is dead"])
 def test_the_next_process_leads_from_the_disk(primary: Holder) -> None:
-    """All processes that held the shard in memory are known to be gone."""
+    """Processes that held the shard in memory are known to be gone."""
     found = led_from_disk(led_by(primary, C), NEW, dead=frozenset({primary, C}))
     assert (found.primary, found.epoch, found.backups, found.on_disk) == (NEW, 5, (), "a")
 

@@ -14,7 +14,7 @@ def test_even_pushes_change_nothing() -> None:
 
 
 def test_a_hot_shard_weighs_more() -> None:
-    """One of two shards of a table gets nearly all pushes."""
+    """The first of two shards of a table gets nearly all pushes."""
     found = weights({0: 100, 1: 100}, {0: 1000, 1: 1000}, {0: 1900, 1: 1100})
     assert found == {0: 700_000, 1: 300_000}
 

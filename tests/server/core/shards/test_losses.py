@@ -135,7 +135,7 @@ OTHER_LOST = replace(LOST, shard_id=4)
 def test_samples_begin_anew_with_values_that_do(
     shards: list[ShardAssignment], left: list[int]
 ) -> None:
-    """If nothing trained is left, samples begin anew without being asked. If a part is left, or a
+    """Samples begin anew without being asked if nothing trained is left. If a part is left, or a
     journal may bring one back, the operator has to choose, and any choice is followed."""
     given_up = {LOST.shard_id}
     assert [s.shard_id for s in losses.still_trained(job(*shards), given_up)] == left
@@ -165,7 +165,7 @@ def test_the_record_has_all_of_it(shard: ShardAssignment) -> None:
 
 
 def test_shards_that_went_together_are_told_together() -> None:
-    """A paragraph says once what would bring these shards back; another describes the rest."""
+    """The paragraph says once what would bring these shards back; another describes the rest."""
     gone = [
         replace(LOST, shard_id=i, loss=ShardLoss(lost_unix_s=1.5, version=7, servers=("a", "b")))
         for i in range(64)

@@ -90,7 +90,7 @@ def assert_covers(parameters: list[Parameter], shards: tuple[Shard, ...]) -> Non
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_servers", [1, 2, 3, 4, 7])
 def test_ordinary_models_lie_evenly(name: str, num_servers: int) -> None:
-    """Each element is in one shard, and no server holds over 5 % more than the mean, unless the
+    """Shards contain each element once, and no server holds over 5 % more than the mean, unless the
     model is too small to be split among so many."""
     shards = cut_into_shards(MODELS[name], num_servers)
     assert_covers(MODELS[name], shards)
@@ -125,7 +125,7 @@ def test_a_model_of_a_terabyte_has_some_thousands_of_shards_and_a_line_for_few_b
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_schema_is_covered_and_the_same_each_time(seed: int) -> None:
-    """For any shapes, dtypes and groups, the cut is complete and a function of its arguments."""
+    """The cut is complete and a function of its arguments, for any shapes, dtypes and groups."""
     rng = random.Random(seed)
     parameters = [
         parameter(
@@ -192,7 +192,7 @@ def test_bad_schemas_are_refused(parameters: list[Parameter], fragment: str) -> 
 
 
 def test_the_shards_of_tables_are_dealt_out_in_turn() -> None:
-    """Each shard is placed once, for any order of the servers; loads differ by one at most."""
+    """Shards are placed once each, for any order of the servers; loads differ by one at most."""
     spread = spread_tables({"users": 5, "items": 3}, ["b", "c", "a"])
     assert [(table, index) for table, index, _ in spread] == [
         *(("items", index) for index in range(3)),

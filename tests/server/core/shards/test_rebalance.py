@@ -72,8 +72,8 @@ def a_record(num_shards: int, primaries: list[Holder], copies: int) -> JobAssign
 def test_any_record_comes_to_rest(
     num_servers: int, num_leaving: int, num_first: int, copies: int, weights: list[int]
 ) -> None:
-    """For any initial holders: in the end each shard has its copies, on servers that stay, and no
-    server leads more than the mean and one shard."""
+    """The record rests, whatever the initial holders, with each shard's copies on servers that
+    stay, and no server leading more than the mean and one shard."""
     present = [Holder(f"ps-{i}", "one") for i in range(num_servers)]
     leaving = frozenset(present[: min(num_leaving, num_servers - 1)])
     servers = Servers(present=frozenset(present), leaving=leaving)
@@ -91,7 +91,7 @@ def test_any_record_comes_to_rest(
 
 
 def test_many_small_shards_lie_evenly() -> None:
-    """One server, then four, then two: loads differ by five per cent at most."""
+    """The job has one server, then four, then two: loads differ by five per cent at most."""
     four = [Holder(f"ps-{i}", "one") for i in range(4)]
     weights = dict.fromkeys(range(200), 7)
     record = at_rest(a_record(200, four[:1], copies=2), Servers(present=frozenset(four)), weights)
@@ -137,7 +137,7 @@ def test_what_is_lost_for_good_gets_a_new_primary() -> None:
 def test_what_was_trained_stays_lost_until_it_is_brought_back(
     before: ShardContent, after: ShardContent
 ) -> None:
-    """Only a shard that was never created may be created; a lost shard gets no copies."""
+    """Creation is for shards that were never created; a lost shard gets no copies."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, content=before))
     servers = Servers(present=frozenset({B, C}), dead=frozenset({A}))
     tended = rebalance(record, servers, {})
@@ -160,7 +160,7 @@ def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
 
 
 def test_a_disk_that_may_come_back_is_waited_for() -> None:
-    """All servers that held the shard in memory are gone, and one journal has it."""
+    """The servers that held the shard in memory are gone, and one journal has it."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,), on_disk="a"))
     servers = Servers(present=frozenset({C}), dead=frozenset({A, B}), disks=frozenset({"a"}))
     assert rebalance(record, servers, {}).shards[0].primary == A
@@ -180,14 +180,14 @@ def test_a_server_that_others_dropped_is_given_nothing_for_now() -> None:
 
 
 def test_nobody_is_left_to_take_anything() -> None:
-    """All servers leave: no shard is moved any more."""
+    """The servers all leave: no shard is moved any more."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     everybody = frozenset({A, B})
     assert rebalance(record, Servers(present=everybody, leaving=everybody), {}) == record
 
 
 def test_changes_that_do_not_apply_any_more_change_nothing() -> None:
-    """Each change names the record that it is based on."""
+    """Changes name the record that they are based on."""
     shard = ShardAssignment(shard_id=0, epoch=5, primary=A, backups=(B,), joining=C)
     assert promoted(shard, lost=B, backup=C) == shard
     assert promoted(shard, lost=A, backup=C) == shard

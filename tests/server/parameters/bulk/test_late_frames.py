@@ -36,7 +36,7 @@ async def test_the_newest_about_each_shard_leaves_within_milliseconds(
 async def test_half_of_the_places_are_given_back_at_once_and_behind_what_was_received(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A frame is not kept after its slot was freed: it would have to be copied."""
+    """The sender drops a received record before its slot is freed; otherwise it would copy it."""
     monkeypatch.setattr(late_frames, "WITHIN_S", 3600.0)
     ours, theirs = ends
     late = LateFrames(FrameConnection(ours), freed_together=2)
@@ -52,7 +52,7 @@ async def test_half_of_the_places_are_given_back_at_once_and_behind_what_was_rec
 async def test_nothing_that_somebody_waits_for_goes_past_it(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the kernel accepts no more, they are still sent before any frame that goes another way."""
+    """The kernel may accept no more: they are still sent before frames of another kind."""
     monkeypatch.setattr(late_frames, "WITHIN_S", 3600.0)
     ours, theirs = ends
     wire = FrameConnection(ours)

@@ -130,7 +130,7 @@ async def test_what_is_wrong_with_a_frame_is_told_to_who_waits(
 async def test_what_was_sent_on_one_machine_is_read_although_nothing_more_is_taken(
     ends: tuple[socket.socket, socket.socket], is_gone: bool
 ) -> None:
-    """No frame that the sender saw leave is lost, and none leaves that is not read."""
+    """Frames that the sender saw leave are not lost, and none leaves that is not read."""
     ours, theirs = ends
     wire, other = FrameConnection(ours), FrameConnection(theirs)
     assert wire.is_local

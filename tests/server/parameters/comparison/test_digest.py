@@ -35,7 +35,7 @@ def walked(primary: AnyShard, copy: AnyShard, piece_bytes: int = PIECE_BYTES) ->
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SPECS)
 def test_a_copy_that_replays_is_the_same_at_each_version(case: str, dtype: str) -> None:
-    """All optimizers and all pieces are compared, with a push between any two of them."""
+    """The walk has every optimizer and every piece, with a push between any two pieces."""
     shard = new_shard(case, dtype)
     shard.push(push_to(shard, 1, dtype), is_live)
     told: list[UpdateRecord] = []

@@ -403,7 +403,7 @@ def test_two_servers_do_not_share_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_journal_of_another_server_is_left_as_it_is(tmp_path: Path) -> None:
-    """With the wrong id or directory, a server would drop shards that no other server has."""
+    """A server with the wrong id or directory would drop shards that no other server has."""
     first, again = Holder("ps-0", "one"), Holder("ps-0", "two")
     shard = Log(0)
     with Journal(config(tmp_path)) as journal:

@@ -61,7 +61,7 @@ def test_a_segment_that_others_follow_may_not_be_cut(length: int) -> None:
 
 
 def test_any_flipped_bit_is_damage_or_the_torn_end_of_the_last_group() -> None:
-    """Each bit of the segment is flipped in turn."""
+    """The test flips each bit of the segment in turn."""
     for bit in range(8 * len(DATA)):
         changed = bytearray(DATA)
         changed[bit // 8] ^= 1 << bit % 8

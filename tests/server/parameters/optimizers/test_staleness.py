@@ -113,8 +113,8 @@ def test_a_bound_of_0_takes_fresh_gradients_only() -> None:
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_a_stale_gradient_is_compensated(dtype: torch.dtype, maximize: bool) -> None:
-    """The gradient becomes g + lambda g g (w_now - w_then), bit by bit. With `maximize`, lambda is
-    negative."""
+    """The gradient becomes g + lambda g g (w_now - w_then), bit by bit, with a negative lambda if
+    `maximize` is set."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=0.04), dtype, maximize=maximize)
     before, g = now(shard), drawn(2, dtype)
     push(shard, 1, g, base=drawn(0, dtype))
@@ -143,7 +143,7 @@ def test_adaptive_compensation_follows_the_mean_square() -> None:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_fresh_gradient_needs_no_compensation(adaptive: bool) -> None:
-    """With one worker the result equals plain SGD, whatever base is sent."""
+    """The result with one worker equals plain SGD, whatever base is sent."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=1.0, adaptive=adaptive))
     before = now(shard)
     push(shard, 2, drawn(2), base=drawn(3))
@@ -227,8 +227,8 @@ def scores(weights: Tensor, images: Tensor) -> Tensor:
 
 @pytest.mark.long
 def test_compensation_saves_what_delay_ruins() -> None:
-    """With a rate that suits one member, eight members train nothing; with adaptive compensation
-    they do as well as one."""
+    """Eight members train nothing with a rate that suits one; with adaptive compensation they train
+    as well as one."""
     adaptive = StalenessPolicy(kind="compensate", strength=2.0, adaptive=True, decay=0.95)
     alone = accuracy_of(StalenessPolicy(), 1)
     assert alone > 0.9

@@ -48,7 +48,7 @@ def test_what_fits_is_counted_until_it_is_whole() -> None:
 
 
 def test_a_record_beyond_the_memory_is_let_go_by() -> None:
-    """No piece of it is kept; the request after it is read."""
+    """The record's pieces are not kept; the request after it is read."""
     mine = memory()
     assembly = RequestAssembler(mine, lambda key, image: True)
     assert assembly.take(record(64 << 20)) is None

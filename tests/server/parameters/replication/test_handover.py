@@ -159,7 +159,7 @@ def test_a_push_follows_a_shard_without_the_coordinator(
 def test_a_push_is_told_where_the_next_one_may_have_to_go(
     servers: ParameterServers, client: ParameterClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client is told before pushes are refused here, and connects meanwhile."""
+    """The reply has the successor's address before pushes are refused: the client connects."""
     told: set[str] = set()
 
     def connect_ahead(job: JobShards[Any], address: str, connect: object) -> None:

@@ -137,8 +137,8 @@ async def world() -> AsyncIterator[World]:
 async def test_who_cannot_read_all_that_was_sent_does_not_lead(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a readable push comes one that is not, and that may have been acknowledged. The shard
-    is lost by name, rather than led without that push."""
+    """The unreadable push comes after a readable one, and may have been acknowledged. The shard is
+    lost by name, rather than led without that push."""
     go_on = asyncio.Event()
     reached = asyncio.Event()
 

@@ -172,7 +172,7 @@ async def world() -> AsyncIterator[World]:
 
 
 class Link:
-    """One link of the primary to the server."""
+    """Link of the primary to the server."""
 
     def __init__(self, world: World, *, images_of: int = 0) -> None:
         world.links += not images_of
@@ -303,8 +303,8 @@ async def test_a_copy_that_differs_is_dropped_and_made_anew(world: World) -> Non
 
 @pytest.mark.long
 async def test_many_followers_that_never_end_and_never_read_take_bounded_memory() -> None:
-    """Each stream begins a record of gigabytes, sends as much of it as it can in small pieces, and
-    reads no answer. Together they hold no more than the limit, and a little for each stream."""
+    """The streams each begin a record of gigabytes, send as much of it as they can in small pieces,
+    and read no answer. Together they hold no more than the limit, and a little for each stream."""
     limit_bytes, num_streams, sent_bytes = 16 << 20, 64, 8 << 20
     data = bytes(frames.INLINE_BYTES)
     piece = pb.FollowRequest(bytes=Piece(data=data, checksum=crc32(data)))
@@ -597,7 +597,7 @@ async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
 
 
 async def test_an_image_that_is_older_than_the_copy_is_refused(world: World) -> None:
-    """The primary was told the copy's version, which an overtaken image must not lower."""
+    """The primary knows the copy's version, which an overtaken image must not lower."""
     older = world.primary.image()
     world.primary.push()
     async with Link(world) as link:

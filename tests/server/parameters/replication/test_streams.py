@@ -105,8 +105,8 @@ def led_on_by_the_backup() -> tuple[set[float], float]:
 def test_a_push_that_counts_once_it_is_sent_is_answered_together_with_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No worker waits for these answers; the primary gets them all the same, and drops records that
-    its backup has."""
+    """Workers do not wait for these answers; the primary gets them all the same, and drops records
+    that its backup has."""
     together: list[FollowReply] = []
     put = _BulkCall.send_soon
 
@@ -146,8 +146,8 @@ async def test_a_place_is_filled_again_only_once_it_is_free() -> None:
 
 
 async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free() -> None:
-    """No checksum is computed, and no byte goes through the socket. The log shares the slot until
-    the slot is free, and then has a copy of its own."""
+    """The stream computes no checksum, and sends no byte through the socket. The log shares the
+    slot until the slot is free, and then has a copy of its own."""
     data = bytes(range(256)) * 64
     record = UpdateRecord(PushRecord(session="s", sequence=1, version=2), data)
     ours, theirs = socket.socketpair()

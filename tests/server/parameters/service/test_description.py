@@ -86,7 +86,7 @@ def answered(servers: ParameterServers) -> list[pb.DescribeReply] | None:
 
 
 def test_a_server_tells_how_far_its_copies_are(servers: ParameterServers) -> None:
-    """Each shard names its holders and their versions; the other server counts it as a copy."""
+    """The shards name their holders and versions; the other server counts each as a copy."""
     servers.add("ps-1")
     client, _ = created(servers)
     gradients = {name: memoryview(array("f", [1.0]) * 8).cast("B") for name in "ab"}

@@ -54,7 +54,7 @@ async def test_who_comes_ahead_of_a_hand_over_waits_for_it(catalog: Catalog) -> 
 
 
 async def test_who_comes_too_late_is_told_where_to_go(catalog: Catalog) -> None:
-    """Each refusal names the newer epoch and its primary; none names an older one."""
+    """Refusals name the newer epoch and its primary, and never an older one."""
     catalog.add(replica(ReplicaRole.BACKUP, 5))
     catalog.whereabouts = Elsewhere()
     (refused,) = await catalog.look_up("job", [(0, 4)])

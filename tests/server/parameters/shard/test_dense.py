@@ -173,7 +173,7 @@ def test_reading_a_known_version_sends_nothing() -> None:
 
 
 def test_staleness_beyond_the_last_bucket_is_counted_there() -> None:
-    """For any staleness, the counters stay bounded and add up."""
+    """Counters stay bounded and add up, for any staleness."""
     shard = new_shard()
     for sequence in range(1, STALENESS_BUCKETS + 11):
         shard.push(a_push(sequence), is_live)

@@ -1,4 +1,4 @@
-"""The barrier of a snapshot: in any order of events, a cut has a step on all of its shards or none."""
+"""The barrier of a snapshot: in any order of events, a cut has each step whole, or not at all."""
 
 import random
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def test_a_step_that_touches_nothing_here_is_not_waited_for() -> None:
 
 
 def test_a_part_that_came_in_and_is_not_applied_is_waited_for() -> None:
-    """The shard had moved, say, and the client tries again."""
+    """The shard had moved, for example, and the client tries again."""
     barrier = SnapshotBarrier()
     barrier.enter(A1, None)
     barrier.leave(A1, applied_are())
@@ -182,7 +182,7 @@ class Server:
 
 @dataclass
 class Part:
-    """One call's part on one server: it enters, its shards apply it one by one, it leaves."""
+    """Part of a step on one server: it enters, its shards apply it one by one, it leaves."""
 
     step: StepId
     shards: Shards

@@ -135,8 +135,8 @@ def built(image: ShardImage, header: CutHeader | None = None) -> AnyShard:
 def test_what_is_built_from_a_cut_is_the_shard_as_it_was(
     world: type[Table | Dense], kind: str, seed: int
 ) -> None:
-    """Several images are open at a time; chunks are read twice, between pushes, and released in
-    random order once they are taken."""
+    """Several images are open at a time; chunks are read twice, between pushes, and some are
+    released once they are taken."""
     run = world(kind, seed)
     for _ in range(10):
         run.push()

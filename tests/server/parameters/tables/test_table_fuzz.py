@@ -124,7 +124,7 @@ SCRIPTS: st.SearchStrategy[list[Step]] = st.lists(
 
 @dataclass
 class Pusher:
-    """One worker: it keeps what it looked up, however old, and pushes for it."""
+    """Worker that keeps what it looked up, however old, and pushes for it."""
 
     name: str
     births: dict[int, int] = field(default_factory=dict)
@@ -195,8 +195,8 @@ class World:
 @given(TABLES, SCRIPTS)
 def test_no_row_gets_what_is_not_its_own(table: TableSpec, script: list[Step]) -> None:
     """Values, births and fates equal the twin's after any mixture of pushes of many workers, old
-    lookups, retries, evictions and admissions; and a copy made halfway that replays the rest is the
-    same shard."""
+    lookups, retries, evictions and admissions. A copy begun halfway equals the shard once it has
+    replayed the rest."""
     world = World(table)
     for number, (what, who, ids, pause_s) in enumerate(script):
         world.now_s += pause_s

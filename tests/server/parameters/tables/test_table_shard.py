@@ -98,7 +98,7 @@ def test_idle_rows_are_taken_out_by_the_clock_of_the_pushes() -> None:
 
 
 def test_a_clock_that_jumps_makes_no_row_idle_that_is_in_use() -> None:
-    """One push advances the time by at most half of the idle time, whatever its clock."""
+    """The push advances the time by at most half of the idle time, whatever its clock."""
     shard = new_shard(new_table(eviction=Eviction(max_idle_s=80.0)))
     shard.push(new_push([1, 2], ones(2), sequence=1, at_unix_s=1000.0), live)
     shard.push(new_push([3], ones(1), sequence=2, at_unix_s=1e9), live)
@@ -136,7 +136,7 @@ def test_a_full_shard_without_eviction_makes_no_rows() -> None:
 
 
 def test_memory_is_bounded_by_bytes() -> None:
-    """Any number of ids may be pushed: the oldest rows are evicted."""
+    """The oldest rows are evicted, for any number of ids."""
     table = new_table(dim=16, max_shard_bytes=100_000, eviction=Eviction(oldest_when_full=True))
     shard = new_shard(table)
     for step in range(1, 30):
@@ -157,7 +157,7 @@ def test_an_id_is_admitted_at_its_nth_push() -> None:
 
 
 def test_what_is_pushed_once_in_a_long_while_is_not_admitted() -> None:
-    """The counts age with any number of ids, so that few are admitted by pushes of others."""
+    """Counts age, so that among many ids few are admitted because of pushes of other ids."""
     shard = new_shard(new_table(dim=1, admission=Admission(kind="count", min_pushes=4)))
     for step in range(1, 9):
         ids = np.arange(step * 30_000, step * 30_000 + 30_000)
@@ -167,7 +167,7 @@ def test_what_is_pushed_once_in_a_long_while_is_not_admitted() -> None:
 
 
 def test_ids_are_admitted_with_the_probability_asked_for() -> None:
-    """Each push draws again: of the ids not admitted, the same share is admitted at the next."""
+    """Ids are drawn again at each push: the same share of the rest is admitted at the next."""
     table = new_table(admission=Admission(kind="probability", probability=0.25))
     shard = new_shard(table)
     ids = np.arange(8000)

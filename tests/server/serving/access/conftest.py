@@ -1,4 +1,4 @@
-"""One cluster with TLS for all tests of this package, and a member that trains in it."""
+"""The cluster with TLS for all tests of this package, and a member that trains in it."""
 
 from collections.abc import Iterator
 

@@ -57,7 +57,7 @@ def sealed(data: bytes) -> Segment:
 def test_a_reader_gets_its_series(
     world: TlsWorld, may_be_local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a socket to another machine the bytes are encrypted, in both directions."""
+    """The bytes on a socket to another machine are encrypted, in both directions."""
     reached: list[socket.socket] = []
 
     def noted(connected: socket.socket, name: str) -> socket.socket:
@@ -121,7 +121,7 @@ def relaying(world: TlsWorld, series: str, name: str) -> SeriesReader:
 def test_a_relay_serves_readers_of_its_series_alone(
     world: TlsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both connections use TLS, in both directions."""
+    """The relay's connections use TLS, in both directions."""
     series = "svc/relayed"
     data = published(world, series)
     digest = sealed(data).digest

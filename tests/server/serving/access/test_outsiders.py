@@ -97,7 +97,7 @@ def filled(kind: Descriptor, token: Token, depth: int = 3) -> Message:
 
 
 class Caught:
-    """One who calls, with a channel to the coordinator and one to the parameter server."""
+    """Caller with a channel to the coordinator and one to the parameter server."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Caught:
             )
 
     def call(self, method: str, token: Token, within_s: float = WITHIN_S) -> grpc.RpcError | None:
-        """What the call ended with; None for an answer."""
+        """Return the error that ended the call; None for an answer."""
         found = METHODS[method]
         channel = self._channels[SERVER_NAME if is_on_a_server(method) else COORDINATOR_NAME]
         kind = "stream" if found.client_streaming else "unary"
@@ -222,7 +222,7 @@ def test_each_call_is_refused_to_a_worker_of_another_job(
 def test_a_reader_reads_its_series_and_nothing_else(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
-    """Each call that the role may make is refused for another series. Segments are put over a bulk
+    """The calls that the role may make are refused for another series. Segments are put over a bulk
     connection, to which the table of calls does not apply."""
     before, reader = state(world), Caller(CertificateRole.READER, "engine", series="j/policy")
     other = Token(job="other")
@@ -375,7 +375,7 @@ def test_a_refused_certificate_is_told_from_an_absent_server(
 
 
 def test_a_worker_cannot_pose_as_a_coordinator(world: TlsWorld) -> None:
-    """The same holds for a parameter server: the certificate lacks the name that callers ask for."""
+    """A parameter server checks this too: the certificate lacks the name that callers ask for."""
     with identity.using(world.files(CertificateRole.WORKER)):
         refused = why_refused(world.cluster.parameter_servers[0], COORDINATOR_NAME)
     assert refused is not None and "not accepted here" in refused.seen
