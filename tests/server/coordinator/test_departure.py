@@ -22,7 +22,7 @@ DRAIN_S = 25.0
 def test_it_stays_while_members_drain_or_may_be_told_to(
     num_members: int, num_draining: int, since_order_s: float, stays: bool
 ) -> None:
-    """Draining members keep it, up to the limit; at first, any member that may be drained does."""
+    """The coordinator waits for draining members, up to the limit; first for requests to drain."""
     presence = Presence(num_members=num_members, num_draining=num_draining)
     assert bool(why_stay(presence, since_order_s, DRAIN_S)) == stays
 

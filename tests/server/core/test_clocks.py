@@ -166,12 +166,12 @@ def test_whatever_members_say_the_answers_are_those_of_the_plain_definition(
 ) -> None:
     """A refused member may go on exactly when the horizon has reached its threshold."""
     clocks, plain = Clocks(), PlainClocks()
-    for kind, who, said in sayings:
+    for kind, who, report in sayings:
         if kind == "goes":
             clocks.remove(who)
             plain.remove(who)
         else:
-            status, expected = clocks.advance(who, said, 0.0), plain.advance(who, said)
+            status, expected = clocks.advance(who, report, 0.0), plain.advance(who, report)
             assert (status.clock, status.allowed) == (expected.clock, expected.allowed)
         assert clocks.slowest == plain.slowest
         at = {name: m.position.clock for name, m in plain.members.items() if m.position}

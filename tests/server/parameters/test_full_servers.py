@@ -31,8 +31,7 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.process import hand_everything_over
 
 PATIENCE = PeerTimeouts(full_s=0.2)
-"""Timeouts with a short pause before a full server is asked again: a long one only spares a
-network."""
+"""Timeouts with which a full server is soon asked again, which costs no network here."""
 
 
 @pytest.fixture

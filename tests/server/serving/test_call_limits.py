@@ -90,9 +90,9 @@ def call(channel: grpc.aio.Channel, name: str) -> Any:
 async def test_a_connection_that_says_nothing_is_closed() -> None:
     """A connection that does not speak HTTP/2 is closed, too."""
     async with serving(CallLimits(handshake_s=0.2)) as (_, _, port):
-        for said in (b"", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
+        for sent in (b"", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(said)
+            writer.write(sent)
             # The server's own settings come first, then the end.
             try:
                 await reader.read()

@@ -165,9 +165,9 @@ async def test_a_page_of_another_site_is_not_served(world: World) -> None:
 async def test_what_is_no_http_fills_no_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """Strangers would decide how much is logged."""
     async with serving(world, HttpLimits()) as (server, _):
-        for said in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"x" * 100_000):
+        for sent in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"x" * 100_000):
             reader, writer = await opened(server)
-            writer.write(said)
+            writer.write(sent)
             assert (await reader.read(13)).startswith(b"HTTP/1.1 400")
             writer.close()
     assert [record.message for record in caplog.records if record.name != "asyncio"] == []

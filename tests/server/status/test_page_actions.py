@@ -115,7 +115,7 @@ async def test_a_viewer_has_no_buttons_to_act_with(
 
 
 async def test_progress_and_what_was_logged(world: World, server: StatusServer, page: Page) -> None:
-    """The page shows the share done, the time left, a chart of each logged name, and snapshots."""
+    """The page shows the share done, the time left, a chart for each name, and checkpoints."""
     status_world.charted(world.board)
     for step in range(1, 6):
         report = status_world.health(

@@ -264,11 +264,11 @@ def test_members_that_are_all_told_to_end_leave_together() -> None:
 def test_a_member_that_leaves_others_behind_is_not_told_that_all_leave() -> None:
     """Members that stay have the state: nothing is written to disk because of the leaver."""
     w = running("a", "b", "c")
-    told = drain_notices(w)
+    received = drain_notices(w)
     w.drain("b")
     w.run(1.5)
-    assert told["b"][-1].now
-    assert not any(notice.unreplaced for notices in told.values() for notice in notices)
+    assert received["b"][-1].now
+    assert not any(notice.unreplaced for notices in received.values() for notice in notices)
 
 
 def test_all_that_are_told_to_end_amid_a_change_carry_it_out_first() -> None:

@@ -256,6 +256,6 @@ def test_who_held_the_others_up_is_named_with_its_time_and_the_remedy(
     w.job.heartbeat(events.HeartbeatReceived(**who(away), own_code_s=31.0, loads=loads), w.now_s)
     w.send(w.members["b"], events.BreakReported(**who(w.members["b"]), generation=1, error="hung"))
     w.run(45.0)
-    told = next(line for line in w.log if "collective_failed" in line)
-    assert f"rank 0 (a) has been {where} for 31 s" in told
-    assert "session.pause" in told
+    failure = next(line for line in w.log if "collective_failed" in line)
+    assert f"rank 0 (a) has been {where} for 31 s" in failure
+    assert "session.pause" in failure

@@ -103,7 +103,7 @@ def test_that_a_generation_runs_is_durable_before_anybody_is_told() -> None:
     """Otherwise a new leader would believe that the job never trained. One write is enough."""
     w = World(JobSpec(job="j", desired_members=1))
     effects: list[events.Effect] = []
-    w._effects, told = lambda each: (effects.extend(each), told(each))[1], w._effects
+    w._effects, deliver = lambda each: (effects.extend(each), deliver(each))[1], w._effects
     w.join("a")
     w.run(1.0)
     kinds = [type(e.notice) if isinstance(e, events.SendNotice) else type(e) for e in effects]

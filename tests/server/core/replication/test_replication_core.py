@@ -637,9 +637,9 @@ def test_who_sends_an_image_that_is_let_go_of_is_told() -> None:
     world.tell(ev.IncomingLinkOpened(B, 7))
     world.told(ImageStart(KEY, 1, 1, 5, 3, 2))
     world.told(ImageChunk(KEY, 5, 0))
-    told = only(SendReply, world.assigned(record(B)))
-    (refused,) = replies(told)
-    assert (told[0].peer, told[0].link) == (B, 7)
+    sent = only(SendReply, world.assigned(record(B)))
+    (refused,) = replies(sent)
+    assert (sent[0].peer, sent[0].link) == (B, 7)
     assert isinstance(refused, BackupRefused)
     assert (refused.why, refused.newest_epoch) == (BackupRefusalReason.OTHER_HOLDERS, 1)
 
@@ -804,9 +804,9 @@ def test_an_older_copy_of_the_disk_is_not_led_and_told() -> None:
     world.tell(ev.JournalShardFound(KEY, 1, 9))
     effects = world.tell(ev.ServersListed(frozenset(), world.now_s, frozenset({B})))
     assert only(WriteShardRecord, effects) == [WriteShardRecord(KEY)]
-    told = replace(last, found_version=9)
-    assert world.core.revised(KEY, last, world.now_s) == told
-    world.assigned(told)
+    reported = replace(last, found_version=9)
+    assert world.core.revised(KEY, last, world.now_s) == reported
+    world.assigned(reported)
     assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == []
 
 
@@ -824,12 +824,12 @@ def test_what_the_journal_turns_out_not_to_have_is_lost_and_not_waited_for() -> 
     assert only(WriteShardRecord, world.tell(ev.JournalShardMissing(KEY, 2))) == [
         WriteShardRecord(KEY)
     ]
-    told = world.core.revised(KEY, replace(claimed, joining=C), world.now_s)
-    assert told == replace(claimed, epoch=3, content=ShardContent.LOST)
-    world.assigned(told)
+    recorded = world.core.revised(KEY, replace(claimed, joining=C), world.now_s)
+    assert recorded == replace(claimed, epoch=3, content=ShardContent.LOST)
+    world.assigned(recorded)
     assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == []
     # If that disk comes back, its server leads the shard again.
-    again = led_from_disk(told, Holder("a", "2"), frozenset())
+    again = led_from_disk(recorded, Holder("a", "2"), frozenset())
     assert (again.epoch, again.content) == (4, ShardContent.PRESENT)
 
 

@@ -38,8 +38,8 @@ def test_a_copy_that_replays_is_the_same_at_each_version(case: str, dtype: str) 
     """The walk has every optimizer and every piece, with a push between any two pieces."""
     shard = new_shard(case, dtype)
     shard.push(push_to(shard, 1, dtype), is_live)
-    told: list[UpdateRecord] = []
-    copy = dense_from_image(loaded(shard, told.append))
+    records: list[UpdateRecord] = []
+    copy = dense_from_image(loaded(shard, records.append))
     walk, num_pushed = PieceWalk(PIECE_BYTES), 1
     while walk.num_rounds == 0:
         digest = walk.next(shard)
@@ -47,7 +47,7 @@ def test_a_copy_that_replays_is_the_same_at_each_version(case: str, dtype: str) 
         num_pushed += 1
         shard.push(push_to(shard, num_pushed, dtype), is_live)
         assert compared(shard, digest) is Comparison.ANOTHER_VERSION
-        copy.replay(told.pop())
+        copy.replay(records.pop())
 
 
 def tensors_of(case: str) -> list[str]:
@@ -102,7 +102,7 @@ def rows_pushed(optimizer: str, **changes: object) -> tuple[TableShard, TableSha
         **changes,
     )
     shard = table_specs.new_shard(spec)
-    told: list[UpdateRecord] = []
+    records: list[UpdateRecord] = []
     copy = shard
     random = np.random.default_rng(5)
     for number in range(1, 41):
@@ -111,8 +111,8 @@ def rows_pushed(optimizer: str, **changes: object) -> tuple[TableShard, TableSha
         push = new_push(ids, gradient, sequence=number, at_unix_s=1e9 + number)
         shard.push(push, table_specs.live)
         if number == 20:
-            copy = restore(loaded(shard, told.append))  # type: ignore[assignment]
-    for record in told:
+            copy = restore(loaded(shard, records.append))  # type: ignore[assignment]
+    for record in records:
         copy.replay(record)
     return shard, copy
 

@@ -160,19 +160,19 @@ def test_a_push_is_told_where_the_next_one_may_have_to_go(
     servers: ParameterServers, client: ParameterClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reply has the successor's address before pushes are refused: the client connects."""
-    told: set[str] = set()
+    addresses: set[str] = set()
 
     def connect_ahead(job: JobShards[Any], address: str, connect: object) -> None:
-        told.add(address)
+        addresses.add(address)
 
     monkeypatch.setattr(JobShards, "connect_ahead", connect_ahead)
     num_pushes, give_up_s = 0, time.monotonic() + LIMIT_S
-    while not told and time.monotonic() < give_up_s:
+    while not addresses and time.monotonic() < give_up_s:
         servers.run(name_successors(servers))
         client.push(filled(-1.0))
         num_pushes += 1
         servers.run(all_moved(servers))
-    assert told and told <= {shard.address for shard in client.fetch_map().shards}
+    assert addresses and addresses <= {shard.address for shard in client.fetch_map().shards}
     assert_pushed(client, num_pushes)
 
 

@@ -55,17 +55,17 @@ class Shards:
             gradient=torch.ones(4).numpy().tobytes(),
         )
         self._shard.push(push, lambda session: True)
-        (told,) = frames.of_record(JOB, 0, EPOCH, self._records[-1])
-        assert isinstance(told, pb.FollowRequest)
-        return told
+        (message,) = frames.of_record(JOB, 0, EPOCH, self._records[-1])
+        assert isinstance(message, pb.FollowRequest)
+        return message
 
     def image(self) -> list[frames.Frame]:
         with self._shard.image() as image:
             start = ImageStart((JOB, 0), EPOCH, 1, 1, image.version, image.num_chunks)
-            told: list[frames.Frame] = [frames.of_image_start(start, image.header)]
+            parts: list[frames.Frame] = [frames.of_image_start(start, image.header)]
             for index in range(image.num_chunks):
-                told += frames.of_chunk(ImageChunk((JOB, 0), 1, index), bytes(image.chunk(index)))
-        return told
+                parts += frames.of_chunk(ImageChunk((JOB, 0), 1, index), bytes(image.chunk(index)))
+        return parts
 
 
 @dataclass

@@ -99,11 +99,11 @@ class Primary:
         with self.shard.image() as image:
             key, number = (job, 0), self._image
             start = ImageStart(key, epoch, 1, number, image.version, image.num_chunks, begin)
-            told = [frames.of_image_start(start, image.header)]
+            requests = [frames.of_image_start(start, image.header)]
             for index in range(begin, image.num_chunks):
                 chunk = frames.of_chunk(ImageChunk(key, number, index), image.chunk(index))
-                told += map(as_message, chunk)
-        return told
+                requests += map(as_message, chunk)
+        return requests
 
     def told(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:
         return [as_message(f) for f in frames.of_record(JOB, 0, epoch, record)]
@@ -345,9 +345,9 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def corrupted(told: Frames) -> Frames:
+def corrupted(requests: Frames) -> Frames:
     """Flip one bit in the last bytes."""
-    changed = [pb.FollowRequest.FromString(frame.SerializeToString()) for frame in told]
+    changed = [pb.FollowRequest.FromString(frame.SerializeToString()) for frame in requests]
     last = changed[-1].bytes
     last.data = last.data[:-1] + bytes([last.data[-1] ^ 1])
     return changed

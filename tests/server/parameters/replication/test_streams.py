@@ -156,21 +156,21 @@ async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free()
         theirs.setblocking(False)
         own = arena_slots.ArenaSlots(mapped)
         stream, other_end = BulkStream(FrameConnection(ours), "here", own), FrameConnection(theirs)
-        told = list(frames.of_record("j", 0, 1, record, stream.inline_bytes))
+        messages = list(frames.of_record("j", 0, 1, record, stream.inline_bytes))
         log = ShardLog[OutgoingRecord](1)
         log.append(OutgoingRecord(record))
         (kept,) = log.after(1)
         keep = kept.lies_at
-        assert stream.write_now(*told, keep=keep)
+        assert stream.write_now(*messages, keep=keep)
         start, placed = await other_end.next_frame(), await other_end.next_frame()
         assert FollowRequest.FromString(bytes(start.body)).record.num_bytes == len(data)
         assert (placed.kind, placed.num_bytes, placed.checksum) == (FrameKind.PLACED, len(data), 0)
         assert mapped[placed.at : placed.at + len(data)] == data
-        assert not stream.write_now(*told, keep=keep)
+        assert not stream.write_now(*messages, keep=keep)
         own.free(placed.at)
         mapped[placed.at : placed.at + len(data)] = bytes(len(data))
         assert kept.get().data == data
-        assert stream.write_now(*told, keep=keep)
+        assert stream.write_now(*messages, keep=keep)
         log.trim(2)
         gone, seen = ref(kept), kept.get().data
         del kept, keep, seen

@@ -58,12 +58,12 @@ def test_a_push_by_an_outdated_map_is_counted(servers: ParameterServers) -> None
     with grpc.insecure_channel(one.address) as channel:
         stub = ParametersStub(channel)
         outcomes = {reply.outcome.shard_id: reply.outcome for reply in stub.Push(iter(requests))}
-        said = stub.Describe(pb.DescribeRequest(job="job"))
+        shown = stub.Describe(pb.DescribeRequest(job="job"))
         elsewhere = stub.Describe(pb.DescribeRequest(job="another"))
     assert outcomes[other.shard_id].error.kind == "WrongEpoch"
     assert not outcomes[one.shard_id].HasField("error")
-    assert (said.refused_by_epoch, said.partial_pushes, said.unfinished_bytes) == (1, 1, 0)
-    assert {shard.shard_id: shard.pushes for shard in said.shards} == {
+    assert (shown.refused_by_epoch, shown.partial_pushes, shown.unfinished_bytes) == (1, 1, 0)
+    assert {shard.shard_id: shard.pushes for shard in shown.shards} == {
         one.shard_id: 1,
         other.shard_id: 0,
     }

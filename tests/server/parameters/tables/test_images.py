@@ -174,16 +174,16 @@ def test_a_built_shard_goes_on_as_the_first_one_does(world: Table | Dense) -> No
     """Rows made, evicted and found again, and retries, have the same result in both."""
     for _ in range(30):
         world.push()
-    told = []
-    world.shard.subscribe(told.append)
+    records = []
+    world.shard.subscribe(records.append)
     with world.shard.image() as image:
         for _ in range(10):
             world.push()
         copy = built(image)
     for _ in range(40):
         world.push()
-    assert [record.push.version for record in told] == list(range(32, 82))
-    for record in told:
+    assert [record.push.version for record in records] == list(range(32, 82))
+    for record in records:
         copy.replay(record)
     assert bits(loaded(copy)) == bits(loaded(world.shard))
 
