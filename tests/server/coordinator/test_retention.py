@@ -90,7 +90,7 @@ async def train_on_samples(world: Served, member: MemberSession) -> None:
 
 
 async def test_a_finished_job_shrinks_to_its_result_and_then_its_name_is_free() -> None:
-    """The next leader also knows the result, without any report of the loss or a ledger."""
+    """The next leader knows the result too, without reports of the training loss or a ledger."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -188,7 +188,7 @@ async def test_a_name_that_was_removed_is_forgotten_in_time() -> None:
 
 
 async def test_what_is_known_of_a_job_as_it_ends_is_kept_with_its_end() -> None:
-    """The leader dies right after the end, and has reported the loss to no other."""
+    """The leader dies right after the end: only the record has the training loss."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")

@@ -181,7 +181,8 @@ def test_a_job_that_was_created_by_half_starts(servers: ParameterServers) -> Non
 def test_first_values_are_seen_by_nobody_before_the_record_tells_of_them(
     servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server dies before the write: no client has seen the values, and others may follow."""
+    """Values of a server that dies before the write were seen by no client, so that other initial
+    values may replace them."""
     writing = asyncio.Event()
     is_formed = LedShard._is_formed
 

@@ -1,4 +1,4 @@
-"""Learning rates of the server equal those of torch.optim.lr_scheduler, bit by bit."""
+"""Learning rates of the server equal those of torch.optim.lr_scheduler, bit for bit."""
 
 from collections.abc import Callable
 

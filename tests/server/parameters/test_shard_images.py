@@ -1,4 +1,4 @@
-"""A copy of a shard that gets the same pushes is the same shard, bit by bit."""
+"""A copy of a shard that gets the same pushes is the same shard, bit for bit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -203,7 +203,7 @@ async def test_jobs_are_chosen_by_keyboard(world: World, server: StatusServer, p
 
 
 async def test_trouble_is_said_plainly(world: World, server: StatusServer, page: Page) -> None:
-    """The page tells that no coordinator leads, shards are unreadable, or a job is missing."""
+    """The page says that it is not ready, shards are unreadable, or a job is missing."""
     world.ready = Readiness(ready=False, reason="etcd is away")
     world.shards_error = Unavailable("etcd does not answer")
     await page.goto(f"{server.url}/?job=digits")

@@ -98,7 +98,8 @@ async def test_a_refused_joiner_leaves_a_trace() -> None:
 
 
 def in_step(servers: ParameterServers, reader: ShardReader) -> ShardsView | None:
-    """Return the view once backups have answered, which they do after pushes were received."""
+    """Return the view if backups have answered, else None: they do so some milliseconds after
+    pushes count as received."""
     view = servers.run(reader.read("job"))
     assert view is not None
     lags = {(len(shard.replication.copies), shard.replication.lag) for shard in view.shards}

@@ -163,7 +163,7 @@ async def test_a_lost_members_samples_are_trained_by_the_others(world: World) ->
 
 
 async def test_while_others_are_at_work_a_member_is_told_to_ask_again(world: World) -> None:
-    """The answer has no range, does not say the end, and has a time to wait."""
+    """The answer has no range and a time to wait, and the ledger is not exhausted."""
     await world.join("a", "1")
     await world.join("b", "1")
     async with world.serving() as (_, address):

@@ -274,7 +274,7 @@ def test_a_surplus_joiner_stands_by_and_takes_over() -> None:
 
 
 def test_a_stale_incarnation_changes_nothing() -> None:
-    """A paused process that wakes up after its replacement joined is refused, nothing else."""
+    """A process that wakes up after its replacement joined is refused, and nothing else happens."""
     w = running("a", "b")
     old = w.members["b"]
     w.join("b")

@@ -1,5 +1,4 @@
-"""Members in a shared call between two steps make the call again alone, below the minimum if need
-be.
+"""Members in a shared call make it again alone after a loss, below the minimum if need be.
 
 A joiner's script is at another position, so it is taken in after the call.
 """

@@ -27,7 +27,7 @@ def running(*names: str, low: int = 1, high: int = 8, max_delay_s: float = 0.0) 
 
 
 def test_the_others_go_on_without_a_break() -> None:
-    """The planned change leaves one member out, which leaves once the others train."""
+    """Member b is left out by a planned change, and leaves once the others train."""
     w = running("a", "b", "c")
     leaver = w.members["b"]
     w.drain("b")

@@ -1,4 +1,4 @@
-"""Summaries of changes: how the job describes the way from one generation to the next."""
+"""Summaries of changes from one generation to the next."""
 
 import pytest
 from support.members.job_world import World

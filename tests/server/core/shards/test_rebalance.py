@@ -72,8 +72,8 @@ def a_record(num_shards: int, primaries: list[Holder], copies: int) -> JobAssign
 def test_any_record_comes_to_rest(
     num_servers: int, num_leaving: int, num_first: int, copies: int, weights: list[int]
 ) -> None:
-    """The record rests, whatever the initial holders, with each shard's copies on servers that
-    stay, and no server leading more than the mean and one shard."""
+    """Records come to rest for any initial holders: each shard has its copies on servers that stay,
+    and no server leads more than the mean and one shard."""
     present = [Holder(f"ps-{i}", "one") for i in range(num_servers)]
     leaving = frozenset(present[: min(num_leaving, num_servers - 1)])
     servers = Servers(present=frozenset(present), leaving=leaving)

@@ -52,7 +52,7 @@ async def test_half_of_the_places_are_given_back_at_once_and_behind_what_was_rec
 async def test_nothing_that_somebody_waits_for_goes_past_it(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel may accept no more: they are still sent before frames of another kind."""
+    """Late frames leave first, even if the kernel does not accept them at once."""
     monkeypatch.setattr(late_frames, "WITHIN_S", 3600.0)
     ours, theirs = ends
     wire = FrameConnection(ours)

@@ -1,4 +1,4 @@
-"""Copies get compressed pushes as they came, and have the same values bit by bit."""
+"""Copies get compressed pushes as they came, and have the same values bit for bit."""
 
 from collections.abc import Mapping
 from functools import partial

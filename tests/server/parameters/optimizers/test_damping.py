@@ -45,7 +45,7 @@ def test_sgds_effective_rate_is_divided(momentum: float, staleness: int) -> None
 def test_a_stale_round_goes_its_share_of_the_way(
     lr: float, momentum: float, staleness: int
 ) -> None:
-    """The share is that of s + 1 members' rounds; DiLoCo's own settings go 7 times as far."""
+    """The share is that of one of s + 1 members; undamped, DiLoCo's settings go 7 times as far."""
     rate, left = damping("outer", HyperParameters(lr=lr, momentum=momentum), staleness)
     assert rate <= 1 + 1e-5
     assert left <= momentum
@@ -62,8 +62,8 @@ def test_a_fresh_round_has_the_step_that_was_asked_for() -> None:
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("num_members", [2, 8])
 def test_rounds_that_overtake_each_other_converge(num_members: int, nesterov: bool) -> None:
-    """Members use DiLoCo's own settings in turn, each from the values after its own push. The
-    values reach the optimum of each round, and stay there."""
+    """Members push in turn with DiLoCo's own settings, each from the values after its own push. The
+    values reach the point to which every round leads, and stay there."""
     shard = new_shard(HyperParameters(lr=0.7, momentum=0.9, nesterov=nesterov), "outer")
     began = [(shard.version, torch.zeros(SIZE))] * num_members
     for turn in range(20 * num_members):

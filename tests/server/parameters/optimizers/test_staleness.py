@@ -113,7 +113,7 @@ def test_a_bound_of_0_takes_fresh_gradients_only() -> None:
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_a_stale_gradient_is_compensated(dtype: torch.dtype, maximize: bool) -> None:
-    """The gradient becomes g + lambda g g (w_now - w_then), bit by bit, with a negative lambda if
+    """The gradient becomes g + lambda g g (w_now - w_then), bit for bit, with a negative lambda if
     `maximize` is set."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=0.04), dtype, maximize=maximize)
     before, g = now(shard), drawn(2, dtype)

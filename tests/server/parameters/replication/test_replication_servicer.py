@@ -138,7 +138,7 @@ class World:
         await self.server.replicas.received.settle(self.copy())
 
     async def assert_same(self) -> None:
-        """Check that the copy equals the primary's shard, bit by bit."""
+        """Check that the copy equals the primary's shard, bit for bit."""
         await self.settle()
         copy, own = loaded(self.copy().state), loaded(self.primary.shard)
         assert (copy.version, list(copy.sessions)) == (own.version, list(own.sessions))

@@ -38,7 +38,8 @@ def created(servers: ParameterServers) -> tuple[ParameterClient, ShardMap]:
 
 
 def test_a_push_by_an_outdated_map_is_counted(servers: ParameterServers) -> None:
-    """Parts refused for their epoch count, and a push with another part applied is partial."""
+    """Parts refused for their epoch are counted, and the push is partial if another part was
+    applied."""
     client, shard_map = created(servers)
     one, other = shard_map.shards
     token = servers.admit("w1", incarnation="two")

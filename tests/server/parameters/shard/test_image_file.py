@@ -1,4 +1,4 @@
-"""An image is read from its file bit by bit, or not at all."""
+"""An image read from its file equals the written one bit for bit, or is refused."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """Images of shards: an image is the shard at one time, whatever is pushed, evicted or read
 meanwhile.
 
-A shard built from its chunks is this shard, bit by bit.
+A shard built from its chunks is this shard, bit for bit.
 """
 
 from collections.abc import Sequence

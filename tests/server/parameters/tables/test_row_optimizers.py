@@ -23,7 +23,7 @@ TORCH: dict[str, Callable[[nn.Parameter], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("kind", TORCH)
 def test_as_torch_with_sparse_gradients(kind: str) -> None:
-    """Values are equal bit by bit, with rows that come and stay away."""
+    """Values are equal bit for bit, with rows that come and stay away."""
     spec = RowOptimizer()
     spec.CopyFrom(OPTIMIZERS[kind])
     spec.weight_decay = 0.0

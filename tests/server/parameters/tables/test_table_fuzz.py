@@ -253,7 +253,7 @@ def test_a_replayed_copy_is_the_same_to_the_last_bit(kind: str, seed: int) -> No
 
 
 def assert_same(seen: TableShard, expected: TableShard) -> None:
-    """Check that both are equal bit by bit, the sessions included."""
+    """Check that both are equal bit for bit, the sessions included."""
     one, other = loaded(seen), loaded(expected)
     assert one.version == other.version
     assert one.spec == other.spec

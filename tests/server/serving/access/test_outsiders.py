@@ -375,7 +375,7 @@ def test_a_refused_certificate_is_told_from_an_absent_server(
 
 
 def test_a_worker_cannot_pose_as_a_coordinator(world: TlsWorld) -> None:
-    """A parameter server checks this too: the certificate lacks the name that callers ask for."""
+    """A parameter server cannot either: its certificate lacks the name that callers ask for."""
     with identity.using(world.files(CertificateRole.WORKER)):
         refused = why_refused(world.cluster.parameter_servers[0], COORDINATOR_NAME)
     assert refused is not None and "not accepted here" in refused.seen
