@@ -10,7 +10,7 @@ from shoal_server.core.limits import Limits
 
 
 def test_every_limit_is_there_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    """As JSON: each limit that the coordinator works by, and the order that they satisfy."""
+    """The JSON has each limit of the coordinator, and the order that the limits satisfy."""
     assert main(["config", "--heartbeat-s", "0.25", "--join-s", "60", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     limits = Limits(heartbeat_s=0.25, join_s=60)
@@ -27,7 +27,7 @@ def test_every_limit_is_there_with_its_meaning(capsys: pytest.CaptureFixture[str
 def test_the_table_has_the_defaults_of_a_coordinator(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without options it is what `shoal coordinator` starts with; the chain reads as one line."""
+    """The table without options has the defaults of `shoal coordinator`; the chain is one line."""
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["config"]) == 0
     shown = capsys.readouterr().out
@@ -40,7 +40,7 @@ def test_the_table_has_the_defaults_of_a_coordinator(
 def test_numbers_out_of_order_are_refused_as_at_the_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The error of `shoal coordinator` for the same numbers, word by word, and exit code 2."""
+    """The error equals that of `shoal coordinator` for the same numbers, with exit code 2."""
     numbers = ["--heartbeat-s", "10", "--join-s", "60"]
     refusals = []
     for command in ("config", "coordinator"):

@@ -23,7 +23,7 @@ from shoal_server.etcd.memory import MemoryStore
 
 DEADLINE_S = 20.0
 IMPATIENT = Limits(heartbeat_s=0.1, join_s=8.0)
-"""Two seconds of holding up others make a member lost."""
+"""Limits with which a member is lost after it has held up others for two seconds."""
 
 
 @dataclass
@@ -35,14 +35,14 @@ class Stepping:
     clock: Clock
 
     async def step(self) -> bool:
-        """Begin and finish a step; whether it had to pull."""
+        """Begin and finish a step; return True if it had to pull."""
         pulls = await asyncio.to_thread(self.clock.begin)
         self.clock.finished()
         return pulls
 
 
 async def stepping(world: Served, name: str, *, bound: int, wait_s: float = 20.0) -> Stepping:
-    """A member that attends, with a clock."""
+    """Return a member that has joined, with a clock."""
     member = world.client(name)
     await asyncio.to_thread(member.join)
     coordinators = Coordinators([world.address])
@@ -51,7 +51,7 @@ async def stepping(world: Served, name: str, *, bound: int, wait_s: float = 20.0
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Return once it holds."""
+    """Return once `holds` is true."""
     async with asyncio.timeout(DEADLINE_S):
         while not holds():  # noqa: ASYNC110 - the state of a coordinator, which sends no event
             await asyncio.sleep(0.005)
@@ -61,7 +61,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def two(
     bound: int, limits: Limits | None = None
 ) -> AsyncIterator[tuple[Served, list[Stepping]]]:
-    """A coordinator with two members, each of which has begun its first step."""
+    """Run a coordinator with two members, each of which has begun its first step."""
     async with served(MemoryStore(), limits) as world:
         members = [await stepping(world, name, bound=bound) for name in "ab"]
         for each in members:
@@ -70,7 +70,7 @@ async def two(
 
 
 async def test_a_member_that_waits_for_another_is_shown_with_the_reason() -> None:
-    """`waiting_for` names who is slow, in which round; when that one goes on, so does the other."""
+    """`waiting_for` names the slow member and its round; both members go on together."""
     async with two(bound=1) as (world, (fast, slow)):
         fast.clock.finished()
         assert not await fast.step(), "one round ahead is within the bound"
@@ -89,7 +89,7 @@ async def test_a_member_that_waits_for_another_is_shown_with_the_reason() -> Non
 
 
 async def test_nobody_waits_for_a_member_that_left() -> None:
-    """The coordinator takes it out at once."""
+    """The coordinator removes its clock at once."""
     async with two(bound=0) as (_, (stays, leaves)):
         stays.clock.finished()
         waits = asyncio.create_task(stays.step())
@@ -100,7 +100,7 @@ async def test_nobody_waits_for_a_member_that_left() -> None:
 
 
 async def test_nobody_waits_for_a_member_without_samples() -> None:
-    """It rests, and comes back in the round that the others are in by then."""
+    """The member rests, and comes back in the round that the others are in by then."""
     async with two(bound=0) as (_, (works, rests)):
         rests.clock.finished()
         await asyncio.to_thread(rests.clock.rest)
@@ -114,7 +114,7 @@ async def test_nobody_waits_for_a_member_without_samples() -> None:
 
 
 async def test_a_member_that_is_stuck_is_declared_lost() -> None:
-    """It beats on, but takes no step: the others go on without it, and it is told so."""
+    """The member sends heartbeats but takes no step: the others go on, and it is fenced."""
     async with two(bound=0, limits=IMPATIENT) as (_, (waits, stuck)):
         waits.clock.finished()
         assert await asyncio.wait_for(waits.step(), DEADLINE_S)
@@ -123,7 +123,7 @@ async def test_a_member_that_is_stuck_is_declared_lost() -> None:
 
 
 async def test_a_wait_ends_with_an_error_that_names_who_is_slow() -> None:
-    """Where the caller's own limit is the shorter one."""
+    """The caller's own limit may be the shorter one."""
     async with served(MemoryStore()) as world:
         fast = await stepping(world, "a", bound=0, wait_s=0.2)
         slow = await stepping(world, "b", bound=0)
@@ -135,7 +135,7 @@ async def test_a_wait_ends_with_an_error_that_names_who_is_slow() -> None:
 
 
 async def test_after_a_change_of_leaders_members_say_their_clocks_again() -> None:
-    """Nobody goes on before all who trained have spoken, and then the bound holds as before."""
+    """Members wait until all that trained have reported; then the bound holds as before."""
     store = MemoryStore()
     async with served(store) as first:
         members = [await stepping(first, name, bound=1) for name in "ab"]
@@ -163,7 +163,7 @@ async def test_after_a_change_of_leaders_members_say_their_clocks_again() -> Non
 
 
 async def test_a_clock_that_makes_no_sense_is_refused() -> None:
-    """A bound beyond all reason, from any client."""
+    """Clients may send a bound beyond all reason."""
     async with two(bound=0) as (world, (one, _)):
         request = pb.AdvanceRequest(token=one.member.token, bound=1 << 40)
         with pytest.raises(MalformedMessage, match="bound 1099511627776"):
@@ -176,7 +176,7 @@ async def test_a_clock_that_makes_no_sense_is_refused() -> None:
 
 
 async def test_however_many_jobs_there_are_inherited_members_are_waited_for() -> None:
-    """What this leader has heard nothing of yet is not made room of for other jobs."""
+    """Clocks that members have not reported to this leader yet are not evicted for other jobs."""
     members = [MemberProcess(name, f"{name}-1") for name in "ab"]
 
     async def speaks(job: str, who: MemberProcess) -> pb.AdvanceReply:
@@ -184,7 +184,7 @@ async def test_however_many_jobs_there_are_inherited_members_are_waited_for() ->
         return await service.Advance(pb.AdvanceRequest(token=token, clock=7, bound=0), None)
 
     async def anybody(token: Token) -> None:
-        """Every token may speak."""
+        """Accept every token."""
 
     async def nobody_is_lost(job: str, who: MemberProcess, reason: str) -> None:
         raise AssertionError(f"{who} of {job} was declared lost: {reason}")

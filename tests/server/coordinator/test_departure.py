@@ -1,4 +1,4 @@
-"""A coordinator that has been asked to end stays while members drain."""
+"""Coordinators that were asked to end stay while members drain."""
 
 import pytest
 
@@ -22,7 +22,7 @@ DRAIN_S = 25.0
 def test_it_stays_while_members_drain_or_may_be_told_to(
     num_members: int, num_draining: int, since_order_s: float, stays: bool
 ) -> None:
-    """It stays for members that drain, up to the limit, and at first for the requests to drain."""
+    """The coordinator waits for draining members, up to the limit; first for requests to drain."""
     presence = Presence(num_members=num_members, num_draining=num_draining)
     assert bool(why_stay(presence, since_order_s, DRAIN_S)) == stays
 
@@ -34,5 +34,5 @@ def test_it_stays_until_etcd_has_confirmed_that_members_left() -> None:
 
 
 def test_no_time_to_drain_is_no_wait() -> None:
-    """The coordinator ends at once with a limit of 0 s."""
+    """Coordinators with a limit of 0 s end at once."""
     assert why_stay(Presence(num_members=2, num_draining=2), 0.0, 0.0) == ""

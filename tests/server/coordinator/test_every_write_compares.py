@@ -1,4 +1,4 @@
-"""All that a coordinator writes while it leads compares its leader's key, seen from the store."""
+"""Writes of a leading coordinator all compare the leader's key, as seen from the store."""
 
 import asyncio
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from shoal_server.etcd.records import assignments
 
 
 class Watched(MemoryStore):
-    """Tells of writes that do not compare the leader's key, once somebody leads."""
+    """Store that records writes which do not compare the leader's key, once there is a leader."""
 
     leader: Compare | None = None
 
@@ -57,8 +57,8 @@ class Watched(MemoryStore):
 
 
 async def test_every_write_of_a_leader_compares_its_key() -> None:
-    """Members that join, train and leave; leases of samples; a repair, a removal, a job that is
-    over, roots of snapshots."""
+    """The test joins, trains and leaves, leases samples, repairs and removes jobs, and writes the
+    roots of snapshots."""
     store = Watched()
     await store.put(keys.job_state("bad"), b"garbage")
     shards = (ShardAssignment(shard_id=0, epoch=1, primary=Holder("ps-0", "1")),)

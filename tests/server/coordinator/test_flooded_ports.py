@@ -1,4 +1,4 @@
-"""A coordinator whose ports are full of connections that say nothing goes on with its jobs."""
+"""Coordinators whose ports are full of silent connections go on with their jobs."""
 
 import resource
 import socket
@@ -21,14 +21,14 @@ from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
 
 DESCRIPTORS = 384
-"""Of the coordinator."""
+"""Limit of the coordinator's file descriptors."""
 NUM_SILENT = 600
-"""To each port: more than it has descriptors."""
+"""Connections to each port: more than the coordinator has descriptors."""
 SOON_S = 60.0
 
 
 class SilentConnections:
-    """`NUM_SILENT` to each address, opened anew as soon as they are closed."""
+    """`NUM_SILENT` connections to each address, opened again as soon as they are closed."""
 
     def __init__(self, *addresses: str) -> None:
         self._addresses = [address.rpartition(":") for address in addresses]
@@ -71,7 +71,7 @@ class _Slot:
             self._socket.close()
 
     def refresh(self) -> bool:
-        """Whether it was opened now."""
+        """Return True if the connection was opened now."""
         if self._socket is not None and not self._is_over(self._socket):
             return False
         if self._socket is not None:
@@ -122,7 +122,7 @@ def joined(stack: ExitStack, coordinator: ServedProcess, name: str) -> MemberSes
 
 @pytest.mark.nightly
 def test_members_join_while_strangers_take_all_they_can(tmp_path: Path) -> None:
-    """Of descriptors some are kept, what says nothing is closed, and the leader leads on."""
+    """The coordinator reserves descriptors, closes silent connections, and stays the leader."""
     with ExitStack() as stack:
         stack.enter_context(many_descriptors())
         etcd = stack.enter_context(running_etcd(tmp_path))
@@ -140,7 +140,7 @@ def test_members_join_while_strangers_take_all_they_can(tmp_path: Path) -> None:
         strangers = stack.enter_context(SilentConnections(coordinator.grpc, page))
         awaited(lambda: strangers.num_opened > 4 * NUM_SILENT, SOON_S, "the ports are full")
         second = joined(stack, coordinator, "b")
-        # The generation is written to etcd, and told over streams that were there before.
+        # The generation is written to etcd, and sent over streams that were there before.
         for member in (first, second):
             member.ready(member.await_generation(0, SOON_S))
         strangers.stop()

@@ -1,4 +1,4 @@
-"""What is charted of a job outlives the coordinator that led."""
+"""Charts of a job outlive the coordinator that led."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from shoal_server.status.views import HealthView
 
 
 def keeper(world: Served) -> HistoryKeeper:
-    """Beside the coordinator's own, which keeps nothing so early."""
+    """Return a second keeper; the coordinator's own writes nothing so early."""
     coordinator = world.coordinator
     return HistoryKeeper(coordinator._store, coordinator.registry, coordinator.board)
 
@@ -39,7 +39,7 @@ def report(world: Served, member: MemberSession, **figures: float) -> None:
 
 
 async def test_what_members_say_is_charted_and_goes_on_under_the_next_leader() -> None:
-    """Loss, throughput, step times by rank, and how the generations followed one another."""
+    """Charts have loss, throughput, step times by rank, and the sequence of generations."""
     store = MemoryStore()
     async with served(store) as world:
         members = await world.training("a", "b")
@@ -74,7 +74,7 @@ LOGGED = {"name": "x", "newest_step": 3, "newest": 1.0, "interval_steps": 1}
 
 
 def kept(**changed: object) -> bytes:
-    """A record of which something is not as it should be."""
+    """Encode a record with these changes."""
     record = {"begun_unix_s": 0.0, "series": SERIES, "changes": [CHANGE], "logged": [], **changed}
     return zlib.compress(json.dumps(record).encode())
 
@@ -107,7 +107,7 @@ def test_such_a_record_is_read_if_nothing_is_wrong_with_it() -> None:
     ],
 )
 async def test_a_record_that_cannot_be_read_costs_the_charts_alone(value: bytes) -> None:
-    """Those of its own job, which goes on; the others' are taken up."""
+    """Other jobs' charts are read, and the job itself goes on."""
     store = MemoryStore()
     async with served(store) as world:
         await world.training("a")
@@ -121,7 +121,7 @@ async def test_a_record_that_cannot_be_read_costs_the_charts_alone(value: bytes)
 
 
 async def test_nothing_is_left_of_a_job_that_is_gone() -> None:
-    """Else the next run of its name would go on with the charts of this one."""
+    """Otherwise the next run under the same name would continue these charts."""
     store = MemoryStore()
     async with served(store) as world:
         (member,) = await world.training("a")
@@ -135,7 +135,7 @@ async def test_nothing_is_left_of_a_job_that_is_gone() -> None:
 
 
 async def test_members_that_have_fallen_silent_are_a_gap() -> None:
-    """What they said last is not how they stand now."""
+    """A member's last report does not describe its present state."""
     async with served(MemoryStore()) as world:
         (member,) = await world.training("a")
         token = member.token

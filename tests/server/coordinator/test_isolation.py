@@ -1,4 +1,4 @@
-"""What goes wrong with one job stops that job, by name, and no other; nor does the term end."""
+"""Faults with one job stop that job, by name, and no other; the term goes on."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ def quarantined(world: Served) -> list[str]:
 
 
 async def test_an_event_that_fails_quarantines_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state may be half-way: nobody goes on with it, until it is taken up as etcd has it."""
+    """The job's state may be inconsistent: it is not used until it is read from etcd again."""
     real, is_broken = Job.handle, True
 
     def handle(job: Job, event: MemberEvent, now_s: float) -> Sequence[Effect]:
@@ -115,7 +115,7 @@ async def test_heartbeats_of_a_host_count_though_one_of_them_fails(
 
 
 class Refusing(MemoryStore):
-    """As etcd does with what is above its limit: writes of one key, that is."""
+    """Store that refuses writes of one key, as etcd does above its limit."""
 
     refused = ""
 
@@ -131,7 +131,7 @@ class Refusing(MemoryStore):
 
 
 async def test_a_ledger_that_etcd_refuses_quarantines_its_job() -> None:
-    """It was tried for ever, four times a second, and nobody was told."""
+    """Regression: the write was tried for ever, four times a second, without a report."""
     store = Refusing()
     store.refused = keys.sample_ledger("bad")
     async with served(store) as world:
@@ -154,7 +154,7 @@ async def test_a_ledger_that_etcd_refuses_quarantines_its_job() -> None:
 
 
 async def test_only_the_comparison_of_the_leaders_key_ends_the_term() -> None:
-    """A write that is refused does not, and one that finds the key another's does."""
+    """The term survives a refused write, and ends with a write that finds the leader's key gone."""
     store = Refusing()
     revision = await store.put(keys.LEADER, b"{}")
     conditions = [created_at(keys.LEADER, revision)]

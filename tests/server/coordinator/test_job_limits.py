@@ -1,4 +1,4 @@
-"""How many jobs, keys and seconds callers get: settings, refused by name beyond them."""
+"""Limits on jobs, keys and seconds that callers get: settings, refused by name beyond them."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ def attending(job: str) -> pb.AttendRequest:
 
 
 async def test_beyond_the_jobs_that_a_cluster_may_know_nobody_begins_another() -> None:
-    """The one that is there goes on, and is joined."""
+    """The existing job goes on, and can be joined."""
     async with served(MemoryStore(), bounds=BRIEF) as world:
         await world.training("a")
         async with grpc.aio.insecure_channel(world.address) as channel:
@@ -47,7 +47,7 @@ async def test_beyond_the_jobs_that_a_cluster_may_know_nobody_begins_another() -
 
 
 async def test_waits_end_when_the_settings_say_so() -> None:
-    """Whatever a caller asks for."""
+    """Waits end in time, whatever the caller asks for."""
     async with served(MemoryStore(), bounds=BRIEF) as world:
         (member,) = await world.training("a")
         began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""A job that is begun anew: what goes, what stays, and who gets no part in the next run."""
+"""Jobs that begin anew: what is deleted, what stays, and who is refused in the next run."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from shoal_server.status.views import HealthView
 
 
 async def finished_job(world: Served) -> Sequence[MemberSession]:
-    """Two members train in generation 1 and complete the job."""
+    """Train two members in generation 1, and complete the job."""
     members = await world.training("a", "b")
     for member in members:
         await asyncio.to_thread(member.leave, completed=True, reason="done")
@@ -31,13 +31,13 @@ async def finished_job(world: Served) -> Sequence[MemberSession]:
 
 
 async def names(store: MemoryStore) -> set[str]:
-    """What etcd holds of jobs."""
+    """Return the keys of jobs in etcd."""
     items = (await store.range(keys.ROOT)).items
     return {item.key.removeprefix(keys.ROOT) for item in items if item.key != keys.SNAPSHOT_ROOTS}
 
 
 async def beat(world: Served, token: Token) -> ShoalError | None:
-    """What a heartbeat with the token is answered with."""
+    """Send a heartbeat with the token, and return the error of the answer."""
     client = world.client("beater")
     request = pb.HeartbeatRequest(beats=[pb.Beat(token=token)])
     reply = await asyncio.to_thread(
@@ -48,7 +48,7 @@ async def beat(world: Served, token: Token) -> ShoalError | None:
 
 
 async def test_a_finished_job_begins_anew() -> None:
-    """All of it goes but the number of its last generation, from which the next run goes on."""
+    """The number of the last generation is kept for the next run; all other keys go."""
     store = MemoryStore()
     async with served(store) as world:
         await finished_job(world)
@@ -67,7 +67,7 @@ async def test_a_finished_job_begins_anew() -> None:
 
 @pytest.mark.parametrize("garbage", ["abc", "9" * 5000])
 async def test_a_job_begins_anew_whatever_lies_among_its_generations(garbage: str) -> None:
-    """Taking all of it away is the way out that is left, and finds the newest one by its key."""
+    """Removal of all keys is the last resort, and finds the newest generation by its key."""
     store = MemoryStore()
     async with served(store) as world:
         await finished_job(world)
@@ -80,7 +80,7 @@ async def test_a_job_begins_anew_whatever_lies_among_its_generations(garbage: st
 
 @pytest.mark.parametrize("new_leader", [False, True])
 async def test_a_job_whose_state_is_lost_begins_anew(new_leader: bool) -> None:
-    """Which nothing else lets it do, a change of leaders neither."""
+    """The job cannot begin anew by a join, nor by a change of leaders."""
     async with served(MemoryStore()) as world:
         for member in await world.training("a", "b"):
             await asyncio.to_thread(member.leave, completed=False, reason="killed")
@@ -100,7 +100,7 @@ async def test_a_job_whose_state_is_lost_begins_anew(new_leader: bool) -> None:
 
 
 async def test_the_next_run_has_no_steps_of_the_last() -> None:
-    """Neither its steps nor its loss; what happened stays to be read."""
+    """Steps and loss are gone; the events can still be read."""
     async with served(MemoryStore()) as world:
         await finished_job(world)
         board = world.coordinator.board
@@ -116,7 +116,7 @@ async def test_the_next_run_has_no_steps_of_the_last() -> None:
 
 
 async def test_a_job_that_never_was_is_no_error() -> None:
-    """Nothing is written for it."""
+    """The reset writes nothing."""
     store = MemoryStore()
     async with served(store) as world:
         await asyncio.to_thread(check_not_finished, [world.address], "j")
@@ -125,7 +125,7 @@ async def test_a_job_that_never_was_is_no_error() -> None:
 
 
 async def test_nothing_is_taken_away_under_members() -> None:
-    """The refusal says how many there are and what to do; they train on."""
+    """The refusal names the members and says what to do; they train on."""
     async with served(MemoryStore()) as world:
         a, b = await world.training("a", "b")
         with pytest.raises(JobInUse, match="job j has 2 live members; saw a, b") as raised:
@@ -137,8 +137,8 @@ async def test_nothing_is_taken_away_under_members() -> None:
 
 @pytest.mark.parametrize("new_leader", [False, True])
 async def test_a_process_of_an_earlier_run_gets_no_part_in_the_next(new_leader: bool) -> None:
-    """Whether it trained or not, whoever leads by then: its run is over, which is not to say that
-    it may join again."""
+    """The process may have trained or not, and the leader may be another: its run is over, which
+    does not mean that it may join again."""
     store = MemoryStore()
     async with served(store) as world:
         trained, other = await world.training("a", "b")
@@ -160,7 +160,7 @@ async def check_refused(world: Served, stale: Sequence[Token]) -> None:
     for token in stale:
         assert isinstance(await beat(world, token), JobFinished)
         client = world.client(token.member_id)
-        # The process of then, which was halted in the meantime.
+        # The process of the earlier run, which was halted in the meantime.
         client._core.identity = replace(client._core.identity, incarnation=token.incarnation)
         client._core.track.generation = token.generation
         with pytest.raises(JobFinished, match="that this process belongs to is over"):
@@ -169,7 +169,7 @@ async def check_refused(world: Served, stale: Sequence[Token]) -> None:
 
 
 class Unreliable(MemoryStore):
-    """Fails the transaction that takes a job away, before or after it took effect."""
+    """Store that fails the transaction which removes a job, before or after it took effect."""
 
     fails = ""
 
@@ -190,7 +190,7 @@ class Unreliable(MemoryStore):
 
 
 async def test_a_reset_that_fails_leaves_the_job_as_it_was() -> None:
-    """etcd is away: the finished job is a finished job, and the next try takes it away."""
+    """etcd is unavailable: the finished job stays, and the next try removes it."""
     store = Unreliable()
     async with served(store) as world:
         await finished_job(world)
@@ -207,7 +207,7 @@ async def test_a_reset_that_fails_leaves_the_job_as_it_was() -> None:
 
 
 async def test_the_next_run_goes_over_all_samples() -> None:
-    """Also where the ledger of the last run was still to be written when it went."""
+    """The ledger of the last run may still wait to be written when the job is reset."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -232,7 +232,7 @@ async def test_the_next_run_goes_over_all_samples() -> None:
 
 
 async def test_a_member_that_was_lost_in_the_run_of_now_is_fenced_as_ever() -> None:
-    """Only earlier runs are over."""
+    """The answer that a run is over is for processes of earlier runs."""
     async with served(MemoryStore()) as world:
         await finished_job(world)
         assert await asyncio.to_thread(reset_job, [world.address], "j")

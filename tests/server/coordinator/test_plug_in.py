@@ -1,4 +1,4 @@
-"""A coordinator without the parameter-server half."""
+"""Coordinators without the parameter-server half."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_a_coordinator_without_the_half_loads_no_module_of_it() -> None:
     assert "shoal_server.coordinator.assembly" in loaded
     assert of_half(loaded) == []
     assert "torch" not in loaded
-    # This process has loaded it: the names are those of modules.
+    # This process has loaded the half: the names are those of modules.
     assert "shoal_server.coordinator.parameters" in of_half(sys.modules)
 
 

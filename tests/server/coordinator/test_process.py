@@ -33,7 +33,7 @@ TAKE_OVER_S = 20.0
 
 
 def replica(supervisor: Supervisor, directory: Path, name: str, etcd: str) -> CoordinatorProcess:
-    """A coordinator with the shortest lease, that serves."""
+    """Start a coordinator with the shortest lease, and wait until it serves."""
     found = CoordinatorProcess(supervisor, directory, name, etcd, heartbeat_s=0.2, lease_s=2)
     return found.ready()
 
@@ -52,7 +52,7 @@ def member(name: str, coordinators: list[str], desired: int) -> MemberSession:
 
 
 def form(members: list[MemberSession]) -> pb.GenerationRecord:
-    """Let the members attend, propose and bring the generation up."""
+    """Let the members join, propose and bring the generation up."""
 
     def join(one: MemberSession) -> pb.GenerationRecord:
         one.join()
@@ -66,14 +66,14 @@ def form(members: list[MemberSession]) -> pb.GenerationRecord:
 
 
 def job_when_running(url: str, within_s: float) -> dict[str, Any]:
-    """The job as the replica shows it, as soon as that says that it runs."""
+    """Return the job as the replica shows it, as soon as it runs."""
     deadline_s = time.monotonic() + within_s
     while True:
         answer = http.get(f"{url}/api/v1/jobs/j")
         if answer.status_code == 200 and answer.json()["summary"]["phase"] == "running":
             return dict(answer.json())
         assert time.monotonic() < deadline_s, answer.text
-        time.sleep(0.05)  # another process' state can only be asked for
+        time.sleep(0.05)  # the state of another process can only be polled
 
 
 @contextmanager
@@ -86,13 +86,13 @@ def closing(members: list[MemberSession]) -> Iterator[list[MemberSession]]:
 
 
 def test_a_killed_leader_is_succeeded_and_training_does_not_notice(tmp_path: Path) -> None:
-    """The members find the new leader; the generation that ran before runs on."""
+    """Members find the new leader; the generation that ran before runs on."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         first = replica(supervisor, tmp_path, "first", etcd)
         second = replica(supervisor, tmp_path, "second", etcd)
         assert http.get(f"{first.http}/readyz").status_code == 200
         assert http.get(f"{second.http}/readyz").status_code == 503
-        # It would take over, and a cluster's rollout need not wait for it to lead.
+        # The standby would take over: a cluster's rollout need not wait for it to lead.
         assert http.get(f"{second.http}/readyz?standby=1").status_code == 200
         addresses = [first.grpc, second.grpc]
         with closing([member(name, addresses, 2) for name in ("a", "b")]) as members:
@@ -119,13 +119,13 @@ def test_members_of_a_replica_that_does_not_lead_are_sent_to_the_leader(
 
 
 def test_etcd_away_stops_no_running_generation(tmp_path: Path) -> None:
-    """Nobody is declared lost for it; once etcd is back, a change that waited is made."""
+    """Members are not declared lost; once etcd is back, a pending change is made."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
         only = replica(supervisor, tmp_path, "c", etcd.endpoint)
         with closing([member(name, [only.grpc], 2) for name in ("a", "b")]) as members:
             form(members)
             etcd.process.send_signal(signal.SIGSTOP)
-            # Longer than a member's lease: were that enough to declare one lost, it would be now.
+            # Longer than a member's lease: if that were enough for a loss, it would have happened.
             assert not members[0].wait_over(1, timeout_s=2.0)
             assert members[0].begin_step(0) is None
             etcd.process.send_signal(signal.SIGCONT)
@@ -135,7 +135,7 @@ def test_etcd_away_stops_no_running_generation(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_one_that_starts_while_etcd_is_away_waits_for_it(tmp_path: Path) -> None:
-    """It serves, says why nobody leads, and leads once etcd is back."""
+    """The coordinator serves, says why there is no leader, and leads once etcd is back."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
         etcd.process.kill()
         etcd.process.wait()
@@ -154,7 +154,7 @@ def test_one_that_starts_while_etcd_is_away_waits_for_it(tmp_path: Path) -> None
 
 
 def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
-    """Exit code 0, and its successor leads at once, without waiting for a lease."""
+    """The exit code is 0, and its successor leads at once, without waiting for a lease."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         start = partial(CoordinatorProcess, supervisor, tmp_path, heartbeat_s=0.2, lease_s=60)
         first = start("first", etcd).ready()
@@ -176,7 +176,7 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], words: str) -> None:
-    """One line that says what was seen and what to do; the exit code is not 0."""
+    """The error is one line with what was seen and what to do; the exit code is not 0."""
     log_path = tmp_path / "log"
     command = ChildCommand(
         name="bad",
@@ -196,7 +196,7 @@ def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], words: st
 
 @pytest.mark.long
 def test_a_busy_port_is_named(tmp_path: Path) -> None:
-    """For gRPC and for HTTP: the address, and that port 0 takes a free one."""
+    """Errors for gRPC and HTTP name the address, and say that port 0 takes a free one."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         holder = replica(supervisor, tmp_path, "holder", etcd)
         http_address = holder.http.removeprefix("http://")

@@ -1,4 +1,4 @@
-"""The rendezvous store holds so many bytes, keys counted too, and nothing of who waited in vain."""
+"""Bounds of the rendezvous store: its bytes include keys, and waits in vain leave nothing."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from shoal_server.serving.admission.config import JobLimits
 
 
 def test_keys_count_as_values_do() -> None:
-    """Of a million keys of 4 KiB without a value, 3 GB were held."""
+    """Regression: a million keys of 4 KiB without values took 3 GB."""
     space = KeySpace(limits=JobLimits(rendezvous_bytes=100_000))
     with pytest.raises(Overloaded, match="is full"):
         for number in range(1000):
@@ -21,11 +21,11 @@ def test_keys_count_as_values_do() -> None:
         assert space.delete(key)
     assert space.num_bytes == 0
     space.set("a", b"x" * 50_000)
-    space.set("a", b"x" * 60_000)  # in its place, not beside it
+    space.set("a", b"x" * 60_000)  # replaces the value
 
 
 def test_so_many_keys_and_no_more() -> None:
-    """One that is there may change; the bound is told with its setting."""
+    """An existing key may change; the error names the setting of the bound."""
     space = KeySpace(limits=JobLimits(rendezvous_keys=3))
     for key in "abc":
         space.set(key, b"1")

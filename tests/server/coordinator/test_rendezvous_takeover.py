@@ -1,4 +1,4 @@
-"""The rendezvous keys of a generation, when the coordinator that kept them is gone."""
+"""Rendezvous keys of a generation, when the coordinator that kept them is gone."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ WAIT_S = 60.0
 
 
 async def get(world: Served, token: Token, key: str) -> bytes:
-    """The key's value, waited for as torch does it. Raises what the coordinator refuses with."""
+    """Return the key's value, waiting for it as torch does. Raises the coordinator's refusal."""
     async with grpc.aio.insecure_channel(world.address) as channel:
         request = pb.StoreGetRequest(token=token, keys=[key], timeout_s=WAIT_S)
         try:
@@ -34,7 +34,7 @@ async def set_key(world: Served, token: Token, key: str) -> None:
 
 
 async def test_who_waits_for_keys_of_the_last_leader_is_told_at_once() -> None:
-    """Nobody sets them again; the next generation, formed by the new leader, has its own."""
+    """The lost keys are never set again; the generation that the new leader forms has its own."""
     async with served(MemoryStore()) as world:
         a, b = await world.training("a", "b")
         await set_key(world, a.token, "address/0")
@@ -54,11 +54,11 @@ async def test_who_waits_for_keys_of_the_last_leader_is_told_at_once() -> None:
 
 
 async def admitted_get(world: Served, token: Token, key: str) -> bytes:
-    """As `get`, once the new leader knows the member again."""
+    """Call `get` until the new leader knows the member again."""
     while True:
         try:
             return await get(world, token, key)
         except GenerationBroken:
             raise
         except ShoalError:
-            await asyncio.sleep(0)  # it attends again in a thread of its own
+            await asyncio.sleep(0)  # the member joins again in a thread of its own

@@ -1,5 +1,5 @@
-"""`shoal repair`: a job leaves its quarantine while the coordinator leads on, and nothing of it is
-destroyed."""
+"""`shoal repair`: a job leaves its quarantine while the coordinator leads on, and none of its
+records is destroyed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ FATAL = [each for each in all_garbage() if each.is_fatal]
 
 
 async def ask(world: Served, job: str, *, apply: bool = False, **bounds: int) -> RepairReply:
-    """What `shoal repair` asks."""
+    """Send the request of `shoal repair`."""
     request = RepairRequest(job=job, apply=apply, **bounds)
 
     def call() -> RepairReply:
@@ -50,7 +50,7 @@ async def standing(world: Served, job: str) -> pb.JobStanding:
 
 
 async def test_each_broken_record_is_shown_and_moved_aside() -> None:
-    """All of them lie in one store, each in a job of its own; a good job trains beside them."""
+    """Broken records are in one store, each in a job of its own; a good job trains beside them."""
     store = MemoryStore()
     for garbage in FATAL:
         for key, value in garbage.entries.items():
@@ -84,7 +84,7 @@ async def _is_repaired(world: Served, store: MemoryStore, garbage: Garbage) -> N
 
 
 async def test_a_record_of_the_job_is_written_anew_from_what_is_left_of_it() -> None:
-    """How far it trained is kept, so that it never begins from initial values again."""
+    """The new record keeps how far the job trained, so that it never starts from initial values."""
     store = MemoryStore()
     async with served(store) as world:
         for member in await world.training("a", "b"):
@@ -103,7 +103,7 @@ async def test_a_record_of_the_job_is_written_anew_from_what_is_left_of_it() -> 
 
 
 async def test_a_ledger_is_moved_aside_with_all_that_belongs_to_it() -> None:
-    """What it has become since its base was written lies at keys of their own."""
+    """Changes since the base was written are stored under keys of their own."""
     store = MemoryStore()
     books = {"format": 1, "dataset_size": 8, "num_epochs": 1, "num_closed": 0, "deltas": "t"}
     books |= {"closed_returned": 0, "ignored": 0, "closed": [], "open": [], "members": {}}
@@ -139,7 +139,7 @@ async def test_bounds_that_nothing_tells_are_asked_for() -> None:
 
 
 async def test_members_train_on_in_quarantine_and_go_on_after_it() -> None:
-    """Theirs is the job whose record cannot be read: to them it is as if nobody led."""
+    """Members of the job whose record cannot be read behave as if there were no leader."""
     store = MemoryStore()
     async with served(store) as world:
         trainers = await world.training("a", "b")

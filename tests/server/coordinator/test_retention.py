@@ -1,4 +1,4 @@
-"""What is left of jobs that nobody is in, as time goes by."""
+"""Records of jobs without members, as time goes by."""
 
 import asyncio
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ ASSIGNMENT = "assignments/j/r/00000000"
 
 @dataclass
 class Sweeper:
-    """The retention of a coordinator, by a clock that the test moves."""
+    """The retention of a coordinator, with a clock that the test moves."""
 
     world: Served
     now_s: float = field(init=False)
@@ -75,7 +75,7 @@ async def leave(members: Sequence[MemberSession], *, completed: bool) -> None:
 
 
 async def train_on_samples(world: Served, member: MemberSession) -> None:
-    """Eight samples, of which etcd knows; the loss was 0.5 at step 7."""
+    """Train on eight samples, which etcd records, with a loss of 0.5 at step 7."""
     request = LeaseRequest(token=member.token, dataset_size=8, num_epochs=1, sequence=1)
     request.num_samples = 8
     samples = world.parameters.sample_service
@@ -90,8 +90,7 @@ async def train_on_samples(world: Served, member: MemberSession) -> None:
 
 
 async def test_a_finished_job_shrinks_to_its_result_and_then_its_name_is_free() -> None:
-    """What came of it is known to the next leader, too, which heard of no loss and opens no
-    books."""
+    """The next leader knows the result too, without reports of the training loss or a ledger."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -127,14 +126,14 @@ async def test_a_finished_job_shrinks_to_its_result_and_then_its_name_is_free() 
 async def test_a_leader_whose_clock_is_far_ahead_removes_nothing_for_a_while(
     mark: bytes | None,
 ) -> None:
-    """What was stopped an hour ago can still be gone on with; an outage of that length, which looks
-    the same, only makes it late."""
+    """A job stopped an hour ago can still be resumed. An outage as long as that looks the same, and
+    only delays the removal."""
     store = MemoryStore()
     async with served(store) as world:
         right = Sweeper(world)
         await leave(await world.training("a", "b"), completed=True)
         for _ in range(2):
-            await right.after(HOUR_S)  # it notes the time
+            await right.after(HOUR_S)  # it writes the time
         if mark is not None:
             await store.put(keys.CLOCK, mark)
         kept = await names(store)
@@ -154,7 +153,7 @@ async def test_a_leader_whose_clock_is_far_ahead_removes_nothing_for_a_while(
 
 
 async def test_what_a_leader_with_a_clock_ahead_has_ended_is_removed_in_time() -> None:
-    """The next one counts from when it took over, not from a day that is still to come."""
+    """The next leader counts from the time it took over, not from a day in the future."""
     async with served(MemoryStore()) as world:
         coordinator = world.coordinator
         await leave(await world.training("a", "b"), completed=True)
@@ -168,7 +167,7 @@ async def test_what_a_leader_with_a_clock_ahead_has_ended_is_removed_in_time() -
 
 
 async def test_a_name_that_was_removed_is_forgotten_in_time() -> None:
-    """Where nothing of that name is left, as after `shoal rm`; by the next leader, too."""
+    """The job has no other records, as after `shoal rm`; the next leader removes the name too."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -189,7 +188,7 @@ async def test_a_name_that_was_removed_is_forgotten_in_time() -> None:
 
 
 async def test_what_is_known_of_a_job_as_it_ends_is_kept_with_its_end() -> None:
-    """A leader that dies in the next moment has told nobody of the loss."""
+    """The leader dies right after the end: only the record has the training loss."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -208,12 +207,12 @@ async def test_what_is_known_of_a_job_as_it_ends_is_kept_with_its_end() -> None:
 
 
 async def no_sweep() -> None:
-    """The leader is dead by then."""
+    """Sweep nothing: the leader is dead by then."""
 
 
 async def test_a_job_to_which_nobody_comes_back_fails_and_keeps_what_it_may_go_on_from() -> None:
-    """Also one that never trained. Nothing of it goes before its time, and until then `retry` lets
-    it be joined again."""
+    """The same holds for a job that never trained. Its records stay for their time, and until then
+    `retry` lets members join again."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -264,7 +263,7 @@ async def test_who_comes_back_in_time_begins_the_hour_anew() -> None:
 
 @pytest.mark.parametrize("new_leader", [False, True])
 async def test_what_is_cleared_goes_on_from_scratch_alone(new_leader: bool) -> None:
-    """Which has to be said: its parameters and its place in the data are gone."""
+    """`--from-scratch` is needed, as parameters and position in the data are gone."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -291,7 +290,7 @@ async def check_from_scratch_alone(world: Served) -> None:
 
 
 class Unreliable(MemoryStore):
-    """Fails transactions that delete, before or after they took effect."""
+    """Store that fails transactions which delete, before or after they took effect."""
 
     fails = ""
 
@@ -312,7 +311,7 @@ class Unreliable(MemoryStore):
 
 @pytest.mark.parametrize("fails", ["before", "after"])
 async def test_a_removal_that_fails_is_made_up_for(fails: str) -> None:
-    """The job is as it was or as it was to be, for this leader and for the next one."""
+    """The job is as it was, or as it should be, for this leader and for the next one."""
     store = Unreliable()
     async with served(store) as world:
         await leave(await world.training("a"), completed=True)
@@ -330,7 +329,7 @@ async def test_a_removal_that_fails_is_made_up_for(fails: str) -> None:
 
 
 async def test_who_was_deposed_removes_nothing() -> None:
-    """It has not heard of it yet."""
+    """The deposed leader does not know it yet."""
     store = MemoryStore()
     await store.transact([], [Put(keys.LEADER, b"this one")])
     async with served(store, conditions=(value_is(keys.LEADER, b"this one"),)) as world:
@@ -363,7 +362,7 @@ def test_the_limits_are_those_of_the_options() -> None:
 
 
 async def test_a_job_that_is_taken_away_while_its_samples_are_counted_is_no_trouble() -> None:
-    """Whoever removes a job just then finds it gone, and nothing is said of a fault."""
+    """A job removed at that moment is found gone by the sweep, which logs no fault."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -382,7 +381,8 @@ async def test_a_job_that_is_taken_away_while_its_samples_are_counted_is_no_trou
             patch.object(samples, "counts", counts_and_loses_it),
             structlog.testing.capture_logs() as logs,
         ):
-            # The coordinator sweeps as well, as soon as the job is over: one of both comes first.
+            # The coordinator also sweeps as soon as the job is over: either of the two may be
+            # first.
             await leave([a], completed=True)
             await sweeper.after(0.0)
         assert coordinator.registry.actor_if_known("j") is None

@@ -1,4 +1,4 @@
-"""The clocks of a job: by example, and under members that come, go, die and repeat themselves."""
+"""Clocks of a job: by example, and with members that come, go, die and repeat their calls."""
 
 from copy import deepcopy
 from cProfile import Profile
@@ -21,13 +21,13 @@ A, B, C = (MemberProcess(name, "1") for name in "abc")
 def say(
     clocks: Clocks, who: MemberProcess, clock: int, bound: int, *, now_s: float = 0.0
 ) -> ClockStatus:
-    """A member asks for a step of round `clock`; 0: it enters."""
+    """Ask for a step of round `clock` as this member; 0: it enters."""
     report = ClockReport(position=ClockPosition(clock), bound=bound, enters=clock == 0)
     return clocks.advance(who, report, now_s)
 
 
 def test_a_member_may_be_as_far_ahead_as_the_bound_and_no_further() -> None:
-    """The refusal says for whom it waits; the slow member's step ends the wait."""
+    """The refusal names the member that it waits for, whose next step ends the wait."""
     clocks = Clocks()
     assert say(clocks, A, 0, 2).allowed
     assert say(clocks, B, 0, 2).allowed
@@ -45,7 +45,7 @@ def test_a_member_may_be_as_far_ahead_as_the_bound_and_no_further() -> None:
 
 
 def test_who_is_slow_goes_on_in_the_newest_round() -> None:
-    """It owes no steps: after one of its own it stands where the others are."""
+    """A slow member owes no steps: after one of its own it is in the newest round."""
     clocks = Clocks()
     for who in (A, B):
         say(clocks, who, 0, 3)
@@ -56,7 +56,7 @@ def test_who_is_slow_goes_on_in_the_newest_round() -> None:
 
 @pytest.mark.parametrize("end", ["lost", "rests"])
 def test_nobody_waits_for_who_is_gone(end: str) -> None:
-    """A lost or resting member holds up none, and a joiner begins where it need not wait."""
+    """Lost or resting members delay no others, and a joiner begins where it need not wait."""
     clocks = Clocks()
     for who in (A, B):
         say(clocks, who, 0, 0)
@@ -75,7 +75,7 @@ def test_nobody_waits_for_who_is_gone(end: str) -> None:
 
 
 def test_the_loss_of_an_earlier_process_does_not_concern_its_successor() -> None:
-    """A restarted member has a clock of its own before the old one is declared lost."""
+    """A restarted member has a clock of its own before the old process is declared lost."""
     clocks = Clocks()
     say(clocks, A, 0, 1)
     say(clocks, MemberProcess("a", "2"), 0, 1)
@@ -84,7 +84,7 @@ def test_the_loss_of_an_earlier_process_does_not_concern_its_successor() -> None
 
 
 def test_a_new_leader_lets_nobody_go_on_before_it_knows_all_clocks() -> None:
-    """Nor does it tell a joiner where to begin; whoever is lost or rests need not speak."""
+    """Joiners get no round to begin in either; members that are lost or rest need not report."""
     clocks = Clocks([A, B, C])
     assert not say(clocks, A, 57, 2).allowed
     joiner = MemberProcess("d", "1")
@@ -97,7 +97,7 @@ def test_a_new_leader_lets_nobody_go_on_before_it_knows_all_clocks() -> None:
 
 
 def test_in_bulk_nobody_pushes_before_all_have_their_values() -> None:
-    """And a joiner takes part from the first round on of which nobody has pushed."""
+    """A joiner takes part from the first round in which no member has pushed yet."""
     clocks = Clocks()
     for who in (A, B):
         say(clocks, who, 0, 0)
@@ -113,7 +113,7 @@ def test_in_bulk_nobody_pushes_before_all_have_their_values() -> None:
 
 
 def test_who_holds_the_others_up_for_too_long_is_named() -> None:
-    """Not who waits itself, nor who has begun a step only just now."""
+    """Members that wait themselves are not named, nor those that have just begun a step."""
     clocks = Clocks()
     for who in (A, B, C):
         say(clocks, who, 0, 0)
@@ -134,7 +134,7 @@ SAYINGS = st.lists(
         st.tuples(
             st.just("says"),
             st.builds(MemberProcess, NAMES, st.sampled_from("12")),
-            # Who enters is in no step.
+            # A member that enters is in no step.
             st.one_of(
                 st.builds(
                     ClockReport,
@@ -164,14 +164,14 @@ SAYINGS = st.lists(
 def test_whatever_members_say_the_answers_are_those_of_the_plain_definition(
     sayings: list[tuple[str, MemberProcess, ClockReport]],
 ) -> None:
-    """And who is refused may go on exactly when the horizon has reached its threshold."""
+    """A refused member may go on exactly when the horizon has reached its threshold."""
     clocks, plain = Clocks(), PlainClocks()
-    for kind, who, said in sayings:
+    for kind, who, report in sayings:
         if kind == "goes":
             clocks.remove(who)
             plain.remove(who)
         else:
-            status, expected = clocks.advance(who, said, 0.0), plain.advance(who, said)
+            status, expected = clocks.advance(who, report, 0.0), plain.advance(who, report)
             assert (status.clock, status.allowed) == (expected.clock, expected.allowed)
         assert clocks.slowest == plain.slowest
         at = {name: m.position.clock for name, m in plain.members.items() if m.position}
@@ -186,7 +186,7 @@ def test_whatever_members_say_the_answers_are_those_of_the_plain_definition(
 
 
 def test_a_saying_costs_as_much_among_thousands_as_among_hundreds() -> None:
-    """Refusals, and a whole round of members that wait for one: counted in calls, not in time."""
+    """Calls are counted, not time: refusals, and a whole round of members that wait for one."""
 
     def num_calls(num_members: int) -> float:
         clocks = Clocks()
@@ -206,16 +206,16 @@ def test_a_saying_costs_as_much_among_thousands_as_among_hundreds() -> None:
 
 @dataclass
 class Member:
-    """What a client keeps, and what it is doing."""
+    """The state of a client, and what it is doing."""
 
     who: MemberProcess
     round: int = 0
     slowest: int = 0
     enters: bool = True
     begun: bool = False
-    """It is in a step of its round."""
+    """True if the member is in a step of its round."""
     pulled: bool = False
-    """In bulk: it may push."""
+    """True if the member may push (bulk only)."""
     steps: int = 0
 
 
@@ -248,7 +248,7 @@ class Drift(RuleBasedStateMachine):
         return data.draw(st.sampled_from(them)) if them else None
 
     def _begins(self, member: Member) -> None:
-        """No live member is in a step that it must not be so far ahead of."""
+        """Begin a step: no live member is in a step that this one must not be so far ahead of."""
         member.begun, member.pulled = True, False
         for other in self.members:
             if other.begun:
@@ -263,7 +263,7 @@ class Drift(RuleBasedStateMachine):
 
     @rule(data=st.data(), lost=st.booleans())
     def ask(self, data: st.DataObject, lost: bool) -> None:
-        """For leave to begin a step; the answer may get lost."""
+        """Ask for permission to begin a step; the answer may get lost."""
         member = self._pick(data, begun=False)
         if member is None or not self._needs_leave(member):
             return
@@ -275,7 +275,7 @@ class Drift(RuleBasedStateMachine):
 
     @rule(data=st.data(), arrive=st.integers(0, 2), answered=st.integers(0, 2))
     def begin(self, data: st.DataObject, arrive: int, answered: int) -> None:
-        """Begin by what is known already, and tell: as many calls arrive, and are answered."""
+        """Begin by what is already known, and report it: so many calls arrive, and are answered."""
         member = self._pick(data, begun=False)
         if member is None or self._needs_leave(member):
             return
@@ -326,7 +326,7 @@ class Drift(RuleBasedStateMachine):
 
     @rule()
     def fail_over(self) -> None:
-        """Whoever trained is known by the roster; the clocks are not."""
+        """A new leader knows the members from the roster, but not their clocks."""
         self.clocks = Clocks([m.who for m in self.members])
         for member in self.members:
             if member.enters:
@@ -341,7 +341,7 @@ class Drift(RuleBasedStateMachine):
 
     @invariant()
     def somebody_may_always_go_on(self) -> None:
-        """Unless all are in a step: nobody waits for the dead, and there is no deadlock."""
+        """Unless all are in a step, a member may go on: none waits for a dead one, no deadlock."""
         if not hasattr(self, "members") or not self.members:
             return
         if any(m.begun and not (self.bulk and not m.pulled) for m in self.members):
@@ -351,7 +351,7 @@ class Drift(RuleBasedStateMachine):
         before = deepcopy(self.clocks)
         for member in self.members:
             self._advance(member, pulled=member.begun)
-        for _ in range(2):  # each is asked again when another was moved on
+        for _ in range(2):  # each is asked again after another has moved on
             standings = [self.clocks.standing(m.who, 0.0) for m in self.members]
         assert any(standing.allowed for standing in standings)
         self.clocks = before

@@ -1,4 +1,4 @@
-"""The order of the time limits, and what of them is chosen."""
+"""Order of the time limits, and the limits that operators choose."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from shoal_server.core.limits import Limits
 
 
 def test_a_hang_is_found_as_soon_however_long_a_join_may_take() -> None:
-    """The limit of a collective stands by itself: ten times the join limit leaves it alone."""
+    """The limit of a collective is independent: ten times the join limit leaves it as it is."""
     patient = Limits(join_s=1200.0, collective_s=30.0)
     usual = Limits()
     assert (patient.collective_s, patient.silence_s) == (usual.collective_s, usual.silence_s)

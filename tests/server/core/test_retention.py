@@ -1,4 +1,4 @@
-"""When a job that nobody is in has failed, and when what is kept of it goes."""
+"""Times at which an empty job has failed, and at which its records are deleted."""
 
 from math import inf
 
@@ -33,7 +33,7 @@ def not_over(empty_since_s: float | None) -> JobAge:
     ],
 )
 def test_what_is_due(job: JobAge, now_s: float, expected: DueAction) -> None:
-    """What came of a job is kept before anything of it goes."""
+    """The result of a job is kept before any of its records are deleted."""
     assert due(job, LIMITS, now_s) is expected
 
 

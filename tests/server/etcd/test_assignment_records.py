@@ -1,4 +1,4 @@
-"""Records of who holds shards: placed whole or not at all, and changed each by itself."""
+"""Records of shard assignments: placed whole or not at all, and changed one by one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -29,19 +29,19 @@ from shoal_server.parameters.cluster import assignment_changes
 from shoal_server.parameters.cluster.assignment_changes import change_assignments
 
 MAX_OPERATIONS = 128
-"""Of a transaction, in an etcd that nobody has told otherwise."""
+"""Default limit of operations in one of etcd's transactions."""
 A, B, C = (Holder(f"ps-{i}", "one") for i in range(3))
 LIMIT_S = 10.0
 
 
 class WatchedStore(MemoryStore):
-    """Refuses what etcd refuses for its size, and lets a test have a say before and after each
+    """Store that refuses what etcd refuses for its size, with hooks before and after each
     transaction that writes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_written: list[int] = []
-        """Keys that each transaction put."""
+        """Number of keys that each transaction put."""
         self.before: Callable[[Sequence[Operation]], None] = lambda then: None
         self.after: Callable[[TransactionResult], None] = lambda result: None
 
@@ -88,7 +88,7 @@ async def read(store: MemoryStore, job: str = "job") -> JobAssignments | None:
 
 
 class Changes:
-    """What a mirror has told."""
+    """Notifications of a mirror."""
 
     def __init__(self) -> None:
         self.changed: list[tuple[str, set[int]]] = []
@@ -111,7 +111,7 @@ class Changes:
 
 
 async def test_a_job_of_many_shards_is_read_as_it_was_placed(store: WatchedStore) -> None:
-    """However many there are: no transaction is larger than etcd takes it, the last one decides."""
+    """Transactions stay within etcd's limit for any number of shards; the last one decides."""
     wanted = placed(1050)
     assert (await records.place(store, wanted)).succeeded
     assert await read(store) == wanted
@@ -121,7 +121,7 @@ async def test_a_job_of_many_shards_is_read_as_it_was_placed(store: WatchedStore
 
 
 async def test_a_placement_that_came_to_no_end_is_none(store: WatchedStore) -> None:
-    """Whoever looks sees nothing of it, and it goes once another one is decided."""
+    """Readers see nothing of it, and its records are deleted once another one is decided."""
 
     def die(then: Sequence[Operation]) -> None:
         if len(store.num_written) == 2:
@@ -143,7 +143,7 @@ async def test_a_placement_that_came_to_no_end_is_none(store: WatchedStore) -> N
 
 
 async def test_of_two_placements_at_once_one_is_decided(store: WatchedStore) -> None:
-    """The other leaves nothing."""
+    """The other placement leaves no records."""
     head = keys.assignments_head("job")
     results = await asyncio.gather(
         *(records.place(store, placed(150, run), compares=[absent(head)]) for run in "ab")
@@ -158,7 +158,7 @@ async def test_of_two_placements_at_once_one_is_decided(store: WatchedStore) -> 
 async def test_records_taken_away_while_they_were_written_are_not_decided(
     store: WatchedStore,
 ) -> None:
-    """A job that is begun anew while it is placed: half of its shards would have no holders."""
+    """The job begins anew while it is placed: half of its shards would have no holders."""
     hits = []
 
     def begun_anew(result: TransactionResult) -> None:
@@ -174,7 +174,7 @@ async def test_records_taken_away_while_they_were_written_are_not_decided(
 
 
 async def test_who_leads_no_longer_places_nothing(store: WatchedStore) -> None:
-    """Each write is fenced, and not the deciding one alone."""
+    """Writes are each fenced, and not only the last one, which decides."""
     changes: list[str] = []
     deposed = LeaderStore(store, lambda: [created_at(keys.LEADER, Revision(7))], changes.append)
     with pytest.raises(NotLeader):
@@ -184,7 +184,7 @@ async def test_who_leads_no_longer_places_nothing(store: WatchedStore) -> None:
 
 
 async def test_changes_of_a_hundred_shards_go_in_one_transaction(store: WatchedStore) -> None:
-    """And one that somebody else wrote meanwhile holds up no other."""
+    """A concurrent write of one shard does not delay the change of the others."""
     await records.place(store, placed(120))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
@@ -211,7 +211,7 @@ async def test_changes_of_a_hundred_shards_go_in_one_transaction(store: WatchedS
 
 
 async def test_a_change_that_does_not_apply_any_more_is_not_made(store: WatchedStore) -> None:
-    """It is called again on what somebody else wrote, and gives that back."""
+    """The function is called again on the record of the other writer, and returns it unchanged."""
     await records.place(store, placed(2))
     async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as late:
         async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as first:
@@ -228,7 +228,7 @@ async def test_a_change_that_does_not_apply_any_more_is_not_made(store: WatchedS
 
 @pytest.mark.parametrize("is_made", [True, False])
 async def test_a_change_of_unknown_outcome_is_made_once(store: WatchedStore, is_made: bool) -> None:
-    """What lies there afterwards tells."""
+    """The record shows afterwards if the write took effect."""
     await records.place(store, placed(1))
     outcomes = iter([True])
 
@@ -257,8 +257,7 @@ async def test_a_change_of_unknown_outcome_is_made_once(store: WatchedStore, is_
 
 
 async def test_a_write_of_unknown_outcome_is_not_made_later(store: WatchedStore) -> None:
-    """It was on its way while its maker came to want nothing of the kind any more: then it must not
-    arrive after all."""
+    """Meanwhile the caller no longer wants the change: the write must not arrive late."""
     await records.place(store, placed(1))
     transact, late = store.transact, list[tuple[Sequence[Compare], Sequence[Operation]]]()
 
@@ -288,9 +287,9 @@ async def test_a_write_of_unknown_outcome_is_not_made_later(store: WatchedStore)
 async def test_what_came_of_a_write_is_known_before_anybody_goes_on_from_it(
     store: WatchedStore, monkeypatch: pytest.MonkeyPatch, *, is_made: bool
 ) -> None:
-    """etcd went away under it, and for so long that nobody could look. Its maker came to want
-    nothing of the kind any more: it is told what it has done, or that it can be done no more. A
-    primary would else go on without a backup that the record has by then."""
+    """etcd becomes unavailable during the write, for so long that no read is possible, and
+    meanwhile the caller no longer wants the change. The caller is told that the write took effect,
+    or that it never can. Otherwise a primary would go on without a backup that the record names."""
     monkeypatch.setattr(assignment_changes, "RETRY_PAUSE_S", 0.0)
     await records.place(store, placed(1))
     transact, late = store.transact, list[tuple[Sequence[Compare], Sequence[Operation]]]()
@@ -314,7 +313,7 @@ async def test_what_came_of_a_write_is_known_before_anybody_goes_on_from_it(
     watched = asyncio.Event()
 
     async def not_yet(*args: object) -> AsyncIterator[WatchBatch]:
-        # What it is told it is told by its own reads.
+        # The mirror learns of changes only by its own reads.
         await watched.wait()
         yield WatchBatch(Revision(0), ())
 
@@ -332,7 +331,7 @@ async def test_what_came_of_a_write_is_known_before_anybody_goes_on_from_it(
 
 
 async def test_a_job_that_is_gone_is_not_changed(store: WatchedStore) -> None:
-    """Also where word of it has not come yet; and it is told."""
+    """The mirror may not have been notified yet; it is, later."""
     await records.place(store, placed(2))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
@@ -345,7 +344,7 @@ async def test_a_job_that_is_gone_is_not_changed(store: WatchedStore) -> None:
 
 
 async def test_another_run_of_a_job_is_told_as_the_end_of_the_last(store: WatchedStore) -> None:
-    """Also to one that never saw the last one's records go."""
+    """The same holds for a mirror that never saw the earlier run's records being deleted."""
     await records.place(store, placed(3, "first"))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
@@ -357,7 +356,7 @@ async def test_another_run_of_a_job_is_told_as_the_end_of_the_last(store: Watche
 
 
 async def test_what_a_later_release_wrote_beside_stays(store: WatchedStore) -> None:
-    """A change of ours keeps fields that we do not know."""
+    """Changes by this release keep fields that it does not know."""
     await records.place(store, placed(1))
     key = keys.shard_assignment("job", "run", 0)
     before = await store.get(key)
@@ -390,14 +389,14 @@ def of_another_shard(value: bytes) -> bytes:
 async def test_a_record_that_cannot_be_read_concerns_its_job_only(
     store: WatchedStore, spoil: Callable[[bytes], bytes]
 ) -> None:
-    """Who reads the job is told; the others are followed and changed as ever."""
+    """Readers of the job get an error; other jobs are followed and changed as usual."""
     await records.place(store, placed(2))
     await records.place(store, placed(2, job="other"))
     key = keys.shard_assignment("job", "run", 1)
     found = await store.get(key)
     assert found is not None
     await store.put(key, spoil(found.value))
-    # As an earlier layout had it, and as nobody ever did.
+    # Keys of an earlier layout, and of no known layout.
     await store.put(keys.ASSIGNMENTS + "job", found.value)
     await store.put(keys.ASSIGNMENTS + "third/head", b"\xff")
     with pytest.raises(InternalError, match="job/run/00000001"):
@@ -412,7 +411,7 @@ async def test_a_record_that_cannot_be_read_concerns_its_job_only(
 
 
 async def test_one_shard_is_read_anew_without_the_others(store: WatchedStore) -> None:
-    """As long as the job is of the same run; else all of it is."""
+    """The one shard is enough if the job's run is the same; otherwise the whole job is read."""
     await records.place(store, placed(3, "first"))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:

@@ -1,4 +1,4 @@
-"""Calls to etcd end for their callers as they should, however gRPC ends them."""
+"""Calls to etcd end properly for their callers, however gRPC ends them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,15 +11,15 @@ from shoal_server.etcd.remote.connection import Attempt, Connections
 
 @pytest.fixture
 async def connections() -> AsyncIterator[Connections]:
-    """To nobody."""
+    """Connections to an address without a server."""
     connections = Connections(EtcdConfig(endpoints=("127.0.0.1:1",)))
     yield connections
     await connections.close()
 
 
 async def test_a_call_that_grpc_gives_up_is_made_again(connections: Connections) -> None:
-    """Regression: as gRPC says so by CancelledError, a parameter server that kept its registration
-    ended. Nobody had cancelled it."""
+    """Regression: gRPC gives a call up with CancelledError, which ended a parameter server that
+    kept its registration, though no task was cancelled."""
     attempts: list[Attempt] = []
 
     async def given_up_once(to: Attempt) -> int:

@@ -1,4 +1,4 @@
-"""One coordinator leads; a lost leader has a successor; a deposed one can write nothing."""
+"""Election of the leader: a lost leader has a successor, a deposed one can write nothing."""
 
 import asyncio
 import sys
@@ -24,7 +24,7 @@ from shoal_server.etcd.remote.renewal import TRUSTED_TTLS
 
 A, B = LeaderCandidate(address="a:1", http_url="http://a:2"), LeaderCandidate(address="b:1")
 
-# A candidate that says when it leads, and leads until it is killed.
+# A candidate that reports when it leads, and leads until it is killed.
 CANDIDATE = """
 import asyncio, sys
 from shoal_server.etcd.remote.client import EtcdClient
@@ -68,7 +68,7 @@ async def leading(
 
 
 async def test_alone_it_leads_at_once(store: KeyValueStore) -> None:
-    """A candidate without rivals leads within milliseconds, and says who it is."""
+    """A candidate without rivals leads within milliseconds, and publishes its address."""
     await store.range(keys.ROOT)
     begun_s = time.monotonic()
     async with leading(store) as term:
@@ -85,10 +85,10 @@ async def test_alone_it_leads_at_once(store: KeyValueStore) -> None:
 
 
 async def test_a_leader_stays_one_beyond_its_lease(store: KeyValueStore) -> None:
-    """Renewals keep a term up while its leader lives, and rivals wait."""
+    """Renewals keep a term alive while its leader lives, and rivals wait."""
     async with leading(store) as term:
         rival = asyncio.create_task(Election(store, B, ttl_s=2).campaign())
-        # Time itself is what is tested: longer than a lease of two seconds.
+        # Time itself is tested: longer than a lease of two seconds.
         done, _ = await asyncio.wait({asyncio.create_task(term.lost.wait()), rival}, timeout=3)
         assert not done
         assert term.held
@@ -97,7 +97,7 @@ async def test_a_leader_stays_one_beyond_its_lease(store: KeyValueStore) -> None
 
 
 async def test_a_resignation_lets_the_next_in_at_once(store: KeyValueStore) -> None:
-    """Of two candidates one waits, and leads as soon as the other resigns; observers see it."""
+    """The second candidate leads as soon as the first resigns; observers see it."""
     seen: list[str] = []
 
     async def observe() -> None:
@@ -110,7 +110,7 @@ async def test_a_resignation_lets_the_next_in_at_once(store: KeyValueStore) -> N
     observing = asyncio.create_task(observe())
     async with leading(store) as first:
         second = asyncio.create_task(Election(store, B, ttl_s=2).campaign())
-        # Two more round trips on the same connection: the rival has asked by then.
+        # After two more round trips on the same connection, the rival has asked.
         await store.range(keys.ROOT)
         await store.range(keys.ROOT)
         assert not second.done()
@@ -131,7 +131,7 @@ async def test_a_resignation_lets_the_next_in_at_once(store: KeyValueStore) -> N
 
 
 async def test_a_deposed_leader_writes_nothing(store: KeyValueStore) -> None:
-    """Once the key is another's, a transaction with the old term's condition is refused."""
+    """Once the key belongs to another leader, transactions with the old term's condition fail."""
     async with leading(store) as old:
         key = keys.job_state("digits")
         assert (await store.transact((old.condition,), (Put(key, b"old"),))).succeeded
@@ -143,7 +143,7 @@ async def test_a_deposed_leader_writes_nothing(store: KeyValueStore) -> None:
             async with asyncio.timeout(5):
                 await old.lost.wait()
             assert "gone or another's" in old.reason
-            # Resigning a lost term takes nothing from the one that leads.
+            # Resigning a lost term does not affect the present leader.
             await old.resign()
             assert await store.get(keys.LEADER) is not None
         item = await store.get(key)
@@ -152,7 +152,7 @@ async def test_a_deposed_leader_writes_nothing(store: KeyValueStore) -> None:
 
 
 async def test_many_candidates_one_leader(store: KeyValueStore) -> None:
-    """However many campaign at once, one term follows the other and no two overlap."""
+    """Candidates in any number have one term after another, and no two overlap."""
     terms: list[Leadership] = []
     running = 0
 
@@ -175,7 +175,7 @@ async def test_many_candidates_one_leader(store: KeyValueStore) -> None:
 
 
 async def test_a_cancelled_campaign_leaves_nothing(store: KeyValueStore) -> None:
-    """Who stops trying, at whatever point, does not block the others."""
+    """A candidate that stops at any point does not block the others."""
     for pause in range(12):
         campaign = asyncio.create_task(Election(store, A, ttl_s=60).campaign())
         for _ in range(pause):
@@ -190,8 +190,7 @@ async def test_a_cancelled_campaign_leaves_nothing(store: KeyValueStore) -> None
 
 
 async def test_a_record_that_is_not_ours(store: KeyValueStore) -> None:
-    """Garbage under the leader's key breaks no observer, and a campaign waits for its end, which
-    comes with its lease."""
+    """Garbage under the leader's key breaks no observer; a campaign waits for its lease to end."""
     lease = await store.grant(60)
     await store.put(keys.LEADER, b"\xff{", lease)
     async with aclosing(Election(store, B).leaders()) as leaders:
@@ -213,8 +212,8 @@ async def test_a_record_that_is_not_ours(store: KeyValueStore) -> None:
 async def test_a_leaders_key_without_a_lease_keeps_nobody_from_leading(
     store: KeyValueStore, value: bytes
 ) -> None:
-    """Written over a leader's: that one has lost its term, and the key would never end by itself.
-    No candidate writes such a one."""
+    """The key was written over that of a leader, whose term is lost, and would never end. No
+    candidate writes such a key."""
     async with leading(store) as old:
         await store.put(keys.LEADER, value)
         async with asyncio.timeout(unhurried(5)):
@@ -229,7 +228,7 @@ async def test_a_leaders_key_without_a_lease_keeps_nobody_from_leading(
 
 
 async def test_the_successor_of_a_killed_leader(tmp_path: Path) -> None:
-    """When a leader's process is killed, the next leads as soon as the lease has run out."""
+    """The next candidate leads as soon as the lease of the killed leader has run out."""
     with running_etcd(tmp_path) as endpoint:
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", CANDIDATE, endpoint), stdout=asyncio.subprocess.PIPE
@@ -297,16 +296,16 @@ async def test_a_term_outlasts_a_restart_of_etcd(tmp_path: Path) -> None:
 
 
 async def hold_up_the_loop(turn_s: float, for_s: float) -> None:
-    """Let each turn of the event loop take so long."""
+    """Make each turn of the event loop take so long."""
     until_s = time.monotonic() + for_s
     while time.monotonic() < until_s:
-        time.sleep(turn_s)  # noqa: ASYNC251 - as work of the loop's does
+        time.sleep(turn_s)  # noqa: ASYNC251 - as work on the loop does
         await asyncio.sleep(0)
 
 
 async def test_a_leader_whose_loop_is_busy_keeps_its_term(etcd_endpoint: str) -> None:
-    """A call needs several turns of the loop, each of which may take half a lease: the term goes
-    on all the same, as long as the loop turns at all."""
+    """A call needs several turns of the loop, each of which may take half a lease: the term
+    continues as long as the loop turns at all."""
     async with EtcdClient(EtcdConfig(endpoints=(etcd_endpoint,))) as client:
         await client.delete(keys.ROOT, prefix=True)
         async with leading(client) as term:
@@ -318,7 +317,7 @@ async def test_a_leader_whose_loop_is_busy_keeps_its_term(etcd_endpoint: str) ->
 
 @pytest.mark.long
 async def test_a_leader_whose_loop_stands_still_has_a_successor(etcd_endpoint: str) -> None:
-    """Renewals that do not wait for the loop end when it gives no sign of life."""
+    """Renewals that do not wait for the loop end when the loop shows no sign of life."""
     async with EtcdClient(EtcdConfig(endpoints=(etcd_endpoint,))) as client:
         await client.delete(keys.ROOT, prefix=True)
         async with leading(client) as term:

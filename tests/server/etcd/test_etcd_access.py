@@ -1,4 +1,4 @@
-"""Who may talk to etcd, and how: TLS, user and password, and the errors when it goes wrong."""
+"""Access to etcd: TLS, user and password, and the errors when it fails."""
 
 import socket
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
 
 @dataclass(frozen=True)
 class Secured:
-    """An etcd that serves TLS only, and asks for a certificate; the files to reach it."""
+    """An etcd that serves TLS only and asks for a certificate, with the files to reach it."""
 
     endpoint: str
     config: EtcdConfig
@@ -70,7 +70,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 
 async def test_mutual_tls(secured: Secured) -> None:
-    """With the right authority and certificate everything works, the watch included."""
+    """Calls and watches work with the right authority and certificate."""
     async with EtcdClient(secured.config) as client:
         revision = await client.put("/shoal/a", b"1")
         async with aclosing(client.watch("/shoal/", revision)) as watch:
@@ -78,7 +78,7 @@ async def test_mutual_tls(secured: Secured) -> None:
 
 
 async def test_plain_text_to_an_etcd_with_tls(secured: Secured) -> None:
-    """Without a CA file the error says what is missing."""
+    """The error says that the CA file is missing."""
     plain = EtcdConfig(endpoints=(secured.endpoint,), timeout_s=1, attempt_timeout_s=1)
     async with EtcdClient(plain) as client:
         with pytest.raises(Unavailable, match="--etcd-ca"):
@@ -86,7 +86,7 @@ async def test_plain_text_to_an_etcd_with_tls(secured: Secured) -> None:
 
 
 async def test_an_authority_that_did_not_sign(secured: Secured) -> None:
-    """A certificate that is not trusted is named as the reason."""
+    """The error names the certificate that is not trusted."""
     wary = replace(secured.config, ca_file=secured.other_ca_file)
     async with EtcdClient(wary) as client:
         with pytest.raises(Unavailable, match="TLS handshake failed"):
@@ -94,7 +94,7 @@ async def test_an_authority_that_did_not_sign(secured: Secured) -> None:
 
 
 async def test_no_certificate_of_our_own(secured: Secured) -> None:
-    """An etcd that asks for a certificate refuses a client without, which is an error in time."""
+    """A client without a certificate is refused in time by an etcd that asks for one."""
     anonymous = replace(secured.config, cert_file=None, key_file=None)
     async with EtcdClient(anonymous) as client:
         with pytest.raises(Unavailable, match="no etcd answered"):
@@ -102,14 +102,14 @@ async def test_no_certificate_of_our_own(secured: Secured) -> None:
 
 
 async def test_tls_to_an_etcd_without(secured: Secured, etcd_endpoint: str) -> None:
-    """A CA file for an etcd that speaks plain text is an error that tells of TLS."""
+    """The error for a CA file and an etcd in plain text mentions TLS."""
     async with EtcdClient(replace(secured.config, endpoints=(etcd_endpoint,))) as client:
         with pytest.raises(Unavailable, match="check that etcd serves TLS"):
             await client.get("/shoal/a")
 
 
 async def test_a_renewed_certificate_is_shown_from_the_next_connection_on(tmp_path: Path) -> None:
-    """etcd comes back with another authority, which did not sign the certificate of before."""
+    """etcd comes back with another authority, which did not sign the earlier certificate."""
     files = {name: tmp_path / f"{name}.pem" for name in ("ca", "cert", "key", "own", "own-key")}
 
     def renew() -> None:
@@ -150,7 +150,7 @@ async def test_a_renewed_certificate_is_shown_from_the_next_connection_on(tmp_pa
             renew()
             start_members(supervisor.spawn, [replace(etcd.member, options=options())])
             await client.put("/shoal/a", b"2")
-            # A file that is away for a moment changes nothing for who has read it.
+            # A missing file changes nothing for a client that has read it.
             files["own"].unlink()
             await client.put("/shoal/a", b"3")
 
@@ -160,7 +160,7 @@ async def test_a_renewed_certificate_is_shown_from_the_next_connection_on(tmp_pa
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> "Iterator[tuple[Supervisor, RunningEtcd]]":
-    """An etcd in which shoal/secret may use the keys of Shoal and nothing else."""
+    """Run an etcd in which shoal/secret may use the keys of Shoal and nothing else."""
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):
         async with grpc.aio.insecure_channel(etcd.endpoint) as channel:
             auth = stubs.AuthStub(channel)
@@ -185,7 +185,7 @@ def login(endpoint: str, password: str = "secret") -> EtcdConfig:
 
 
 async def test_user_and_password(guarded: tuple[Supervisor, RunningEtcd]) -> None:
-    """A user may do what its role allows; a lost token (etcd restarts) is replaced unseen."""
+    """A user may do what its role allows; a token lost when etcd restarts is replaced silently."""
     supervisor, etcd = guarded
     async with EtcdClient(login(etcd.endpoint)) as client:
         lease = await client.grant(30)
@@ -205,7 +205,7 @@ async def test_user_and_password(guarded: tuple[Supervisor, RunningEtcd]) -> Non
 
 
 async def test_wrong_or_missing_password(guarded: tuple[Supervisor, RunningEtcd]) -> None:
-    """Wrong credentials, or none, are refused at once, in words that say what to check."""
+    """Wrong credentials, or none, are refused at once, and the error says what to check."""
     _, etcd = guarded
     for config in (
         login(etcd.endpoint, "wrong"),
@@ -222,7 +222,7 @@ async def test_wrong_or_missing_password(guarded: tuple[Supervisor, RunningEtcd]
 
 
 async def test_a_password_where_none_is_needed(etcd_endpoint: str) -> None:
-    """A user for an etcd without authentication is let in like everybody."""
+    """A user for an etcd without authentication is let in like all others."""
     async with EtcdClient(login(etcd_endpoint)) as client:
         assert await client.put(ROOT + "a", b"") > 0
 
@@ -231,11 +231,11 @@ async def test_a_password_where_none_is_needed(etcd_endpoint: str) -> None:
 
 
 async def test_an_unreachable_etcd() -> None:
-    """The error names every endpoint and what was seen there, and comes in time."""
+    """The error names every endpoint with what was seen there, and comes in time."""
     with socket.socket() as closed, socket.socket() as deaf:
         closed.bind(("127.0.0.1", 0))
         deaf.bind(("127.0.0.1", 0))
-        # Connections come about, but nobody ever takes them.
+        # The kernel completes connections, but they are never accepted.
         deaf.listen(1)
         endpoints = tuple(f"127.0.0.1:{each.getsockname()[1]}" for each in (closed, deaf))
         config = EtcdConfig(endpoints=endpoints, timeout_s=1.5, attempt_timeout_s=0.5)
@@ -249,7 +249,7 @@ async def test_an_unreachable_etcd() -> None:
 
 
 async def test_a_dead_endpoint_beside_a_live_one(etcd_endpoint: str) -> None:
-    """One endpoint that refuses costs no call more than a moment."""
+    """An endpoint that refuses delays no call for more than a moment."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         dead = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -284,13 +284,13 @@ async def test_a_value_that_etcd_does_not_take(etcd_endpoint: str) -> None:
     ],
 )
 def test_bad_settings(settings: dict[str, object], message: str) -> None:
-    """Settings that cannot work are refused before anything is tried."""
+    """Settings that cannot work are refused before any connection."""
     with pytest.raises(InvalidSpec, match=message):
         EtcdConfig(**{"endpoints": ("127.0.0.1:2379",), **settings})  # type: ignore[arg-type]
 
 
 async def test_a_ca_file_that_is_not_there(tmp_path: Path) -> None:
-    """A TLS file that cannot be read is an error that names it."""
+    """The error names the TLS file that cannot be read."""
     config = EtcdConfig(endpoints=("127.0.0.1:1",), ca_file=tmp_path / "none.pem")
     async with EtcdClient(config) as client:
         with pytest.raises(InvalidSpec, match=r"none\.pem"):
@@ -298,7 +298,7 @@ async def test_a_ca_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_endpoints_in_one_text() -> None:
-    """Endpoints are separated by commas, blanks around them do no harm."""
+    """Endpoints are separated by commas; blanks around them are ignored."""
     assert parse_endpoints(" a:1, [::1]:2,") == ("a:1", "[::1]:2")
     for bad in ("", ",", "a", "a:b", "https://a:1"):
         with pytest.raises(InvalidSpec):
@@ -309,7 +309,7 @@ def test_endpoints_in_one_text() -> None:
     "prefix", ["/shoal/v1", "/shoal/v1/jobs", "/team-a/shoal/v1", "/team-a/shoal/v1/members"]
 )
 def test_no_cluster_lies_within_the_keys_of_another(prefix: str) -> None:
-    """One without a prefix, or one at /team-a, would take its keys for jobs and members."""
+    """A cluster without a prefix, or one at /team-a, would read its keys as jobs and members."""
     with pytest.raises(InvalidSpec, match="expected one without /shoal/v1"):
         EtcdConfig(endpoints=("127.0.0.1:1",), prefix=prefix)
 

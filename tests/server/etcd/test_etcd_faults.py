@@ -39,7 +39,7 @@ def three(tmp_path: Path) -> Iterator[Cluster]:
 
 
 class Traffic:
-    """A writer and a watch that both go on through whatever the test does to etcd."""
+    """A writer and a watch that go on through whatever the test does to etcd."""
 
     def __init__(self, client: EtcdClient) -> None:
         self.acknowledged: list[tuple[Revision, str]] = []
@@ -67,7 +67,7 @@ class Traffic:
                     self._told.notify_all()
 
     async def past(self, num_acknowledged: int, limit_s: float = 20) -> None:
-        """Wait until the watch has told the write that was acknowledged as that many-th."""
+        """Wait until the watch has delivered the acknowledged write of this number."""
         async with asyncio.timeout(limit_s), self._told:
             await self._told.wait_for(
                 lambda: (
@@ -77,13 +77,13 @@ class Traffic:
             )
 
     async def more(self, number: int, limit_s: float = 20) -> None:
-        """Wait until so many further writes were acknowledged and told."""
+        """Wait until so many further writes were acknowledged and delivered."""
         await self.past(len(self.acknowledged) + number, limit_s)
 
 
 @asynccontextmanager
 async def traffic(client: EtcdClient) -> AsyncIterator[Traffic]:
-    """Traffic that runs in the block, and is checked against etcd's own history at its end."""
+    """Run traffic in the block, and check it against etcd's own history at the end."""
     start = Revision((await client.range(PREFIX)).revision + 1)
     flow = Traffic(client)
     async with asyncio.TaskGroup() as group:
@@ -119,7 +119,7 @@ def config(*endpoints: str, timeout_s: float = 10) -> EtcdConfig:
 
 
 async def test_kill_and_restart_under_a_watch(single: Cluster) -> None:
-    """With etcd killed and restarted three times, every event is told exactly once."""
+    """etcd is killed and restarted three times, and every event is delivered exactly once."""
     supervisor, (etcd,) = single
     async with (
         EtcdClient(config(etcd.endpoint)) as client,
@@ -159,21 +159,21 @@ async def test_an_endpoint_of_three_hangs(three: Cluster) -> None:
 
 @pytest.mark.long
 async def test_the_only_endpoint_hangs_for_a_while(single: Cluster) -> None:
-    """After a halt of etcd longer than every time limit, both go on as if nothing had been."""
+    """The halt is longer than every time limit; calls and watch continue after it."""
     _, (etcd,) = single
     async with (
         EtcdClient(config(etcd.endpoint)) as client,
         traffic(client) as flow,
     ):
         etcd.process.send_signal(signal.SIGSTOP)
-        # Time itself is what is tested: longer than silence_s and attempt_timeout_s.
+        # Time itself is tested: longer than silence_s and attempt_timeout_s.
         await asyncio.sleep(2.5)
         etcd.process.send_signal(signal.SIGCONT)
         await flow.more(50)
 
 
 async def test_a_partition_is_noticed_and_healed(single: Cluster) -> None:
-    """A network that carries nothing any more, without a word, breaks no promise either."""
+    """A network that silently drops everything breaks no promise either."""
     _, (etcd,) = single
     async with (
         open_gate(etcd.endpoint) as gate,
@@ -182,14 +182,14 @@ async def test_a_partition_is_noticed_and_healed(single: Cluster) -> None:
     ):
         for interrupt in (gate.silence, gate.cut):
             interrupt()
-            # Time itself is what is tested: longer than silence_s and attempt_timeout_s.
+            # Time itself is tested: longer than silence_s and attempt_timeout_s.
             await asyncio.sleep(1.5)
             gate.restore()
             await flow.more(50)
 
 
 async def test_a_connection_that_hangs_is_replaced(single: Cluster) -> None:
-    """When a connection to the only endpoint dies without a word, a new one takes its place."""
+    """The connection to the only endpoint dies silently, and a new one replaces it."""
     _, (etcd,) = single
     async with (
         open_gate(etcd.endpoint) as gate,
@@ -204,7 +204,7 @@ async def test_a_connection_that_hangs_is_replaced(single: Cluster) -> None:
 
 @pytest.mark.long
 async def test_a_member_cut_off_from_its_cluster_is_left(three: Cluster) -> None:
-    """With two of three members halted the third refuses; with one back the calls pass again."""
+    """Calls are refused while two of three members are halted, and pass again with one back."""
     _, members = three
     async with EtcdClient(config(*(each.endpoint for each in members))) as client:
         await client.put(PREFIX + "a", b"1")
@@ -222,7 +222,7 @@ async def test_a_member_cut_off_from_its_cluster_is_left(three: Cluster) -> None
 
 
 async def test_compaction_while_the_watch_is_away(single: Cluster) -> None:
-    """What was compacted in between is told as the difference, deletions included."""
+    """Changes that were compacted meanwhile come as the difference, deletions included."""
     _, (etcd,) = single
     async with (
         open_gate(etcd.endpoint) as gate,
@@ -256,8 +256,8 @@ async def test_compaction_while_the_watch_is_away(single: Cluster) -> None:
 
 
 async def test_a_mirror_over_compaction_and_a_restart(single: Cluster) -> None:
-    """A mirror that was cut off has what is there, whatever history etcd has left, and goes on
-    over a restart."""
+    """A mirror that was cut off has the current keys, however little history etcd has left, and
+    continues over a restart."""
     supervisor, (etcd,) = single
     async with (
         open_gate(etcd.endpoint) as gate,
@@ -296,7 +296,7 @@ async def test_a_mirror_over_compaction_and_a_restart(single: Cluster) -> None:
 
 
 async def test_an_etcd_that_lost_its_data(single: Cluster) -> None:
-    """A watch that has told more than etcd remembers stops, rather than wait for ever."""
+    """A watch that is ahead of etcd's data stops, rather than wait for ever."""
     supervisor, (etcd,) = single
     async with EtcdClient(config(etcd.endpoint)) as client:
         start = await client.put(PREFIX + "a", b"1")
@@ -336,7 +336,7 @@ async def test_a_transaction_of_unknown_outcome_is_not_sent_again(single: Cluste
 
 
 async def test_a_transaction_waits_for_an_etcd_that_starts(single: Cluster) -> None:
-    """While etcd is down a transaction is not sent, so it waits; then it runs once."""
+    """A transaction waits, unsent, while etcd is down; then it runs once."""
     supervisor, (etcd,) = single
     key = PREFIX + "a"
     async with EtcdClient(config(etcd.endpoint, timeout_s=20)) as client:

@@ -1,4 +1,4 @@
-"""Whoever leads no longer writes nothing, and learns of it from the first write that it tries."""
+"""The store of a leader: after its term it writes nothing, and learns so from its first write."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from shoal_server.etcd.memory import MemoryStore
 
 
 class Term:
-    """A coordinator that leads, and what it is told."""
+    """A coordinator that leads, and the reasons why it was deposed."""
 
     def __init__(self, store: MemoryStore, conditions: Sequence[Compare] | None) -> None:
         self.conditions = conditions
@@ -54,7 +54,7 @@ async def test_a_deposed_leader_writes_nothing_and_hears_of_it(key_is_gone: bool
     await store.delete(keys.LEADER)
     if not key_is_gone:
         await store.put(keys.LEADER, b"{}")
-    # Its own condition fails as well: that is not what counts.
+    # The write's own condition may fail as well: this does not count.
     for compares in ([], [absent(keys.LEADER)], [created_at("a", Revision(9))]):
         with pytest.raises(NotLeader):
             await term.store.transact(compares, [Put("a", b"1"), Delete("b")], [Get("a")])

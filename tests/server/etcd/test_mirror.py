@@ -1,4 +1,4 @@
-"""The mirror of a prefix, on both stores, and over whatever ends a watch."""
+"""The mirror of a prefix, on both stores, and after any end of a watch."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -15,7 +15,7 @@ from .conftest import Bench
 
 
 class Changes(list[tuple[str, ...]]):
-    """What a mirror has told, in order."""
+    """Calls made by a mirror, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Changes(list[tuple[str, ...]]):
 
 
 def parse(item: MirroredKey) -> str | None:
-    """Text; none for what is empty, and an error for what is no text."""
+    """Return the text, or None if it is empty. Raises InternalError if it is no text."""
     try:
         return item.value.decode() or None
     except UnicodeDecodeError as error:
@@ -37,7 +37,7 @@ def parse(item: MirroredKey) -> str | None:
 def mirrored(
     store: KeyValueStore, prefix: str, changes: Changes, *, resync: bool = False
 ) -> PrefixMirror[str]:
-    """A mirror that writes down what it tells."""
+    """Return a mirror that records its calls."""
     return PrefixMirror(
         store,
         prefix,
@@ -50,7 +50,7 @@ def mirrored(
 
 
 async def until(changes: Changes, *last: str) -> None:
-    """Wait until the mirror has told this, as the end of a batch."""
+    """Wait until the mirror has made this call at the end of a batch."""
     async with asyncio.timeout(10):
         while changes[-2:] != [last, ("change",)]:
             changes.changed.clear()
@@ -58,7 +58,7 @@ async def until(changes: Changes, *last: str) -> None:
 
 
 async def test_what_is_there_is_applied_before_the_block_begins(bench: Bench) -> None:
-    """The list comes first, then each change in its order, with what it replaced."""
+    """The list comes first, then each change in order, with the value that it replaced."""
     await bench.store.put(bench.prefix + "a", b"1")
     await bench.store.put(bench.prefix + "b", b"2")
     changes = Changes()
@@ -81,7 +81,7 @@ async def test_what_is_there_is_applied_before_the_block_begins(bench: Bench) ->
 
 
 async def test_of_each_key_the_newest_revision_counts(bench: Bench) -> None:
-    """What was read apart from the watch is not undone by older news that comes after it."""
+    """Older changes that arrive from the watch do not undo a value that was read separately."""
     key = bench.prefix + "a"
     changes = Changes()
     async with mirrored(bench.store, bench.prefix, changes) as found:
@@ -100,7 +100,7 @@ async def test_of_each_key_the_newest_revision_counts(bench: Bench) -> None:
 
 
 async def test_records_that_cannot_be_read(bench: Bench) -> None:
-    """One that parses to none is dropped; one that does not parse leaves what was known."""
+    """A record that parses to None is dropped; one that does not parse leaves the known value."""
     changes = Changes()
     for name in ("kept", "dropped"):
         await bench.store.put(bench.prefix + name, b"1")
@@ -112,7 +112,7 @@ async def test_records_that_cannot_be_read(bench: Bench) -> None:
 
 
 async def test_one_key_is_followed(bench: Bench) -> None:
-    """Absent, written, written again, gone; keys that only begin like it do not count."""
+    """The key is absent, written, written again, deleted; longer keys do not count."""
     key = bench.prefix + "a"
     await bench.store.put(key + "b", b"1")
     seen: list[bytes | None] = []
@@ -140,7 +140,7 @@ class BreakingStore(MemoryStore):
         self.failures: list[ShoalError] = []
         self.broken = asyncio.Event()
         self.noticed = asyncio.Event()
-        """A list has failed."""
+        """Set once a list has failed."""
         self.num_lists = 0
 
     async def range(self, prefix: str) -> RangeResult:
@@ -165,7 +165,7 @@ class BreakingStore(MemoryStore):
 
 
 async def test_what_breaks_a_watch_is_raised() -> None:
-    """Without `resync` the owner is told, and the mirror changes no more."""
+    """The owner of a mirror without `resync` gets the error, and the mirror no longer changes."""
     store = BreakingStore()
     changes = Changes()
     async with mirrored(store, "p/", changes) as found:
@@ -177,7 +177,7 @@ async def test_what_breaks_a_watch_is_raised() -> None:
 
 
 async def test_a_list_that_fails_is_raised_at_once() -> None:
-    """The block of a mirror without `resync` does not begin while nothing can be listed."""
+    """The block of a mirror without `resync` does not begin while no list is possible."""
     store = BreakingStore()
     store.failures.append(Unavailable("no etcd"))
     with pytest.raises(Unavailable):
@@ -186,7 +186,7 @@ async def test_a_list_that_fails_is_raised_at_once() -> None:
 
 
 async def test_all_is_listed_anew_after_whatever_broke(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `resync`, what vanished and came meanwhile is told once it is in sync again."""
+    """Keys deleted and added meanwhile are reported once the mirror is in sync again."""
     monkeypatch.setattr(mirror, "RESYNC_PAUSE_S", 0.02)
     store = BreakingStore()
     store.failures.append(Unavailable("no etcd yet"))

@@ -1,4 +1,4 @@
-"""Records of parameter servers: read as they are written, and what is no record stands alone."""
+"""Records of parameter servers: read as written, and unreadable ones hide no others."""
 
 import pytest
 
@@ -14,7 +14,7 @@ IDENTITY = ServerIdentity(holder=Holder("ps-0", "one"), address="10.0.0.1:7710",
 
 @pytest.mark.parametrize("leaving", [False, True])
 def test_what_a_server_writes_is_read(leaving: bool) -> None:
-    """All that others need to know of it."""
+    """The record has everything that others need to know of the server."""
     found = servers.parse(keys.server("ps-0"), IDENTITY.record(leaving=leaving))
     assert found.holder == IDENTITY.holder
     assert (found.address, found.is_leaving) == (IDENTITY.address, leaving)
@@ -22,7 +22,7 @@ def test_what_a_server_writes_is_read(leaving: bool) -> None:
 
 @pytest.mark.parametrize("value", [b"", b"[]", b"7", b"{}", b"\xff"])
 async def test_a_record_that_cannot_be_read_hides_no_other(value: bytes) -> None:
-    """Whoever asks for it alone is told what is wrong with it."""
+    """A reader of this record alone gets an error that names it."""
     with pytest.raises(InternalError, match="ps-9"):
         servers.parse(keys.server("ps-9"), value)
     store = MemoryStore()

@@ -12,11 +12,11 @@ from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import shard_map
 
 MAX_REQUEST_BYTES = 1024 * 1024
-"""etcd takes 1.5 MiB."""
+"""Bound on a request; etcd takes 1.5 MiB."""
 
 
 def layout(num_shards: int, server_id: str = "ps-0") -> ShardMap:
-    """One that cannot be compressed much."""
+    """Return a layout that cannot be compressed much."""
     rng = random.Random(3)
     names = (f"{rng.randbytes(100).hex()}" for _ in range(num_shards))
     shards = (
@@ -37,7 +37,7 @@ async def write(store: MemoryStore, written: ShardMap) -> shard_map.StoredLayout
 
 
 async def test_a_layout_is_read_as_it_was_written() -> None:
-    """Also one that is larger than a request; the one before it leaves nothing."""
+    """The layout may be larger than a request; the earlier one leaves no keys."""
     store = MemoryStore()
     assert await shard_map.read(store, "job") is None
     large = layout(20_000)
@@ -51,7 +51,7 @@ async def test_a_layout_is_read_as_it_was_written() -> None:
 
 
 async def test_a_layout_is_not_there_before_it_is_decided() -> None:
-    """Nor may it be decided once its chunks were taken away."""
+    """Layouts cannot be decided once their chunks were deleted."""
     store = MemoryStore()
     stored = shard_map.stored(layout(2))
     still_there = await shard_map.write_chunks(store, stored)
@@ -63,7 +63,7 @@ async def test_a_layout_is_not_there_before_it_is_decided() -> None:
 
 @pytest.mark.parametrize("spoil", ["chunk", "missing", "head"])
 async def test_a_layout_that_cannot_be_read_is_named(spoil: str) -> None:
-    """By its job."""
+    """The error names the job."""
     store = MemoryStore()
     stored = await write(store, layout(2))
     key = stored.head.key if spoil == "head" else stored.chunks[0].key
@@ -76,7 +76,7 @@ async def test_a_layout_that_cannot_be_read_is_named(spoil: str) -> None:
 
 
 async def test_a_reader_keeps_the_layout_until_there_is_another() -> None:
-    """To be asked again costs one small read."""
+    """Reading it again costs one small read."""
     store = MemoryStore()
     reader = shard_map.ShardMapReader(store)
     assert await reader.read("job") is None

@@ -1,4 +1,4 @@
-"""What every KeyValueStore promises, run against etcd itself and against the double in memory."""
+"""The contract of KeyValueStore, run against etcd itself and against the double in memory."""
 
 import asyncio
 import random
@@ -37,7 +37,7 @@ from .conftest import Bench
 async def collect(
     watch: AsyncGenerator[WatchBatch, None], until: Revision, limit_s: float = 10
 ) -> list[WatchBatch]:
-    """Batches up to and with that revision."""
+    """Return the batches up to and including that revision."""
     batches: list[WatchBatch] = []
     async with asyncio.timeout(limit_s):
         async for batch in watch:
@@ -73,7 +73,7 @@ async def test_range_holds_the_prefix_and_nothing_else(bench: Bench) -> None:
 
 
 async def test_delete_tells_how_many(bench: Bench) -> None:
-    """Deletes count what was there; deleting nothing is no change."""
+    """Deletes return the number of keys deleted; deleting nothing is no change."""
     for name in ("x/1", "x/2", "y"):
         revision = await bench.store.put(bench.prefix + name, b"")
     assert await bench.store.delete(bench.prefix + "nothing") == 0
@@ -84,7 +84,7 @@ async def test_delete_tells_how_many(bench: Bench) -> None:
 
 
 async def test_a_transaction_runs_one_branch_at_one_revision(bench: Bench) -> None:
-    """The branch that the compares choose runs whole, reads included, at a single revision."""
+    """The branch chosen by the compares runs as a whole, reads included, at one revision."""
     a, b = bench.prefix + "a", bench.prefix + "b"
     made = await bench.store.transact((absent(a), absent(b)), (Put(a, b"1"), Put(b, b"2"), Get(a)))
     assert made.succeeded
@@ -101,7 +101,7 @@ async def test_a_transaction_runs_one_branch_at_one_revision(bench: Bench) -> No
 
 @pytest.mark.parametrize("right", [True, False])
 async def test_every_comparison(bench: Bench, right: bool) -> None:
-    """Each kind of compare holds for what is there and fails for anything else."""
+    """Compares of each kind hold for the stored value and fail for any other."""
     key = bench.prefix + "k"
     created = await bench.store.put(key, b"1")
     newest = await bench.store.put(key, b"2")
@@ -119,7 +119,7 @@ async def test_every_comparison(bench: Bench, right: bool) -> None:
 
 
 async def test_a_comparison_of_all_keys_under_a_prefix(bench: Bench) -> None:
-    """It holds as long as none of them was written since, and where there is none."""
+    """The compare holds if no key was written since, and if there is no key."""
     first = await bench.store.put(bench.prefix + "a/1", b"")
     second = await bench.store.put(bench.prefix + "a/2", b"")
     await bench.store.put(bench.prefix + "b", b"")
@@ -134,7 +134,7 @@ async def test_a_comparison_of_all_keys_under_a_prefix(bench: Bench) -> None:
 
 
 async def test_a_refused_transaction_changes_nothing(bench: Bench) -> None:
-    """What the store refuses, it refuses as a whole, in either branch."""
+    """The store refuses the transaction as a whole, in either branch."""
     a, b = bench.prefix + "a", bench.prefix + "b"
     for then in (
         (Put(b, b"1"), Put(a, b"1"), Put(a, b"2")),
@@ -185,7 +185,7 @@ async def test_a_lease_ends_with_its_keys(bench: Bench) -> None:
 
 
 async def test_a_put_takes_a_key_out_of_its_lease(bench: Bench) -> None:
-    """The newest write decides under which lease a key lives."""
+    """The newest write decides which lease a key has."""
     lease = await bench.store.grant(30)
     await bench.store.put(bench.prefix + "a", b"1", lease)
     await bench.store.put(bench.prefix + "a", b"2")
@@ -194,7 +194,7 @@ async def test_a_put_takes_a_key_out_of_its_lease(bench: Bench) -> None:
 
 
 async def test_a_watch_tells_history_and_then_what_comes(bench: Bench) -> None:
-    """From any revision on, each change comes once and in order, with the value before it."""
+    """Changes from any revision on come once each and in order, with the value before them."""
     key = bench.prefix + "a"
     await bench.store.put(key, b"0")
     start = await bench.store.put(key, b"1")
@@ -214,7 +214,7 @@ async def test_a_watch_tells_history_and_then_what_comes(bench: Bench) -> None:
 
 
 async def test_a_watch_never_splits_a_revision(bench: Bench) -> None:
-    """All changes of one transaction come in one batch, also when they are large."""
+    """Changes of one transaction come in one batch, even if they are large."""
     value = bytes(100_000)
     keys = [f"{bench.prefix}{number:02}" for number in range(12)]
     made = await bench.store.transact((), [Put(key, value) for key in keys])
@@ -232,7 +232,7 @@ async def test_a_watch_never_splits_a_revision(bench: Bench) -> None:
 
 
 async def test_a_watch_over_forgotten_history_is_reset(bench: Bench) -> None:
-    """A watch from a compacted revision tells what is there now, and goes on from there."""
+    """A watch from a compacted revision delivers the present keys, and continues from there."""
     start = await bench.store.put(bench.prefix + "gone", b"1")
     await bench.store.put(bench.prefix + "kept", b"2")
     await bench.store.delete(bench.prefix + "gone")
@@ -251,7 +251,7 @@ async def test_a_watch_over_forgotten_history_is_reset(bench: Bench) -> None:
 
 
 async def test_bad_starts_of_a_watch(bench: Bench) -> None:
-    """A watch starts where history is or begins: not before its first, not in the future."""
+    """A watch starts within history or at its end: neither before it nor in the future."""
     revision = (await bench.store.range(bench.prefix)).revision
     for start in (0, revision + 2):
         with pytest.raises(RefusedError):
@@ -259,7 +259,7 @@ async def test_bad_starts_of_a_watch(bench: Bench) -> None:
 
 
 async def test_watches_are_independent(bench: Bench) -> None:
-    """One that nobody reads delays neither the others nor the writers."""
+    """A watch that is not read delays neither other watches nor writers."""
     start = Revision((await bench.store.range(bench.prefix)).revision + 1)
     async with aclosing(bench.store.watch(bench.prefix, start)) as idle:
         await bench.store.put(bench.prefix + "first", b"")
@@ -274,14 +274,14 @@ async def test_watches_are_independent(bench: Bench) -> None:
 
 
 async def test_close_ends_calls_and_watches_by_an_error(bench: Bench) -> None:
-    """Nothing hangs on a closed store, and a task that used it is not taken for cancelled."""
+    """Closed stores let nothing hang, and a task that used one does not count as cancelled."""
     start = Revision((await bench.store.range(bench.prefix)).revision + 1)
     watch = bench.store.watch(bench.prefix, start)
     waiting = asyncio.create_task(anext(watch))
     await bench.store.put(bench.prefix + "a", b"")
     await waiting
     waiting = asyncio.create_task(anext(watch))
-    # Lets the watch reach its wait; what must hold does not depend on how far it came.
+    # Let the watch reach its wait; the assertions hold whether or not it did.
     await bench.store.get(bench.prefix + "a")
     await bench.store.close()
     async with asyncio.timeout(5):
@@ -292,7 +292,7 @@ async def test_close_ends_calls_and_watches_by_an_error(bench: Bench) -> None:
 
 
 async def test_the_double_answers_like_etcd(etcd_endpoint: str) -> None:
-    """The same random calls get the same answers and the same history from both."""
+    """Random calls get the same answers and the same history from both."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     prefix = f"/shoal/test/random-{seed}/"
@@ -308,7 +308,7 @@ async def test_the_double_answers_like_etcd(etcd_endpoint: str) -> None:
 async def _transcript(
     store: KeyValueStore, dice: random.Random, prefix: str, base: int
 ) -> list[object]:
-    """The answers of a store to calls that the dice choose, revisions counted from `base`."""
+    """Return a store's answers to random calls, with revisions counted from `base`."""
 
     def item(each: KeyValue) -> object:
         created, modified = each.create_revision - base, each.mod_revision - base
@@ -339,7 +339,7 @@ async def _transcript(
         answers.append((result.succeeded, result.revision - base, reads))
     end = (await store.range(prefix)).revision
     async with aclosing(store.watch(prefix, Revision(base + 1))) as watch:
-        # The newest change may lie elsewhere than at the newest revision only for other prefixes.
+        # The newest revision may belong to a change under another prefix.
         for batch in await collect(watch, end):
             answers.extend(
                 (event.kind, event.key, event.value, event.mod_revision - base)

@@ -1,4 +1,4 @@
-"""Lost shards that an operator gives up: they begin anew, and nothing of before gets into them."""
+"""Lost shards that an operator gives up: they begin anew, without a trace of the earlier one."""
 
 import time
 from array import array
@@ -65,7 +65,7 @@ def opened() -> Iterator[ExitStack]:
 
 
 def cluster(opened: ExitStack, num_servers: int) -> ParameterServers:
-    """Servers that keep one copy of each shard."""
+    """Start servers that keep one copy of each shard."""
     return opened.enter_context(ParameterServers(num_servers, copies=1))
 
 
@@ -86,7 +86,7 @@ def filled(value: float) -> dict[str, memoryview]:
 
 
 def pulled(of: ParameterClient) -> list[float]:
-    """The one value of each parameter."""
+    """Return the one value of each parameter."""
     values = filled(9.0)
     of.pull(values)
     return [value for data in values.values() for value in sorted(set(data.cast("f")))]
@@ -100,7 +100,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def lose(servers: ParameterServers, name: str) -> None:
-    """A server dies, and another process has its name, with nothing in hand."""
+    """Stop the server, and start an empty process under its name."""
     servers.stop(name)
     servers.add(name)
 
@@ -139,8 +139,8 @@ def accept(
 def test_what_is_given_up_begins_anew_and_the_rest_stays(
     opened: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names what is known of the shard; its loss is accepted, once, and is written down.
-    Who comes then creates that shard, and finds the other as it was trained."""
+    """The error has what is known of the shard; its loss is accepted and recorded once. A worker
+    that comes then creates this shard, and finds the other as it was trained."""
     monkeypatch.setattr(controller, "MEASURE_EACH_S", 0.1)
     servers = cluster(opened, 2)
     first = client(opened, servers, "w0")
@@ -182,7 +182,7 @@ def test_what_is_given_up_begins_anew_and_the_rest_stays(
 
     second = client(opened, servers, "w1")
     assert second.create(SGD, filled(0.5)) == 1
-    # The push that was told of the loss had its other half applied.
+    # The push that failed with the loss was applied to the other shard.
     kept = 1 - victim.group
     assert (pulled(second)[victim.group], pulled(second)[kept]) == (0.5, 4.0)
     second.push(filled(-1.0))
@@ -200,7 +200,7 @@ def read_view(servers: ParameterServers) -> ShardsView:
 
 
 def known_versions(servers: ParameterServers) -> set[int]:
-    """Shards of which the coordinator knows that they were pushed to."""
+    """Return the shards that were pushed to as far as the coordinator knows."""
     known = servers.losses.versions("job")
     return {shard_id for shard_id, version in known.items() if version > 1}
 
@@ -209,8 +209,7 @@ def known_versions(servers: ParameterServers) -> set[int]:
 def test_a_retry_of_an_acknowledged_push_is_not_applied_to_the_new_shard(
     opened: ExitStack, has_values: bool
 ) -> None:
-    """What remembered the push went with the lost shard; its gradient is of values that are no
-    more."""
+    """The record of the push was lost with the shard; its gradient belongs to lost values."""
     servers = cluster(opened, 1)
     first = client(opened, servers, "w0")
     first.create(SGD, filled(0.0))
@@ -224,20 +223,20 @@ def test_a_retry_of_an_acknowledged_push_is_not_applied_to_the_new_shard(
     accept(servers)
     second = client(opened, servers, "w1")
     second.create(SGD, filled(0.5))
-    # The same push as its sender would repeat it, had the answer not come through.
+    # The sender repeats the push, as after an answer that was lost.
     first._sequence -= 1
     first._epochs.update(base_epochs)
     retried = first.push(filled(-1.0))
     assert retried.stale.keys() == {0, 1}
     assert pulled(second) == [0.5, 0.5]
-    # On the values that are there now, it goes on.
+    # A push on the present values is applied.
     first.pull(filled(9.0))
     assert not first.push(filled(-1.0)).stale
     assert pulled(second) == [1.5, 1.5]
 
 
 def test_rows_of_a_table_that_is_given_up_have_initial_values(opened: ExitStack) -> None:
-    """Every call names the table and the shard until then; a push of rows that were looked up
+    """Every call names the table and the shard until then. A push of rows that were looked up
     before is not applied to the new shard."""
     servers = cluster(opened, 1)
     token = servers.admit("w0")
@@ -286,8 +285,8 @@ def test_rows_of_a_table_that_is_given_up_have_initial_values(opened: ExitStack)
 def test_a_journal_that_comes_back_brings_back_what_was_not_given_up_only(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard whose server was away for too long is lost. Its journal ends that, unless the shard
-    was given up and began anew: then what it has is of nobody any more."""
+    """A shard whose server was away for too long is lost. Its journal ends the loss, unless the
+    shard was given up and began anew: then the journal's content no longer counts."""
     monkeypatch.setattr(controller, "DEAD_AFTER_S", 0.3)
     monkeypatch.setattr(controller, "MEASURE_EACH_S", 0.2)
     servers = cluster(opened, 0)
@@ -315,7 +314,7 @@ def test_a_journal_that_comes_back_brings_back_what_was_not_given_up_only(
 def test_a_worker_that_is_told_to_waits_for_a_journal(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its push is applied once the shard is back, and counts once."""
+    """The push is applied once the shard is back, and counts once."""
     monkeypatch.setattr(controller, "DEAD_AFTER_S", 0.3)
     monkeypatch.setattr(controller, "MEASURE_EACH_S", 0.2)
     servers = cluster(opened, 0)
@@ -338,7 +337,7 @@ def test_a_worker_that_is_told_to_waits_for_a_journal(
 def test_who_waits_for_a_shard_that_is_given_up_goes_on_with_the_new_one(
     opened: ExitStack,
 ) -> None:
-    """Its push is refused as stale, once somebody has created the shard."""
+    """The push is refused as stale once a worker has created the shard."""
     servers = cluster(opened, 1)
     first = client(opened, servers, "w0")
     first.create(SGD, filled(0.0))
@@ -355,7 +354,7 @@ def test_who_waits_for_a_shard_that_is_given_up_goes_on_with_the_new_one(
 
 
 def create_only(of: ParameterClient, shard_id: int, value: float) -> None:
-    """As `create`, for one shard: another one is lost."""
+    """Create one shard only, as `create` does for all: another one is lost."""
     whole = of.fetch_map()
     half = type(whole)()
     half.CopyFrom(whole)
@@ -367,8 +366,8 @@ def create_only(of: ParameterClient, shard_id: int, value: float) -> None:
 
 
 def test_nothing_is_given_up_that_is_not_lost(opened: ExitStack) -> None:
-    """A wrong job, a wrong shard, nothing lost: each is refused by name, and changes nothing. To
-    ask what would be given up changes nothing either."""
+    """A wrong job, a wrong shard and a shard not lost are refused by name, and change nothing. A
+    dry run changes nothing either."""
     servers = cluster(opened, 1)
     first = client(opened, servers, "w0")
     first.create(SGD, filled(0.0))
@@ -391,7 +390,7 @@ def test_nothing_is_given_up_that_is_not_lost(opened: ExitStack) -> None:
 
 
 def trained_on(servers: ParameterServers) -> int:
-    """Samples that the job's ledger has as completed; -1: there is none."""
+    """Return the number of completed samples in the job's ledger; -1: there is no ledger."""
     counts = servers.run(servers.samples.counts("job"))
     return counts.completed if counts is not None else -1
 
@@ -399,7 +398,7 @@ def trained_on(servers: ParameterServers) -> int:
 def train_on(
     opened: ExitStack, servers: ParameterServers, name: str, num_samples: int
 ) -> SampleClient:
-    """A member that has trained on so many of 100 samples and holds ten more."""
+    """Return a member that has trained on so many of 100 samples and holds ten more."""
     token = servers.admit(name)
     coordinators = opened.enter_context(closing(Coordinators([servers.coordinator])))
     samples = SampleClient(coordinators, lambda: token, dataset_size=100, num_epochs=1)
@@ -422,8 +421,8 @@ def test_samples_of_values_that_begin_anew_are_trained_on_again(
     said: SamplesAfterLoss.ValueType,
     expected: SamplesAfterLoss.ValueType,
 ) -> None:
-    """With all that was trained given up, the next run gets every sample, and nothing of what the
-    run before still reports counts for it; unless whoever gives it up says otherwise."""
+    """Once everything trained is given up, the next run gets every sample, and late reports of the
+    earlier run do not count for it, unless the operator chooses otherwise."""
     servers = cluster(opened, 1)
     first = client(opened, servers, "w0")
     first.create(SGD, filled(0.0))

@@ -1,4 +1,4 @@
-"""Every server dies at once: what was acknowledged as durable is on their disks, and led again."""
+"""Durable pushes: if every server dies at once, they are on disk, and led from there."""
 
 import shutil
 import subprocess
@@ -68,7 +68,7 @@ def trained(servers: ParameterServers, token: Token) -> ParameterClient:
 def test_servers_that_all_died_go_on(
     servers: ParameterServers, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
-    """Values, momentum and the memory of pushes come back from the journals."""
+    """Values, momentum and sessions come back from the journals."""
     start(servers, tmp_path, *names)
     token = servers.admit("w0")
     client = trained(servers, token)
@@ -89,7 +89,7 @@ def test_servers_that_all_died_go_on(
 
 
 def test_a_backup_that_lives_is_not_robbed(servers: ParameterServers, tmp_path: Path) -> None:
-    """It went on while the server was away: the journal is behind, and let go of."""
+    """The backup went on while the server was away: the journal is outdated, and dropped."""
     start(servers, tmp_path, "ps-0", "ps-1")
     client = trained(servers, servers.admit("w0"))
     client.push(filled(-1.0))
@@ -105,7 +105,7 @@ def test_a_backup_that_lives_is_not_robbed(servers: ParameterServers, tmp_path: 
 def test_an_older_copy_of_a_journal_is_not_led_in_silence(
     servers: ParameterServers, tmp_path: Path
 ) -> None:
-    """Somebody put it back after a failure of the disk. The error names both versions; with the
+    """The copy was put back after a failure of the disk. The error names both versions; with the
     newest copy, all goes on."""
     folder = tmp_path / "ps-0"
     start(servers, tmp_path, "ps-0")
@@ -136,8 +136,8 @@ def test_an_older_copy_of_a_journal_is_not_led_in_silence(
 def test_a_journal_of_another_run_of_the_job_is_not_led(
     servers: ParameterServers, tmp_path: Path
 ) -> None:
-    """Its shards have the same numbers, and more updates: it is another cluster's, or of before the
-    job began anew. With the server's own journal, all goes on."""
+    """The journal's shards have the same numbers and more updates, from another cluster or from
+    before the job began anew. With the server's own journal, all goes on."""
     folder, own = tmp_path / "ps-0", tmp_path / "own"
     start(servers, tmp_path, "ps-0")
     client = trained(servers, servers.admit("w0"))
@@ -170,7 +170,7 @@ def test_a_journal_of_another_run_of_the_job_is_not_led(
 
 
 def test_without_a_journal_nothing_is_durable(servers: ParameterServers) -> None:
-    """The error says what to start the servers with."""
+    """The error names the option of the servers."""
     servers.add("ps-0")
     client = trained(servers, servers.admit("w0"))
     with pytest.raises(InvalidSpec, match="--journal"):
@@ -180,7 +180,7 @@ def test_without_a_journal_nothing_is_durable(servers: ParameterServers) -> None
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 32 MiB."""
+    """Mount a file system of 32 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)]
@@ -194,7 +194,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """A file that takes up all the room that there is."""
+    """Write a file that takes all the space that is left."""
     ballast = folder / "ballast"
     with ballast.open("wb", buffering=0) as file, suppress(OSError):
         while True:
@@ -205,8 +205,8 @@ def fill(folder: Path) -> Path:
 def test_a_durable_push_waits_for_room_on_a_full_disk(
     servers: ParameterServers, small_disk: Path
 ) -> None:
-    """For longer than a worker puts up with anything else; pushes of another level go on, nothing
-    is restarted, and all that was acknowledged is there for the next process, once."""
+    """The wait is longer than the worker's timeout for other calls. Pushes of another level go on,
+    nothing is restarted, and the next process has every acknowledged push, once."""
     start(servers, small_disk, "ps-0")
     trained(servers, servers.admit("w0")).close()
     token, other_token = servers.admit("w1"), servers.admit("w2")

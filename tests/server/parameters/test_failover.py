@@ -1,4 +1,4 @@
-"""Servers that die, stop and come: what was acknowledged stays, and is applied once."""
+"""Servers that die, stop and come: acknowledged pushes stay, and are applied once."""
 
 from array import array
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ def filled(value: float) -> dict[str, memoryview]:
 
 
 def trained(servers: ParameterServers) -> ParameterClient:
-    """A client whose parameters exist, all zero."""
+    """Return a client whose parameters exist, all zero."""
     token = servers.admit("w0")
     client = ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
     client.place(SCHEMA)
@@ -42,7 +42,7 @@ def trained(servers: ParameterServers) -> ParameterClient:
 
 
 def expected(num_pushes: int) -> float:
-    """Gradients of -1, lr 1, momentum 0.5."""
+    """Return the value after these gradients of -1, with lr 1 and momentum 0.5."""
     value = velocity = 0.0
     for _ in range(num_pushes):
         velocity = 0.5 * velocity + 1.0
@@ -59,7 +59,7 @@ def assert_pushed(client: ParameterClient, num_pushes: int) -> None:
 def wait_until(
     servers: ParameterServers, is_so: Callable[[JobAssignments], bool]
 ) -> JobAssignments:
-    """Follow the assignment record until it is as wanted."""
+    """Follow the job's records until they are as wanted."""
 
     async def follow() -> JobAssignments:
         snapshot = await servers.store.range(keys.ASSIGNMENTS)
@@ -78,7 +78,7 @@ def wait_until(
 
 
 def is_whole(assignments: JobAssignments) -> bool:
-    """Every shard has its backup, and nothing moves."""
+    """True if every shard has its backup, and nothing moves."""
     return all(
         len(h.backups) == assignments.copies - 1 and h.joining is None and h.successor is None
         for h in assignments.shards
@@ -86,7 +86,7 @@ def is_whole(assignments: JobAssignments) -> bool:
 
 
 def test_every_shard_has_a_backup_from_the_start(servers: ParameterServers) -> None:
-    """Whoever may push may rely on two copies."""
+    """A worker that may push can rely on two copies."""
     client = trained(servers)
     entry = servers.run(records.read(servers.store, "job"))
     assert entry is not None
@@ -97,7 +97,7 @@ def test_every_shard_has_a_backup_from_the_start(servers: ParameterServers) -> N
 
 @pytest.mark.parametrize("gone", ["ps-0", "ps-1"])
 def test_a_backup_goes_on_with_everything(servers: ParameterServers, gone: str) -> None:
-    """A server ends without a word: values, momentum and the memory of pushes are at the other."""
+    """The server ends without notice: values, momentum and sessions are on the other one."""
     client = trained(servers)
     for _ in range(3):
         client.push(filled(-1.0))
@@ -111,7 +111,7 @@ def test_a_backup_goes_on_with_everything(servers: ParameterServers, gone: str) 
 
 
 def test_one_after_the_other_is_replaced(servers: ParameterServers) -> None:
-    """Each server dies once and comes back with nothing: nothing is lost."""
+    """The servers die one after another and come back empty: nothing is lost."""
     client = trained(servers)
     for number, name in enumerate(("ps-0", "ps-1", "ps-0")):
         client.push(filled(-1.0))
@@ -127,7 +127,7 @@ def test_one_after_the_other_is_replaced(servers: ParameterServers) -> None:
 def test_a_push_that_is_repeated_at_the_new_primary_is_not_applied_again(
     servers: ParameterServers,
 ) -> None:
-    """The table of what was pushed is replicated with the values."""
+    """Sessions are replicated with the values."""
     client = trained(servers)
     client.push(filled(-1.0))
     servers.stop("ps-0")
@@ -163,7 +163,7 @@ def test_servers_that_come_share_the_work(servers: ParameterServers) -> None:
 
 
 def test_a_server_that_leaves_hands_everything_over(servers: ParameterServers) -> None:
-    """It is empty before it goes, and no push finds nobody."""
+    """The server is empty before it goes, and every push finds a primary."""
     client = trained(servers)
     servers.add("ps-2")
     leaver = servers.servers["ps-0"]
@@ -179,7 +179,7 @@ def test_a_server_that_leaves_hands_everything_over(servers: ParameterServers) -
 
 
 def test_servers_count_what_is_pushed_to_each_shard(servers: ParameterServers) -> None:
-    """The coordinator evens out loads by it."""
+    """The coordinator balances loads by these counts."""
     client = trained(servers)
     for _ in range(2):
         client.push(filled(-1.0))

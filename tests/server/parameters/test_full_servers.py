@@ -1,4 +1,4 @@
-"""A server at its memory limit takes no copies, and whoever offers them goes on without."""
+"""Servers at their memory limit take no copies, and primaries go on without these."""
 
 import itertools
 from array import array
@@ -31,7 +31,7 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.process import hand_everything_over
 
 PATIENCE = PeerTimeouts(full_s=0.2)
-"""Tests need not wait for what would spare a network."""
+"""Timeouts with which a full server is soon asked again, which costs no network here."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def servers() -> Iterator[ParameterServers]:
 
 
 def wait_until_whole(servers: ParameterServers, job: str) -> JobAssignments:
-    """Follow the assignment record until every shard has its backup."""
+    """Follow the job's records until every shard has its backup."""
 
     async def follow() -> JobAssignments:
         snapshot = await servers.store.range(keys.ASSIGNMENTS)
@@ -62,7 +62,7 @@ def is_whole(assignments: JobAssignments) -> bool:
 
 
 def await_refusal(servers: ParameterServers) -> str:
-    """What ps-0 was told by the server that takes no copies from it."""
+    """Return the reason of the server that takes no copies from ps-0."""
 
     async def follow() -> str:
         replicas = servers.servers["ps-0"].replicas
@@ -78,8 +78,8 @@ def await_refusal(servers: ParameterServers) -> str:
 def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
     servers: ParameterServers,
 ) -> None:
-    """The primary says why there is no copy, also of shards that are made meanwhile; a server that
-    is added gets them."""
+    """The primary says why there is no copy, even of shards created meanwhile; a server that is
+    added gets the copies."""
     servers.add("ps-0", timeouts=PATIENCE)
     client = created(servers, ADAM, "job")
     servers.add("ps-1", memory_limit_bytes=1024)
@@ -111,7 +111,7 @@ def told_in_leaving(servers: ParameterServers, server_id: str) -> list[MutableMa
 
 
 def test_a_server_that_leaves_with_the_only_copies_names_them(servers: ParameterServers) -> None:
-    """The one that it could hand them to has no room; then nobody else is there."""
+    """The server that could take them has no room; later there is no other server."""
     servers.add("ps-0", timeouts=PATIENCE)
     client = created(servers, ADAM, "job")
     servers.add("ps-1", memory_limit_bytes=1024)
@@ -137,7 +137,7 @@ def test_a_server_that_leaves_its_copies_to_others_names_none(servers: Parameter
 
 @pytest.mark.long
 def test_a_refused_copy_is_taken_once_there_is_room(servers: ParameterServers) -> None:
-    """Another job's shards took it before."""
+    """Another job's shards took the memory before."""
     servers.add("ps-0", timeouts=PATIENCE)
     another = created(servers, SGD, "another")
     client = created(servers, ADAM, "job")
@@ -146,21 +146,21 @@ def test_a_refused_copy_is_taken_once_there_is_room(servers: ParameterServers) -
     drop(servers, "another")
     wait_until_whole(servers, "job")
     client.push(filled(-1.0))
-    # It is summed up a few times a second.
+    # the sum is updated a few times a second
     awaited(lambda: describe(servers, "ps-1").held_bytes > 6 * MIB, 10.0, "both copies count")
     another.close()
     client.close()
 
 
 def test_a_copy_of_a_table_grows_no_further_than_its_server_may(servers: ParameterServers) -> None:
-    """The primary, which has room, goes on without it; pushes are acknowledged all the while."""
+    """The primary, which has room, goes on without the copy, and acknowledges all pushes."""
     servers.add("ps-0", timeouts=PATIENCE)
     member = Embedder(servers, users(), timeout_s=20.0)
     member.push(range(100))
     servers.add("ps-1", memory_limit_bytes=2 * MIB)
     wait_until_whole(servers, "tables")
     batches = (range(start, start + 2000) for start in itertools.count(0, 2000))
-    # What it holds is counted four times a second only: it may take in a few batches more.
+    # The sum is updated only four times a second: a few more batches may get in.
     while not servers.servers["ps-0"].replicas.full_peers:
         member.push(next(batches))
     assert "no memory left for" in await_refusal(servers)

@@ -1,4 +1,4 @@
-"""One shard of a gigabyte, between two server processes under their default settings."""
+"""A shard of a gigabyte, between two server processes under their default settings."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ NUM_ELEMENTS = 100_000
 LIMIT_S = 120.0
 IN_STEP_WITHIN_S = 60.0
 LONGEST_PUSH_S = 5.0
-"""Of another shard; far above what is seen, far below the limit of a call."""
+"""Bound on a push to another shard: far above what is seen, far below the limit of a call."""
 TABLE = TableSpec(
     name="users",
     dim=DIM,
@@ -84,7 +84,7 @@ class Trainer:
         self.rows.fetch_map()
 
     def push_rows(self, ids: NDArray[np.int64]) -> int:
-        """The version behind it."""
+        """Push these rows, and return the new version."""
         found = self.rows.look_up({USERS: ids.tobytes()})[USERS]
         gradients = Gradients(
             ids=ids.tobytes(),
@@ -97,7 +97,7 @@ class Trainer:
 
 
 class Repeated(threading.Thread):
-    """Does something again and again, and notes how long it took each time, in seconds."""
+    """Thread that repeats some work, and records how long each repetition took."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__()
@@ -128,8 +128,8 @@ class Repeated(threading.Thread):
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_shard_of_a_gigabyte_gets_its_copy_under_pushes(cluster: ParameterCluster) -> None:
-    """It gets in step while it is pushed to and another shard is, whose pushes are not held up for
-    long; then the copy leads, with every push that was acknowledged."""
+    """The copy gets in step under pushes to this shard and to another, whose pushes are not delayed
+    for long. Then the copy leads, with every acknowledged push."""
     with ExitStack() as stack:
         trainer = Trainer(cluster, stack)
         ids = np.random.default_rng(1).permutation(NUM_ROWS)

@@ -1,4 +1,4 @@
-"""Shards that take long to be copied: they get their copies, and nothing else waits for it."""
+"""Shards that take long to copy: they get their copies, and nothing else waits."""
 
 import threading
 import time
@@ -96,7 +96,7 @@ class Job:
         return all(self.assignment(shard_id).backups for shard_id in shard_ids)
 
     def push_until(self, is_so: Callable[[], bool]) -> None:
-        """Train on, every push acknowledged, until it is so."""
+        """Train on, every push acknowledged, until `is_so` is true."""
         give_up_s = time.monotonic() + LIMIT_S
         while not is_so():
             assert time.monotonic() < give_up_s
@@ -109,7 +109,7 @@ class Job:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServers]:
-    """They take every shard for a large one."""
+    """Servers that treat every shard as a large one."""
     monkeypatch.setattr(workers, "INLINE_BYTES", 0)
     with ParameterServers(1, timeouts=PATIENCE) as servers:
         yield servers
@@ -117,7 +117,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServers]:
 
 @pytest.fixture
 def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """How often the image of each dense shard was taken, by shard and epoch."""
+    """Number of images of each dense shard, by shard and epoch."""
     taken: Counter[tuple[int, int]] = Counter()
     take = VersionedShard.image
 
@@ -133,8 +133,8 @@ def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 def test_a_copy_that_takes_long_is_waited_for(
     servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer than the silence after which a peer is taken for dead: the link stays, nothing is sent
-    twice, other shards are pushed to, and in the end the copy is there, to the last push."""
+    """The copy takes longer than a peer may be silent: the link stays, nothing is sent twice, other
+    shards get pushes, and in the end the copy has every push."""
     go_on = threading.Event()
 
     def slow(builder: ShardBuilder) -> AnyShard:
@@ -167,7 +167,7 @@ def test_a_copy_that_takes_long_is_waited_for(
 def test_an_image_that_fails_is_sent_again_alone(
     servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other shards of the two servers are not sent once more, and stay in step."""
+    """The other shards of both servers are not sent again, and stay in step."""
     failures = iter([True, True])
 
     def failing(builder: ShardBuilder) -> AnyShard:
@@ -191,8 +191,7 @@ def test_an_image_that_fails_is_sent_again_alone(
 def test_an_image_that_always_fails_is_given_up(
     servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record lists its joiner no longer, until the coordinator asks for it once more; the other
-    shards have theirs."""
+    """The record drops the joiner until the coordinator asks again; other shards have copies."""
     attempts: list[int] = []
 
     def failing(builder: ShardBuilder) -> AnyShard:

@@ -1,4 +1,4 @@
-"""Shards that were trained and are gone: told by name to whoever asks, and never begun anew."""
+"""Lost shards that had been trained: every call is refused by name, and none begins anew."""
 
 import asyncio
 from array import array
@@ -57,7 +57,7 @@ def assignment(servers: ParameterServers, shard_id: int) -> ShardAssignment:
 
 
 def replace_server(servers: ParameterServers) -> None:
-    """The only server dies, and another process has its name, with nothing in hand."""
+    """Stop the only server, and start an empty process under its name."""
     servers.stop("ps-0")
     servers.add("ps-0")
 
@@ -72,7 +72,7 @@ CALLS: dict[str, Callable[[ParameterClient], object]] = {
 @pytest.mark.sampled()
 @pytest.mark.parametrize("call", CALLS)
 def test_who_trained_is_told_what_was_lost(servers: ParameterServers, call: str) -> None:
-    """By job, shard and the newest version that it has seen, with what would bring it back."""
+    """The error names job, shard, the newest version that the member has seen, and the remedy."""
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(0.0))
         client.push(filled(-1.0), into=filled(9.0))
@@ -103,7 +103,7 @@ def test_the_version_told_is_that_of_the_last_push_also_where_no_values_came_bac
 def test_a_fresh_member_does_not_begin_anew_what_others_trained(
     servers: ParameterServers,
 ) -> None:
-    """Neither the one that is to create the first values nor one that has waited for them."""
+    """The refusal comes to the member that should create the values, and to one that waits."""
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(0.0))
         client.push(filled(-1.0))
@@ -124,10 +124,10 @@ def test_a_fresh_member_does_not_begin_anew_what_others_trained(
 
 
 class Values(SharedValues):
-    """All zero, and never taken."""
+    """Values that are all zero, and never adopted."""
 
     def __init__(self) -> None:
-        """Without a model."""
+        """Create the values without a model."""
 
     def present(self) -> dict[str, memoryview]:
         return filled(0.0)
@@ -140,8 +140,8 @@ class Values(SharedValues):
 
 
 def test_what_nobody_has_created_is_created_by_the_next_one(servers: ParameterServers) -> None:
-    """A job was placed, and its server and its first member died before there was any value: its
-    epoch has risen, and yet there is nothing to be lost."""
+    """Server and first member died before the shards had any values: the epoch has risen, but
+    nothing is lost."""
     new_client(servers, "w0").close()
     before = assignment(servers, 0)
     replace_server(servers)
@@ -154,8 +154,8 @@ def test_what_nobody_has_created_is_created_by_the_next_one(servers: ParameterSe
 
 
 def test_a_job_that_was_created_by_half_starts(servers: ParameterServers) -> None:
-    """The first member dies when one of two shards has its values: another one brings the rest, and
-    replaces nothing."""
+    """The first member dies when one of two shards has its values: another member creates the other
+    one, and replaces nothing."""
     with closing(new_client(servers, "w0")) as client:
         (first, _) = client.fetch_map().shards
         whole, client._job._map = client._job._map, None
@@ -181,8 +181,8 @@ def test_a_job_that_was_created_by_half_starts(servers: ParameterServers) -> Non
 def test_first_values_are_seen_by_nobody_before_the_record_tells_of_them(
     servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that dies before it has written so has shown them to nobody: other first values may
-    take their place."""
+    """Values of a server that dies before the write were seen by no client, so that other initial
+    values may replace them."""
     writing = asyncio.Event()
     is_formed = LedShard._is_formed
 
@@ -206,7 +206,7 @@ def test_first_values_are_seen_by_nobody_before_the_record_tells_of_them(
 
 
 def test_a_snapshot_brings_back_what_was_lost(servers: ParameterServers, tmp_path: Path) -> None:
-    """`shoal restore`, as the error says; training goes on from there."""
+    """Training goes on after `shoal restore`, which the error names."""
     snapshots = Snapshots(servers, tmp_path)
     member = Pusher(servers, "w0", weight=1.0)
     member.push()

@@ -1,4 +1,4 @@
-"""A server at its memory limit says so, lets nothing grow, and goes on with the rest."""
+"""Servers at their memory limit say so, let nothing grow, and go on with the rest."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +38,7 @@ from shoal_server.parameters.shard.dense import bytes_to_make, new_dense_shard
 
 @pytest.fixture
 def servers() -> Iterator[ParameterServers]:
-    """One server, with room for Adam on the 2 MiB of one job, and for 2 MiB more."""
+    """A server with memory for Adam on the 2 MiB of one job, and for 2 MiB more."""
     with ParameterServers(1, memory_limit_bytes=9 * MIB) as servers:
         yield servers
 
@@ -46,8 +46,8 @@ def servers() -> Iterator[ParameterServers]:
 def test_a_create_beyond_the_limit_says_what_there_is_and_what_to_do(
     servers: ParameterServers,
 ) -> None:
-    """The client asks again until its time is over, and then tells the reason; the job that is
-    there trains on. Once there is room, the same client creates."""
+    """The client retries until its timeout, and then reports the reason; the existing job trains
+    on. Once there is room, the same client creates its shards."""
     trained = created(servers, ADAM, "first")
     other = connect(servers, "second", timeout_s=0.5)
     other.place(SCHEMA)
@@ -63,7 +63,7 @@ def test_a_create_beyond_the_limit_says_what_there_is_and_what_to_do(
     described = describe(servers)
     assert described.memory_limit_bytes == 9 * MIB
     assert described.memory_bytes == details["held_bytes"]
-    # What the shards remember of the push, which may not be counted yet.
+    # The shards' record of the push may not be counted yet.
     assert 0 <= described.held_bytes - described.memory_bytes < 16 * 1024
     drop(servers, "first")
     assert other.create(ADAM, filled(0.0)) > 0
@@ -73,7 +73,7 @@ def test_a_create_beyond_the_limit_says_what_there_is_and_what_to_do(
 
 
 def test_what_fits_is_created_and_exists_for_all(servers: ParameterServers) -> None:
-    """A shard that is there already asks for nothing: any member may create at any time."""
+    """An existing shard needs no memory: any member may create it again at any time."""
     first = created(servers, ADAM, "first")
     second = created(servers, SGD, "second")
     assert first.create(ADAM, filled(0.0)) == 0
@@ -84,7 +84,7 @@ def test_what_fits_is_created_and_exists_for_all(servers: ParameterServers) -> N
 
 
 def test_the_bytes_of_a_new_shard_are_known_before_it_is_made() -> None:
-    """Whatever its optimizer, schedule, staleness policy and dtype."""
+    """The size is right for each optimizer, schedule, staleness policy and dtype."""
     hyper = HyperParameters(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, momentum=0.5)
     schedule = Schedule(phases=[Phase(step=StepPhase(step_size=2, gamma=0.5))])
     adaptive = StalenessPolicy(kind="compensate", strength=0.1, decay=0.9, adaptive=True)
@@ -100,8 +100,8 @@ def test_the_bytes_of_a_new_shard_are_known_before_it_is_made() -> None:
 
 
 def test_a_table_that_would_grow_waits_for_room(servers: ParameterServers) -> None:
-    """At the limit, rows that are there are trained and all are looked up; a push that makes rows
-    beyond the memory at hand is refused, and gets through once another job has gone."""
+    """Existing rows are trained on at the limit, and all can be looked up. A push whose new rows
+    exceed the memory is refused, and is applied once another job has gone."""
     dense = created(servers, ADAM, "dense")
     member = Embedder(servers, users())
     first = range(2000)
@@ -127,8 +127,8 @@ def refuse_all(num_bytes: int) -> None:
 
 
 def test_rows_that_were_evicted_make_room_without_more_memory() -> None:
-    """Also those that only the refused push would evict. A retry of what was applied is answered
-    as before, at the limit too, and a refused push changes nothing."""
+    """Rows that only the refused push would evict count too. A retry of an applied push is answered
+    as before, even at the limit, and a refused push changes nothing."""
     shard = new_shard(new_table(eviction=Eviction(max_idle_s=8.0)))
     ones = [[1.0, 1.0]] * 64
     outcome = shard.push(new_push(range(64), ones, at_unix_s=1.0), live)
@@ -149,7 +149,7 @@ def test_rows_that_were_evicted_make_room_without_more_memory() -> None:
 
 
 def test_a_full_table_that_evicts_its_oldest_rows_asks_for_nothing() -> None:
-    """Its rows have all the memory that they will ever have."""
+    """The table's rows have all the memory that they will ever have."""
     table = new_table(max_rows=64, eviction=Eviction(oldest_when_full=True))
     shard = new_shard(table)
     ones = [[1.0, 1.0]] * 64
@@ -173,7 +173,7 @@ def own(folder: Path, lines: str) -> Path:
 
 
 def test_the_default_is_a_share_of_the_lowest_limit_around(tmp_path: Path) -> None:
-    """Of the process's cgroup and those that it lies in; "max" is no limit."""
+    """The limits are those of the process's cgroup and of its parents; "max" is no limit."""
     cgroup(tmp_path / "pod", "memory.max", str(64 * MIB))
     cgroup(tmp_path / "pod" / "server", "memory.max", "max")
     mine = own(tmp_path, "0::/pod/server\n")
@@ -183,21 +183,21 @@ def test_the_default_is_a_share_of_the_lowest_limit_around(tmp_path: Path) -> No
 
 
 def test_a_container_has_its_limit_at_the_root(tmp_path: Path) -> None:
-    """What it sees as its path may be that of the host, which is not mounted in it."""
+    """The path that the process sees may be the host's, which is not mounted in the container."""
     cgroup(tmp_path, "memory.max", str(32 * MIB))
     mine = own(tmp_path, "0::/kubepods/pod-7/container\n")
     assert default_limit_bytes(tmp_path, mine) == int(SHARE * 32 * MIB)
 
 
 def test_version_1_of_cgroups_counts_too(tmp_path: Path) -> None:
-    """Only the memory controller's path does."""
+    """The path of the memory controller counts, and no other."""
     cgroup(tmp_path / "memory" / "job", "memory.limit_in_bytes", str(8 * MIB))
     mine = own(tmp_path, "5:cpu,cpuacct:/other\n3:memory:/job\n")
     assert default_limit_bytes(tmp_path, mine) == int(SHARE * 8 * MIB)
 
 
 def test_without_a_limit_it_is_a_share_of_the_machine(tmp_path: Path) -> None:
-    """Also where version 1 says "no limit" by a huge number."""
+    """Version 1 expresses "no limit" by a huge number."""
     unlimited = default_limit_bytes(tmp_path, tmp_path / "absent")
     assert unlimited > 64 * MIB
     cgroup(tmp_path / "memory", "memory.limit_in_bytes", "9223372036854771712")
@@ -205,6 +205,6 @@ def test_without_a_limit_it_is_a_share_of_the_machine(tmp_path: Path) -> None:
 
 
 def test_a_limit_must_be_above_zero() -> None:
-    """Nobody means a server that takes nothing."""
+    """A server without any memory is never intended."""
     with pytest.raises(InvalidSpec, match="--memory-limit-bytes; saw 0"):
         config("ps-0", memory_limit_bytes=0)

@@ -1,4 +1,4 @@
-"""The server's optimizers give what torch.optim gives."""
+"""Optimizers of the server give the results of torch.optim."""
 
 from collections.abc import Callable
 
@@ -61,7 +61,7 @@ def gradient(step: int, index: int, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def has_gradient(step: int, index: int) -> bool:
-    """Some parameters sit out some steps; one has its first gradient late."""
+    """True if the parameter has a gradient in this step: some have none, and one begins late."""
     return (step + index) % 3 != 0
 
 
@@ -80,7 +80,7 @@ def train_torch(
 
 
 def train_sharded(kind: str, settings: dict[str, object], dtype: torch.dtype) -> list[Tensor]:
-    """The same on shards, cut and packed as on three servers."""
+    """Train the same on shards, cut and packed as on three servers."""
     name = str(dtype).removeprefix("torch.")
     schema = [Parameter(name=str(i), shape=s, dtype=name) for i, s in enumerate(SHAPES)]
     values = [gradient(99, i, shape, dtype).flatten() for i, shape in enumerate(SHAPES)]
@@ -118,13 +118,13 @@ def train_sharded(kind: str, settings: dict[str, object], dtype: torch.dtype) ->
 def test_same_bits_as_torch_fused(
     kind: str, settings: dict[str, object], dtype: torch.dtype
 ) -> None:
-    """However the parameters are cut into shards, each bit is that of torch.optim with fused=True,
-    also where some parameters have no gradient in some steps."""
+    """The bits equal those of torch.optim with fused=True for any cut into shards, even if some
+    parameters have no gradient in some steps."""
     if kind == "sgd" and dtype == torch.bfloat16:
         # torch's own fused SGD is wrong for 16-bit types.
         expected = train_torch(kind, settings, dtype, fused=False)
     elif kind == "sgd" and settings["momentum"]:
-        # Nor can it start the momentum of one parameter later than another's.
+        # torch's fused SGD cannot start the momentum of one parameter later than another's.
         expected = train_torch_alone(settings, dtype)
     else:
         expected = train_torch(kind, settings, dtype, fused=True)
@@ -145,7 +145,7 @@ def train_torch_alone(settings: dict[str, object], dtype: torch.dtype) -> list[T
 
 
 def test_each_group_has_its_own_settings() -> None:
-    """A shard is of one parameter group, and its optimizer has the settings of that one."""
+    """A shard belongs to one parameter group, and its optimizer has the settings of that group."""
     groups = [ADAM, ADAM | {"lr": 0.1, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.5}]
     hypers = [to_spec("adam", group).groups[0] for group in groups]
     spec = OptimizerSpec(kind="adam", groups=hypers)
@@ -172,7 +172,7 @@ def test_each_group_has_its_own_settings() -> None:
     ids=str,
 )
 def test_the_outer_step_is_that_of_the_members(outer: OuterStep, dtype: torch.dtype) -> None:
-    """One member that pushes how far it has come gets what it would have come to by itself."""
+    """A single member that pushes its changes gets the values that it would compute alone."""
     settings = {"lr": outer.lr, "momentum": outer.momentum, "nesterov": outer.nesterov}
     blocks = [gradient(99, i, shape, dtype).flatten() for i, shape in enumerate(SHAPES)]
     expected = [block.clone() for block in blocks]
@@ -205,7 +205,7 @@ TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 0.04, torch.float16: 0.004}
 def test_within_rounding_of_torch_default(
     kind: str, settings: dict[str, object], dtype: torch.dtype
 ) -> None:
-    """torch's default on CPU is not fused and rounds in another way; nothing more differs."""
+    """torch's default on CPU is not fused and rounds differently; there is no other difference."""
     expected = train_torch(kind, settings, dtype, fused=None)
     tolerance = TOLERANCES[dtype]
     for seen, wanted in zip(train_sharded(kind, settings, dtype), expected, strict=True):
@@ -231,6 +231,6 @@ def test_within_rounding_of_torch_default(
 def test_bad_settings_are_refused(
     spec: OptimizerSpec, kind: type[ShoalError], fragment: str
 ) -> None:
-    """What torch.optim would refuse is refused, with what was seen."""
+    """Settings that torch.optim would refuse are refused, with what was seen."""
     with pytest.raises(kind, match=fragment):
         check_spec(spec, 1)

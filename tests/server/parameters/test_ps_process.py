@@ -24,7 +24,7 @@ SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 
 
 def server(supervisor: Supervisor, directory: Path, name: str, etcd: str) -> ServedProcess:
-    """A `shoal ps` process that is starting."""
+    """Start a `shoal ps` process."""
     arguments = ("ps", "--etcd", etcd, "--id", name, "--listen", "127.0.0.1:0")
     return ServedProcess(supervisor, directory, name, *arguments)
 
@@ -43,8 +43,8 @@ def trained(servers: ParameterServers) -> ParameterClient:
 
 
 def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
-    """Both hold a part of it; SIGTERM ends a server with exit code 0 and takes its key away; a
-    busy port and a bad argument end it with an error that says so."""
+    """The servers each have a part of the model; SIGTERM ends a server with exit code 0 and removes
+    its key; a busy port and a bad argument end it with an error that says so."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         starting = [server(supervisor, tmp_path, f"ps-{i}", etcd) for i in range(2)]
         first, second = (each.ready() for each in starting)
@@ -74,8 +74,8 @@ def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_training_goes_on_while_etcd_is_away(tmp_path: Path) -> None:
-    """Known members push on without etcd, for longer than a server's lease; once etcd is back
-    the server is registered (again)."""
+    """Known members go on pushing without etcd for longer than a server's lease; once etcd is back,
+    the server is registered."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
         server(supervisor, tmp_path, "ps-0", etcd.endpoint).ready()
         with ParameterServers(0, etcd=etcd.endpoint) as servers:

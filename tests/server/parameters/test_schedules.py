@@ -1,4 +1,4 @@
-"""The server's learning rates are those of torch.optim.lr_scheduler, to the last bit."""
+"""Learning rates of the server equal those of torch.optim.lr_scheduler, bit for bit."""
 
 from collections.abc import Callable
 
@@ -70,7 +70,7 @@ def rates_of(schedule: Schedule) -> list[float]:
 
 @pytest.mark.parametrize("kind", TORCH)
 def test_one_phase(kind: str) -> None:
-    """Beyond its end, and over several periods of what is periodic."""
+    """Rates are compared beyond a phase's end, and over several periods of a periodic one."""
     phase, make = TORCH[kind]
     assert rates_of(Schedule(phases=[phase])) == rates_of_torch(make)
 
@@ -78,7 +78,7 @@ def test_one_phase(kind: str) -> None:
 @pytest.mark.parametrize("second", TORCH)
 @pytest.mark.parametrize("first", TORCH)
 def test_two_phases(first: str, second: str) -> None:
-    """Whatever takes over from whatever, as by SequentialLR; then a third."""
+    """Phases may follow each other in any order, as with SequentialLR; then comes a third."""
     phases = [TORCH[first], TORCH[second], TORCH["linear"]]
     schedule = Schedule(phases=[phase for phase, _ in phases])
     schedule.phases[0].num_updates, schedule.phases[1].num_updates = 9, 30
@@ -91,13 +91,13 @@ def test_two_phases(first: str, second: str) -> None:
 
 
 def test_without_a_schedule_the_rate_stays() -> None:
-    """And nothing of it is part of the shard's state."""
+    """The schedule adds nothing to the shard's state."""
     assert rates_of(Schedule()) == [BASE] * NUM_UPDATES
     assert RunningSchedule(Schedule(), BASE).state() == {}
 
 
 def test_it_goes_on_from_its_state() -> None:
-    """A copy in the middle of a phase has the rates of the whole."""
+    """A copy in the middle of a phase has the rates of the whole schedule."""
     schedule = Schedule(phases=[EXPONENTIAL])
     running = RunningSchedule(schedule, BASE)
     for number in range(1, 21):
@@ -124,6 +124,6 @@ def test_it_goes_on_from_its_state() -> None:
     ],
 )
 def test_what_gives_no_rates_is_refused(phases: list[Phase], fragment: str) -> None:
-    """With the phase and what was expected of it."""
+    """The error has the phase and what was expected of it."""
     with pytest.raises(InvalidSpec, match=fragment):
         check_schedule(Schedule(phases=phases))

@@ -1,4 +1,4 @@
-"""The Parameters service on the wire: what a client of any make may send it, good and bad."""
+"""The Parameters service over gRPC: good and bad requests that any client may send."""
 
 import asyncio
 import json
@@ -127,8 +127,8 @@ async def create(
     shards: Sequence[Shard] | None = None,
     hold: bool = False,
 ) -> CreateReply:
-    """Create shards of zeros. `hold`: leave the stream open, for a call that is to be refused:
-    grpc.aio loses the server's status if it still writes when that comes."""
+    """Create shards of zeros. `hold`: keep the stream open, for a call that will be refused;
+    grpc.aio loses the server's status if it is still writing then."""
 
     async def requests() -> AsyncIterator[CreateRequest]:
         wanted = [a_shard(i) for i in shard_ids] if shards is None else shards
@@ -154,7 +154,7 @@ def header(*shard_ids: int, **changes: object) -> PushHeader:
 async def push(
     world: World, opening: PushHeader, parts: Sequence[Piece], *, hold: bool = False
 ) -> tuple[dict[int, PushOutcome], dict[int, bytes]]:
-    """Outcomes by shard, and the values that came back. `hold` as in `create`."""
+    """Return outcomes by shard, and the values that came back. `hold` as in `create`."""
 
     async def requests() -> AsyncIterator[PushRequest]:
         yield PushRequest(header=opening)
@@ -200,7 +200,7 @@ def error_of(outcome: PushOutcome) -> ShoalError:
 
 @pytest.mark.long
 async def test_a_64_mib_shard_travels(world: World) -> None:
-    """No message limit stands in the way of a large shard, in either direction."""
+    """The limits of messages do not prevent large shards, in either direction."""
     await create(world, HUGE)
     parts = list(pieces(HUGE, full(HUGE, -1.0), MAX_PIECE_BYTES))
     outcomes, values = await push(world, header(HUGE, return_values=True), parts)
@@ -221,7 +221,7 @@ async def test_repeats_are_told_as_such(world: World) -> None:
 
 
 async def test_a_bad_shard_spoils_no_other(world: World) -> None:
-    """What is wrong with one shard's part is answered for it; the other part is applied."""
+    """The error for one shard's part is answered for that shard; the other part is applied."""
     await create(world, SMALL, LARGE)
     parts = [
         *pieces(SMALL, full(SMALL, float("inf"))),
@@ -242,7 +242,7 @@ def corrupted(shard_id: int) -> list[Piece]:
 
 
 def infinities() -> bytes:
-    """Two that make up for each other in a sum, far from each other."""
+    """Two infinities that cancel each other in a sum, far apart."""
     values = torch.zeros(NUM_ELEMENTS[LARGE])
     values[3], values[-3] = float("inf"), -float("inf")
     return values.numpy().tobytes()
@@ -264,7 +264,7 @@ BAD_PUSHES = {
 
 @pytest.mark.parametrize("name", BAD_PUSHES)
 async def test_a_bad_part_is_not_applied(world: World, name: str) -> None:
-    """Nothing of a part that is truncated, too long, corrupted or not finite is applied."""
+    """A part that is truncated, too long, corrupted or not finite is not applied at all."""
     await create(world, LARGE)
     parts, kind = BAD_PUSHES[name]
     outcomes, values = await push(world, header(LARGE, return_values=True), parts)
@@ -274,7 +274,7 @@ async def test_a_bad_part_is_not_applied(world: World, name: str) -> None:
 
 
 async def test_missing_and_misplaced_shards_are_told_apart(world: World) -> None:
-    """Unknown, not created yet, elsewhere, of another epoch: each says what to do about it."""
+    """Errors for an unknown shard, one not created yet, one elsewhere and another epoch differ."""
     await create(world, SMALL)
     wrong_epoch = header()
     wrong_epoch.shards.add(shard_id=SMALL, epoch=2, base_version=1)
@@ -322,7 +322,7 @@ async def test_a_bad_header_refuses_the_whole_push(
 
 
 async def test_fenced_at_once(world: World) -> None:
-    """A member whose key is gone from etcd is refused, one under a new incarnation is let in."""
+    """A member whose key is gone from etcd is refused; a new incarnation is accepted."""
     await create(world, SMALL)
     parts = list(pieces(SMALL, full(SMALL, -1.0)))
     await world.store.put(keys.job_state(JOB), json.dumps({"last_generation": 8}).encode())
@@ -364,7 +364,7 @@ async def test_bytes_that_are_no_message_are_refused(world: World, method: str) 
 
 @pytest.mark.long
 async def test_a_message_beyond_the_limit_ends_that_call_only(world: World) -> None:
-    """A piece larger than a message may be is refused, and the server serves on."""
+    """A piece above the message limit is refused, and the server serves on."""
     await create(world, HUGE)
     parts = list(pieces(HUGE, full(HUGE, -1.0), 16 * 1024 * 1024))
     with pytest.raises(ShoalError):
@@ -373,7 +373,7 @@ async def test_a_message_beyond_the_limit_ends_that_call_only(world: World) -> N
 
 
 async def test_bad_creations_are_refused(world: World) -> None:
-    """Shards are created as the job's map says, with an optimizer that exists, or not at all."""
+    """Shards are created only as the job's map says, and with an optimizer that exists."""
     small = [a_shard(SMALL)]
     lion = OptimizerSpec(kind="lion", groups=SGD.groups)
     with pytest.raises(UnsupportedOptimizer, match="lion"):
@@ -398,7 +398,7 @@ async def test_bad_creations_are_refused(world: World) -> None:
 
 
 async def test_unfinished_pushes_are_bounded(world: World) -> None:
-    """Data of unfinished calls has a bound; beyond it a push is told to retry, and then passes."""
+    """Data of unfinished calls has a bound; beyond it a push must retry, and then passes."""
     await create(world, SMALL, HUGE)
     release, replica = asyncio.Event(), asyncio.Event()
     parts = list(pieces(HUGE, full(HUGE, -1.0)))
@@ -415,7 +415,7 @@ async def test_unfinished_pushes_are_bounded(world: World) -> None:
         outcomes = {}
         async for reply in world.stub.Push(slow()):
             outcomes[reply.outcome.shard_id] = reply.outcome
-            # The small shard is answered once the first piece of the huge one has been taken in.
+            # The small shard is answered once the first piece of the huge one was received.
             replica.set()
         return outcomes
 
@@ -430,7 +430,7 @@ async def test_unfinished_pushes_are_bounded(world: World) -> None:
 
 
 async def test_pulls_are_whole_under_load(world: World) -> None:
-    """While pushes go on, each pull sees the values of one version, all of them."""
+    """Pulls get the values of one version, all of them, while pushes go on."""
     await create(world, LARGE)
     done = asyncio.Event()
 
@@ -458,7 +458,7 @@ async def test_pulls_are_whole_under_load(world: World) -> None:
 
 
 async def test_describe_and_drop(world: World) -> None:
-    """People see versions, staleness and memory; a dropped job leaves nothing behind."""
+    """Versions, staleness and memory are described; a dropped job leaves nothing."""
     await create(world, SMALL, LARGE)
     await push(world, header(SMALL), list(pieces(SMALL, full(SMALL, -1.0))))
     described = await world.stub.Describe(DescribeRequest(job=JOB))
@@ -478,14 +478,14 @@ async def test_describe_and_drop(world: World) -> None:
 
 
 async def test_a_known_version_is_not_sent_again(world: World) -> None:
-    """A pull of what the client has sends the version only."""
+    """A pull of a version that the client has sends the version only."""
     await create(world, SMALL)
     assert await pull(world, SMALL, known_version=1) == (1, b"")
 
 
 async def test_a_finished_job_leaves_nothing_behind(world: World) -> None:
-    """Once a job is over and its last member gone, its shards are dropped; one that merely lost
-    its members may come back and keeps them."""
+    """Once a job is over and its last member gone, its shards are dropped; a job that only lost its
+    members may come back and keeps them."""
 
     async def num_shards() -> int:
         return len((await world.stub.Describe(DescribeRequest())).shards)

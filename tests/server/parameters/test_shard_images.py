@@ -1,4 +1,4 @@
-"""A copy of a shard that is told of the same pushes is the same shard, to the last bit."""
+"""A copy of a shard that gets the same pushes is the same shard, bit for bit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 
 @dataclass(frozen=True)
 class Move:
-    """A push of one of three sessions, a repeat of its last one, or a copy that is begun."""
+    """A push of one of three sessions, a repeat of its last one, or the start of a copy."""
 
     session: int
     blocks: tuple[int, ...]
@@ -41,7 +41,7 @@ MOVES = st.builds(
 
 
 def bits(image: LoadedImage) -> tuple[int, bytes, dict[str, bytes], Sequence[object]]:
-    """All that an image says, for comparing."""
+    """Return everything in an image, for comparison."""
     tensors = {n: t.view(torch.uint8).numpy().tobytes() for n, t in image.tensors.items()}
     return image.version, image.spec, tensors, list(image.sessions)
 
@@ -64,24 +64,24 @@ def to_push(move: Move, number: int, shard: DenseShard, dtype: str) -> DensePush
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SPECS)
 def test_replaying_gives_the_same_bits(case: str, dtype: str, moves: list[Move]) -> None:
-    """Values, optimizer state and memory of pushes, whenever the copy was begun; and what comes
-    after that does the same to both, repeats included."""
+    """Values, optimizer state and sessions are equal, whenever the copy was begun; later pushes,
+    repeats included, have the same effect on both."""
     shard = new_shard(case, dtype)
-    told: list[UpdateRecord] = []
-    copies = [(dense_from_image(loaded(shard, told.append)), 0)]
+    records: list[UpdateRecord] = []
+    copies = [(dense_from_image(loaded(shard, records.append)), 0)]
     pushes: list[DensePush] = []
     for number, move in enumerate(moves, start=1):
         if move.copies:
-            copies.append((dense_from_image(loaded(shard)), len(told)))
+            copies.append((dense_from_image(loaded(shard)), len(records)))
         pushes.append(to_push(move, number, shard, dtype))
         for push in (pushes[-1],) * (2 if move.repeats else 1):
             shard.push(push, is_live)
-    assert [record.push.version for record in told] == list(range(2, len(moves) + 2))
+    assert [record.push.version for record in records] == list(range(2, len(moves) + 2))
     after = to_push(Move(0, (0, 2, 3), None, 1, False, False), 99, shard, dtype)
     wanted = bits(loaded(shard))
     answers = [shard.push(p, is_live) for p in (*pushes[-1:], after)]
     for copy, begun in copies:
-        for record in told[begun : len(moves)]:
+        for record in records[begun : len(moves)]:
             copy.replay(record)
         assert bits(loaded(copy)) == wanted
         again = [copy.push(p, is_live) for p in (*pushes[-1:], after)]
@@ -102,7 +102,7 @@ def a_push(sequence: int = 1, session: str = "s") -> DensePush:
 
 
 def test_an_image_is_of_one_version_and_stays_so() -> None:
-    """Pushes after it change the shard only, and its keeper hears of exactly these."""
+    """Later pushes change the shard only, and its subscriber gets exactly these."""
     shard = new_shard("adam", "float32")
     shard.push(a_push(1), is_live)
     first: list[UpdateRecord] = []
@@ -122,33 +122,33 @@ def test_an_image_is_of_one_version_and_stays_so() -> None:
 def test_a_record_out_of_order_is_refused() -> None:
     """A gap or a repeat among the records is an error, and changes nothing."""
     shard = new_shard("nesterov", "float32")
-    told: list[UpdateRecord] = []
-    copy = dense_from_image(loaded(shard, told.append))
+    records: list[UpdateRecord] = []
+    copy = dense_from_image(loaded(shard, records.append))
     for sequence in (1, 2):
         shard.push(a_push(sequence), is_live)
     with pytest.raises(InternalError, match="saw version 3; expected version 2"):
-        copy.replay(told[1])
+        copy.replay(records[1])
     with pytest.raises(ShapeMismatch):
-        copy.replay(replace(told[0], data=told[0].data[:-4]))
-    copy.replay(told[0])
+        copy.replay(replace(records[0], data=records[0].data[:-4]))
+    copy.replay(records[0])
     with pytest.raises(InternalError, match="saw version 2; expected version 3"):
-        copy.replay(told[0])
-    copy.replay(told[1])
+        copy.replay(records[0])
+    copy.replay(records[1])
     assert bits(loaded(copy)) == bits(loaded(shard))
 
 
 def test_a_copy_forgets_the_sessions_that_the_primary_forgot() -> None:
-    """Who lives is known where the push came in; the record tells the copy."""
+    """The primary alone knows which members are alive; its record tells the copy."""
     shard = new_shard("sgd", "float32")
-    told: list[UpdateRecord] = []
-    copy = dense_from_image(loaded(shard, told.append))
+    records: list[UpdateRecord] = []
+    copy = dense_from_image(loaded(shard, records.append))
     for number in range(MAX_SESSIONS + 1):
         shard.push(
             a_push(1, f"s{number}"),
             lambda session: session not in ("s3", "s5"),
         )
-    assert list(told[-1].push.forgotten_sessions) == ["s3", "s5"]
-    for record in told:
+    assert list(records[-1].push.forgotten_sessions) == ["s3", "s5"]
+    for record in records:
         copy.replay(record)
     assert bits(loaded(copy)) == bits(loaded(shard))
 
@@ -171,7 +171,7 @@ def test_an_image_that_is_not_whole_is_refused(change: dict[str, object]) -> Non
 
 
 def test_a_base_that_died_with_a_primary_counts_as_the_newest() -> None:
-    """After a failover the newest version may be one that a worker has seen the next of."""
+    """The worker may have seen a later version than the newest one after a failover."""
     shard = new_shard("sgd", "float32")
     push = replace(a_push(), base_version=5, base_epoch=EPOCH - 1)
     outcome = shard.push(push, is_live)
@@ -179,7 +179,7 @@ def test_a_base_that_died_with_a_primary_counts_as_the_newest() -> None:
 
 
 def test_a_new_epoch_shuts_the_old_one_out() -> None:
-    """Pushes by the old map are refused, also repeats, and change nothing."""
+    """Pushes with the old map are refused, repeats too, and change nothing."""
     shard = new_shard("sgd", "float32")
     shard.push(a_push(1), is_live)
     shard.enter_epoch(EPOCH + 1)
@@ -193,11 +193,11 @@ def test_a_new_epoch_shuts_the_old_one_out() -> None:
 
 
 def test_a_keeper_can_be_replaced_and_let_go() -> None:
-    """Without a new image too."""
+    """The subscriber may change without a new image."""
     shard = new_shard("sgd", "float32")
-    told: list[UpdateRecord] = []
-    shard.subscribe(told.append)
+    records: list[UpdateRecord] = []
+    shard.subscribe(records.append)
     shard.push(a_push(1), is_live)
     shard.subscribe(None)
     shard.push(a_push(2), is_live)
-    assert [record.push.sequence for record in told] == [1]
+    assert [record.push.sequence for record in records] == [1]

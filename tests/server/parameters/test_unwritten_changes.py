@@ -1,4 +1,4 @@
-"""Work in the background that fails in a way that is not foreseen: nothing stays half-done."""
+"""Background work that fails unexpectedly: nothing stays half done."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -65,7 +65,7 @@ class LockedRecord:
 
 
 async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The core is told, and asked again a little later: nothing is stuck for ever."""
+    """The core is notified, and asked again a little later: nothing is stuck for ever."""
     monkeypatch.setattr(record_writer, "AGAIN_S", 0.01)
     driver, record = CoreDriver(ReplicationCore(ME, ReplicationLimits())), LockedRecord()
     messages: list[object] = []
@@ -88,7 +88,7 @@ async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.Mon
 async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The core is told that what it claimed cannot be loaded."""
+    """The core is notified that the claimed shard cannot be loaded."""
     driver = CoreDriver(ReplicationCore(ME, ReplicationLimits()))
     messages: asyncio.Queue[object] = asyncio.Queue()
     monkeypatch.setattr(driver, "submit_event", messages.put_nowait)
@@ -115,7 +115,7 @@ class FullJournal:
         self.failure: None = None
 
     def check_capacity(self) -> None:
-        """There is some."""
+        """Accept every push."""
 
     def overdue(self) -> list[tuple[str, int]]:
         return [("job", 0)]
@@ -130,7 +130,7 @@ class FullJournal:
 async def test_a_journal_is_shortened_after_a_failure(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Whatever it was that failed: the next look is made all the same."""
+    """The next round runs after any failure."""
     monkeypatch.setattr(shard_journal, "LOOK_EACH_S", 0.01)
     journal, replica = FullJournal(), new_held()
     errors = iter([None, error])

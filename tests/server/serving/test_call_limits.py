@@ -1,4 +1,4 @@
-"""What a gRPC port lets in: who says something, so many calls; and no failure goes unseen."""
+"""Limits of a gRPC port: silent connections are closed, calls bounded, and faults counted."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ SOON_S = 30.0
 
 
 class Echo:
-    """Calls that wait until they may answer, and one that has a fault."""
+    """Service with calls that wait for permission to answer, and one with a fault."""
 
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
@@ -88,11 +88,11 @@ def call(channel: grpc.aio.Channel, name: str) -> Any:
 
 
 async def test_a_connection_that_says_nothing_is_closed() -> None:
-    """And one that says something else than HTTP/2."""
+    """A connection that does not speak HTTP/2 is closed, too."""
     async with serving(CallLimits(handshake_s=0.2)) as (_, _, port):
-        for said in (b"", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
+        for sent in (b"", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(said)
+            writer.write(sent)
             # The server's own settings come first, then the end.
             try:
                 await reader.read()
@@ -103,7 +103,7 @@ async def test_a_connection_that_says_nothing_is_closed() -> None:
 
 
 async def test_so_many_connections_and_no_more() -> None:
-    """Those that are there go on; once they are closed there is room again."""
+    """Existing connections go on; once some are closed there is room again."""
     async with serving(CallLimits(max_connections=4, handshake_s=20.0)) as (echo, _, port):
         echo.may_answer.set()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as first:
@@ -145,7 +145,7 @@ async def test_a_call_too_many_is_refused_by_name(limits: CallLimits) -> None:
 
 
 async def test_a_fault_is_told_as_one_and_counted() -> None:
-    """INTERNAL, apart from refusals: an alarm may ask for it."""
+    """INTERNAL is counted apart from refusals, so that an alarm can use it."""
     async with (
         serving(CallLimits()) as (_, counts, port),
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
@@ -162,14 +162,14 @@ async def test_a_fault_is_told_as_one_and_counted() -> None:
 
 @pytest.mark.parametrize("kind", [CallLimits, HttpLimits])
 def test_limits_that_let_nothing_in_are_refused(kind: type[CallLimits | HttpLimits]) -> None:
-    """By the name of the option."""
+    """The error names the option."""
     for name in vars(kind()):
         with pytest.raises(InvalidSpec, match=f"--{name.replace('_', '-')}"):
             kind(**{name: 0})
 
 
 def test_connections_leave_descriptors_for_the_process_itself() -> None:
-    """Whatever is asked for: of what is left, gRPC gets three quarters and HTTP one."""
+    """The bound holds for any setting: gRPC gets three quarters of what is left, HTTP one."""
     limit = descriptors.limit()
     options = dict(CallLimits(max_connections=2**30).channel_options)
     of_grpc = options["grpc.max_allowed_incoming_connections"]
@@ -180,7 +180,7 @@ def test_connections_leave_descriptors_for_the_process_itself() -> None:
 
 
 async def test_what_operators_had_done_is_in_the_log() -> None:
-    """What was refused too; what members say is not."""
+    """Refused calls are logged too; calls of members are not."""
     async with served(MemoryStore()) as world:
         await world.training("a")
         with structlog.testing.capture_logs() as logs:

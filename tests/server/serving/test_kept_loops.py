@@ -1,4 +1,4 @@
-"""A loop that ends begins again, and the log says which one and why: none ends silently."""
+"""Loops that end begin again, and the log says which one and why: none ends silently."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Loopback unless an operator says otherwise, and what is announced can be connected to."""
+"""Listening addresses: loopback by default, and announced addresses can be connected to."""
 
 import json
 import socket
@@ -87,7 +87,7 @@ def test_the_defaults_are_loopback() -> None:
 def test_without_tls_only_loopback_is_served(
     tmp_path: Path, program: str, options: tuple[str, ...]
 ) -> None:
-    """Unless it is said aloud; with a certificate there is nothing to be said."""
+    """`--insecure` permits it; with a certificate the option is not needed."""
     with pytest.raises(ValueError, match=r"others reach is served without TLS.*--insecure"):
         parse([program, *options])
     parse([program, *options, "--insecure"])
@@ -115,7 +115,7 @@ def test_who_may_reach_the_ports_is_said_in_one_line() -> None:
 @pytest.mark.sampled()
 @pytest.mark.parametrize("bind", ["", "0.0.0.0"])
 def test_every_socket_of_a_process_is_where_it_was_bound(tmp_path: Path, bind: str) -> None:
-    """gRPC, HTTP and bulk, as the kernel has them."""
+    """The sockets of gRPC, HTTP and bulk are read from the kernel."""
     at = ("--bind", bind, "--insecure") if bind else ()
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         for program, more in (("coordinator", ("--http", "0")), ("ps", ("--id", "ps-0"))):

@@ -1,4 +1,4 @@
-"""A caller names a place for snapshots: only those below an operator's roots are opened."""
+"""Locations of snapshots named by callers: only those below an operator's roots are opened."""
 
 from pathlib import Path
 
@@ -135,13 +135,13 @@ def _part(file: str) -> ManifestEntry:
     ],
 )
 def test_a_manifest_names_no_file_outside_its_snapshots(tmp_path: Path, file: str) -> None:
-    """Nor is such a file's size or checksum told."""
+    """The error does not reveal such a file's size or checksum."""
     library = SnapshotLibrary(Storage(str(tmp_path / "root")), "job")
     with pytest.raises(SnapshotDamaged, match="names a file"):
         library.read_part(_part(file))
     with pytest.raises(SnapshotFailed):
         library.commit(manifest_of("job", 1, [_part(file)]))
-    # As somebody who may write there would make it: with a checksum that is right.
+    # Someone with write access would make it so: with a correct checksum.
     manifest = manifest_of("job", 1, [_part(file)])
     library.storage.write("job/manifests/000000001-cut1.json", manifest.to_bytes())
     with pytest.raises(SnapshotDamaged):
@@ -187,7 +187,7 @@ def test_whatever_lies_in_a_manifest_is_damage_and_no_crash(tmp_path: Path, data
     ],
 )
 def test_a_manifest_of_wrong_types_is_damage(tmp_path: Path, change: dict[str, object]) -> None:
-    """Its checksum is right: anybody can compute it."""
+    """The checksum is correct: it is no secret how to compute it."""
     library = SnapshotLibrary(Storage(str(tmp_path)), "job")
     part = write_part(library, image(0), 3, "cut3")
     manifest = manifest_of("job", 3, [part])

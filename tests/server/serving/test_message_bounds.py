@@ -1,4 +1,4 @@
-"""Nothing that a client sends may be without bounds: it is refused by the name of the field."""
+"""Bounds on everything that a client sends: beyond them, the refusal names the field."""
 
 import asyncio
 import math
@@ -158,7 +158,7 @@ def test_what_members_send_is_let_through() -> None:
 
 
 async def test_every_service_refuses_and_the_others_train_on() -> None:
-    """By the usual client, at a coordinator that leads on with its job."""
+    """The usual client makes the calls, to a coordinator that goes on with its job."""
     async with served(MemoryStore()) as world:
         await world.training("a", "b")
 
@@ -180,7 +180,7 @@ async def test_every_service_refuses_and_the_others_train_on() -> None:
 
 
 def _once(method: Any) -> Any:
-    """A stream's first answer, as a unary method gives it."""
+    """Wrap a method so that a stream returns its first answer, as a unary method does."""
 
     def call(request: Any, timeout: float | None = None) -> Any:
         answer = method(request, timeout=timeout)

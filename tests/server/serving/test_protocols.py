@@ -1,4 +1,4 @@
-"""Who speaks other versions of the protocol is told so at its first call, and nothing is done."""
+"""Clients of other protocol versions are refused at their first call, before it has any effect."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -82,7 +82,7 @@ async def test_a_neighbour_speaks_what_both_know() -> None:
 
 
 async def test_a_client_of_its_own_is_judged_by_what_it_asks() -> None:
-    """It has the user agent of another library: its Attend tells what it speaks."""
+    """Another library has its own user agent: its Attend request says what it speaks."""
     async with served(MemoryStore()) as world, grpc.aio.insecure_channel(world.address) as channel:
         alone = attend(OWN_PROTOCOLS, oldest=0)
         call = MembershipStub(channel).Attend(alone)

@@ -19,7 +19,7 @@ async def fail() -> None:
 
 
 async def test_tasks_end_with_their_owner() -> None:
-    """What is under way is cancelled and awaited; what fails is logged by name."""
+    """Running tasks are cancelled and awaited; failures are logged by name."""
     ended: list[str] = []
 
     async def work() -> None:
@@ -40,7 +40,7 @@ async def test_tasks_end_with_their_owner() -> None:
 
 
 async def test_one_task_a_key() -> None:
-    """Work of a key that is under way is not started twice; once it is done, it is."""
+    """Running work of a key is not started twice; finished work is."""
     free = asyncio.Event()
     async with SupervisedTasks() as tasks:
         first = tasks.start(free.wait(), key="a")
@@ -55,7 +55,7 @@ async def test_one_task_a_key() -> None:
 
 
 async def test_work_beside_a_block() -> None:
-    """It runs as long as the block does, and what the block raises is raised."""
+    """The work runs as long as the block, and errors of the block are raised."""
     started = asyncio.Event()
 
     async def work() -> None:
@@ -69,7 +69,7 @@ async def test_work_beside_a_block() -> None:
 
 
 async def test_the_first_of_several() -> None:
-    """Waits that were started for it are cancelled; a task of somebody else's goes on."""
+    """Waits started for the call are cancelled; an independent task goes on."""
     done, never = asyncio.Event(), asyncio.Event()
     other = asyncio.create_task(never.wait())
     asyncio.get_running_loop().call_soon(done.set)
@@ -80,7 +80,7 @@ async def test_the_first_of_several() -> None:
 
 
 async def test_answers_of_many_calls() -> None:
-    """In order, so many at a time; the first failure is raised, at once or when all have ended."""
+    """Answers are in order, so many at a time; the first failure is raised at once or last."""
     under_way = most = 0
 
     async def double(number: int) -> int:

@@ -1,4 +1,4 @@
-"""A snapshot is complete or absent, what it refers to is kept, and damage is named."""
+"""A snapshot is complete or absent, its files are kept, and damage is named."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def files(library: SnapshotLibrary) -> list[str]:
 
 
 def check_whole(library: SnapshotLibrary, manifest: Manifest) -> None:
-    """Every shard can be read back, and is the one that was written."""
+    """Check that every shard can be read, and equals the one that was written."""
     for part in manifest.parts:
         read = image_file.from_bytes(
             library.read_part(part), sha256=part.sha256, file=part.file, shard_id=part.shard_id

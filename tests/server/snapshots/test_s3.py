@@ -1,4 +1,4 @@
-"""The same on storage that speaks S3, where s3fs and a server for it are installed.
+"""Snapshots on storage that speaks S3, if s3fs and a server for it are installed.
 
 pip install s3fs 'moto[server]'
 """
@@ -38,7 +38,7 @@ def test_snapshots_are_kept_in_a_bucket(bucket: str) -> None:
     first = write_snapshot(library, 1, [1, 1])
     second = write_snapshot(library, 2, [1, 2], previous=first)
     write_part(library, image(0, 9), 3, "torn")
-    # Another process sees the same.
+    # another process sees the same
     assert SnapshotLibrary(Storage(bucket), "job").list() == [first, second]
     assert [each.number for each in library.keep_newest(1)] == [1]
     assert library.list() == [second]

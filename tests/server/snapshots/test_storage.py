@@ -1,4 +1,4 @@
-"""Files come back as they were written, on every kind of storage, and never half of one."""
+"""Files are read as they were written, on every kind of storage, and never in part."""
 
 import threading
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def test_what_was_written_is_read(storage: Storage) -> None:
 
 
 def test_a_file_of_pieces_is_there_whole_or_not_at_all(storage: Storage) -> None:
-    """Under the name that is known once all pieces are."""
+    """The file's name is known only once all pieces are."""
     taken = []
 
     def pieces(count: int) -> Iterator[bytes]:

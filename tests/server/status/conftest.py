@@ -14,7 +14,7 @@ from shoal_server.status.serve import StatusServer
 
 @pytest.fixture(scope="session")
 def shown() -> tuple[status_world.World, FastAPI]:
-    """A world and the application that shows it, which takes much longer to build than to ask."""
+    """A world and the application that shows it, which takes much longer to build than to query."""
     world = status_world.World()
     return world, build_app(world, world.board)
 
@@ -64,5 +64,5 @@ async def page() -> AsyncIterator[Page]:
 
 
 def foreign(url: str) -> list[str]:
-    """The URL, if it is not of the page's own server."""
+    """Return the URL, if it does not belong to the page's own server."""
     return [] if url.startswith(("http://127.0.0.1:", "data:")) else [url]

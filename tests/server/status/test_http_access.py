@@ -1,4 +1,4 @@
-"""Who may read and who may act over HTTP, by token and by session; and who did, in the log."""
+"""Access over HTTP, by token and by session: who may read and who may act; and the log of it."""
 
 import os
 import re
@@ -29,7 +29,7 @@ REPORT_BODY = {"incarnation": "incarnation-of-w1", "step": 1}
 
 @dataclass
 class Asked:
-    """Operations that only note what was asked."""
+    """Operations that only record what was asked."""
 
     calls: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -83,8 +83,8 @@ def filled(path: str) -> str:
 
 
 async def test_every_call_of_the_api_by_everybody(world: World, tmp_path: Path) -> None:
-    """Strangers read nothing of jobs, viewers read, operators act: whatever the API's schema lists,
-    so that nothing that is added later is forgotten."""
+    """Strangers read nothing of jobs, viewers read, and operators act. The calls are those of the
+    API's schema, so that none added later is forgotten."""
     world.printed["w1"] = ["a line"]
     async with serving(world, tmp_path) as served:
         seen: dict[str, tuple[int, int, int]] = {}
@@ -112,7 +112,7 @@ async def test_every_call_of_the_api_by_everybody(world: World, tmp_path: Path) 
             assert viewer == (403 if call in acts else 200), call
             assert operator in (200, 204, 422), call
         assert len(seen) > 15 and len(acts) >= 6
-        # What a viewer was refused was not done.
+        # Calls refused to a viewer had no effect.
         assert sorted(call[0] for call in served.asked.calls) == [
             *("drain", "retry", "snapshot", "stop"),
         ]
@@ -131,7 +131,7 @@ async def test_what_is_no_token_lets_nobody_in(world: World, tmp_path: Path, val
 
 @pytest.mark.long
 async def test_workers_report_without_a_token(world: World, tmp_path: Path) -> None:
-    """They show the secret of their process; and probes need none."""
+    """Workers show the secret of their process; health probes need no token either."""
     async with serving(world, tmp_path) as served:
         path = "/api/v1/jobs/digits/members/w1/health"
         assert (await served.http.post(path, json=REPORT_BODY)).status_code == 204
@@ -142,7 +142,7 @@ async def test_workers_report_without_a_token(world: World, tmp_path: Path) -> N
 
 @pytest.mark.long
 async def test_a_session_of_the_page(world: World, tmp_path: Path) -> None:
-    """A cookie that scripts and other sites do not get, until it is ended."""
+    """The session is a cookie that scripts and other sites do not get, until it is ended."""
     async with serving(world, tmp_path) as served:
         http, secret = served.http, served.operator["authorization"].partition(" ")[2]
         assert (await http.get("/api/v1/session")).json() == {
@@ -168,14 +168,14 @@ async def test_a_session_of_the_page(world: World, tmp_path: Path) -> None:
 
 
 async def test_a_page_of_another_site_cannot_act(world: World, tmp_path: Path) -> None:
-    """Neither with the session's cookie, nor where no token is asked for."""
+    """The session's cookie does not help such a page, nor does a server without tokens."""
     async with serving(world, tmp_path) as served:
         login = {"token": served.operator["authorization"].partition(" ")[2]}
         await served.http.post("/api/v1/session", json=login)
         for origin, status in (
             ("http://evil.example", 403),
             ("null", 403),
-            ("http://[", 403),  # no URL at all
+            ("http://[", 403),  # not a URL
             (served.server.url, 204),
         ):
             answer = await served.http.post(
@@ -197,7 +197,7 @@ async def test_a_page_of_another_site_cannot_act(world: World, tmp_path: Path) -
 
 @pytest.mark.long
 async def test_who_did_what_is_in_the_log(world: World, tmp_path: Path) -> None:
-    """Those that were refused too; reading is not, and no token ever."""
+    """Refused calls are logged too; reads are not, and tokens never are."""
     async with serving(world, tmp_path) as served:
         with structlog.testing.capture_logs() as logs:
             await served.http.get("/api/v1/jobs", headers=served.viewer)
@@ -219,7 +219,7 @@ async def test_who_did_what_is_in_the_log(world: World, tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_a_token_that_is_taken_out_has_ended(world: World, tmp_path: Path) -> None:
-    """And the sessions that began with it, without a restart."""
+    """Sessions that began with the token end too, without a restart."""
     async with serving(world, tmp_path) as served:
         login = {"token": served.viewer["authorization"].partition(" ")[2]}
         await served.http.post("/api/v1/session", json=login)
@@ -249,8 +249,8 @@ async def test_a_job_whose_state_is_lost_is_no_fault_of_the_server(
 async def test_only_its_own_user_gets_in_without_a_token(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_tokens: bool
 ) -> None:
-    """The kernel says whose a connection is: another user's, or one of which it says nothing, is a
-    stranger's, whatever it asks for; a token lets others in where there is one."""
+    """The kernel names the user of a connection. Connections of another or unknown user are a
+    stranger's, whatever they ask for; a token admits others if there are tokens."""
     secret = tokens.add(tmp_path / "tokens", "bob", HttpRole.OPERATOR)
     known = Tokens(tmp_path / "tokens") if takes_tokens else None
     asked = Asked()
@@ -259,7 +259,7 @@ async def test_only_its_own_user_gets_in_without_a_token(
 
         async def calls(token: str = "") -> tuple[int, int, bool]:
             headers = bearer(token) if token else {}
-            # A connection of its own: by that callers are told apart.
+            # each caller has a connection of its own, by which the server knows it
             async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
                 read = await http.get("/api/v1/jobs", headers=headers)
                 act = await http.post("/api/v1/jobs/digits/stop", json={}, headers=headers)
@@ -293,7 +293,7 @@ def test_sessions_end_by_themselves_and_are_bounded(tmp_path: Path) -> None:
 def test_the_command_makes_tokens_that_only_it_has_seen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file has hashes, for its owner alone."""
+    """The file has hashes, and only its owner can read it."""
     file = tmp_path / "tokens"
     for name, role in (("ann", "viewer"), ("bob", "operator")):
         assert token(TokenConfig("create", name=name, role=role, file=file)) == 0  # type: ignore
@@ -312,7 +312,7 @@ def test_the_command_makes_tokens_that_only_it_has_seen(
 
 @pytest.mark.parametrize("mode", [0o400, 0o440, 0o640])
 def test_a_file_that_its_group_may_read_is_taken(tmp_path: Path, mode: int) -> None:
-    """As files of a Kubernetes Secret are: root's, and the group's of the pod."""
+    """Files of a Kubernetes Secret belong to root and to the pod's group."""
     file = tmp_path / "tokens"
     secret = tokens.add(file, "ann", HttpRole.VIEWER)
     file.chmod(mode)

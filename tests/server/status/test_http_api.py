@@ -1,4 +1,4 @@
-"""The HTTP API, asked over a real socket."""
+"""The HTTP API, over a real socket."""
 
 import json
 import math
@@ -27,7 +27,7 @@ REPORT = {"incarnation": "incarnation-of-w1", "step": 1300, "loss": 0.125, "samp
 
 
 def body_of_error(response: httpx.Response, status: int, kind: str) -> dict[str, str]:
-    """The body, checked to be an error of our form."""
+    """Return the body, after a check that it is an error of our form."""
     body: dict[str, str] = response.json()
     assert response.status_code == status, body
     assert set(body) == {"kind", "what", "seen", "expected", "fix"}
@@ -44,7 +44,7 @@ async def test_the_process_is_alive_even_when_it_is_not_ready(
 
 
 async def test_readiness_tells_why_not(world: World, http: httpx.AsyncClient) -> None:
-    """503 with the reason and the leader while this coordinator does not lead, 200 once it does."""
+    """The answer is 503 with the reason and the leader, and 200 once this coordinator leads."""
     world.ready = Readiness(ready=False, reason="another leads", leader="10.0.0.9:7700")
     response = await http.get("/readyz")
     assert response.status_code == 503
@@ -58,7 +58,7 @@ async def test_readiness_tells_why_not(world: World, http: httpx.AsyncClient) ->
 
 
 async def test_jobs_are_listed_by_name(world: World, http: httpx.AsyncClient) -> None:
-    """One line a job, with its phase, the reason for it, and how many train."""
+    """The list has a line for each job: phase, the reason for it, and how many members train."""
     world.put(status_world.job("abc", phase="collect", reason="waiting for 2 members", members=()))
     abc, digits = (await http.get("/api/v1/jobs")).json()
     assert (abc["job"], abc["phase"], abc["reason"]) == ("abc", "collect", "waiting for 2 members")
@@ -69,7 +69,7 @@ async def test_jobs_are_listed_by_name(world: World, http: httpx.AsyncClient) ->
 async def test_a_job_has_members_generations_and_samples(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """Members come by rank, those without one last; generations newest first."""
+    """Members are in the order of ranks, those without one last; generations are newest first."""
     standby = status_world.member("a-standby")
     world.change("digits", members=(standby, *reversed(world.by_name["digits"].members)))
     world.samples_of["digits"] = status_world.samples()
@@ -84,7 +84,7 @@ async def test_a_job_has_members_generations_and_samples(
 async def test_a_generation_is_told_with_roster_reason_and_conflicts(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """An aborted attempt names the field, each value and who holds it."""
+    """An aborted attempt names the field, each value and the members with that value."""
     aborted = status_world.generation(
         4, ["w0", "w4"], verdict="aborted", conflicts=(status_world.conflict(),)
     )
@@ -97,7 +97,7 @@ async def test_a_generation_is_told_with_roster_reason_and_conflicts(
 
 
 async def test_why_says_what_a_member_waits_for(world: World, http: httpx.AsyncClient) -> None:
-    """The member's reason and the job's, with the last error that it reported."""
+    """The answer has the member's reason and the job's, with the member's last error."""
     waiting = status_world.member("w9", state="waiting", waiting_for="other members")
     world.change("digits", members=(waiting,), phase="collect", reason="1 of 2 members are ready")
     world.board.report("digits", "w9", status_world.health("w9", last_error="peer reset"))
@@ -124,13 +124,13 @@ async def test_why_says_what_a_member_waits_for(world: World, http: httpx.AsyncC
 async def test_what_is_not_there_is_named_with_what_is(
     http: httpx.AsyncClient, path: str, kind: str, expected: str
 ) -> None:
-    """404, and the error lists what could have been asked for."""
+    """The answer is 404, and lists what could have been asked for."""
     body = body_of_error(await http.get(path), 404, kind)
     assert body["expected"] == expected
 
 
 async def test_a_health_report_is_shown_with_its_member(http: httpx.AsyncClient) -> None:
-    """What a worker posts comes back with the member, and its step counts for the job."""
+    """A worker's report comes back with the member, and its step counts for the job."""
     assert (await http.post(HEALTH, json=REPORT)).status_code == 204
     entry = (await http.get("/api/v1/jobs/digits/members/w1")).json()
     assert entry["health"]["loss"] == 0.125
@@ -140,8 +140,8 @@ async def test_a_health_report_is_shown_with_its_member(http: httpx.AsyncClient)
 
 
 async def test_every_file_that_the_page_names_is_served(http: httpx.AsyncClient) -> None:
-    """The scripts and the style of its head, and the library that is loaded later; to readers
-    without a token, too."""
+    """The files are scripts and style of the head, and the library that is loaded later. Readers
+    without a token get them, too."""
     named = re.findall(r'(?:src|href)="(/[^"]+[.](?:js|css))"', (await http.get("/")).text)
     named += re.findall(r'"(/vendor/[^"]+)"', (await http.get("/plot.js")).text)
     assert len(named) > 8
@@ -155,7 +155,7 @@ async def test_every_file_that_the_page_names_is_served(http: httpx.AsyncClient)
 async def test_the_age_of_a_checkpoint_is_known_if_it_was_seen_to_come(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """The first report may name one that is long there. Members say whether they write any."""
+    """The first report may name an old checkpoint. Members report whether they write any."""
 
     async def course(**figures: object) -> dict[str, object]:
         assert (await http.post(HEALTH, json={**REPORT, "course": figures})).status_code == 204
@@ -178,7 +178,7 @@ async def test_the_age_of_a_checkpoint_is_known_if_it_was_seen_to_come(
 
 
 async def test_a_step_that_is_wrong_does_not_stay(world: World, http: httpx.AsyncClient) -> None:
-    """The next report of the same process mends it, in the job's step too."""
+    """The next report of the same process corrects it, and the job's step too."""
     for synchronous in (True, False):
         world.change("digits", synchronous=synchronous)
         before = (await http.get("/api/v1/jobs")).json()[0]["step"]
@@ -190,7 +190,7 @@ async def test_a_step_that_is_wrong_does_not_stay(world: World, http: httpx.Asyn
 
 
 async def test_a_loss_that_is_not_a_number_gets_through(http: httpx.AsyncClient) -> None:
-    """A diverged loss is what people look for, and the answer is still valid JSON."""
+    """Operators look for a diverged loss, and the answer is still valid JSON."""
     assert (await http.post(HEALTH, json={**REPORT, "loss": "NaN"})).status_code == 204
     response = await http.get("/api/v1/jobs/digits/members/w1")
     entry = json.loads(response.text, parse_constant=lambda name: pytest.fail(f"bare {name}"))
@@ -199,7 +199,7 @@ async def test_a_loss_that_is_not_a_number_gets_through(http: httpx.AsyncClient)
 
 
 async def test_another_incarnations_report_is_refused(http: httpx.AsyncClient) -> None:
-    """409 with the public ids of both, and what is shown stays as it was."""
+    """The answer is 409 with the public ids of both, and the page stays as it was."""
     await http.post(HEALTH, json=REPORT)
     late = await http.post(HEALTH, json={**REPORT, "incarnation": "old", "step": 1})
     body = body_of_error(late, 409, "Fenced")
@@ -213,7 +213,7 @@ async def test_another_incarnations_report_is_refused(http: httpx.AsyncClient) -
 async def test_a_restarted_member_does_not_inherit_health(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """The report of an incarnation that is gone is not shown as the new one's."""
+    """The report of an earlier incarnation is not shown as the new one's."""
     await http.post(HEALTH, json=REPORT)
     world.change("digits", members=(status_world.member("w1", 1, public_id="new"),))
     entry = (await http.get("/api/v1/jobs/digits/members/w1")).json()
@@ -221,7 +221,7 @@ async def test_a_restarted_member_does_not_inherit_health(
 
 
 async def test_a_report_of_an_unknown_member_is_refused(http: httpx.AsyncClient) -> None:
-    """404 that names the members there are."""
+    """The answer is 404, and names the members that exist."""
     response = await http.post("/api/v1/jobs/digits/members/w7/health", json=REPORT)
     body_of_error(response, 404, "UnknownMember")
 
@@ -241,7 +241,7 @@ async def test_a_report_of_an_unknown_member_is_refused(http: httpx.AsyncClient)
 async def test_a_report_out_of_range_names_field_value_and_rule(
     http: httpx.AsyncClient, change: dict[str, object], seen: str, expected: str
 ) -> None:
-    """422 whose parts a person can act on."""
+    """The answer is 422 with parts that a person can act on."""
     body = body_of_error(
         await http.post(HEALTH, json={**REPORT, **change}), 422, "MalformedMessage"
     )
@@ -251,7 +251,7 @@ async def test_a_report_out_of_range_names_field_value_and_rule(
 
 
 async def test_figures_of_a_later_release_are_passed_over(http: httpx.AsyncClient) -> None:
-    """Its protocol tells that they are no mistake; the others count."""
+    """The report's protocol shows that they are no mistake; the other figures count."""
     course = {"num_steps": 7, "figure_of_a_later_release": 1}
     later = {"figure_of_a_later_release": [1], "course": course}
     report = {**REPORT, **later, "protocol": OWN_PROTOCOLS.newest + 1}
@@ -262,7 +262,7 @@ async def test_figures_of_a_later_release_are_passed_over(http: httpx.AsyncClien
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 60_000])
 async def test_a_body_that_is_no_report_is_refused(http: httpx.AsyncClient, content: bytes) -> None:
-    """Not JSON, or no object: 422 in the same form, and the server serves on."""
+    """The answer is 422 in the same form, and the server serves on."""
     response = await http.post(
         HEALTH, content=content, headers={"content-type": "application/json"}
     )
@@ -271,13 +271,13 @@ async def test_a_body_that_is_no_report_is_refused(http: httpx.AsyncClient, cont
 
 
 async def test_a_report_without_incarnation_says_what_is_missing(http: httpx.AsyncClient) -> None:
-    """The one field that must be there is named."""
+    """The error names the one field that is required."""
     body = body_of_error(await http.post(HEALTH, json={"step": 1}), 422, "MalformedMessage")
     assert body["seen"] == "no incarnation"
 
 
 async def test_a_huge_body_is_refused_before_it_is_read(http: httpx.AsyncClient) -> None:
-    """413 at 64 KiB, with a length and without one."""
+    """The answer is 413 above 64 KiB, with a length and without one."""
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(100):
@@ -290,7 +290,7 @@ async def test_a_huge_body_is_refused_before_it_is_read(http: httpx.AsyncClient)
 
 
 async def test_a_wrong_method_is_an_error_of_the_same_form(http: httpx.AsyncClient) -> None:
-    """405 with our body, and what is allowed."""
+    """The answer is 405 with our body, and says what is allowed."""
     answer = await http.delete("/api/v1/jobs")
     body_of_error(answer, 405, "RefusedError")
     assert answer.headers["allow"] == "GET"
@@ -314,7 +314,7 @@ async def test_events_are_read_page_by_page_without_gap_or_repeat(
 
 
 async def test_only_the_newest_events_are_kept(world: World, http: httpx.AsyncClient) -> None:
-    """The ring holds 1000 a job; ids tell how much went by."""
+    """The ring holds 1000 events a job; ids show how many are gone."""
     for i in range(MAX_EVENTS + 5):
         world.board.event("digits", "member_lost", str(i))
     page = (await http.get(f"/api/v1/jobs/digits/events?limit={MAX_EVENTS}")).json()
@@ -324,7 +324,7 @@ async def test_only_the_newest_events_are_kept(world: World, http: httpx.AsyncCl
 
 
 async def test_shards_are_shown_with_their_state(world: World, http: httpx.AsyncClient) -> None:
-    """The map and what each server says; a job without shards has empty lists."""
+    """The answer has the map and each server's report; a job without shards has empty lists."""
     assert (await http.get("/api/v1/jobs/digits/shards")).json() == {
         "servers": [],
         "shards": [],
@@ -342,7 +342,7 @@ async def test_shards_are_shown_with_their_state(world: World, http: httpx.Async
 async def test_a_lost_shard_is_shown_where_somebody_looks(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """In the shards, in the metrics, and where a member is asked what it waits for."""
+    """The loss is shown with the shards, in the metrics, and with what a member waits for."""
     sentence = "shard 2 of job digits was lost with every server that had it: at least version 812."
     lost = LostShardView(
         shard_id=2,
@@ -377,7 +377,7 @@ async def test_a_lost_shard_is_shown_where_somebody_looks(
 async def test_shards_cannot_be_read_while_etcd_is_away(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """503 with the reason, while what is in memory is still answered."""
+    """The answer is 503 with the reason; data in memory is still served."""
     world.shards_error = Unavailable("etcd does not answer")
     response = await http.get("/api/v1/jobs/digits/shards")
     assert body_of_error(response, 503, "Unavailable")["what"] == "etcd does not answer"
@@ -388,14 +388,14 @@ async def test_shards_cannot_be_read_while_etcd_is_away(
 async def test_a_failure_of_ours_is_an_error_of_the_same_form(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """500 InternalError; the connection lives on."""
+    """The answer is 500 InternalError; the connection stays open."""
     world.shards_error = ZeroDivisionError("a bug")
     body_of_error(await http.get("/api/v1/jobs/digits/shards"), 500, "InternalError")
     assert (await http.get("/healthz")).status_code == 200
 
 
 async def test_the_schema_describes_every_endpoint(http: httpx.AsyncClient) -> None:
-    """Each operation has a summary, a text and named errors, and each report field a sentence."""
+    """Operations have a summary, a text and named errors, and each report field a sentence."""
     schema = (await http.get("/openapi.json")).json()
     for path, operations in schema["paths"].items():
         for operation in operations.values():
@@ -411,7 +411,7 @@ async def test_the_schema_describes_every_endpoint(http: httpx.AsyncClient) -> N
 
 
 async def test_metrics_agree_with_what_the_api_shows(world: World, http: httpx.AsyncClient) -> None:
-    """Every series is computed from the same source, for each job, member and shard."""
+    """Metrics are computed from the same source, for each job, member and shard."""
     world.shards_of["digits"] = status_world.shards()
     world.samples_of["digits"] = status_world.samples()
     world.board.event("digits", "member_lost", "w3 is gone")
@@ -448,7 +448,7 @@ async def test_metrics_agree_with_what_the_api_shows(world: World, http: httpx.A
 
 
 async def test_metrics_are_no_order_to_a_terminal(world: World, http: httpx.AsyncClient) -> None:
-    """A worker names what it logs, and somebody looks at the text with curl."""
+    """Workers choose the names of what they log, and people read the text with curl."""
     name = "a\x1b]0;owned\x07\u202e\x9b2J\nshoal_job_lost_shards"
     answer = await http.post(HEALTH, json={**REPORT, "course": {"logged": {name: [3, 0.5]}}})
     assert answer.status_code == 204, answer.text
@@ -461,7 +461,7 @@ async def test_metrics_are_no_order_to_a_terminal(world: World, http: httpx.Asyn
 async def test_every_figure_of_a_report_is_shown_counted_and_described(
     http: httpx.AsyncClient,
 ) -> None:
-    """What the list of figures names is accepted, shown, told to Prometheus and in the docs."""
+    """Figures of the list are all accepted, shown, exported to Prometheus and in the docs."""
     docs = (Path(__file__).parents[3] / "docs" / "status.md").read_text()
     assert {name for name in FIGURES if f"`{name}`" not in docs} == set()
     assert {name for name in gauges().values() if f"`{name}`" not in docs} == set()
@@ -476,25 +476,25 @@ async def test_every_figure_of_a_report_is_shown_counted_and_described(
 
 
 async def test_the_series_of_what_is_gone_are_gone(world: World, http: httpx.AsyncClient) -> None:
-    """A job that ended leaves no stale series behind."""
+    """A job that ended leaves no stale series."""
     assert any("digits" in name for name in parse(await http.get("/metrics")))
     world.by_name.clear()
     assert not any("digits" in name for name in parse(await http.get("/metrics")))
 
 
 async def test_metric_names_end_in_their_unit(world: World, http: httpx.AsyncClient) -> None:
-    """No series without a unit that a reader would have to guess."""
+    """Readers never have to guess a unit."""
     world.shards_of["digits"] = status_world.shards()
     units = {"bytes", "seconds", "steps", "samples", "members", "bool", "number", "value"}
     units |= {"jobs", "total", "second", "updates", "shards", "ratio", "info"}
     names = {name.split("{")[0] for name in parse(await http.get("/metrics"))}
-    # The parts of a histogram are named by Prometheus, behind the unit.
+    # Prometheus adds the names of a histogram's parts after the unit.
     names = {re.sub("_(bucket|count|sum)$", "", name) for name in names}
     assert {name for name in names if name.rsplit("_", 1)[1] not in units} == set()
 
 
 def parse(response: httpx.Response) -> dict[str, float]:
-    """Series name with labels, to value."""
+    """Return the value of each series, by its name with labels."""
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain")
     lines = [line for line in response.text.splitlines() if not line.startswith("#")]
@@ -502,7 +502,7 @@ def parse(response: httpx.Response) -> dict[str, float]:
 
 
 async def test_a_finished_job_keeps_its_step(world: World, http: httpx.AsyncClient) -> None:
-    """When all members have left, the job still shows how far they came."""
+    """A job whose members have all left still shows the step that they reached."""
     await http.post(HEALTH, json=REPORT)
     world.change("digits", members=(), phase="finished")
     assert (await http.get("/api/v1/jobs")).json()[0]["step"] == 1300

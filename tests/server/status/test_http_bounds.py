@@ -1,4 +1,4 @@
-"""Every text, list and number that comes in over HTTP has a bound, told in the API's own schema."""
+"""Bounds on every text, list and number that comes in over HTTP, stated in the API's schema."""
 
 import math
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from fastapi import FastAPI
 from support.clusters.status_world import World
 
 NUMBERS_AS_NEWS = {"loss"}
-"""A loss that is not finite is what a report is to tell."""
+"""Fields that may be infinite or not a number, as a report must be able to show such a loss."""
 
 
 def inputs(app: FastAPI) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schema of each parameter and of each field of a body, by name."""
+    """Yield the schema of each parameter and of each field of a body, by name."""
     document = app.openapi()
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -51,7 +51,7 @@ def test_every_input_has_a_bound(shown: tuple[World, FastAPI]) -> None:
 async def test_no_number_is_taken_that_is_none(
     value: str, world: World, http: httpx.AsyncClient, shown: tuple[World, FastAPI]
 ) -> None:
-    """But for the loss; refused by the field's name."""
+    """The refusal names the field; the loss alone may be such a number."""
     report = "/api/v1/jobs/digits/members/w1/health"
     for name, schema in inputs(shown[1]):
         field = name.rpartition(" ")[2]

@@ -1,4 +1,4 @@
-"""Strangers who open connections and say nothing, say it slowly, or do not read what they get."""
+"""Limits for strangers who open connections and send nothing, or slowly, or do not read answers."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from shoal_server.status.http.hosts import AllowedHosts
 from shoal_server.status.serve import StatusServer
 
 SOON_S = 30.0
-"""Far more than any of these takes."""
+"""Time limit of a test, far more than a test takes."""
 QUICK = HttpLimits(http_request_s=0.2, http_stalled_s=0.2)
 HEALTH = "/api/v1/jobs/digits/members/w1/health"
 
@@ -39,7 +39,7 @@ async def opened(server: StatusServer) -> tuple[asyncio.StreamReader, asyncio.St
 
 
 def kind_of(answer: bytes) -> tuple[int, str]:
-    """Status and kind of error of a raw answer."""
+    """Return status and kind of error of a raw answer."""
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["kind"]
 
@@ -81,7 +81,7 @@ async def test_a_body_that_does_not_come_is_refused(world: World) -> None:
 
 
 async def test_one_connection_too_many_is_refused_by_name(world: World) -> None:
-    """Altogether, and of one peer; one that closes makes room."""
+    """The limit holds in total and for each peer; a closed connection makes room."""
     for limits, reason in (
         (HttpLimits(http_connections=3), "connections"),
         (HttpLimits(http_connections_per_peer=3), "connections of one peer"),
@@ -103,7 +103,7 @@ async def test_one_connection_too_many_is_refused_by_name(world: World) -> None:
 
 @pytest.mark.long
 async def test_as_many_live_pages_as_may_be_and_no_more(world: World) -> None:
-    """Asked for at one moment: counted where it is decided."""
+    """The requests come at one moment, and the limit is checked where they are counted."""
     limits = HttpLimits(live_pages=8, live_pages_per_peer=8)
     async with serving(world, limits) as (server, bounds), AsyncExitStack() as stack:
         http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=SOON_S))
@@ -133,7 +133,7 @@ async def test_one_peer_does_not_take_all_live_pages(world: World) -> None:
 
 @pytest.mark.long
 async def test_a_live_page_that_is_not_read_is_dropped(world: World) -> None:
-    """As soon as what the kernel takes is full, and with it the place that it had."""
+    """The page is dropped once the kernel's buffers are full, and its slot is free again."""
     record = status_world.generation(3, [f"w{i}" for i in range(1000)])
     world.change("digits", generations=tuple(replace(record, generation=i) for i in range(40)))
     async with serving(world, QUICK) as (server, bounds):
@@ -148,7 +148,7 @@ async def test_a_live_page_that_is_not_read_is_dropped(world: World) -> None:
 
 @pytest.mark.long
 async def test_a_page_of_another_site_is_not_served(world: World) -> None:
-    """A name of an attacker's that leads here (DNS rebinding) is in the Host header."""
+    """The Host header has an attacker's name if DNS leads it here (DNS rebinding)."""
     async with (
         serving(world, HttpLimits(), "shoal.example.org") as (server, _),
         httpx.AsyncClient(trust_env=False, base_url=server.url) as http,
@@ -163,11 +163,11 @@ async def test_a_page_of_another_site_is_not_served(world: World) -> None:
 
 
 async def test_what_is_no_http_fills_no_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """Strangers decide how much of it comes."""
+    """Strangers would decide how much is logged."""
     async with serving(world, HttpLimits()) as (server, _):
-        for said in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"x" * 100_000):
+        for sent in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"x" * 100_000):
             reader, writer = await opened(server)
-            writer.write(said)
+            writer.write(sent)
             assert (await reader.read(13)).startswith(b"HTTP/1.1 400")
             writer.close()
     assert [record.message for record in caplog.records if record.name != "asyncio"] == []

@@ -47,8 +47,8 @@ async def test_the_page_shows_the_job_that_runs(
 async def test_the_page_charts_the_life_of_a_job(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Loss, throughput, step times and staleness, each told in words too; the timeline says what
-    changes cost."""
+    """Loss, throughput, step times and staleness are also described in words; the timeline shows
+    the cost of changes."""
     status_world.charted(world.board)
     await page.goto(f"{server.url}/?job=digits")
     charts = page.get_by_role("region", name="Charts")
@@ -72,7 +72,7 @@ async def test_a_straggler_is_marked(world: World, server: StatusServer, page: P
 
 
 async def test_many_jobs_can_be_filtered(world: World, server: StatusServer, page: Page) -> None:
-    """By the words of name and state; what was typed stays while the page follows."""
+    """The filter matches words of name and state, and stays while the page is updated."""
     for number in range(200):
         phase = "running" if number % 2 else "finished"
         world.put(status_world.job(f"job-{number:03}", phase=phase, state=phase, members=()))
@@ -90,8 +90,8 @@ async def test_many_jobs_can_be_filtered(world: World, server: StatusServer, pag
 async def test_long_names_of_jobs_are_shown_where_they_differ(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The end of a name is in sight and its middle is left out; the whole name is there on hover
-    and for screen readers."""
+    """The end of a name is visible and its middle is left out; the whole name is there on hover and
+    for screen readers."""
     names = [f"train_fsdp_on_the_large_data-c8234{number}" for number in range(3)]
     for name in names:
         world.put(status_world.job(name))
@@ -152,7 +152,7 @@ async def test_a_change_is_shown_without_a_reload_and_keeps_what_the_reader_did(
 
 
 async def test_no_text_is_ever_read_as_html(world: World, server: StatusServer, page: Page) -> None:
-    """Whatever a worker or an error says is shown as it was said."""
+    """Text of workers and errors is shown literally."""
     process = ProcessView(host=HOSTILE, device=HOSTILE)
     hostile = status_world.member("w0", 0, waiting_for=HOSTILE, process=process)
     record = status_world.generation(
@@ -174,7 +174,7 @@ async def test_no_text_is_ever_read_as_html(world: World, server: StatusServer, 
 async def test_a_lost_connection_is_said_and_mended(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The page says so, dims the last state, and goes on by itself when the server is back."""
+    """The page says so, dims the last state, and reconnects once the server is back."""
     app = build_app(world, world.board)
     async with StatusServer(app, "127.0.0.1", 0) as first:
         port = first.port
@@ -203,7 +203,7 @@ async def test_jobs_are_chosen_by_keyboard(world: World, server: StatusServer, p
 
 
 async def test_trouble_is_said_plainly(world: World, server: StatusServer, page: Page) -> None:
-    """Not leading, shards that cannot be read, and a job that is not there."""
+    """The page says that it is not ready, shards are unreadable, or a job is missing."""
     world.ready = Readiness(ready=False, reason="etcd is away")
     world.shards_error = Unavailable("etcd does not answer")
     await page.goto(f"{server.url}/?job=digits")
@@ -237,7 +237,7 @@ async def test_nothing_is_cut_off_at_any_width(
 async def test_text_stands_out_from_its_ground(
     world: World, server: StatusServer, page: Page, scheme: str
 ) -> None:
-    """Every text has a contrast of at least 4.5 to 1, in light and in dark."""
+    """Text has a contrast of at least 4.5 to 1, in light and in dark."""
     world.shards_of["digits"] = status_world.shards(silent="ps1")
     world.samples_of["digits"] = status_world.samples()
     world.board.event("digits", "member_lost", "w3 is gone")

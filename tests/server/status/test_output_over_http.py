@@ -1,4 +1,4 @@
-"""What members print, over HTTP: for operators and viewers, a part at a time."""
+"""Output of members over HTTP: for operators and viewers, one part at a time."""
 
 from pathlib import Path
 
@@ -42,8 +42,8 @@ async def test_positions_that_no_answer_had_are_refused(
 
 
 async def test_who_has_no_token_reads_nothing(world: World, tmp_path: Path) -> None:
-    """Viewers and operators do, of jobs with a secret too; where no tokens are asked for, everybody
-    who reaches the page, of jobs without one."""
+    """Viewers and operators read it, of jobs with a secret too. Without tokens, any reader of the
+    page does, of jobs without a secret."""
     world.printed["w1"] = ["line"]
     file = tmp_path / "tokens"
     secrets = [tokens.add(file, role.value, role) for role in HttpRole]

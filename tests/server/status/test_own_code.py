@@ -1,4 +1,4 @@
-"""A member that is in the script's own code while the others wait for it is told as the cause."""
+"""Members in the script's own code are named as the cause if others wait for them."""
 
 from support.members.job_world import World
 
@@ -8,7 +8,7 @@ from shoal_server.status.from_core import job_view, member_view
 
 
 def test_who_waits_for_a_member_in_its_own_code_says_so() -> None:
-    """Once it has been there for longer than anybody takes for nothing."""
+    """The reason appears once the member has been there for longer than usual."""
     w = World(JobSpec(job="j", min_members=1, max_members=8, desired_members=2))
     for name in ("a", "b"):
         w.join(name)

@@ -1,4 +1,4 @@
-"""What a reader does with the page in a real browser: acts, looks at a member; and how it looks."""
+"""Actions of a reader on the page in a real browser, the view of a member, and the page's looks."""
 
 import os
 from collections.abc import AsyncIterator
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.browser
 
 SHOTS = Path(__file__).parent / "screenshots"
 MAX_DIFFERENT = 0.02
-"""Of the pixels, once they are blurred: fonts are drawn a little otherwise elsewhere."""
+"""Share of the blurred pixels that may differ: fonts are drawn a little differently elsewhere."""
 STRONG = 60
 
 
 @dataclass
 class Asked:
-    """Operations that note what was asked."""
+    """Operations that record what was asked."""
 
     calls: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -58,7 +58,7 @@ async def acting(world: World, guard: Guard | None = None) -> AsyncIterator[tupl
 
 
 async def test_a_job_is_stopped_after_a_question(world: World, page: Page) -> None:
-    """By keyboard: Escape asks for nothing; Yes sends the reason, and what came of it is said."""
+    """Escape sends no request; Yes sends the reason, and the outcome is shown. All by keyboard."""
     async with acting(world) as (url, asked):
         await page.goto(f"{url}/?job=digits")
         stop = page.get_by_role("button", name="Stop the job")
@@ -115,7 +115,7 @@ async def test_a_viewer_has_no_buttons_to_act_with(
 
 
 async def test_progress_and_what_was_logged(world: World, server: StatusServer, page: Page) -> None:
-    """The share that is done and the time left; a chart of each logged name; what is saved."""
+    """The page shows the share done, the time left, a chart for each name, and checkpoints."""
     status_world.charted(world.board)
     for step in range(1, 6):
         report = status_world.health(
@@ -144,7 +144,7 @@ async def test_progress_and_what_was_logged(world: World, server: StatusServer, 
 async def test_of_a_thousand_members_those_in_trouble_come_first(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Fifty rows, with the one that is gone and the slow one; all when they are asked for."""
+    """Fifty rows include the member that is gone and the slow one; all are shown on request."""
     members = [status_world.member(f"w{n}", n) for n in range(1000)]
     members[777] = replace(members[777], state="disconnected")
     world.change("digits", members=tuple(members))
@@ -165,8 +165,8 @@ async def test_of_a_thousand_members_those_in_trouble_come_first(
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
 async def test_it_looks_as_it_did(world: World, page: Page, scheme: str, width: int) -> None:
-    """Beside the pictures in `screenshots/`; SHOAL_NEW_SCREENSHOTS=1 writes them anew, to be looked
-    at before they are committed."""
+    """Pictures in `screenshots/` are the reference; SHOAL_NEW_SCREENSHOTS=1 writes them anew, to be
+    looked at before they are committed."""
     world.shards_of["digits"] = status_world.shards(silent="ps1")
     world.samples_of["digits"] = status_world.samples()
     status_world.charted(world.board)

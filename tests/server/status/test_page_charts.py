@@ -24,7 +24,7 @@ SLOW_FIRST_STEP_S = 0.146
 
 
 def trained(world: World, job: str, num_seconds: int, every_s: int = 1) -> None:
-    """Give a job a history in which the first step took long and a member was lost half-way."""
+    """Give a job a history in which the first step took long and a member was lost halfway."""
     series, begun_s = Series(), time.time() - num_seconds
     for second in range(0, num_seconds, every_s):
         reading = Reading(
@@ -51,14 +51,14 @@ def figure(page: Page, title: str) -> Locator:
 
 
 async def scale_of(page: Page, title: str) -> list[float]:
-    """Lowest and highest value of a chart's scale."""
+    """Return the lowest and highest value of a chart's scale."""
     drawn = "(title) => [...plots.values()].find((p) => p.chart.title === title).u.scales.y"
     scale = await page.evaluate(drawn, title)
     return [scale["min"], scale["max"]]
 
 
 async def test_values_are_read_by_keyboard(world: World, server: StatusServer, page: Page) -> None:
-    """Each arrow moves by one value; time, step, value and a change of members are written."""
+    """Arrows move by one value; time, step, value and a change of members are written."""
     trained(world, "digits", 120)
     await page.goto(f"{server.url}/?job=digits")
     loss = page.get_by_role("slider", name="Loss from")
@@ -96,7 +96,7 @@ async def test_values_are_read_by_pointer_in_all_charts_at_once(
 async def test_the_first_step_does_not_flatten_the_step_times(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The scale is that of the other steps, and the first one's time can still be read."""
+    """The other steps determine the scale, and the first one's time can still be read."""
     trained(world, "digits", 120)
     await page.goto(f"{server.url}/?job=digits")
     times = page.get_by_role("slider", name="Step time from 146 ms")
@@ -125,7 +125,7 @@ async def test_the_loss_has_a_logarithmic_scale_that_can_be_turned_off(
 async def test_a_range_shows_the_newest_part(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Of charts over time and of charts over steps."""
+    """The range applies to charts over time and to charts over steps."""
     trained(world, "digits", 3600, every_s=20)
     for step in range(0, 36_000, 600):
         report = status_world.health("w0", course=CourseFigures(logged={"accuracy": (step, 0.5)}))
@@ -144,7 +144,7 @@ async def test_a_range_shows_the_newest_part(
 async def test_a_chart_is_saved_as_csv_and_as_png(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """All values that are shown, with time and step; a name cannot become a formula."""
+    """The files have all values shown, with time and step; a name cannot become a formula."""
     trained(world, "digits", 120)
     for step in range(3):
         report = status_world.health("w0", course=CourseFigures(logged={"=1+1": (step, 0.5)}))
@@ -171,7 +171,7 @@ async def test_a_chart_is_saved_as_csv_and_as_png(
 async def test_two_jobs_are_compared_over_steps(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Both lines in each chart, with the values of both at one step."""
+    """The charts have both lines, with the values of both at one step."""
     world.put(status_world.job("other"))
     trained(world, "digits", 120)
     trained(world, "other", 60)

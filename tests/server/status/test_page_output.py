@@ -1,4 +1,4 @@
-"""What members print, on the page in a real browser."""
+"""Output of members, on the page in a real browser."""
 
 import pytest
 from playwright.async_api import Page, expect
@@ -17,8 +17,8 @@ HOSTILE = "<img src=x onerror='window.hit=1'>"
 async def test_the_output_of_a_member_is_read_in_its_dialog(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The newest lines, those before on request, new ones as they come; by keyboard, and nothing is
-    asked for once the dialog is closed."""
+    """The newest lines come first, earlier ones on request, new ones as they are printed; all works
+    by keyboard. The page sends no request once the dialog is closed."""
     world.printed["w1"] = [f"line {number}" for number in range(120)] + [HOSTILE]
     await page.goto(f"{server.url}/?job=digits")
     await page.get_by_role("button", name="w1", exact=True).focus()
@@ -30,7 +30,7 @@ async def test_the_output_of_a_member_is_read_in_its_dialog(
     await expect(shown.get_by_role("status")).to_have_text("From the launcher on node-0")
     await expect(shown).to_contain_text("shoal logs digits w1 -f")
     assert await page.evaluate("window.hit") is None
-    # The newest lines are in sight.
+    # The newest lines are visible.
     bottom = "node => node.scrollHeight - node.scrollTop - node.clientHeight"
     assert await output.evaluate(bottom) < 8
 
@@ -54,8 +54,8 @@ async def test_the_output_of_a_member_is_read_in_its_dialog(
 async def test_the_output_of_all_members_is_read_in_one_place(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Each line behind its member's name, new lines as they come; who cannot be asked is named, and
-    nothing is asked for once the dialog is closed."""
+    """Lines follow their member's name, and new lines are added as they are printed. Members whose
+    output is unavailable are named. The page sends no request once the dialog is closed."""
     world.printed["w0"] = [f"line {number}" for number in range(40)]
     world.printed["w1"] = [HOSTILE]
     await page.goto(f"{server.url}/?job=digits")
@@ -93,7 +93,7 @@ async def test_who_cannot_be_asked_is_said_and_asked_again(
 async def test_a_member_that_was_lost_tells_its_last_lines(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """It is no member any more: its name stands where it left the roster."""
+    """The lost member's name is shown in the generation that it left."""
     before = status_world.generation(2, ["w0", "w1", "w2", "w9"])
     after = status_world.generation(3, ["w0", "w1", "w2"], digest="9a" * 32)
     world.change("digits", generations=(after, before))

@@ -1,4 +1,4 @@
-"""Serving HTTP inside somebody else's event loop."""
+"""The HTTP server inside another program's event loop."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ from shoal_server.status.serve import StatusServer
 
 
 async def test_a_busy_port_is_named(world: World) -> None:
-    """AddressInUse says which address, and nothing is left behind."""
+    """AddressInUse names the address, and nothing is left running."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressInUse, match=f"127.0.0.1:{port}"):
@@ -45,7 +45,7 @@ async def test_an_address_of_another_machine_is_named(world: World) -> None:
 
 @pytest.mark.long
 async def test_the_port_is_free_again_after_the_server(world: World) -> None:
-    """A second server takes the same port at once, and the first one answers no more."""
+    """A second server takes the same port at once, and the first one no longer answers."""
     async with StatusServer(build_app(world, world.board), "127.0.0.1", 0) as first:
         port = first.port
         async with httpx.AsyncClient(trust_env=False) as http:
@@ -55,7 +55,7 @@ async def test_the_port_is_free_again_after_the_server(world: World) -> None:
 
 
 async def test_signals_are_left_to_the_process(world: World) -> None:
-    """Whoever runs the loop keeps its handlers: they are called, and the server serves on."""
+    """The owner of the loop keeps its handlers: they are called, and the server serves on."""
     caught = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, caught.set)
     try:
@@ -83,7 +83,7 @@ async def test_open_pages_do_not_hold_up_the_end(world: World) -> None:
 
 
 async def test_live_pages_are_bounded_and_given_back(world: World) -> None:
-    """One stream too many gets a clear 503; closing one makes room again."""
+    """The stream beyond the limit gets a clear 503; closing one makes room again."""
     bounds = HttpBounds(HttpLimits(live_pages=1))
     app = build_app(world, world.board, bounds=bounds)
     async with (
@@ -97,7 +97,7 @@ async def test_live_pages_are_bounded_and_given_back(world: World) -> None:
             assert refused.status_code == 503
             assert refused.json()["kind"] == "Overloaded"
         async with asyncio.timeout(5):
-            # The server notices at its next write, of which nobody is told.
+            # The server notices at its next write, which sends no event.
             while bounds.streams.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -105,7 +105,7 @@ async def test_live_pages_are_bounded_and_given_back(world: World) -> None:
 async def test_over_tls_a_browser_is_let_in_where_it_shows_a_token(
     world: World, tmp_path: Path
 ) -> None:
-    """Who has no certificate gets no connection; where tokens are asked for instead, one."""
+    """Clients without a certificate get no connection, unless the server asks for tokens."""
     folder = CertificateFolder(tmp_path / "certs")
     folder.init(hosts=["127.0.0.1"])
     secret = tokens.add(tmp_path / "tokens", "ann", HttpRole.VIEWER)
@@ -124,7 +124,7 @@ async def test_over_tls_a_browser_is_let_in_where_it_shows_a_token(
             assert (await http.get(jobs)).status_code == 401
             known = {"authorization": f"Bearer {secret}"}
             assert (await http.get(jobs, headers=known)).status_code == 200
-            # A certificate does no harm, and is no token.
+            # A certificate is accepted, but is no token.
             own = identity.own()
             assert own is not None
             async with httpx.AsyncClient(trust_env=False, verify=own.material.client) as holder:

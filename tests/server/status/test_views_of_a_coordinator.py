@@ -1,4 +1,4 @@
-"""What a real coordinator and real parameter servers look like through the status endpoint."""
+"""Views of a real coordinator and real parameter servers through the status endpoint."""
 
 import asyncio
 from array import array
@@ -30,7 +30,7 @@ WITHIN_S = 10.0
 
 @asynccontextmanager
 async def endpoint() -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
-    """A coordinator that leads, and a client of its status endpoint."""
+    """Run a coordinator that leads, and a client of its status endpoint."""
     async with served(MemoryStore()) as world:
         app = build_app(world.coordinator.view, world.coordinator.board)
         async with (
@@ -41,7 +41,7 @@ async def endpoint() -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
 
 
 async def test_members_that_train_are_shown_with_rank_and_generation() -> None:
-    """The roster that the members got is the one that the API shows, and each says why it waits."""
+    """The API shows the roster that the members got, and what each member waits for."""
     async with endpoint() as (world, http):
         members = await world.training("a", "b")
         job = (await http.get("/api/v1/jobs/j")).json()
@@ -63,7 +63,7 @@ async def test_members_that_train_are_shown_with_rank_and_generation() -> None:
 
 @pytest.mark.long
 async def test_a_member_that_waits_for_others_says_so() -> None:
-    """One of two members: the job collects, and `why` names what is missing."""
+    """The job with one of two members collects, and `why` names what is missing."""
     async with endpoint() as (world, http):
         await world.joined("a", desired=2, low=2)
         why = (await http.get("/api/v1/jobs/j/members/a/why")).json()
@@ -83,7 +83,7 @@ async def test_a_stopped_coordinator_is_not_ready() -> None:
 
 
 async def test_a_refused_joiner_leaves_a_trace() -> None:
-    """Who asks why its member is not there finds the reason among the events."""
+    """The events have the reason why a member is not there."""
     async with endpoint() as (world, http):
         await world.training("a", "b")
         stranger: MemberSession = world.client("c", desired=2)
@@ -98,7 +98,8 @@ async def test_a_refused_joiner_leaves_a_trace() -> None:
 
 
 def in_step(servers: ParameterServers, reader: ShardReader) -> ShardsView | None:
-    """Backups answer a few milliseconds behind what counts as received already."""
+    """Return the view if backups have answered, else None: they do so some milliseconds after
+    pushes count as received."""
     view = servers.run(reader.read("job"))
     assert view is not None
     lags = {(len(shard.replication.copies), shard.replication.lag) for shard in view.shards}
@@ -140,7 +141,7 @@ def test_the_state_of_every_shard_is_read_from_its_server() -> None:
 
 
 def test_the_books_are_shown_as_they_are() -> None:
-    """Every number of the ledger arrives in the view."""
+    """The view has every number of the ledger."""
     counts = LedgerCounts(
         dataset_size=10,
         num_epochs=2,

@@ -1,4 +1,4 @@
-"""However many jobs there ever were, a new leader serves soon and takes nobody for lost."""
+"""New leaders serve soon, however many jobs there ever were, and declare no member lost."""
 
 import asyncio
 import time
@@ -40,7 +40,7 @@ NUM_GENERATIONS = 3
 TO_ETCD_AND_BACK_S = 0.002
 SERVES_WITHIN_S = 3.0
 LIMITS = Limits(heartbeat_s=0.2, join_s=10.0)
-"""A member is lost 2.8 s after it was last heard of, if the time runs while nobody serves."""
+"""Limits with which a member is lost after 2.8 s of silence, if the time runs without a leader."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ async def store(endpoint: str) -> AsyncIterator[EtcdClient]:
 
 
 def old_job(name: str, *, finished: bool) -> list[Operation]:
-    """What etcd holds of a job that went through some generations."""
+    """Return the content of etcd for a job that went through some generations."""
     newest = Generation(NUM_GENERATIONS)
     state = StateRecord(
         spec=JobSpec(job=name, max_members=8),
@@ -98,17 +98,17 @@ async def written(store: EtcdClient, operations: list[Operation]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What the second coordinator told of other jobs."""
+    """Answers of the second coordinator about other jobs."""
 
     generations: dict[str, int]
-    """The newest by job."""
+    """Number of each job's newest generation."""
     reasons: dict[str, str]
 
 
 async def takes_over(
     store: EtcdClient, endpoint: str, old_jobs: list[Operation], *, visits: Sequence[str] = ()
 ) -> Seen:
-    """A second coordinator takes over, and members that trained under the first train on."""
+    """Start a second coordinator: members that trained under the first one train on."""
     async with served(store, LIMITS) as first:
         members = await first.training("a", "b")
         await first.coordinator.step_down()
@@ -129,7 +129,7 @@ async def takes_over(
 
 
 async def visited(world: Served, jobs: Sequence[str]) -> Seen:
-    """What the coordinator tells of these jobs to who asks by the usual client."""
+    """Ask the coordinator about these jobs with the usual client."""
     coordinators = Coordinators([world.address])
     generations, reasons = {}, {}
     for job in jobs:
@@ -146,11 +146,11 @@ async def visited(world: Served, jobs: Sequence[str]) -> Seen:
 
 
 async def all_are_back(world: Served) -> None:
-    """The members train on in the generation that they were in, and none was lost."""
+    """Check that the members train on in their generation, and that none was lost."""
     board = world.coordinator.board
     job = world.coordinator.registry.find("j").job
     async with asyncio.timeout(10.0):
-        while job.phase is not Phase.RUNNING:  # noqa: ASYNC110 - it is another thread's doing
+        while job.phase is not Phase.RUNNING:  # noqa: ASYNC110 - the work of another thread
             await asyncio.sleep(LIMITS.heartbeat_s / 4)
     kinds = [event.kind for event in board.events("j", limit=1000)]
     assert "member_removed" not in kinds
@@ -165,14 +165,14 @@ async def test_a_thousand_finished_jobs_hold_nobody_up(store: EtcdClient, endpoi
 async def test_interrupted_jobs_are_read_once_others_are_served(
     store: EtcdClient, endpoint: str
 ) -> None:
-    """Who asks for one meanwhile is asked for patience; in the end each is there, with its past."""
+    """Calls for such a job are answered with Unavailable at first, and with its past in the end."""
     old = [op for i in range(300) for op in old_job(f"old-{i}", finished=False)]
     seen = await takes_over(store, endpoint, old, visits=["old-299"])
     assert seen.generations == {"old-299": NUM_GENERATIONS}
 
 
 async def test_a_finished_job_still_tells_its_past(store: EtcdClient, endpoint: str) -> None:
-    """Its records are read when somebody asks for them."""
+    """Records of a finished job are read when they are asked for."""
     old = old_job("old", finished=True)
     seen = await takes_over(store, endpoint, old, visits=["old"])
     assert seen.generations == {"old": NUM_GENERATIONS}
@@ -182,7 +182,7 @@ async def test_a_finished_job_still_tells_its_past(store: EtcdClient, endpoint: 
 async def test_keys_of_members_without_a_job_are_taken_away(
     store: EtcdClient, endpoint: str
 ) -> None:
-    """Whose admission ended half-way is a member of nothing, and nobody would ever remove it."""
+    """A member whose admission ended halfway is in no job, so that no job removes its key."""
     stray, foreign = keys.member("gone", "w0"), keys.MEMBERS + "no job/w0"
     await takes_over(store, endpoint, [Put(stray, b"{}"), Put(foreign, b"{}")])
     assert await store.get(stray) is None

@@ -1,4 +1,4 @@
-"""Member keys stay for as long as their members do, however long no coordinator is there."""
+"""Member keys stay as long as their members, however long there is no coordinator."""
 
 import asyncio
 from contextlib import aclosing
@@ -14,7 +14,7 @@ AN_HOUR_S = 3600.0
 
 
 async def test_no_absence_of_the_coordinator_ends_a_member() -> None:
-    """An hour without a leader: the keys, by which parameter servers fence, are there still."""
+    """Keys are still there after an hour without a leader: parameter servers fence by them."""
     now_s = 0.0
     store = MemoryStore(clock=lambda: now_s)
     async with served(store) as first:
@@ -27,7 +27,7 @@ async def test_no_absence_of_the_coordinator_ends_a_member() -> None:
 
 
 async def test_members_that_are_long_gone_are_removed_by_the_next_leader() -> None:
-    """Nothing but a leader ends a key: it does so after the grace that it gives everybody."""
+    """Keys are removed by a leader alone, after the grace period that it gives all members."""
     store = MemoryStore()
     async with served(store) as first:
         members = await first.training("a", "b")

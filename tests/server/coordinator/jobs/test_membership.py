@@ -1,4 +1,4 @@
-"""Membership over real gRPC: what clients see of each other's coming and going."""
+"""Membership over real gRPC: how clients see others come and go."""
 
 import asyncio
 import threading
@@ -39,7 +39,7 @@ def broken(client: MemberSession, generation: int) -> "asyncio.Future[bool]":
 
 
 async def test_members_get_one_record_and_it_is_in_the_store() -> None:
-    """Two members, the same roster with ranks, and that roster is durable."""
+    """Two members get the same roster with ranks, and this roster is durable."""
     store = MemoryStore()
     async with served(store) as world:
         a, b = await world.joined("a"), await world.joined("b")
@@ -55,11 +55,11 @@ async def test_members_get_one_record_and_it_is_in_the_store() -> None:
 
 
 async def test_a_dead_process_is_noticed_by_its_stream_and_a_failed_collective() -> None:
-    """Both together are a loss at once; the survivor trains on alone; the dead one is fenced."""
+    """The two signs together are a loss at once; the survivor trains on; the dead one is fenced."""
     store = MemoryStore()
     async with served(store) as world:
         a, b = await world.training("a", "b")
-        await asyncio.to_thread(b.close)  # the connection drops without a word, as in a kill
+        await asyncio.to_thread(b.close)  # the connection drops without notice, as in a kill
         await asyncio.to_thread(a.report_broken, "connection reset by peer")
         assert await broken(a, 1)
         await asyncio.to_thread(a.settle, 5, has_state=True)
@@ -80,7 +80,7 @@ async def test_the_launcher_report_is_enough() -> None:
 
 
 async def test_a_report_on_another_process_changes_nothing() -> None:
-    """The launcher of a process that was replaced does not take its successor down."""
+    """The launcher of a replaced process does not bring its successor down."""
     async with served(MemoryStore()) as world:
         a, _ = await world.training("a", "b")
         async with grpc.aio.insecure_channel(world.address) as channel:
@@ -91,7 +91,7 @@ async def test_a_report_on_another_process_changes_nothing() -> None:
 
 
 async def test_a_silent_member_is_lost_after_the_lease() -> None:
-    """A member whose stream stays but that says nothing, as when it is stopped."""
+    """A stopped process keeps its stream, and sends nothing."""
     async with served(MemoryStore(), Limits(heartbeat_s=0.1, join_s=60)) as world:
         a, b = await world.training("a", "b")
         b._threads.closing.set()  # ends its heartbeats, leaves its stream
@@ -100,7 +100,7 @@ async def test_a_silent_member_is_lost_after_the_lease() -> None:
 
 
 async def stopped_together(members: list[MemberSession], step: int) -> list[pb.GenerationRecord]:
-    """Train in lockstep, as a collective makes members do, until all are told to change."""
+    """Train in lockstep, as by a collective, until the members have to change."""
     lockstep = threading.Barrier(len(members), timeout=WITHIN_S)
 
     def train(member: MemberSession) -> pb.GenerationRecord:
@@ -131,7 +131,7 @@ async def test_a_joiner_comes_in_where_all_stop() -> None:
 
 
 async def test_a_model_that_differs_is_refused_and_the_rest_train_on() -> None:
-    """The error names the field and who holds which value."""
+    """The error names the field, and which members have which value."""
     async with served(MemoryStore()) as world:
         a, _ = await world.training("a", "b")
         odd = world.client("odd")
@@ -143,9 +143,9 @@ async def test_a_model_that_differs_is_refused_and_the_rest_train_on() -> None:
 
 
 async def test_a_replaced_process_is_fenced() -> None:
-    """Its calls are refused from the moment its successor attends."""
+    """The old process's calls are refused from the moment its successor joins."""
     async with served(MemoryStore()) as world:
-        # Another one holds the state, so that the job is not lost with it.
+        # Another member holds the state, so that the job is not lost.
         old, _ = await world.training("a", "b")
         await world.joined("a", desired=2)
         with pytest.raises(Fenced):
@@ -153,7 +153,7 @@ async def test_a_replaced_process_is_fenced() -> None:
 
 
 async def test_a_finished_job_is_not_started_again() -> None:
-    """Its name is taken for good, and the error says so."""
+    """The name of a finished job cannot be used again, and the error says so."""
     async with served(MemoryStore()) as world:
         a = await world.joined("a", desired=1)
         await entered(a, 0)
@@ -164,7 +164,7 @@ async def test_a_finished_job_is_not_started_again() -> None:
 
 
 async def test_bounds_that_contradict_are_refused() -> None:
-    """min above max: the numbers seen and what is expected."""
+    """The error for min above max has the numbers seen and the numbers expected."""
     async with served(MemoryStore()) as world:
         client = world.client("a", low=4, high=2)
         with pytest.raises(InvalidSpec, match="min_members is 4 and max_members 2"):
@@ -172,7 +172,7 @@ async def test_bounds_that_contradict_are_refused() -> None:
 
 
 async def test_an_unreachable_coordinator_is_named() -> None:
-    """Within the time limit, with the address and what to check."""
+    """The error comes within the time limit, with the address and what to check."""
     spec = pb.JobSpec(job="j", min_members=1, max_members=1, desired_members=1)
     member = Member(
         coordinators=["127.0.0.1:1"],
@@ -187,7 +187,7 @@ async def test_an_unreachable_coordinator_is_named() -> None:
 
 
 async def test_malformed_bytes_get_an_answer_that_says_so() -> None:
-    """Not an internal failure: which type was expected, and the server goes on."""
+    """The error names the type that was expected, and the server goes on."""
     async with served(MemoryStore()) as world:
         async with grpc.aio.insecure_channel(world.address) as channel:
             call = channel.unary_unary("/shoal.v1.Membership/Propose")
@@ -200,7 +200,7 @@ async def test_malformed_bytes_get_an_answer_that_says_so() -> None:
 
 
 async def test_an_unknown_job_is_named() -> None:
-    """A call for a job nobody started lists the jobs there are."""
+    """The error for an unknown job lists the jobs that exist."""
     async with served(MemoryStore()) as world:
         await world.training("a")
         async with grpc.aio.insecure_channel(world.address) as channel:
@@ -212,7 +212,7 @@ async def test_an_unknown_job_is_named() -> None:
 
 
 async def test_a_new_leader_takes_over_a_running_job() -> None:
-    """Members find it, say where they stand, and the same generation runs on."""
+    """Members find the new leader and report their step, and the same generation runs on."""
     store = MemoryStore()
     async with served(store) as first:
         a, b = await first.training("a", "b")
@@ -223,14 +223,14 @@ async def test_a_new_leader_takes_over_a_running_job() -> None:
                 member.coordinators.move_on(first.address, moved)
             await second.joined("c")
             record, _ = await stopped_together([a, b], 0)
-            # Planned: the new leader knew that generation 1 runs on.
+            # Planned, as the new leader knew that generation 1 runs on.
             assert record.roster.planned
             assert record.roster.generation == 2
             assert not a.is_broken(1)
 
 
 async def test_nothing_is_left_of_a_job_that_nobody_was_let_into() -> None:
-    """Refused for what it says of its devices, or of a generation that it was in."""
+    """The only member was refused for its devices, or for a generation that it claims."""
     async with served(MemoryStore()) as world:
         registry = world.coordinator.registry
         async with grpc.aio.insecure_channel(world.address) as channel:

@@ -1,4 +1,4 @@
-"""The committed record on its way to members: a roster once, if they keep it."""
+"""Committed records on their way to members: a member that keeps rosters gets each only once."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ WITHIN_S = 30.0
 
 @dataclass(kw_only=True)
 class Raw:
-    """A member that sees every notice as it came."""
+    """Member without the typed client, that sees every notice as sent."""
 
     stub: MembershipStub
     name: str = "a"
@@ -78,7 +78,7 @@ async def stub_of(world: Served) -> AsyncIterator[MembershipStub]:
 
 @pytest.mark.parametrize("fetches_rosters", [False, True])
 async def test_a_roster_that_was_shown_is_left_out_for_who_keeps_it(fetches_rosters: bool) -> None:
-    """Others get the whole record, and what is asked for is whole for all."""
+    """Other members get the whole record, and a record that is asked for is always whole."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
         member = Raw(stub=stub, fetches_rosters=fetches_rosters)
         async with member.attending() as notices:
@@ -96,7 +96,7 @@ async def test_a_roster_that_was_shown_is_left_out_for_who_keeps_it(fetches_rost
 
 
 async def test_a_new_stream_gets_the_whole_record() -> None:
-    """What was shown on a stream that broke may never have arrived."""
+    """A roster shown on a stream that broke may never have arrived."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
         member = Raw(stub=stub, fetches_rosters=True)
         async with member.attending() as notices:
@@ -111,7 +111,7 @@ async def test_a_new_stream_gets_the_whole_record() -> None:
 
 
 async def test_the_typed_client_has_the_whole_record() -> None:
-    """A trainer sees the record that is in the store, whoever put the roster in."""
+    """The trainer sees the record of the store, with the roster that the client kept."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
         a, b = await world.joined("a"), await world.joined("b")
         records = await asyncio.gather(entered(a, 0), entered(b, 0))

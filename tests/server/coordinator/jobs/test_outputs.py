@@ -1,4 +1,4 @@
-"""What workers print is read through the coordinator: launchers answer it while somebody asks."""
+"""Output of workers is read through the coordinator; launchers send it while it is asked for."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -30,7 +30,7 @@ WITHIN_S = 20.0
 def launcher(
     world: Served, *, secret: str = LAUNCH, job_secret: str = "", member: str = "a", job: str = "j"
 ) -> Iterator[OutputTail]:
-    """One whose worker prints what is added to the tail."""
+    """Launcher of a worker that prints what is added to the tail."""
     coordinators, tail = Coordinators([world.address]), OutputTail()
     owner = pb.OutputOwner(member_id=member, launch_secret=secret)
     request = pb.ServeOutputRequest(job=job, host="h", members=[owner], job_secret=job_secret)
@@ -43,7 +43,7 @@ def launcher(
 
 @asynccontextmanager
 async def launched(world: Served, **named: str) -> AsyncIterator[OutputTail]:
-    """The same off the event loop, once the coordinator knows of it."""
+    """Start the launcher off the event loop, and wait until the coordinator knows it."""
     made = launcher(world, **named)  # type: ignore[arg-type]
     before = world.coordinator.view.outputs._num_served
     tail = await asyncio.to_thread(made.__enter__)
@@ -81,7 +81,7 @@ async def read(
 
 
 async def test_lines_are_handed_on_as_they_are_printed() -> None:
-    """The newest, then what came since, each line once; and without escape sequences."""
+    """The newest lines come first, then each later line once, without escape sequences."""
     async with served(MemoryStore()) as world, launched(world) as tail:
         await joined(world)
         tail.add("\x1b[31mone\x1b[0m")
@@ -128,7 +128,7 @@ async def test_nothing_is_stored_in_etcd() -> None:
 
 
 async def test_a_worker_of_another_launcher_is_not_answered_for() -> None:
-    """Who says that it serves a member has to know the secret that the member was started with."""
+    """A launcher that serves a member has to know the secret with which the member was started."""
     async with served(MemoryStore()) as world, launched(world, secret=drawn()) as forged:
         await joined(world)
         forged.add("forged")
@@ -151,7 +151,7 @@ async def test_a_member_and_a_job_that_there_are_not_are_refused_by_name() -> No
 
 
 async def test_what_a_launcher_leaves_is_there_once_it_has_ended() -> None:
-    """The last lines, of a member that is gone as well; until the job begins anew."""
+    """The last lines are kept, even of a member that is gone, until the job begins anew."""
     async with served(MemoryStore()) as world:
         async with launched(world) as tail:
             member = await joined(world)
@@ -212,7 +212,7 @@ async def test_who_does_not_serve_a_member_leaves_no_lines_of_it() -> None:
 
 
 async def test_of_a_job_with_a_secret_only_who_is_known_reads() -> None:
-    """And only a launcher that has the secret is asked."""
+    """Launchers without the secret are not asked."""
     async with (
         served(MemoryStore()) as world,
         launched(world, job_secret=JOB) as tail,
@@ -237,7 +237,7 @@ async def test_of_a_job_in_quarantine_nothing_is_shown() -> None:
 
 
 async def test_a_launcher_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are answered meanwhile, and what may wait for it has a bound."""
+    """Other readers are answered meanwhile, and the number of waiting readers is bounded."""
     monkeypatch.setattr(outputs, "ANSWER_WITHIN_S", 0.2)
     monkeypatch.setattr(outputs, "MAX_WAITING", 3)
     async with served(MemoryStore()) as world:
@@ -259,8 +259,8 @@ async def test_a_launcher_that_hangs_is_not_waited_for(monkeypatch: pytest.Monke
 async def test_who_asks_while_the_launcher_ends_gets_its_last_lines(
     leaves_lines: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of its stream ends the wait. Regression: it took 3 s and ended as Unavailable, with
-    the lines at hand."""
+    """The end of the launcher's stream ends the wait. Regression: the call took 3 s and ended as
+    Unavailable, although the lines were there."""
     monkeypatch.setattr(outputs, "ANSWER_WITHIN_S", 10 * WITHIN_S)
     async with (
         served(MemoryStore()) as world,
@@ -271,7 +271,7 @@ async def test_who_asks_while_the_launcher_ends_gets_its_last_lines(
         stream = stub.Serve(pb.ServeOutputRequest(job="j", host="h", source="ab", members=[owner]))
         await stream.read()
         reading = asyncio.create_task(read(world))
-        await stream.read()  # what is wanted
+        await stream.read()  # the coordinator's question
         if leaves_lines:
             last = pb.LastOutput(owner=owner, part=pb.OutputPart(data=b"the end\n", stop=8))
             await stub.Keep(pb.KeepOutputRequest(job="j", last=[last]))
@@ -297,7 +297,7 @@ async def test_an_answer_needs_the_ticket_of_its_question() -> None:
 
 
 async def test_launchers_go_to_the_next_leader() -> None:
-    """Nothing of it was stored, and it is there again."""
+    """The lines were not stored, and are available again."""
     store = MemoryStore()
     async with served(store) as world, launched(world) as tail:
         await joined(world)

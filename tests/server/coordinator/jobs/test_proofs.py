@@ -1,4 +1,4 @@
-"""Who knows only names acts for nobody: a launcher shows its secret, a member its job's."""
+"""Names alone permit nothing: a launcher shows its secret, and a member the secret of its job."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -29,7 +29,7 @@ WITHIN_S = 10.0
 
 
 async def training(world: Served, **secrets: str) -> MemberSession:
-    """Member `a` alone, in the first generation."""
+    """Return member `a` alone in the first generation."""
     member = world.client("a", desired=1, **secrets)  # type: ignore[arg-type]
     await asyncio.to_thread(member.join)
     await asyncio.to_thread(propose, member)
@@ -41,7 +41,7 @@ Call = Callable[[MembershipStub], Awaitable[object]]
 
 
 async def refusal(world: Served, call: Call) -> ShoalError | None:
-    """What a stranger's call is refused with; None if it is not."""
+    """Return the error with which a stranger's call is refused; None if it is not."""
     async with grpc.aio.insecure_channel(world.address) as channel:
         try:
             await call(MembershipStub(channel))
@@ -67,7 +67,7 @@ def halted(**fields: str) -> Call:
 async def test_a_report_by_who_did_not_start_the_process_is_refused(
     report: Callable[..., Call], secret: str
 ) -> None:
-    """Not with the digest either, which lies in etcd. It changes nothing."""
+    """The secret's digest, which is in etcd, is no proof either. The report changes nothing."""
     async with served(MemoryStore()) as world:
         member = await training(world, launch_secret=LAUNCH)
         refused = await refusal(world, report(launch_secret=secret))
@@ -85,7 +85,7 @@ async def test_the_report_of_its_own_launcher_counts() -> None:
 
 
 async def test_a_leader_that_comes_later_asks_for_the_same_proof() -> None:
-    """Of a member of which it knows what etcd has: the digest, and not the secret."""
+    """The new leader knows of the member what etcd has: the digest, and not the secret."""
     store = MemoryStore()
     async with served(store) as world:
         member = await training(world, launch_secret=LAUNCH)
@@ -119,7 +119,7 @@ def attends(member_id: str, secret: str) -> Call:
 
 
 def acts(secret: str) -> dict[str, Call]:
-    """Everything that is done to a member, or a job, by its name."""
+    """Return all calls that change a member or a job by its name."""
     return {
         "joins": attends("stranger", secret),
         "takes a member's place": attends("a", secret),
@@ -133,7 +133,7 @@ def acts(secret: str) -> dict[str, Call]:
 
 
 async def held(store: MemoryStore) -> dict[str, bytes]:
-    """All that is in etcd."""
+    """Return the whole content of etcd."""
     return {item.key: item.value for item in (await store.range("")).items}
 
 
@@ -141,7 +141,7 @@ async def held(store: MemoryStore) -> dict[str, bytes]:
     "secret", ["", digest_of(JOB), drawn()], ids=["none", "its digest", "another"]
 )
 async def test_who_lacks_a_jobs_secret_does_nothing_in_it(secret: str) -> None:
-    """Whatever names it knows, and whoever leads: with the digest that etcd has neither."""
+    """Names are no proof under any leader, and neither is the digest that etcd has."""
     store = MemoryStore()
     async with served(store) as world:
         member = await training(world, job_secret=JOB)
@@ -168,7 +168,7 @@ async def test_a_jobs_secret_outlives_its_members_and_its_leader() -> None:
         await asyncio.to_thread(member.leave, completed=False, reason="done for today")
         assert isinstance(await refusal(world, attends("b", "")), AccessDenied)
     async with served(store) as later:
-        # A new leader says so while it still reads the job.
+        # A new leader answers Unavailable while it still reads the job.
         while isinstance(found := await refusal(later, attends("b", "")), Unavailable):
             pass
         assert isinstance(found, AccessDenied)
@@ -183,7 +183,7 @@ async def test_who_has_the_secret_joins_and_acts() -> None:
 
 
 async def test_a_job_that_was_begun_without_a_secret_gets_none_later() -> None:
-    """Members with and without would train together, and the secret would mean nothing."""
+    """Members with and without the secret would train together, and it would protect nothing."""
     async with served(MemoryStore()) as world:
         await training(world)
         refused = await refusal(world, attends("b", JOB))
@@ -192,7 +192,7 @@ async def test_a_job_that_was_begun_without_a_secret_gets_none_later() -> None:
 
 
 async def test_http_without_tokens_does_nothing_to_a_job_with_a_secret() -> None:
-    """There everybody is let in, and so nobody has shown anything."""
+    """Servers without tokens let every caller in, so that none has proved anything."""
     async with served(MemoryStore()) as world:
         member = await training(world, job_secret=JOB)
         app = build_app(

@@ -1,4 +1,4 @@
-"""A member that says nothing any more, as the coordinator finds it."""
+"""Silent members, and how the coordinator finds them."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ LIMITS = Limits(heartbeat_s=0.2, join_s=120.0)
 
 
 async def test_a_silent_member_is_found_although_the_others_never_pause() -> None:
-    """The search comes round by the clock, not when there happens to be nothing else to do."""
+    """The search runs by the clock, and not only when there is nothing else to do."""
     async with served(MemoryStore(), LIMITS) as world:
         actor = world.coordinator.registry.find_or_create(SPEC)
         names = {name: new_incarnation() for name in ("silent", "busy")}
@@ -36,7 +36,7 @@ async def test_a_silent_member_is_found_although_the_others_never_pause() -> Non
                 actor.heartbeat(HeartbeatReceived(member_id="busy", incarnation=names["busy"]), 0)
                 await actor.submit(nothing)
                 await asyncio.sleep(0)
-        await actor.submit(nothing)  # behind what the loss led to
+        await actor.submit(nothing)  # after all that the loss led to
         assert list(actor.job.members) == ["busy"]
         (lost,) = [e for e in world.coordinator.board.events("j") if e.kind == "member_removed"]
         assert lost.reason.startswith("silent: no heartbeat for ")

@@ -1,4 +1,4 @@
-"""When a replica takes a leader for gone, and when it leaves the judgement to the lease."""
+"""Leader failover: when a replica takes the leader for gone, and when it waits for the lease."""
 
 import asyncio
 import signal
@@ -39,13 +39,13 @@ from shoal_server.serving.rpc import Context, bind, new_server
 
 DEADLINE_S = 60.0
 LONG_LEASE_S = 600
-"""Nothing in these tests can wait for its end."""
+"""Longer than any of these tests could wait."""
 
 
 def started(
     supervisor: Supervisor, directory: Path, etcd: str, lease_s: int, listen: str = "127.0.0.1:0"
 ) -> CoordinatorProcess:
-    """One more coordinator, that serves."""
+    """Start one more coordinator, and wait until it serves."""
     name = f"coordinator-{len(list(directory.glob('*.log')))}"
     process = CoordinatorProcess(supervisor, directory, name, etcd, lease_s=lease_s, listen=listen)
     return process.ready()
@@ -59,7 +59,7 @@ def health(process: CoordinatorProcess, service: str) -> int:
 
 @pytest.mark.long
 def test_a_killed_leader_is_succeeded_long_before_its_lease_ends(tmp_path: Path) -> None:
-    """Its process is gone, which the kernel says at once; and probes are told who leads."""
+    """The kernel reports at once that the process is gone; health probes tell who leads."""
     serving = health_pb2.HealthCheckResponse.SERVING
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         first = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
@@ -88,7 +88,7 @@ def test_a_killed_leader_is_succeeded_long_before_its_lease_ends(tmp_path: Path)
 def test_a_coordinator_that_restarts_leads_without_waiting_for_its_own_lease(
     tmp_path: Path,
 ) -> None:
-    """It listens where the leader's key says the leader does, so that one is dead."""
+    """The new process listens at the address in the leader's key, so that the leader is dead."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         first = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
         first.process.kill()
@@ -98,7 +98,7 @@ def test_a_coordinator_that_restarts_leads_without_waiting_for_its_own_lease(
 
 
 async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) -> None:
-    """A replica that starts takes nothing from a leader elsewhere, nor from a namesake host's."""
+    """A replica that starts ends no term elsewhere, even if another host has its address."""
     store = MemoryStore()
     await _reign(store, "127.0.0.1:1")
     for candidate in (
@@ -114,7 +114,7 @@ async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) 
 
 @pytest.mark.long
 def test_a_halted_leader_wakes_up_deposed_and_changes_nothing(tmp_path: Path) -> None:
-    """Its port answers, so its lease decides; what its successor wrote stays as it is."""
+    """The halted leader's port answers, so its lease decides; its successor's writes stay."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         first = started(supervisor, tmp_path, etcd, 2)
         second = started(supervisor, tmp_path, etcd, 2)
@@ -161,7 +161,7 @@ async def _jobs_in(etcd: str) -> tuple[KeyValue, ...]:
 
 
 class CountingHealth(HealthService):
-    """Says when the next watcher has come."""
+    """Health service that reports when the next watcher has come."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class CountingHealth(HealthService):
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         async for reply in super().Watch(request, context):
             yield reply
-            # The caller has the reply by the time that it is asked for another.
+            # The caller has received the reply by the time that it asks for another.
             self.came.set()
 
 
@@ -209,7 +209,7 @@ async def test_a_leader_that_is_cut_off_from_one_replica_is_not_deposed() -> Non
                 break_off()
                 assert not await refuses(gate.endpoint)
                 gate.restore()
-            # It has come back after each break, and did not end the term in between.
+            # The watcher has come back after each break, and has not ended the term.
             await health.came.wait()
             assert not watching.done()
             assert await read(store) == leader
@@ -227,8 +227,8 @@ async def test_a_refusal_counts_only_after_the_leader_has_answered_once() -> Non
         leader = await _reign(store, f"127.0.0.1:{port}")
         async with asyncio.timeout(DEADLINE_S):
             watching = asyncio.create_task(end_when_gone(store, leader))
-            # Bound and not listened at: refused. The watcher has had its turn after a few of these,
-            # which are the same as its own.
+            # The port is bound, but not listened at, so that it refuses. After a few such calls,
+            # which are the same as the watcher's, the watcher has had its turn.
             for _ in range(5):
                 assert not await answered_until_broken(leader.address)
                 assert await refuses(leader.address)
@@ -242,7 +242,7 @@ async def test_a_refusal_counts_only_after_the_leader_has_answered_once() -> Non
 
 
 async def test_an_end_does_not_reach_the_successor() -> None:
-    """A replica that finds out late ends the term of the one it found gone, and no other's."""
+    """A replica that finds out late ends only the term of the leader that it found gone."""
     store = MemoryStore()
     async with asyncio.timeout(DEADLINE_S):
         async with _coordinator() as (health, address):

@@ -1,4 +1,4 @@
-"""A coordinator that does not lead says who does, or that it knows of nobody, and why."""
+"""Coordinators that do not lead name the leader, or say that they know of none, and why."""
 
 import signal
 from pathlib import Path
@@ -20,7 +20,7 @@ JOBS = "/api/v1/jobs"
 
 
 def refused(coordinator: CoordinatorProcess) -> NotLeader:
-    """What a call is refused with there."""
+    """Return the error with which a call is refused there."""
     with grpc.insecure_channel(coordinator.grpc) as channel, pytest.raises(grpc.RpcError) as raised:
         MembershipStub(channel).GetGeneration(GetGenerationRequest(job="j"), timeout=WITHIN_S)
     error = from_rpc_error(raised.value, coordinator.grpc)
@@ -30,7 +30,7 @@ def refused(coordinator: CoordinatorProcess) -> NotLeader:
 
 @pytest.mark.long
 def test_without_etcd_nobody_is_named_and_etcd_is(tmp_path: Path) -> None:
-    """Neither who led last nor this one itself; and once etcd is back, the leader again."""
+    """The refusal names neither the last leader nor this coordinator; later it names the leader."""
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):
         first = CoordinatorProcess(supervisor, tmp_path, "first", etcd.endpoint).ready()
         awaited(first.leads, WITHIN_S, "the first leads")

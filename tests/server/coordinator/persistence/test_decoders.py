@@ -1,5 +1,7 @@
-"""Whatever lies in etcd is read as a value or refused with one named error; and what a coordinator
-writes of what members say, it can read again."""
+"""Decoders of records: any content of etcd is read as a value or refused with a named error.
+
+A coordinator can read every record that it writes from requests of members.
+"""
 
 import json
 from typing import Any
@@ -79,12 +81,12 @@ def at(key: str, value: bytes) -> KeyValue:
 
 
 def is_read(key: str, value: bytes) -> bool:
-    """Whether a record can be read. Raises what is no named error."""
+    """True if the record can be read. Raises any error that is not a named one."""
     return inspection.broken(JOB, [at(key, value)], check_record) == []
 
 
 def test_the_good_ones_are_read() -> None:
-    """So that what follows does not find everything broken. The map's chunk is missing."""
+    """Later tests must not find everything broken. A chunk of the shard map is missing."""
     for kind, (key, value) in GOOD.items():
         assert inspection.kind_of(JOB, key) is kind
         assert is_read(key, json.dumps(value).encode()) == (kind is not RecordKind.SHARDS), kind
@@ -120,7 +122,7 @@ def test_any_json_is_read_or_named(value: object) -> None:
 def test_good_records_with_anything_in_one_place_are_read_or_named(
     kind: RecordKind, data: st.DataObject
 ) -> None:
-    """A wrong type, a huge number, NaN, a field that is missing or that nobody knows."""
+    """Wrong types, huge numbers, NaN, missing fields and unknown fields."""
     key, good = GOOD[kind]
     value = json.loads(json.dumps(good))
     inside: Any = value
@@ -140,14 +142,14 @@ def test_good_records_with_anything_in_one_place_are_read_or_named(
 @few
 @given(data=st.binary(max_size=60))
 def test_records_of_holders_are_read_or_named(data: bytes) -> None:
-    """Behind a good beginning, so that the message itself often parses."""
+    """The bytes follow a good beginning, so that the message itself often parses."""
     head = JobHoldings(job=JOB, run="run", num_shards=1).SerializeToString()
     shard = ShardHolding(run="run", shard_id=7, epoch=1, content=1).SerializeToString()
     is_read(keys.assignments_head(JOB), head + data)
     is_read(keys.shard_assignment(JOB, "run", 7), shard + data)
 
 
-# --- what is written can be read again ---
+# --- records that a coordinator writes can be read again ---
 
 whole = st.integers(0, 65535) | st.sampled_from([0, 1, 8, 65535, 65536, 2**31, 2**32 - 1])
 big = st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**53 - 1, 2**53, 2**63, 2**64 - 1])
@@ -203,7 +205,7 @@ def is_let_in(message: object) -> bool:
     step=2**60,
 )
 def test_what_is_let_in_at_the_edge_can_be_read_again(request: pb.AttendRequest, step: int) -> None:
-    """A coordinator that wrote what it cannot read would quarantine the job at its next start."""
+    """Otherwise a coordinator would quarantine the job at its next start."""
     if not is_let_in(request):
         return
     event = joined(request)
@@ -222,7 +224,7 @@ def test_what_is_let_in_at_the_edge_can_be_read_again(request: pb.AttendRequest,
 
 
 def test_a_bound_that_were_missing_would_be_found() -> None:
-    """The records do have bounds of their own, which the edge's must be within."""
+    """Records have bounds of their own, and the bounds of requests must lie within them."""
     info = pb.MemberInfo(host="h", probe_port=70_000)
     with pytest.raises(UnreadableRecord):
         codec.member_from_json(codec.member_to_json("1", codec.info_from_pb(info)))
@@ -230,7 +232,7 @@ def test_a_bound_that_were_missing_would_be_found() -> None:
 
 
 def test_members_are_told_every_limit() -> None:
-    """Those that follow from others, too."""
+    """Derived limits are sent, too."""
     message = codec.limits_to_pb(Limits())
     assert {each.name for each, _ in message.ListFields()} == set(
         pb.Limits.DESCRIPTOR.fields_by_name

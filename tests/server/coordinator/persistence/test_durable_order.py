@@ -1,4 +1,4 @@
-"""What is durable before whom it is told to, and how many changes go into one write."""
+"""Order of durable writes and answers, and how many changes go into one write."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ SPEC = JobSpec(job="j", min_members=1, max_members=8, desired_members=8)
 
 
 class GatedStore(MemoryStore):
-    """Its transactions wait while the gate is closed; it remembers which keys each wrote."""
+    """Store whose transactions wait while the gate is closed; it records the keys of each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = asyncio.Event()
         self.gate.set()
         self.waits = asyncio.Event()
-        """Set once a transaction has come to the gate."""
+        """Set once a transaction waits at the gate."""
         self.written: list[set[str]] = []
 
     async def transact(
@@ -42,7 +42,7 @@ class GatedStore(MemoryStore):
         return await super().transact(compares, then, otherwise)
 
     def members_written(self) -> list[set[str]]:
-        """The names of members in each transaction that has any."""
+        """Return the names of members in each transaction that has any."""
         prefix = keys.members("j")
         names = [{k.removeprefix(prefix) for k in w if k.startswith(prefix)} for w in self.written]
         return [each for each in names if each]
@@ -64,15 +64,15 @@ async def at_gate(store: GatedStore) -> None:
 
 
 async def test_changes_that_wait_for_a_write_go_into_the_next_together() -> None:
-    """Who arrives while one is under way costs no write of its own, and hears after it."""
+    """A member that arrives during a write costs no write of its own, and is answered after it."""
     store = GatedStore()
     async with served(store) as world:
-        store.waits.clear()  # a leader writes where snapshots may lie
+        store.waits.clear()  # a new leader writes where snapshots may be
         store.gate.clear()
         first = submitted(world, arrival("a"))
         await at_gate(store)
         others = [submitted(world, arrival(name)) for name in "bcd"]
-        await asyncio.sleep(0)  # the state machine takes them in
+        await asyncio.sleep(0)  # the state machine accepts them
         assert len(world.coordinator.registry.actors()[0].job.members) == 4
         assert not any(each.done() for each in (first, *others))
         store.gate.set()
@@ -81,7 +81,7 @@ async def test_changes_that_wait_for_a_write_go_into_the_next_together() -> None
 
 
 async def test_a_refusal_leaves_after_the_write_of_its_reason() -> None:
-    """Nobody hears that it is fenced before it is for good."""
+    """The member is not told that it is fenced before this is durable."""
     store = GatedStore()
     async with served(store) as world:
         come = arrival("a")
@@ -105,7 +105,7 @@ async def test_a_refusal_leaves_after_the_write_of_its_reason() -> None:
 
 
 async def test_nothing_leaves_a_leader_that_could_not_write() -> None:
-    """Its state is ahead of the store: all who waited, and all who come, hear that it is over."""
+    """The leader's state is ahead of the store: all callers, waiting or new, are refused."""
     store = GatedStore()
     async with served(store, conditions=(absent("another leads"),)) as world:
         await submitted(world, arrival("a"))

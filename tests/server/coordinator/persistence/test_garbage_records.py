@@ -1,4 +1,4 @@
-"""A record that cannot be read stops its own job, and nothing else: whatever lies in etcd."""
+"""Unreadable records in etcd stop their own job, and nothing else."""
 
 import asyncio
 from collections.abc import Iterator
@@ -51,14 +51,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(etcd: str) -> str:
-    """All of it lies there before anybody looks."""
+    """Write all garbage to etcd before any process reads it."""
     asyncio.run(_write(etcd))
     return etcd
 
 
 @pytest.fixture(scope="module")
 def coordinator(written: str, supervisor: Supervisor, folder: Path) -> CoordinatorProcess:
-    """A coordinator that leads amid all of it."""
+    """Start a coordinator that leads with all this garbage in etcd."""
     started = CoordinatorProcess(supervisor, folder, "coordinator", written).ready()
     awaited(started.leads, CALL_S, "it leads")
     return started
@@ -66,7 +66,7 @@ def coordinator(written: str, supervisor: Supervisor, folder: Path) -> Coordinat
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=[each.what for each in GARBAGE])
 def test_only_its_own_job_is_quarantined(coordinator: CoordinatorProcess, garbage: Garbage) -> None:
-    """Who asks for it hears of the key; one that does no harm to the job goes unnoticed."""
+    """Calls for such a job get the key in the error; a harmless record goes unnoticed."""
     coordinators = Coordinators([coordinator.grpc])
     try:
         with pytest.raises((JobQuarantined, UnknownGeneration, UnknownJob)) as raised:
@@ -83,7 +83,7 @@ def test_only_its_own_job_is_quarantined(coordinator: CoordinatorProcess, garbag
 
 
 def test_other_jobs_train(coordinator: CoordinatorProcess) -> None:
-    """Two members find each other, and the leader's term lasts."""
+    """Two members form a generation, and the leader's term goes on."""
     scripts = [Script(job="good", member_id=name) for name in ("a", "b")]
     members = [ScriptedMember([coordinator.grpc], script).start() for script in scripts]
     try:
@@ -109,7 +109,7 @@ def test_people_see_which_job_is_quarantined_and_why(coordinator: CoordinatorPro
 def test_a_parameter_server_starts_amid_garbage(
     written: str, supervisor: Supervisor, folder: Path
 ) -> None:
-    """It follows members, assignments and servers of all jobs."""
+    """The server follows members, assignments and servers of all jobs."""
     server = ServedProcess(
         supervisor, folder, "ps", "ps", "--etcd", written, "--listen", "127.0.0.1:0", "--id", "ps-0"
     ).ready()
@@ -118,7 +118,7 @@ def test_a_parameter_server_starts_amid_garbage(
 
 
 def test_the_shards_of_other_jobs_are_tended(coordinator: CoordinatorProcess) -> None:
-    """The keeper tells of each record that it cannot use, once, and goes on."""
+    """The shard controller logs each record that it cannot use, and goes on."""
     broken = [each for each in GARBAGE if each.what.startswith("assignments")]
 
     def are_logged() -> bool:

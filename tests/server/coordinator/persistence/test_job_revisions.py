@@ -1,4 +1,4 @@
-"""A job's writes compare the revision of its own record: nothing is decided upon another's."""
+"""Writes of a job compare the revision of its record: no decision is based on another record."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ KEY = keys.job_state("j")
 
 
 class UnknownOutcomes(MemoryStore):
-    """Next to a transaction's answer, says of each that nobody knows it, once."""
+    """Store that answers its first transaction as one of unknown outcome."""
 
     def __init__(self, *, arrives: bool) -> None:
         super().__init__()
         self._arrives = arrives
         self.late: list[tuple[Sequence[Compare], Sequence[Operation]]] = []
-        """What has not arrived yet."""
+        """Transactions that may still arrive later."""
 
     async def transact(
         self,
@@ -57,7 +57,7 @@ async def newest(store: MemoryStore) -> int:
 
 
 async def test_a_record_that_another_wrote_is_not_written_over() -> None:
-    """Neither one that was changed, nor one that was not there, nor one that is gone."""
+    """The record was changed, or was not there, or is gone."""
     store = MemoryStore()
     jobs = jobs_in(store)
     await jobs.persist(write(1), StoredGenerations())
@@ -103,7 +103,7 @@ async def test_who_does_not_lead_is_told_so_whatever_became_of_the_record() -> N
 
 
 async def test_a_job_whose_record_somebody_changed_is_quarantined_alone() -> None:
-    """And is gone on with from what is there now, once an operator says so."""
+    """Once an operator repairs the job, it continues from the changed record."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")

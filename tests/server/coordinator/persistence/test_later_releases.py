@@ -1,4 +1,4 @@
-"""What a later release has written: more fields are ignored, a later format is left alone."""
+"""Records of a later release: unknown fields are ignored, an unknown format is left alone."""
 
 import json
 from asyncio import sleep, timeout, to_thread
@@ -82,7 +82,7 @@ def test_what_a_later_release_wrote_is_not_moved_aside(what: str) -> None:
 
 
 async def test_a_job_keeps_what_a_later_release_has_written_beside_it() -> None:
-    """This release leads it, and writes its record anew."""
+    """A coordinator of this release leads the job, and writes its record anew."""
     store = MemoryStore()
     key = keys.job_state("j")
     more = {"of_a_later_release": {"says": ["more"]}}
@@ -102,7 +102,7 @@ async def test_a_job_keeps_what_a_later_release_has_written_beside_it() -> None:
 
 
 async def until_told(store: MemoryStore, key: str, generation: int) -> dict[str, object]:
-    """The record, once it is of this generation."""
+    """Return the record once it is of this generation."""
     async with timeout(10.0):
         while True:
             item = await store.get(key)

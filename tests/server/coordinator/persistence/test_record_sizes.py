@@ -1,4 +1,4 @@
-"""However many members differ, in however much, the record that tells of it fits into etcd."""
+"""Records that describe conflicts fit into etcd, whatever the number of members and differences."""
 
 import asyncio
 import secrets
@@ -33,9 +33,9 @@ from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.message_bounds import MessageBounds
 
 LIMIT_BYTES = 1_500_000
-"""Of a request to etcd."""
+"""Limit of a request to etcd."""
 WHALE = "\U0001f40b"
-"""Four bytes, and twelve in JSON."""
+"""A character of four bytes, and of twelve in JSON."""
 
 
 def record_of(conflicts: tuple[Conflict, ...]) -> GenerationRecord:
@@ -69,7 +69,7 @@ def candidate(number: int, fields: dict[str, str]) -> Candidate:
 
 
 def test_members_that_differ_in_all_their_fields() -> None:
-    """Two of them, with what one message may have, made a record that etcd refused."""
+    """Two members with the largest possible messages would make a record that etcd refuses."""
     fields = [{f"{f:03}": f"{number}" + WHALE * 1000 for f in range(30)} for number in range(50)]
     candidates = [candidate(number, each) for number, each in enumerate(fields)]
     candidates += [candidate(number, {}) for number in range(50, 500)]
@@ -87,7 +87,7 @@ def test_what_is_short_is_told_as_it_is() -> None:
 
 
 def test_what_all_agree_in_is_bounded_as_a_whole() -> None:
-    """Each value may be long, and there may be many, but not both."""
+    """Values may be long, and there may be many of them, but not both."""
     proposal = pb.Proposal(fields={f"{number}": WHALE * 1000 for number in range(40)})
     with pytest.raises(InvalidSpec, match="Proposal is out of bounds") as raised:
         MessageBounds().check(pb.ProposeRequest(proposal=proposal))
@@ -126,7 +126,7 @@ def test_the_record_of_any_number_of_members_is_one_value(num_members: int) -> N
 
 
 def test_a_roster_is_too_large_if_its_record_is() -> None:
-    """Incarnations are the members' own words: those that are long and random do not shrink."""
+    """Members choose their incarnations: long and random ones cannot be compressed."""
     roster = of_hosts(1000, "h", lambda: secrets.token_hex(2000))
     record = replace(record_of(()), roster=roster)
     assert len(record_to_json(record)) > MAX_VALUE_BYTES
@@ -136,7 +136,8 @@ def test_a_roster_is_too_large_if_its_record_is() -> None:
 async def test_who_would_make_the_roster_too_large_is_refused_and_the_others_train_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before anybody is shown it; until now the job was quarantined once all had accepted."""
+    """The refusal comes before the roster is shown. Regression: the job was quarantined once all
+    members had accepted."""
     store = MemoryStore()
     async with served(store) as world:
         trainers = await world.training("a", "b")

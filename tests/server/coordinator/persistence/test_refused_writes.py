@@ -1,4 +1,4 @@
-"""What etcd refuses to keep stops the job that it is of, and no other; nor does the leader go."""
+"""Records that etcd refuses to store stop their own job and no other; the leader stays."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from shoal_server.etcd.memory import MemoryStore
 
 
 class SmallStore(MemoryStore):
-    """Refuses records of generations of one job, as etcd does with what is above its limit."""
+    """Store that refuses one job's generation records, as etcd does above its limit."""
 
     async def transact(
         self,

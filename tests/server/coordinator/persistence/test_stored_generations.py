@@ -73,14 +73,14 @@ async def persist(
 
 
 async def loaded(store: MemoryStore) -> tuple[list[GenerationRecord], StoredGenerations]:
-    """As a leader finds it that takes over."""
+    """Load the job as a new leader does."""
     stored = StoredJobs(store)
     job = await stored.load((await stored.survey()).states["j"])
     return list(job.records), job.generations
 
 
 async def test_a_leader_that_takes_over_reads_the_record_that_was_decided() -> None:
-    """With every incarnation, and members of any number."""
+    """The record is read with every incarnation, for any number of members."""
     store = MemoryStore()
     await persist(store, StoredGenerations(), record(1))
     found, generations = await loaded(store)
@@ -91,7 +91,7 @@ async def test_a_leader_that_takes_over_reads_the_record_that_was_decided() -> N
 
 
 async def test_generations_of_many_members_go_sooner() -> None:
-    """The newest two that were committed are kept, however many attempts failed since."""
+    """The newest two committed ones are kept, however many attempts have failed since."""
     store, generations = MemoryStore(), StoredGenerations()
     await persist(store, generations, record(1), record(2))
     most = -(-MAX_ENTRIES // NUM_MEMBERS)
@@ -105,7 +105,7 @@ async def test_generations_of_many_members_go_sooner() -> None:
 
 
 async def test_generations_of_few_members_go_with_time() -> None:
-    """The newest 100 stay, and the newest two that were committed; others that a leader finds are
+    """The newest 100 stay, and the newest two committed ones; others that a leader finds are
     deleted with its first decision."""
     store, generations = MemoryStore(), StoredGenerations()
     few = NAMES[:2]

@@ -57,7 +57,7 @@ class Store(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.loses: list[str] = []
-        """Of the next writes: "request" or "answer"."""
+        """Losses for the next writes: "request" or "answer"."""
 
     async def transact(
         self,
@@ -101,7 +101,7 @@ class World:
         self.leads = False
 
     async def take_leadership(self) -> tuple[Compare, ...]:
-        """The leader's key becomes that of a new term."""
+        """Make the leader's key that of a new term."""
         self.num_terms += 1
         await self.store.delete(keys.LEADER)
         put = Put(keys.LEADER, str(self.num_terms).encode())
@@ -109,7 +109,7 @@ class World:
 
     @asynccontextmanager
     async def leading(self, call_wait_s: float = 60.0) -> AsyncIterator["Client"]:
-        """One coordinator's term."""
+        """Run one coordinator's term."""
         conditions = await self.take_leadership()
         calls = ServerCalls()
         service = WeightSeriesService(
@@ -229,13 +229,13 @@ class WorldWithServers(World):
     servers: dict[str, SegmentStore] = field(default_factory=dict)
 
     def put(self, request: pb.ContributePartRequest) -> pb.ContributePartRequest:
-        """Have the holders that the part names hold its segment."""
+        """Store the part's segment on the holders that the part names."""
         for holder in request.segment.holders:
             self.servers[holder].held.add(request.segment.digest)
         return request
 
     async def published(self, client: Client, *publications: int) -> pb.VersionRecord:
-        """The newest of these, each published by one rank under epoch 1."""
+        """Publish these by one rank under epoch 1, and return the newest version."""
         await client.begin(member())
         for publication in publications:
             version = await client.contribute(self.put(part(publication)))
@@ -244,15 +244,15 @@ class WorldWithServers(World):
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(20):
-        while not await holds():  # noqa: ASYNC110 - nothing tells of it
+        while not await holds():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.02)
 
 
 async def test_a_publication_becomes_a_version_once_every_rank_has_handed_in_its_part(
     world: WorldWithServers,
 ) -> None:
-    """It is numbered from 1, has the parts in the order of ranks, and is in etcd when anybody is
-    told of it."""
+    """Versions are numbered from 1 and have their parts in the order of ranks; a version is in etcd
+    before any caller is answered."""
     async with world.leading() as client:
         begun = [await client.begin(member(), rank=rank, world=2) for rank in range(2)]
         assert [(each.epoch, each.head) for each in begun] == [(1, 0), (1, 0)]
@@ -327,7 +327,7 @@ async def test_numbers_go_on_under_the_next_leader_and_the_next_generation(
 
 
 async def test_who_was_replaced_publishes_nothing_more(world: WorldWithServers) -> None:
-    """Its open publication vanishes."""
+    """The open publication of the replaced publisher is discarded."""
     async with world.leading() as client:
         await client.begin(member(), world=2)
         waiting = asyncio.create_task(client.contribute(world.put(part(1, world=2))))
@@ -348,7 +348,7 @@ async def test_who_was_replaced_publishes_nothing_more(world: WorldWithServers) 
 async def test_parts_that_do_not_cover_each_element_once_are_no_version(
     world: WorldWithServers,
 ) -> None:
-    """All ranks are told which tensor, and the next publication is not affected."""
+    """The error names the tensor to all ranks; the next publication is not affected."""
     async with world.leading() as client:
         await client.begin(member(), world=2)
         for number, rows, message in ((1, (5, 8), "not whole"), (2, (3, 8), "elements twice")):
@@ -370,7 +370,7 @@ async def test_parts_that_do_not_cover_each_element_once_are_no_version(
 async def test_a_segment_that_no_server_has_makes_no_version(
     world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that a server has lost meanwhile is recorded for those that have it."""
+    """The record names only the servers that have the segment, if one has lost it meanwhile."""
     async with world.leading() as client:
         await client.begin(member())
         with pytest.raises(PublicationAbandoned, match="no server has the segment of rank 0"):
@@ -387,7 +387,7 @@ async def test_a_leased_version_is_kept_and_a_dropped_one_is_gone(world: WorldWi
         assert list((await client.report(leased=[1, 7])).gone) == [7]
         assert [v.number for v in (await client.view()).versions] == [1, 2]
         await client.contribute(world.put(part(3)))
-        # Leased versions count among those that are kept.
+        # Leased versions count towards the number of versions kept.
         assert [v.number for v in (await client.view()).versions] == [1, 3]
         assert list((await client.report(leased=[1])).leased) == [1]
         await client.report(leased=[])
@@ -425,7 +425,7 @@ async def test_a_new_leader_drops_nothing_until_leases_that_it_does_not_know_hav
 
 
 async def test_a_leader_that_was_deposed_grants_no_lease(world: WorldWithServers) -> None:
-    """Its successor would not know of it."""
+    """The successor would not know of the lease."""
     async with world.leading() as client:
         await world.published(client, 1)
         await world.take_leadership()
@@ -473,7 +473,7 @@ async def test_a_plain_script_holds_its_series_until_it_lets_go(world: WorldWith
 
 
 async def test_versions_are_pinned_and_rolled_back_to(world: WorldWithServers) -> None:
-    """A rollback is a new version with the old bytes; asked for twice it is made once."""
+    """A rollback is a new version with the old bytes; a repeated request makes it only once."""
     async with world.leading() as client:
         await world.published(client, 1)
         pin = pb.PinVersionRequest(series=SERIES, number=1)
@@ -500,7 +500,7 @@ async def test_versions_are_pinned_and_rolled_back_to(world: WorldWithServers) -
 async def test_the_command_lists_pins_and_rolls_back(
     world: WorldWithServers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its exit status says if a reader serves other bytes than were published."""
+    """The exit status is 1 if a reader serves other bytes than were published."""
     monkeypatch.setenv("COLUMNS", "160")
 
     async def shoal(*arguments: str) -> tuple[int, str]:
@@ -559,7 +559,7 @@ def test_a_command_that_lacks_something_is_refused(arguments: tuple[str, ...]) -
 
 
 async def test_a_watcher_sees_each_change_and_the_end_of_the_term(world: WorldWithServers) -> None:
-    """It may come before the first publisher."""
+    """Watchers may come before the first publisher."""
     heads: list[int] = []
     ended: list[ShoalError] = []
 
@@ -587,8 +587,8 @@ async def _truth(value: bool) -> bool:
 async def test_the_segments_of_a_server_that_is_gone_are_given_to_another(
     world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A version that no server has any more is lost, by number; its number is not used again."""
-    monkeypatch.setattr(service_module, "MAINTAIN_EACH_S", 0.02)
+    """A version is lost once no server has it any more; its number is not used again."""
+    monkeypatch.setattr(service_module, "CARE_EACH_S", 0.02)
     third = SegmentStore("s3")
     async with third.serving(world.store), world.leading() as client:
         version = await world.published(client, 1)

@@ -1,4 +1,4 @@
-"""Versions with tables on real parameter servers, whose shards are pushed to all the time."""
+"""Versions with tables on real parameter servers, whose shards get pushes all the time."""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -53,16 +53,16 @@ SERIES = "job/model"
 
 
 async def authorized(token: Token) -> None:
-    """Any member."""
+    """Accept any member."""
 
 
 async def no_cursor(job: str) -> None:
-    """The sample ledger of a job that leases none."""
+    """Return no sample ledger, as of a job that leases no samples."""
 
 
 @asynccontextmanager
 async def published_by(servers: ParameterServers) -> AsyncIterator[str]:
-    """The address of a coordinator's WeightSeries service for these servers."""
+    """Serve a coordinator's WeightSeries service for these servers, and return its address."""
     store = servers.store
     put = Put(keys.LEADER, json.dumps("one").encode())
     condition = created_at(keys.LEADER, (await store.transact((), (put,))).revision)
@@ -149,7 +149,7 @@ class Training:
         return Subscription(reader, SERIES, tables=tables)
 
     def check(self, weights: Weights) -> int:
-        """The version is the serial replay of whole steps, to the last bit; how many these are."""
+        """Check that the version is the serial replay of whole steps; return their number."""
         stamps = FreezeReply.FromString(weights.version.record.tables_cut).shards
         versions = {each.shard_id: each.version for each in stamps}
         kept, num_steps = cut(self.work, self.layout, versions)
@@ -192,8 +192,8 @@ def opened() -> Iterator[ExitStack]:
 
 @pytest.mark.long
 def test_a_version_has_whole_steps_of_parameters_and_rows(opened: ExitStack) -> None:
-    """While members take steps all the time, each version is the replay of exactly some whole
-    steps; what changed since a reader's version makes of that one the new one."""
+    """Members take steps all the time. The changes since a reader's version turn its rows into
+    those of the new version."""
     training = Training(opened)
     workers = [
         RowWorker(training.work, name, seed=1, connect=partial(training.client, name))
@@ -246,7 +246,7 @@ def push(training: Training, ids: list[int], seed: int) -> None:
 def test_rows_of_a_leased_version_stay_and_those_of_a_dropped_one_are_gone(
     opened: ExitStack,
 ) -> None:
-    """A reader without tables gets the parameters alone, from fewer segments."""
+    """Readers without tables get the parameters alone, from fewer segments."""
     training = Training(opened)
     push(training, list(range(NUM_IDS)), 1)
     first = training.publish()
@@ -266,7 +266,7 @@ def test_rows_of_a_leased_version_stay_and_those_of_a_dropped_one_are_gone(
     reader._reader.release(first.number)
     reader.installed(kept)
     push(training, [1], 5)
-    training.publish()  # there is room for one beside the newest, which is not this one any more
+    training.publish()  # one version is kept beside the newest, and it is no longer the first
     awaited(lambda: first.number not in [v.number for v in plain.versions()], LIMIT_S, "it goes")
     with pytest.raises(VersionGone):
         own.fetch(first.number)

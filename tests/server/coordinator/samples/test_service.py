@@ -37,7 +37,7 @@ NEVER_S = 3600.0
 
 
 class Store(MemoryStore):
-    """A store that a test can take away, or let fail after the write took effect."""
+    """A store that a test can make unavailable, or let fail after the write took effect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class World:
     store: Store = field(default_factory=Store)
     members: set[tuple[str, str]] = field(default_factory=set)
     port: int = 0
-    """Where the last coordinator served; the next one takes the same, as after a restart."""
+    """Port of the last coordinator; the next one takes the same, as after a restart."""
 
     async def join(self, member_id: str, incarnation: str) -> None:
         self.members.add((member_id, incarnation))
@@ -83,7 +83,7 @@ class World:
     async def serving(
         self, write_interval_s: float = 0.01, *, beside: bool = False
     ) -> AsyncIterator[tuple[SamplesService, str]]:
-        """One coordinator's service: (service, address). `beside`: while another still serves."""
+        """Run one coordinator's service: (service, address). `beside`: another still serves."""
         server = new_server()
         port = bind(server, f"127.0.0.1:{0 if beside else self.port}")
         self.port = port
@@ -98,7 +98,7 @@ class World:
                 await server.stop(None)
 
     async def books(self) -> LedgerCounts:
-        """What etcd's copy says."""
+        """Return the counts of etcd's copy."""
         async with self.serving() as (service, _):
             await service.open_existing(JOB)
             counts = service.summary(JOB)
@@ -120,7 +120,7 @@ class Worker:
         return await asyncio.to_thread(self.samples.lease, num_samples, done, timeout_s=2.0)
 
     async def held(self, num_samples: int, done: Sequence[SampleRange] = ()) -> SampleLease:
-        """As one that goes on while nobody answers: what it is told is durable."""
+        """Lease as a member with a reserve, whose answers are durable."""
         reserve = Reserve(num_samples=100, step_samples=1)
         return await asyncio.to_thread(
             self.samples.lease, num_samples, done, reserve=reserve, timeout_s=2.0
@@ -132,7 +132,7 @@ class Worker:
         return lease.range
 
     async def finish(self, done: Sequence[SampleRange] = ()) -> int:
-        """Train until the end; returns how many samples that took."""
+        """Train until the end; return the number of samples that this took."""
         num_samples = 0
         while not (lease := await self.lease(16, done)).exhausted:
             assert lease.range is not None
@@ -147,7 +147,7 @@ def world() -> World:
 
 
 async def test_a_lost_members_samples_are_trained_by_the_others(world: World) -> None:
-    """Every sample is completed, and what the lost member held is counted as returned."""
+    """Samples are all completed, and the lost member's count as returned."""
     await world.join("a", "1")
     await world.join("b", "1")
     async with world.serving() as (service, address):
@@ -163,7 +163,7 @@ async def test_a_lost_members_samples_are_trained_by_the_others(world: World) ->
 
 
 async def test_while_others_are_at_work_a_member_is_told_to_ask_again(world: World) -> None:
-    """No range, not the end, and a time to wait."""
+    """The answer has no range and a time to wait, and the ledger is not exhausted."""
     await world.join("a", "1")
     await world.join("b", "1")
     async with world.serving() as (_, address):
@@ -175,7 +175,7 @@ async def test_while_others_are_at_work_a_member_is_told_to_ask_again(world: Wor
 
 
 async def test_a_restart_goes_on_where_the_books_were_closed(world: World) -> None:
-    """The final write on close has everything: nothing is leased a second time."""
+    """The final write on close has everything: no sample is leased a second time."""
     await world.join("a", "1")
     async with world.serving(NEVER_S) as (_, address):
         worker = Worker(address, "a")
@@ -202,7 +202,7 @@ async def test_a_coordinators_death_repeats_samples_and_loses_none(world: World)
         second = await old.must(40, [first])
         async with world.serving(beside=True) as (service, address):
             old.coordinators.move_on(old_address, NotLeader("", details={"leader": address}))
-            # The member reports `second`, of which these books know nothing, and nothing else.
+            # The member reports only `second`, which this ledger does not have.
             assert await old.finish([second]) == 100
             counts = service.summary(JOB)
         assert counts is not None
@@ -214,8 +214,8 @@ async def test_a_coordinators_death_repeats_samples_and_loses_none(world: World)
 
 
 async def test_with_a_reserve_a_coordinators_death_repeats_nothing(world: World) -> None:
-    """Its member is not answered before etcd has the books; so what it says again is news to the
-    successor, or is known there."""
+    """The member is answered only once etcd has the ledger. So a repeated call is new to the
+    successor, or already in its ledger."""
     await world.join("a", "1")
     async with world.serving() as (_, old_address):
         worker = Worker(old_address, "a")
@@ -243,7 +243,7 @@ async def test_with_a_reserve_a_coordinators_death_repeats_nothing(world: World)
 async def test_who_waits_for_books_that_are_closed_is_sent_to_the_next_leader(
     world: World,
 ) -> None:
-    """This coordinator does not lead any more."""
+    """The closed coordinator no longer leads."""
     await world.join("a", "1")
     async with world.serving() as (service, address):
         worker = Worker(address, "a")
@@ -258,7 +258,7 @@ async def test_who_waits_for_books_that_are_closed_is_sent_to_the_next_leader(
 
 
 async def test_members_that_died_with_the_coordinator_lose_their_ranges(world: World) -> None:
-    """Whoever is not in etcd when the books are opened holds nothing."""
+    """Members that are not in etcd when the ledger is opened hold nothing."""
     await world.join("a", "1")
     await world.join("b", "1")
     async with world.serving() as (_, address):
@@ -272,7 +272,7 @@ async def test_members_that_died_with_the_coordinator_lose_their_ranges(world: W
 
 
 async def test_a_fenced_members_report_is_refused_and_counted(world: World) -> None:
-    """It gets Fenced, and the books count what it had trained on as ignored."""
+    """The report is refused with Fenced, and its samples count as ignored."""
     await world.join("a", "1")
     async with world.serving() as (service, address):
         worker = Worker(address, "a")
@@ -287,7 +287,7 @@ async def test_a_fenced_members_report_is_refused_and_counted(world: World) -> N
 
 
 async def test_a_member_lost_while_its_call_waits_gets_no_range(world: World) -> None:
-    """A range leased after the loss would never come back, so the call is refused."""
+    """A range leased after the loss would never be returned, so the call is refused."""
     await world.join("a", "1")
     opening, go_on = asyncio.Event(), asyncio.Event()
 
@@ -339,7 +339,7 @@ async def test_many_leases_make_few_writes(world: World) -> None:
 
 
 async def test_leasing_goes_on_while_etcd_is_away(world: World) -> None:
-    """Nobody waits for the copy, and it is made when etcd is back."""
+    """Leases do not wait for the copy, which is written when etcd is back."""
     await world.join("a", "1")
     async with world.serving() as (_, address):
         worker = Worker(address, "a")
@@ -352,7 +352,7 @@ async def test_leasing_goes_on_while_etcd_is_away(world: World) -> None:
 
 
 async def test_a_write_whose_answer_was_lost_is_read_back(world: World) -> None:
-    """The service finds its own write in etcd and goes on from it."""
+    """The service finds its own write in etcd and continues from it."""
     await world.join("a", "1")
     world.store.lose_next_answer = True
     async with world.serving() as (service, address):
@@ -363,7 +363,7 @@ async def test_a_write_whose_answer_was_lost_is_read_back(world: World) -> None:
 
 
 async def test_books_that_cannot_be_read_are_not_begun_anew(world: World) -> None:
-    """The member gets an error that says what lies there; the key is left as it is."""
+    """The member gets an error that names the stored value; the key is left as it is."""
     await world.join("a", "1")
     await world.store.put(keys.sample_ledger(JOB), b"{}")
     async with world.serving() as (_, address):
@@ -386,7 +386,7 @@ async def test_books_that_cannot_be_read_are_not_begun_anew(world: World) -> Non
 async def test_a_request_that_makes_no_sense_is_refused(
     world: World, changes: dict[str, object], kind: type[Exception]
 ) -> None:
-    """A clear error, and no books are opened for it."""
+    """The request gets a clear error, and no ledger is opened for it."""
     await world.join("a", "1")
     fields = {"sequence": 1, "dataset_size": 10, "num_epochs": 1, "num_samples": 1, **changes}
     token = Token(job=JOB, member_id="a", incarnation="1")
@@ -423,8 +423,7 @@ async def until_written(world: World) -> None:
 
 
 async def test_books_that_nobody_has_opened_go_into_a_snapshot_too(world: World) -> None:
-    """A coordinator that has just begun to lead knows the cursor of a job without having leased
-    any of its samples; of a job without books it says so."""
+    """A new leader knows a job's cursor before it leases samples, and knows if there is none."""
     await world.join("a", "1")
     async with world.serving() as (_, address):
         worker = Worker(address, "a")

@@ -1,4 +1,4 @@
-"""A ledger in etcd, written in small steps: whenever its writer dies, what is read is one write."""
+"""A ledger in etcd, written in small steps: whenever its writer dies, one whole write is read."""
 
 import json
 import random
@@ -28,7 +28,7 @@ def stored_in(store: MemoryStore) -> StoredLedger:
 
 
 class FailingStore(MemoryStore):
-    """A store of which a seed says when it is away, and when it loses an answer."""
+    """Store that is unavailable or loses an answer at times drawn from a seed."""
 
     def __init__(self, choices: random.Random) -> None:
         super().__init__()
@@ -83,14 +83,14 @@ async def newest(store: MemoryStore) -> SampleLedger | None:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 async def test_whenever_the_writer_dies_one_whole_write_is_found(seed: int) -> None:
-    """Over failed writes, lost answers and successors; and who was replaced writes no more."""
+    """The test has failed writes, lost answers and successors; a replaced writer writes no more."""
     choices = random.Random(seed)
     store = FailingStore(choices)
     written = SampleLedger(dataset_size=2000, num_epochs=50)
     for term in range(3):
         stored = stored_in(store)
         ledger = await stored.read() or written
-        # A write of which the writer never heard is one that its successor finds all the same.
+        # The successor finds a write even if its writer was never answered.
         assert ledger.to_json() == written.to_json()
         workers = Workers(ledger, choices, term)
         store.fails = 0.2
@@ -125,7 +125,7 @@ async def found_in_peace(store: FailingStore, choices: random.Random) -> SampleL
 
 
 async def test_most_writes_are_small() -> None:
-    """A hundred writes of fifty members: the whole books once, and then what changed."""
+    """A hundred writes of fifty members: the whole ledger once, then only changes."""
     store, ledger = MemoryStore(), SampleLedger(dataset_size=10**6, num_epochs=2)
     stored = stored_in(store)
     for sequence in range(1, 101):
@@ -144,7 +144,7 @@ async def test_most_writes_are_small() -> None:
 
 
 async def test_deltas_of_another_base_are_not_read() -> None:
-    """A restored snapshot of etcd may leave some beside a base that names none."""
+    """A restored snapshot of etcd may leave deltas beside a base that does not name them."""
     store, ledger = MemoryStore(), SampleLedger(dataset_size=100, num_epochs=1)
     stored = stored_in(store)
     await stored.write(ledger)
@@ -161,7 +161,7 @@ async def test_deltas_of_another_base_are_not_read() -> None:
 
 @pytest.mark.long
 async def test_books_of_thousands_of_members_are_compressed() -> None:
-    """etcd takes 1.5 MB in a value; ten thousand members' books are within it."""
+    """etcd takes 1.5 MB in a value; the ledger of ten thousand members is smaller."""
     store, ledger = MemoryStore(), SampleLedger(dataset_size=10**9, num_epochs=1)
     for member in range(10_000):
         request = SampleRequest(
@@ -179,7 +179,7 @@ async def test_books_of_thousands_of_members_are_compressed() -> None:
 
 @pytest.mark.parametrize("delta", [b"", b"\x01\x02", b"\xff" * 30])
 async def test_a_delta_that_cannot_be_read_is_told(delta: bytes) -> None:
-    """The books are not taken for older than they are."""
+    """The ledger must not be read as an older one."""
     store, ledger = MemoryStore(), SampleLedger(dataset_size=100, num_epochs=1)
     stored = stored_in(store)
     await stored.write(ledger)

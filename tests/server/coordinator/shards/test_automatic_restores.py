@@ -1,4 +1,4 @@
-"""Jobs that are brought back by themselves: each in its own time, for as long as it is lost."""
+"""Automatic restores of lost jobs: each in its own time, for as long as the job is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -16,7 +16,7 @@ NO_SNAPSHOT = RestoreAttempt(is_restored=False, reason="No snapshot of it is at 
 
 
 class Storages:
-    """What restoring each job does, and what is heard of it."""
+    """Outcomes of restoring each job, and the notifications about it."""
 
     def __init__(self, **answers: RestoreAttempt | Exception | asyncio.Event) -> None:
         self.answers: dict[str, RestoreAttempt | Exception | asyncio.Event] = dict(answers)
@@ -63,7 +63,7 @@ Opened = Callable[[Mapping[str, object]], Storages]
 
 
 async def test_a_job_waits_for_no_storage_but_its_own(opened: Opened) -> None:
-    """One restore hangs, the other job's is over meanwhile; both were begun by the same look."""
+    """The first restore hangs while the other job's ends; both were begun at the same time."""
     storages = opened({"slow": asyncio.Event(), "other": NO_SNAPSHOT})
     assert storages.restores.outcome("slow") is None
     assert storages.restores.outcome("other") is None
@@ -86,7 +86,7 @@ async def test_a_restore_that_takes_long_is_told_of_and_goes_on(
 async def test_a_storage_that_is_away_is_asked_again_until_nothing_is_lost(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meanwhile it is told why; what cannot be restored at all is tried once."""
+    """The reason is reported meanwhile; a job that cannot be restored at all is tried once."""
     monkeypatch.setattr(automatic_restores, "RESTORE_AGAIN_S", 0.02)
     damaged = SnapshotDamaged("the manifest is not what was written")
     storages = opened({"away": Unavailable("the storage is away"), "damaged": damaged})

@@ -1,4 +1,4 @@
-"""The care for shards: no job's trouble holds up that for another's."""
+"""The shard controller: trouble with one job does not delay another."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ HOLDER = Holder("ps-0", "1")
 
 
 class Troubled(MemoryStore):
-    """Looking at one job hangs, at another fails, at a third finds etcd away."""
+    """Store in which reading one job hangs, another fails, and a third finds etcd unavailable."""
 
     async def get(self, key: str) -> KeyValue | None:
         if key == keys.job_state("hangs"):
@@ -53,7 +53,7 @@ async def finish(store: MemoryStore, job: str, **how: Any) -> None:
 
 
 async def let_go_of(store: MemoryStore, job: str) -> None:
-    """Return once the job's holders are taken away, which is how it shows that it was tended."""
+    """Return once the job's assignments are deleted, which shows that the controller was there."""
     async with asyncio.timeout(10.0):
         async for _ in store.watch(keys.assignments(job), await _revision(store)):
             if not await store.keys(keys.assignments(job)):
@@ -71,7 +71,7 @@ async def test_a_job_that_hangs_holds_up_no_other() -> None:
     await finish(store, "good")
     async with ShardController(store).working():
         await let_go_of(store, "good")
-        # And what comes later.
+        # A later job is handled as well.
         await place(store, "later")
         await finish(store, "later")
         await let_go_of(store, "later")
@@ -79,7 +79,7 @@ async def test_a_job_that_hangs_holds_up_no_other() -> None:
 
 
 async def test_a_job_that_may_be_joined_again_keeps_its_parameters() -> None:
-    """One that failed, was stopped or is lost: its trainers' values are on the servers alone."""
+    """Jobs that failed, were stopped or are lost: their values are on the servers alone."""
     store = Troubled()
     over: dict[str, dict[str, Any]] = {
         "failed": {"failed": True},
@@ -90,7 +90,7 @@ async def test_a_job_that_may_be_joined_again_keeps_its_parameters() -> None:
         await place(store, job)
         await finish(store, job, **how)
     async with ShardController(store).working():
-        # Of which nothing else is left; it is looked at behind the others.
+        # A cleared job has nothing else left; it is looked at after the others.
         await place(store, "zz-cleared")
         await finish(store, "zz-cleared", failed=True, tally=LifetimeFigures(is_cleared=True))
         await let_go_of(store, "zz-cleared")
@@ -100,7 +100,7 @@ async def test_a_job_that_may_be_joined_again_keeps_its_parameters() -> None:
 async def test_what_a_coordinator_was_having_loaded_as_it_ended_is_told_as_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its successor has it restored again first; here, there is no snapshot."""
+    """The successor first tries to restore the shard; here, there is no snapshot."""
     monkeypatch.setattr(abandoned_loads, "GIVEN_UP_AFTER_S", 0.0)
     store, asked = MemoryStore(), asyncio.Event()
 
@@ -126,7 +126,7 @@ async def test_what_a_coordinator_was_having_loaded_as_it_ended_is_told_as_lost(
 async def test_a_server_that_hangs_is_measured_beside_the_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """200 jobs on a server that hangs held the work up for 13 s, every 10 s."""
+    """Regression: 200 jobs on a server that hangs delayed the work by 13 s, every 10 s."""
     monkeypatch.setattr(controllers, "MEASURE_EACH_S", 0.01)
     asked = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Moves of shards are told once they pause."""
+"""Moves of shards are logged once they pause."""
 
 import asyncio
 from collections import Counter
@@ -13,7 +13,7 @@ TO_0 = Counter({("ps-1", "ps-0"): 1})
 
 
 class Lines(list[tuple[str, str]]):
-    """What was told, by job."""
+    """Logged lines, by job."""
 
     def __init__(self) -> None:
         self.came = asyncio.Event()
@@ -55,7 +55,7 @@ async def test_moves_of_a_job_are_one_line_for_each_two_servers(
 
 
 async def test_moves_without_end_are_told_of(told: MoveLog, lines: Lines) -> None:
-    """In time, though they never pause."""
+    """The line comes in time, though moves never pause."""
     num_added = 0
     async with asyncio.timeout(30):
         while not lines:

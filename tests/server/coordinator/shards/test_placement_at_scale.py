@@ -26,22 +26,22 @@ from shoal_server.serving.rpc import Context
 
 MAX_OPERATIONS = 128
 MAX_REQUEST_BYTES = 1024 * 1024
-"""etcd takes 1.5 MiB."""
+"""Bound on a request; etcd takes 1.5 MiB."""
 LIMIT_S = 120.0
 CONTEXT: Context = None  # type: ignore[assignment]
 
 
 async def anybody(token: Token) -> None:
-    """Here nobody is a member."""
+    """Accept every caller: there are no members here."""
 
 
 async def whoever_is_listed(addresses: Mapping[Holder, str]) -> Mapping[Holder, str]:
-    """Here nobody listens at these addresses."""
+    """Choose all servers: none listens at these addresses."""
     return addresses
 
 
 async def live(tmp_path: Path, request: PlaceRequest, num_servers: int, num_shards: int) -> None:
-    """Place a job, kill a server, empty another one; nothing is asked of etcd that it refuses."""
+    """Place a job, kill a server and empty another, with no request that etcd refuses."""
     job, limit_s = request.token.job, unhurried(LIMIT_S)
     async with AsyncExitStack() as stack:
         endpoint = stack.enter_context(running_etcd(tmp_path))
@@ -59,9 +59,9 @@ async def live(tmp_path: Path, request: PlaceRequest, num_servers: int, num_shar
         cluster.tally.clear()
         await cluster.kill(lost)
         await cluster.until(job, leads_nothing(lost.me), limit_s)
-        # Not one transaction for each shard of the job, nor even for each that it held.
+        # Far fewer transactions than one for each shard of the job, or for each of the lost server.
         assert cluster.tally.num_transactions < len(placed.shards)
-        # While shards go on moving for balance.
+        # shards still move for balance meanwhile
         await leaving.register(leaving=True)
         await cluster.until(job, holds_nothing(leaving.me), limit_s)
         is_rid = holds_nothing(lost.me)
@@ -76,7 +76,7 @@ async def live(tmp_path: Path, request: PlaceRequest, num_servers: int, num_shar
 
 
 async def test_many_tables_are_placed_failed_over_and_moved(tmp_path: Path) -> None:
-    """A server that is to leave is emptied though others still even out what they lead."""
+    """The leaving server is emptied while others still balance their loads."""
     request = hundred_tables("job")
     del request.tables[6:]
     await live(tmp_path, request, num_servers=5, num_shards=384)
@@ -89,7 +89,7 @@ async def test_many_tables_are_placed_failed_over_and_moved(tmp_path: Path) -> N
 async def test_the_largest_jobs_live_on_a_hundred_servers(
     tmp_path: Path, asked: Callable[[str], PlaceRequest], num_shards: int
 ) -> None:
-    """1 TB of parameters, and 100 tables of 64 shards."""
+    """Two jobs: 1 TB of parameters, and 100 tables of 64 shards."""
     request = asked("job")
     assert request.tables or num_bytes(request) >= 1e12
     await live(tmp_path, request, num_servers=100, num_shards=num_shards)

@@ -1,4 +1,4 @@
-"""One shard map a job, whoever asks first, and the same for everybody."""
+"""Shard maps: one for each job, the same for all callers, whoever asks first."""
 
 import asyncio
 import json
@@ -37,11 +37,11 @@ async def only_members(token: Token) -> None:
 
 
 async def whoever_is_listed(addresses: Mapping[Holder, str]) -> Mapping[Holder, str]:
-    """Here servers are entries in a store."""
+    """Choose all servers: they are entries in a store here."""
     return addresses
 
 
-# The servicer asks nothing of gRPC's context.
+# The servicer does not use gRPC's context.
 CONTEXT: Context = None  # type: ignore[assignment]
 
 
@@ -65,7 +65,7 @@ async def get_map(store: MemoryStore, wait_s: float = 0.0) -> ShardMap:
 
 
 async def test_placing_is_idempotent(store: MemoryStore) -> None:
-    """The first map stands, also when servers have come and gone since."""
+    """The first map stays, even if servers have come and gone since."""
     first = await place(store)
     assert {(s.server_id, s.address, s.epoch) for s in first.shards} == {
         ("ps-0", "ps-0:7710", 1),
@@ -79,7 +79,7 @@ async def test_placing_is_idempotent(store: MemoryStore) -> None:
 
 
 async def test_a_server_that_moved_is_found(store: MemoryStore) -> None:
-    """The map tells where each server is now; the shards stay with the server of that id."""
+    """The map has each server's current address; shards stay with the server of that id."""
     first = await place(store)
     await store.put(keys.server("ps-1"), json.dumps({"address": "ps-1:9999"}).encode())
     moved = await get_map(store)
@@ -91,7 +91,7 @@ async def test_a_server_that_moved_is_found(store: MemoryStore) -> None:
 
 
 async def test_racing_calls_get_one_map(store: MemoryStore) -> None:
-    """However many replicas place at the same time, on whatever servers they saw: one map."""
+    """Replicas that place at once, on whatever servers they saw, agree on one map."""
 
     async def churn() -> None:
         for i in range(2, 6):
@@ -137,14 +137,14 @@ async def test_another_schema_is_refused_by_name(store: MemoryStore) -> None:
 async def test_bad_schemas_are_refused(
     store: MemoryStore, parameters: list[ParameterSpec], fragment: str
 ) -> None:
-    """What cannot be placed or kept is refused, and no map is written."""
+    """Schemas that cannot be placed or stored are refused, and no map is written."""
     with pytest.raises(InvalidSpec, match=fragment):
         await place(store, parameters)
     assert await store.get(keys.shard_map("job")) is None
 
 
 async def test_no_servers(store: MemoryStore) -> None:
-    """Without a parameter server there is no map, and the error says what to start."""
+    """The error for a cluster without parameter servers says what to start."""
     await store.delete(keys.SERVERS, prefix=True)
     with pytest.raises(NoServers, match="shoal ps"):
         await place(store)
@@ -153,7 +153,7 @@ async def test_no_servers(store: MemoryStore) -> None:
 
 
 async def test_waiting_for_the_map(store: MemoryStore) -> None:
-    """Who waits gets the map when it is made; who waits in vain is told so."""
+    """A caller that waits gets the map when it is made, or an error after its time."""
     with pytest.raises(DeadlineExceeded, match="no shard map"):
         await get_map(store)
     with pytest.raises(DeadlineExceeded):

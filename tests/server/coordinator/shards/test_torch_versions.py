@@ -1,4 +1,4 @@
-"""Parameter servers that compute with several versions of torch are told of, and left together."""
+"""Parameter servers that compute with several versions of torch are reported, and keep working."""
 
 from contextlib import closing
 
@@ -23,7 +23,7 @@ def server(name: str, torch_version: str) -> Server:
 
 
 def told_of(*present: list[Server]) -> list[dict[str, list[str]]]:
-    """What was logged of servers as they were one time after the other."""
+    """Return the mixtures logged for these lists of servers, one after the other."""
     versions = TorchVersions()
     with capture_logs() as logs:
         for servers in present:
@@ -32,7 +32,7 @@ def told_of(*present: list[Server]) -> list[dict[str, list[str]]]:
 
 
 def test_each_mixture_is_told_once() -> None:
-    """And again where it came back; a server that does not state one is none."""
+    """A mixture that comes back is logged again; a server without a version does not count."""
     a, b, c, silent = server("a", "2.5"), server("b", "2.6"), server("c", "2.6"), server("d", "")
     assert told_of([a], [a, silent], []) == []
     mixed, wider = {"2.5": ["a"], "2.6": ["b"]}, {"2.5": ["a"], "2.6": ["b", "c"]}
@@ -40,7 +40,7 @@ def test_each_mixture_is_told_once() -> None:
 
 
 def test_a_job_on_several_versions_goes_on_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the coordinator's log and in the job's status."""
+    """The coordinator's log and the job's status both say so."""
     own = torch.__version__
     with capture_logs() as logs, ParameterServers(1) as servers:
         monkeypatch.setattr(torch, "__version__", OTHER)

@@ -1,4 +1,4 @@
-"""What tests of snapshots open, and close at their end."""
+"""Resources of snapshot tests, closed at their end."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

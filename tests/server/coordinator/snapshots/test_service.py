@@ -1,4 +1,4 @@
-"""Snapshots under load hold each push whole, and bring everything back on any servers."""
+"""Snapshots under load contain each push as a whole, and restore everything on any servers."""
 
 import asyncio
 import json
@@ -108,7 +108,7 @@ def newest_of(sessions: list[SessionImage]) -> dict[str, int]:
 
 
 def test_a_snapshot_under_load_tears_no_push(opened: ExitStack, tmp_path: Path) -> None:
-    """Each member takes another power of 1,000 away: the values tell how many pushes of whom."""
+    """Members subtract different powers of 1,000: the values show each one's number of pushes."""
     servers, snapshots = start(opened, tmp_path)
     members = [pusher(opened, servers, f"m{i}", weight=1000.0**i).start() for i in range(3)]
     for _ in range(4):
@@ -122,7 +122,7 @@ def test_a_snapshot_under_load_tears_no_push(opened: ExitStack, tmp_path: Path) 
 
 @pytest.mark.long
 def test_servers_that_come_and_go_meanwhile_tear_no_push(opened: ExitStack, tmp_path: Path) -> None:
-    """A snapshot may fail then; one that is there is whole."""
+    """A snapshot may fail meanwhile, but one that exists is whole."""
     servers, snapshots = start(opened, tmp_path, num_servers=3)
     members = [pusher(opened, servers, f"m{i}", weight=1000.0**i).start() for i in range(3)]
     for change in (lambda: servers.stop("ps-1"), lambda: servers.add("ps-3"), lambda: None):
@@ -144,7 +144,7 @@ def test_servers_that_come_and_go_meanwhile_tear_no_push(opened: ExitStack, tmp_
 
 
 def check_whole(library: SnapshotLibrary, manifest: Manifest, members: Sequence[Pusher]) -> None:
-    """Every shard has the same pushes, by its values and by its memory."""
+    """Check that all shards have the same pushes, by their values and by their sessions."""
     assert manifest.partial_steps == []
     taken = images(library, manifest)
     assert len(taken) == 6
@@ -172,7 +172,7 @@ def test_an_unchanged_job_is_not_written_again(opened: ExitStack, tmp_path: Path
 def test_it_is_restored_on_another_number_of_servers_to_the_last_bit(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """Three servers go on from what two had, exactly as the two do."""
+    """Three servers continue from the state of two, exactly as the two do."""
     servers, snapshots = start(opened, tmp_path)
     before = Pusher(servers, "m", weight=0.25, optimizer=ADAM)
     opened.callback(before.close)
@@ -189,7 +189,7 @@ def test_it_is_restored_on_another_number_of_servers_to_the_last_bit(
     after = Pusher(others, "m", weight=0.25, optimizer=ADAM)
     opened.callback(after.close)
     assert after.values == before.values
-    # It is the same incarnation: its first five pushes are known.
+    # The member has the same incarnation: its first five pushes are known.
     repeated = after.client.push(before._gradient)
     assert repeated.duplicates == 6
     for _ in range(4):
@@ -216,12 +216,12 @@ def test_it_is_not_restored_under_members_but_over_what_they_left(
     assert elements(back.values) == {-1.0}
     back.push()
     assert elements(back.values) == {-2.0}
-    # What was taken before the job was restored is no state that it can be in again.
+    # Snapshots from before the restore are of a state that the job cannot reach again.
     assert snapshots.take().manifest.lineage != snapshots.library.find(1).lineage
 
 
 def test_nothing_is_restored_into_a_job_that_is_finished(opened: ExitStack, tmp_path: Path) -> None:
-    """It would be let go of at once; and what it has is left as it is."""
+    """A finished job would drop the restored state at once; its own state stays as it is."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
@@ -281,7 +281,7 @@ def test_a_push_that_its_dead_member_left_half_done_is_told(
 def push_to_one_shard(
     opened: ExitStack, servers: ParameterServers, member: Pusher, token: Token
 ) -> None:
-    """Push to shard 0 only, in the name of a member that would have gone on to the others."""
+    """Push to shard 0 only, in the name of a member that would have continued with the others."""
     shard = member.client.fetch_map().shards[0]
     channel = opened.enter_context(grpc.insecure_channel(shard.address))
     item = PushItem(shard_id=shard.shard_id, epoch=shard.epoch, base_version=1)
@@ -296,7 +296,7 @@ def push_to_one_shard(
 
 
 def test_rows_of_tables_come_back_too(opened: ExitStack, tmp_path: Path) -> None:
-    """Shards that nobody has touched yet are in the snapshot as well."""
+    """Shards that were never pushed to are in the snapshot as well."""
     servers, snapshots = start(opened, tmp_path)
     token = servers.admit("m")
     gradients = array("f", [1.0] * 6)
@@ -348,7 +348,7 @@ def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Pa
     with pytest.raises(SnapshotDamaged) as raised:
         snapshots.restore()
     assert raised.value.details == {"file": manifest.parts[2].file, "shard": "2"}
-    # Servers had to let go of what they held: that is told by name, with the reason.
+    # Servers had to drop their shards: each is reported as lost, with the reason.
     entry = servers.run(records.read(servers.store, "job"))
     assert entry is not None
     for shard in entry.assignments.shards:
@@ -366,8 +366,8 @@ def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Pa
 def test_a_restore_that_cannot_write_its_records_changes_nothing(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers let go of what they have only for records that say who is to load it: a coordinator
-    or an etcd that ends in between leaves nothing that is neither led nor lost."""
+    """Servers drop their shards only once records say which servers are to load them. If a
+    coordinator or etcd ends in between, no shard is left neither led nor lost."""
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m")
     member.push()
@@ -388,7 +388,7 @@ def test_a_restore_that_cannot_write_its_records_changes_nothing(
 
 
 def test_a_server_that_leaves_is_given_nothing_to_load(opened: ExitStack, tmp_path: Path) -> None:
-    """It ends once it has nothing, and the snapshot with it."""
+    """The leaving server would end, and the restored shards with it."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
@@ -398,7 +398,7 @@ def test_a_server_that_leaves_is_given_nothing_to_load(opened: ExitStack, tmp_pa
 
 
 def test_a_snapshot_of_what_was_restored_is_whole(opened: ExitStack, tmp_path: Path) -> None:
-    """What was pushed before to the shards that are gone is missing from none."""
+    """Pushes to the shards that are gone do not count as missing from any shard."""
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m")
     member.push()
@@ -413,7 +413,7 @@ def test_a_snapshot_of_what_was_restored_is_whole(opened: ExitStack, tmp_path: P
 def test_a_server_that_died_a_moment_ago_is_given_nothing_to_load(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """etcd lists it still, and another process is at its address."""
+    """etcd still lists the server, and another process is at its address."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
@@ -426,8 +426,8 @@ def test_a_server_that_died_a_moment_ago_is_given_nothing_to_load(
 def test_what_a_server_that_ends_was_to_load_is_given_to_others(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had nothing yet when it was told to leave, and so it was gone before it was asked to load.
-    What the other one has loaded by then stays as it is."""
+    """The leaving server had no shard yet, and so it ended before it was asked to load. Shards that
+    the other one has loaded by then stay as they are."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
@@ -451,7 +451,7 @@ def test_what_a_server_that_ends_was_to_load_is_given_to_others(
 def test_what_was_restored_and_is_lost_at_once_had_the_snapshots_version(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """Nobody has asked its servers for their versions yet. First values count as the first one."""
+    """The servers were not asked for their versions yet. Initial values count as version 1."""
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m")
     for _ in range(3):
@@ -469,7 +469,7 @@ def test_what_was_restored_and_is_lost_at_once_had_the_snapshots_version(
 def test_a_restore_that_fails_leaves_one_that_came_after_it_alone(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody asked once more, while the first was still waiting for a server."""
+    """Another restore was begun while the first one still waited for a server."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
@@ -500,7 +500,7 @@ def test_a_restore_that_fails_leaves_one_that_came_after_it_alone(
 def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """Its members are still there: what they push next counts, though it is of later values."""
+    """Members are still there: their next pushes count, though computed on later values."""
     servers, snapshots = start(opened, tmp_path)
     policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
     member = pusher(opened, servers, "m")
@@ -527,7 +527,7 @@ def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
 def test_a_clock_that_was_put_back_makes_no_snapshot_one_of_an_earlier_run(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """By its time it is older than the job; by its lineage it is of the shards that were lost."""
+    """The snapshot is older than the job by its time, and of the lost shards by its lineage."""
     servers, snapshots = start(opened, tmp_path)
     policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
     member = pusher(opened, servers, "m")
@@ -535,8 +535,8 @@ def test_a_clock_that_was_put_back_makes_no_snapshot_one_of_an_earlier_run(
     snapshots.take()
     service = snapshots.service(policy, begun_unix_s=lambda job: time.time() + 3600.0)
     assert servers.run(service.restore_lost("job")).is_restored
-    # The shards are others from here on, and nobody has taken a snapshot of them: they are lost
-    # once more, and come from the same one.
+    # The shards are new from here on, without a snapshot of their own: they are lost again, and
+    # restored from the same one.
     assert servers.run(service.restore_lost("job")).is_restored
     servers.run(servers.store.delete(keys.job_prefix("job"), prefix=True))
     tried = servers.run(service.restore_lost("job"))
@@ -547,8 +547,8 @@ def test_a_clock_that_was_put_back_makes_no_snapshot_one_of_an_earlier_run(
 def test_what_an_operator_went_back_behind_does_not_return_by_itself(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """A server ends that has loaded its part of an older snapshot, before a copy of it exists; the
-    newest one is taken only once it is of what was restored."""
+    """A server that has loaded its part of an older snapshot ends before a copy of it exists. The
+    newest snapshot is used only once it was taken of the restored state."""
     servers, snapshots = start(opened, tmp_path)
     service = snapshots.service(SnapshotPolicy(url=str(tmp_path / "snapshots")))
     member = pusher(opened, servers, "m")
@@ -589,8 +589,7 @@ def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_pa
 def test_no_job_waits_for_the_storage_of_another(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snapshots of one job hang; those of the other go on being taken, as often as the policy
-    says."""
+    """Reading one job's snapshots hangs; the policy's snapshots of the other are taken."""
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m").start()
     token = servers.admit("m", job="a-stuck")
@@ -649,7 +648,7 @@ def test_a_policy_that_makes_no_sense_is_refused(fields: dict[str, float]) -> No
 def test_a_snapshot_with_a_cursor_that_is_none_is_damaged_and_changes_nothing(
     opened: ExitStack, tmp_path: Path, cursor: dict[str, object]
 ) -> None:
-    """Written to etcd, it would end every coordinator that takes the job up."""
+    """Written to etcd, such a cursor would end every coordinator that continues the job."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.cursor = cursor
@@ -688,7 +687,7 @@ def test_callers_name_places_below_the_roots_only(opened: ExitStack, tmp_path: P
 
 
 def test_a_server_opens_no_place_on_a_callers_word(opened: ExitStack, tmp_path: Path) -> None:
-    """Whoever reaches its port, coordinator or not."""
+    """The server refuses every caller, coordinator or not."""
     servers, _ = start(opened, tmp_path)
     with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
         stub = ShardSnapshotsStub(channel)
@@ -732,7 +731,7 @@ def test_the_leader_tells_the_servers_its_roots(opened: ExitStack, tmp_path: Pat
 
 
 class SlowLibrary(SnapshotLibrary):
-    """Commits when it is told to."""
+    """Library that commits only when the test allows it."""
 
     def __init__(self, library: SnapshotLibrary) -> None:
         super().__init__(library.storage, library.job)
@@ -747,7 +746,7 @@ class SlowLibrary(SnapshotLibrary):
 def test_a_snapshot_that_is_cancelled_as_it_is_committed_is_whole(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """As by a coordinator that stops to lead: its thread commits all the same."""
+    """A coordinator that ceases to lead cancels it: the thread still commits."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     library = snapshots.library = SlowLibrary(snapshots.library)

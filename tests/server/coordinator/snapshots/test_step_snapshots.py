@@ -1,4 +1,4 @@
-"""A step that pushes to parameters and to a table is in a snapshot as a whole, or not at all."""
+"""Snapshots contain a step that pushes to parameters and to a table as a whole, or not at all."""
 
 import threading
 from contextlib import ExitStack, suppress
@@ -52,7 +52,7 @@ def client(servers: ParameterServers, work: StepWork, name: str) -> StepClient:
 
 
 class Crew:
-    """Members that take a step after the other, each on a thread of its own."""
+    """Members that take one step after another, each on a thread of its own."""
 
     def __init__(self, servers: ParameterServers, work: StepWork, prefix: str) -> None:
         names = [f"{prefix}-{number}" for number in range(NUM_WORKERS)]
@@ -71,7 +71,7 @@ class Crew:
             worker.stop()
 
     def wait_for_more(self, num_steps: int) -> None:
-        """Until each has taken so many more steps; raises what made one of them fail."""
+        """Wait until each member took so many more steps; raise the error of one that failed."""
         for worker in self._workers:
             wanted = len(worker.successes) + num_steps
 
@@ -93,7 +93,7 @@ def cut_of(work: StepWork, manifest: Manifest) -> tuple[StepWork, int]:
 def test_steps_of_parameters_and_rows_are_restored_whole_on_other_servers(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """Each snapshot is the serial replay of whole steps, and stays so when steps go on."""
+    """The snapshots are serial replays of whole steps, and remain so when steps continue."""
     servers, snapshots = start(opened, tmp_path, num_servers=2)
     work = work_on(servers)
     with Crew(servers, work, "before") as crew:
@@ -123,7 +123,7 @@ def compare_all(work: StepWork, reader: StepClient) -> None:
 
 @pytest.mark.long
 def test_servers_that_come_and_go_meanwhile_tear_no_step(opened: ExitStack, tmp_path: Path) -> None:
-    """A snapshot may fail then; one that is there is whole."""
+    """A snapshot may fail meanwhile, but one that exists is whole."""
     servers, snapshots = start(opened, tmp_path, num_servers=3)
     work = work_on(servers)
     with Crew(servers, work, "m") as crew:
@@ -148,8 +148,8 @@ def test_servers_that_come_and_go_meanwhile_tear_no_step(opened: ExitStack, tmp_
 def test_what_a_step_lacks_is_known_where_its_beginning_went(
     opened: ExitStack, tmp_path: Path, begins_with: str
 ) -> None:
-    """The server that let the first half in is gone, and its member too: those that have its shards
-    now know of the other half that is missing."""
+    """The server that admitted the first half is gone, and so is the member: the servers that have
+    its shards now know that the other half is missing."""
     servers, snapshots = start(opened, tmp_path, num_servers=2)
     work = work_on(servers)
     member = client(servers, work, "m")

@@ -1,4 +1,4 @@
-"""Snapshots of tables that are pushed to all the time: whole, and restored on other servers."""
+"""Snapshots of tables that get pushes all the time: whole, and restored on other servers."""
 
 from collections import defaultdict
 from contextlib import ExitStack
@@ -43,7 +43,7 @@ def workers(servers: ParameterServers, work: RowWork, prefix: str) -> list[RowWo
 
 
 def wait_for_more(crew: list[RowWorker], num_pushes: int) -> None:
-    """Until each has got so many more pushes through; raises what made one of them fail."""
+    """Wait until each worker made so many more pushes; raise the error of one that failed."""
     for worker in crew:
         wanted = len(worker.successes) + num_pushes
 
@@ -56,7 +56,7 @@ def wait_for_more(crew: list[RowWorker], num_pushes: int) -> None:
 
 
 def cut(history: RowHistory, versions: dict[tuple[str, int], int]) -> RowHistory:
-    """The pushes up to these versions. Raises AssertionError if one was cut in two."""
+    """Return the pushes up to these versions. Raises AssertionError if one was cut in two."""
     found: dict[tuple[str, int], set[bool]] = defaultdict(set)
     kept = RowHistory()
     for where, pushes in history.pushed.items():
@@ -76,9 +76,9 @@ def cut(history: RowHistory, versions: dict[tuple[str, int], int]) -> RowHistory
 def test_a_table_that_is_pushed_to_is_restored_on_other_servers(
     opened: ExitStack, tmp_path: Path, num_servers: int
 ) -> None:
-    """The snapshot has each push on all of its shards or on none; what is restored is the serial
-    replay of these, and so it stays when pushes go on, for which the state of the optimizer and
-    the counts of ids not admitted yet have to be there."""
+    """The snapshot has each push on all of its shards or on none, and the restored table is the
+    serial replay of these pushes. It remains so when pushes continue, which needs the optimizer's
+    state and the counts of ids that are not admitted yet."""
     servers, snapshots = start(opened, tmp_path, num_servers=2)
     work = RowWork(coordinators=[servers.coordinator], job="job", table=TABLE, num_ids=NUM_IDS)
     crew = workers(servers, work, "before")

@@ -1,4 +1,4 @@
-"""When a member counts as silent, by how evenly its heartbeats came."""
+"""Silence of members: the time allowed depends on how evenly their heartbeats came."""
 
 import random
 
@@ -11,7 +11,7 @@ LIMITS = Limits(heartbeat_s=0.5, join_s=120)
 
 
 def after(*intervals: float) -> tuple[Liveness, float]:
-    """A member that beat at these intervals, and the time of its last beat."""
+    """Return a member that sent heartbeats at these intervals, and the time of the last one."""
     now_s = 100.0
     liveness = Liveness(LIMITS, (), now_s)
     liveness.joined("a", now_s)
@@ -46,14 +46,15 @@ def uneven(low: float, high: float, num_beats: int = WINDOW) -> list[float]:
 def test_silence_is_measured_by_a_members_own_beats(
     intervals: list[float], at_least_s: float, at_most_s: float
 ) -> None:
-    """Between the lease and the limit on silence, by median and deviation of the last beats."""
+    """The allowance lies between lease and limit on silence: median and deviation of the last
+    heartbeats decide."""
     assert (LIMITS.lease_s, LIMITS.silence_s) == (2.0, 16.0)
     liveness, _ = after(*intervals)
     assert at_least_s - 1e-3 <= liveness.allowed_s("a") <= at_most_s + 1e-3
 
 
 def test_a_member_is_lost_once_it_was_silent_for_longer() -> None:
-    """Not before; and the reason has the silence, the allowance and how it beat before."""
+    """The reason names the silence, the time allowed and the earlier intervals of heartbeats."""
     liveness, now_s = after(*[0.5] * 20)
     assert liveness.late(now_s + 1.9) == []
     assert liveness.late(now_s + 2.5) == ["a"]
@@ -64,7 +65,7 @@ def test_a_member_is_lost_once_it_was_silent_for_longer() -> None:
 
 
 def test_an_uneven_member_is_late_before_it_is_lost() -> None:
-    """Where beats scatter, silence of the time of a lease says nothing."""
+    """Silence for the time of the lease proves nothing if heartbeats come unevenly."""
     liveness, now_s = after(*uneven(0.1, 1.5))
     allowed_s = liveness.allowed_s("a")
     assert liveness.late(now_s + 2.5) == ["a"]
@@ -73,7 +74,7 @@ def test_an_uneven_member_is_late_before_it_is_lost() -> None:
 
 
 def test_the_search_sees_all_who_are_late() -> None:
-    """Whatever the order in which they came and beat."""
+    """The order in which members joined and sent heartbeats does not matter."""
     liveness = Liveness(LIMITS, "abcd", 0.0)
     liveness.beat("b", 0, 1.0)
     liveness.joined("e", 2.0)
@@ -84,7 +85,7 @@ def test_the_search_sees_all_who_are_late() -> None:
 
 
 def test_a_pause_of_the_listener_is_nobodys_silence() -> None:
-    """After it everybody has the whole time again, and the gap is not learned from."""
+    """Members have their whole time again after the pause, and the gap is no interval."""
     liveness, now_s = after(*[0.5] * 10)
     for _ in range(WINDOW):
         now_s += 30.0
@@ -95,7 +96,7 @@ def test_a_pause_of_the_listener_is_nobodys_silence() -> None:
 
 
 def test_the_step_never_falls() -> None:
-    """Beats that overtake each other, or an attendance, leave the highest step."""
+    """Heartbeats that overtake each other, or another join, leave the highest step."""
     liveness, now_s = after()
     liveness.beat("a", 7, now_s)
     liveness.beat("a", 5, now_s)

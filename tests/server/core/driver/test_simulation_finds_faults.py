@@ -1,4 +1,4 @@
-"""The simulation steps the code that ships: a fault that is put into it is found."""
+"""Faults planted into the code that ships: the simulation runs this code, and must find them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 def told_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
-    """Who is told of a record may know what no later leader does."""
+    """Notices leave before the record is durable: members may know what no later leader knows."""
     real = EffectQueue._carry_out
 
     def carry_out(queue: EffectQueue[object], effect: Effect) -> Iterator[Carried]:
@@ -51,7 +51,7 @@ def told_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def admitted_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
-    """Its key is written with whatever is written next, and its call does not wait for that."""
+    """A member's key is written with the next write, and its join is answered before that."""
     real = PendingWrite.admit
 
     def admit(pending: PendingWrite, member: MemberState) -> None:
@@ -64,7 +64,7 @@ def admitted_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_deposed_leader_writes(patch: pytest.MonkeyPatch) -> None:
-    """The fences are left out: on the leader's key, and on the job's own record."""
+    """Writes go out without the fences on the leader's key and on the job's own record."""
 
     async def apply_to(jobs: DurableJobs, job: str, operations: Sequence[Operation]) -> None:
         await jobs._store._store.transact((), operations)
@@ -73,12 +73,12 @@ def a_deposed_leader_writes(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_a_later_release_wrote_is_lost(patch: pytest.MonkeyPatch) -> None:
-    """A job's own record has only what this release knows."""
+    """The job's record keeps only the fields that this release knows."""
     patch.setattr(DurableJobs, "_with_more", lambda jobs, write: write)
 
 
 def a_refused_event_changes_the_state(patch: pytest.MonkeyPatch) -> None:
-    """The word of a process that was replaced is refused, and yet shows its successor alive."""
+    """A call of a replaced process is refused, but counts as a sign of life of its successor."""
     real = Arrivals.known
 
     def known(arrivals: Arrivals, event: MemberEvent) -> MemberState:
@@ -93,7 +93,7 @@ def a_refused_event_changes_the_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_lost_member_is_heard(patch: pytest.MonkeyPatch) -> None:
-    """Names count, and not the processes that have them."""
+    """Events are accepted by a member's name, without a look at its incarnation."""
     real = Arrivals.known
 
     def known(arrivals: Arrivals, event: MemberEvent) -> MemberState:
@@ -103,13 +103,13 @@ def a_lost_member_is_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_deadline_runs_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:
-    """Members are late for not doing what nobody could tell them."""
+    """Members miss a deadline for something that no coordinator could ask of them."""
 
     patch.setattr(EffectQueue, "postpone", lambda queue, now_s: None)
 
 
 def silence_counts_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:
-    """Who waits to be admitted cannot beat yet."""
+    """A member whose join is not durable yet cannot send heartbeats, but counts as silent."""
     real = JobDriver._silent
 
     def silent(driver: JobDriver[object, object], now_s: float) -> list[MemberLost]:
@@ -123,7 +123,7 @@ def silence_counts_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_commit_without_all_answers(patch: pytest.MonkeyPatch) -> None:
-    """The first that accepts decides for all."""
+    """The first member that accepts decides for all."""
     real = Agreement.accept
 
     def accept(agreement: Agreement, *args: object) -> bool:
@@ -134,12 +134,12 @@ def a_commit_without_all_answers(patch: pytest.MonkeyPatch) -> None:
 
 
 def that_it_has_trained_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """No leader knows that another's job has come further than its initial values."""
+    """A later leader does not know that the job has trained beyond its initial values."""
     patch.setattr(PendingWrite, "save", lambda pending: None)
 
 
 def a_step_that_broke_stays_begun(patch: pytest.MonkeyPatch) -> None:
-    """Where members stop for a planned change is told by steps that none of them has done."""
+    """The boundary of a planned change is computed from steps that no member has taken."""
     real = GenerationTrack.stand_still
 
     def stand_still(track: GenerationTrack, step: int, **stand: Any) -> pb.SettleRequest:
@@ -152,7 +152,7 @@ def a_step_that_broke_stays_begun(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_proposal_begins_at_no_step(patch: pytest.MonkeyPatch) -> None:
-    """Who comes from a checkpoint counts its steps from there."""
+    """A member that comes from a checkpoint should count its steps from there, and does not."""
     real = GenerationTrack.propose
 
     def propose(track: GenerationTrack, proposal: pb.Proposal) -> pb.ProposeRequest:
@@ -164,12 +164,12 @@ def a_proposal_begins_at_no_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_limit_runs_while_somebody_is_paused(patch: pytest.MonkeyPatch) -> None:
-    """Members are late for what they cannot do before the other goes on."""
+    """Members miss a deadline for something that has to wait for the paused member."""
     patch.setattr(Pauses, "hold", lambda pauses, now_s, held: 0.0)
 
 
 def a_new_leader_is_not_told_of_a_pause(patch: pytest.MonkeyPatch) -> None:
-    """It takes the member that is paused for hung."""
+    """The new leader takes the paused member for hung."""
     real = MemberCore._take_admitted
 
     def take_admitted(core: MemberCore, admitted: pb.Admitted, now_s: float) -> Effects:
@@ -182,7 +182,7 @@ def a_new_leader_is_not_told_of_a_pause(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_standby_loses_patience(patch: pytest.MonkeyPatch) -> None:
-    """It waits for nobody."""
+    """A standby member waits no longer than other members."""
     patch.setattr(HeldClock, "set_standby", lambda clock, now_s, is_standby: None)
 
 
@@ -203,7 +203,7 @@ FAULTS: Mapping[Fault, Callable[[int], None]] = {
     a_new_leader_is_not_told_of_a_pause: simulate_pause,
     a_standby_loses_patience: simulate,
 }
-"""With the simulation that finds each."""
+"""Fault -> the simulation that finds it."""
 
 FIRST_SEEDS = {
     a_deposed_leader_writes: 150,
@@ -212,12 +212,12 @@ FIRST_SEEDS = {
     a_deadline_runs_while_etcd_is_away: 120,
     a_standby_loses_patience: 1025,
 }
-"""Where the search for a fault begins that few schedules show: it only saves time."""
+"""First seeds to try for faults that few schedules show, to save time."""
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_simulation_finds(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within some seeds an invariant does not hold; without the fault the same seed is passed."""
+    """An invariant fails within some seeds; without the fault the same seed passes."""
     simulated, first = FAULTS[fault], FIRST_SEEDS.get(fault, 0)
     with monkeypatch.context() as patch:
         fault(patch)

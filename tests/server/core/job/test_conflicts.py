@@ -17,7 +17,7 @@ def member(name: str, schema: str, lines: tuple[str, ...] | None, **fields: str)
 
 
 def refusal_of(*members: Candidate) -> str:
-    """What all of them are refused with."""
+    """Return the refusal that all these members get."""
     refusal = refusals.conflict("j", find_conflicts(members))
     return f"{refusal.seen}. {refusal.fix}"
 
@@ -43,7 +43,7 @@ def refusal_of(*members: Candidate) -> str:
     ],
 )
 def test_the_first_entry_that_differs_is_named(other: tuple[str, ...], expected: str) -> None:
-    """With what each member has there."""
+    """The refusal also has each member's entry at this position."""
     text = refusal_of(
         member("w0", "1", ENTRIES), member("w1", "2", other), member("w2", "1", ENTRIES)
     )
@@ -51,7 +51,7 @@ def test_the_first_entry_that_differs_is_named(other: tuple[str, ...], expected:
 
 
 def test_the_same_entries_in_another_order_are_told_as_such() -> None:
-    """With what makes them so: the workers do run the same script."""
+    """The refusal names the usual cause (iteration over a set): the workers run one script."""
     swapped = (ENTRIES[1], ENTRIES[0], ENTRIES[2])
     text = refusal_of(member("w0", "1", ENTRIES), member("w1", "2", swapped))
     assert f"'{ENTRIES[0]} (same entries in another order)' in w0" in text
@@ -74,7 +74,7 @@ def test_members_with_the_same_first_difference_are_named_together() -> None:
 def test_without_a_listing_that_tells_them_apart_values_are_shown(
     lines: tuple[str, ...] | None,
 ) -> None:
-    """A member need not send a listing."""
+    """Members need not send a listing."""
     text = refusal_of(member("w0", "1", ENTRIES), member("w1", "2", lines))
     assert text.startswith("schema: '1' in w0 but '2' in w1.")
 
@@ -88,7 +88,7 @@ def test_a_listing_that_cannot_be_read_is_passed_over() -> None:
 
 
 def test_long_values_are_shown_where_they_differ() -> None:
-    """Their beginnings are the same, and say nothing."""
+    """Beginnings of long values are equal, and do not show the difference."""
     settings = "rate=1 " * 1000
     text = refusal_of(
         member("w0", "1", None, optimizer=f"{settings}decay=0.1 {settings}"),
@@ -100,7 +100,7 @@ def test_long_values_are_shown_where_they_differ() -> None:
 
 
 def test_what_is_cut_short_is_not_cut_once_more() -> None:
-    """A refusal has what the record has."""
+    """Refusal and generation record show the same text."""
     words = "rate=1 " * 1000
     found = find_conflicts(
         [member("w0", f"{words}a{words}", None), member("w1", f"{words}b{words}", None)]

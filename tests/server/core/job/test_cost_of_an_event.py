@@ -1,4 +1,4 @@
-"""What a member's word costs: the same in a job of hundreds as in one of a hundred."""
+"""Cost of a member's event: the same in a job of hundreds of members as in one of a hundred."""
 
 from collections.abc import Iterator
 from cProfile import Profile
@@ -14,7 +14,7 @@ from shoal_server.core.membership.phases import Phase
 
 
 def words(job: Job, names: dict[str, str]) -> Iterator[events.MemberEvent]:
-    """Of all members, from their arrival to the generation that follows a loss."""
+    """Events of all members, from their arrival to the generation after a loss."""
     info = MemberInfo(host="h", address="127.0.0.1")
     for name, incarnation in names.items():
         yield events.MemberJoined(member_id=name, incarnation=incarnation, spec=job.spec, info=info)
@@ -47,7 +47,8 @@ def agreeing(job: Job, names: dict[str, str]) -> Iterator[events.MemberEvent]:
 
 
 def test_nobody_is_late_with_an_answer_while_answers_come() -> None:
-    """Those of ten thousand take longer than the limit for one; who is silent then is refused."""
+    """Answers of ten thousand members take longer than the limit for one; a member that is silent
+    then is refused."""
     spec = JobSpec(job="j", min_members=1, max_members=6, desired_members=6)
     limits = Limits()
     job = Job(spec=spec, limits=limits, digest_of=codec.digest_of)
@@ -65,7 +66,7 @@ def test_nobody_is_late_with_an_answer_while_answers_come() -> None:
 
 
 def num_calls(num_members: int) -> float:
-    """Of functions, for each member."""
+    """Return the number of function calls for each member."""
     spec = JobSpec(job="j", min_members=1, max_members=num_members, desired_members=num_members)
     job = Job(spec=spec, limits=Limits(), digest_of=codec.digest_of)
     names = {f"member-{number:05d}": new_incarnation() for number in range(num_members)}
@@ -81,5 +82,5 @@ def num_calls(num_members: int) -> float:
 
 
 def test_a_word_costs_the_same_among_hundreds_as_among_a_hundred() -> None:
-    """Counted in calls, not in time, from arrival to the generation after a loss."""
+    """Function calls are counted, not time, from arrival to the generation after a loss."""
     assert num_calls(400) < 1.1 * num_calls(100)

@@ -1,4 +1,4 @@
-"""The membership's decisions, case by case."""
+"""Decisions about the membership of a job, case by case."""
 
 import pytest
 from support.members.job_world import FIELDS, World
@@ -40,7 +40,7 @@ def running(*names: str, high: int = 8) -> World:
 
 
 def test_forms_as_soon_as_the_desired_number_is_there() -> None:
-    """The first generation does not wait once everybody wanted has proposed."""
+    """The first generation does not wait once the desired number of members has proposed."""
     w = world(desired=3)
     w.join("a")
     w.join("b")
@@ -54,7 +54,7 @@ def test_forms_as_soon_as_the_desired_number_is_there() -> None:
 
 
 def test_last_call_forms_with_the_minimum() -> None:
-    """After the last call those present form the generation, if they are enough."""
+    """Members present after the last call form the generation if they are enough."""
     w = world(desired=3, low=2)
     w.join("a")
     w.join("b")
@@ -65,7 +65,7 @@ def test_last_call_forms_with_the_minimum() -> None:
 
 
 def test_too_few_are_refused_after_the_join_limit() -> None:
-    """Nobody waits without a bound: below the minimum, all are told so with the numbers."""
+    """Waiting is bounded: a job below its minimum refuses its members, and gives both numbers."""
     w = world(desired=3, low=2)
     alone = w.join("a")
     w.run(w.job.limits.join_s + 1)
@@ -77,7 +77,7 @@ def test_too_few_are_refused_after_the_join_limit() -> None:
 
 @pytest.mark.parametrize("by_launcher", [True, False])
 def test_a_loss_breaks_and_the_survivors_form_the_next(by_launcher: bool) -> None:
-    """Without waiting for anybody: the loss, the break, the settling and the next generation."""
+    """The whole recovery waits for no limit: loss, break, reports of steps, next generation."""
     w = running("a", "b", "c")
     w.train(7)
     w.kill("b", seen_by_launcher=by_launcher)
@@ -88,7 +88,7 @@ def test_a_loss_breaks_and_the_survivors_form_the_next(by_launcher: bool) -> Non
 
 
 def test_a_survivor_keeps_its_rank_where_it_can() -> None:
-    """b keeps rank 1; c, whose rank 2 is gone from a world of two, takes the hole."""
+    """b keeps rank 1; c, whose rank 2 does not exist in a world of two, takes the free rank 0."""
     w = running("a", "b", "c")
     w.kill("a", seen_by_launcher=True)
     w.run(2.0)
@@ -110,7 +110,7 @@ def test_the_highest_committed_step_is_the_source() -> None:
 
 
 def test_a_joiner_is_taken_in_at_a_step_all_share() -> None:
-    """The old generation stops at the highest offer, and only then the new one starts."""
+    """The old generation stops at the highest step offered, and only then the new one starts."""
     w = running("a", "b")
     w.train(10)
     w.members["b"].begun = 11
@@ -126,7 +126,7 @@ def test_a_joiner_is_taken_in_at_a_step_all_share() -> None:
 
 
 def test_a_conflicting_joiner_is_refused_without_disturbing() -> None:
-    """The joiner hears which field differs; the others do not even get a Prepare."""
+    """The refusal names the field that differs; the other members are not even shown a roster."""
     w = running("a", "b")
     odd = w.join("odd", {**FIELDS, "schema": "s2"})
     w.run(2.0)
@@ -139,7 +139,7 @@ def test_a_conflicting_joiner_is_refused_without_disturbing() -> None:
 
 
 def test_an_optional_field_is_compared_among_the_members_that_state_it() -> None:
-    """A member that does not state it trains with all others."""
+    """Members that do not state the field train with all others."""
     w = world(desired=2)
     w.join("a", optional_fields={"dataset_content": "d1"})
     w.join("old")
@@ -158,7 +158,7 @@ def test_an_optional_field_is_compared_among_the_members_that_state_it() -> None
 
 
 def test_data_that_differ_at_the_start_fail_everybody() -> None:
-    """Nobody trains on what only some of them have."""
+    """Training does not start on data that only some members have."""
     w = world(desired=3)
     contents = {"a": "d1", "b": "d2", "c": "d1"}
     members = [w.join(name, optional_fields={"dataset_content": contents[name]}) for name in "abc"]
@@ -171,9 +171,9 @@ def test_data_that_differ_at_the_start_fail_everybody() -> None:
 
 
 def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
-    """Between two generations those who trained still decide what is trained."""
+    """Members that trained still decide what is trained between two generations."""
     w = running("a", "b", "c")
-    w.members["a"].paused = True  # it takes its time to settle
+    w.members["a"].paused = True  # does not report its step yet
     w.kill("c", seen_by_launcher=True)
     w.run(1.1)
     assert w.job.phase is Phase.COLLECT
@@ -197,7 +197,7 @@ def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
 
 
 def test_a_mismatch_at_the_start_fails_everybody_with_one_record() -> None:
-    """No majority wins: all of them get the same named conflict."""
+    """The majority does not win: all members get the same conflict by name."""
     w = world(desired=3)
     members = [w.join("a"), w.join("b"), w.join("c", {**FIELDS, "strategy": "fsdp"})]
     w.run(1.0)
@@ -210,7 +210,7 @@ def test_a_mismatch_at_the_start_fails_everybody_with_one_record() -> None:
 
 
 def test_a_rejection_by_a_member_aborts_and_names_it() -> None:
-    """A worker's own validator has a say; its verdict is everybody's."""
+    """Members have validators of their own; one rejection holds for all."""
     w = world(desired=2)
     w.join("a")
     w.join("b").paused = True
@@ -234,7 +234,7 @@ def test_a_rejection_by_a_member_aborts_and_names_it() -> None:
 
 
 def test_another_digest_aborts() -> None:
-    """Who accepts something else than was sent has not accepted."""
+    """Accepting another roster than the one sent is no acceptance."""
     w = world(desired=2)
     w.join("a")
     w.join("b").paused = True
@@ -251,7 +251,7 @@ def test_another_digest_aborts() -> None:
 
 
 def test_silence_in_prepare_expels_the_silent_only() -> None:
-    """The others form the next generation without it."""
+    """The other members form the next generation."""
     w = world(desired=3)
     w.join("a")
     w.join("b")
@@ -262,7 +262,7 @@ def test_silence_in_prepare_expels_the_silent_only() -> None:
 
 
 def test_a_surplus_joiner_stands_by_and_takes_over() -> None:
-    """Beyond the maximum a member waits, and replaces the next one lost."""
+    """Members beyond the maximum stand by, and replace the next one that is lost."""
     w = running("a", "b", high=2)
     w.join("c")
     w.run(2.0)
@@ -274,7 +274,7 @@ def test_a_surplus_joiner_stands_by_and_takes_over() -> None:
 
 
 def test_a_stale_incarnation_changes_nothing() -> None:
-    """A paused process that wakes up after its replacement joined is told so, and only that."""
+    """A process that wakes up after its replacement joined is refused, and nothing else happens."""
     w = running("a", "b")
     old = w.members["b"]
     w.join("b")
@@ -293,7 +293,7 @@ def test_a_stale_incarnation_changes_nothing() -> None:
 
 
 def test_a_replaced_process_cannot_push_its_successor_out() -> None:
-    """Not when it wakes up and attends again, and not when its first call arrives late."""
+    """The replaced process is refused if it joins again, and if its first call comes late."""
     w = running("a", "b")
     old = w.members["b"]
     w.join("b")
@@ -312,7 +312,7 @@ def test_a_replaced_process_cannot_push_its_successor_out() -> None:
 
 
 def test_other_bounds_are_refused() -> None:
-    """The first writer's bounds do not win silently."""
+    """Bounds of the first member do not win silently."""
     w = running("a", "b")
     with pytest.raises(events.EventRefused) as refused:
         w.job.handle(
@@ -328,7 +328,7 @@ def test_other_bounds_are_refused() -> None:
 
 
 def test_a_completed_job_takes_nobody_in() -> None:
-    """Once one member completed, joiners are told that the job is finished; then it is."""
+    """Joiners are refused with FINISHED once one member completed; then the job is finished."""
     w = running("a", "b")
     w.send(
         w.members["a"],
@@ -352,7 +352,7 @@ def test_a_completed_job_takes_nobody_in() -> None:
 
 
 def test_completion_may_come_from_a_member_that_does_not_train() -> None:
-    """Such as one of an asynchronous job that forms its next generation."""
+    """The member is of an asynchronous job, for example, that forms its next generation."""
     w = world(desired=3)
     alone = w.join("a")
     w.run(0.1)
@@ -368,9 +368,9 @@ def test_completion_may_come_from_a_member_that_does_not_train() -> None:
 
 
 def test_a_joiner_on_its_way_is_called_off_by_completion() -> None:
-    """Members that hold for a boundary go on; the joiner hears why it is not taken."""
+    """Members that wait for the boundary go on; the joiner's refusal has the reason."""
     w = running("a", "b")
-    w.members["b"].paused = True  # its offer is still on the way
+    w.members["b"].paused = True  # its offer is in progress
     joiner = w.join("c")
     w.run(2.0)
     assert w.job.phase is Phase.PREPARE
@@ -386,7 +386,7 @@ def test_a_joiner_on_its_way_is_called_off_by_completion() -> None:
 
 
 def test_loss_of_the_joiner_before_the_boundary_leaves_the_old_generation_alone() -> None:
-    """Nobody has stopped yet, so nobody needs to start again."""
+    """The members have not stopped yet, so none needs to start again."""
     w = running("a", "b")
     w.members["b"].paused = True
     w.join("c")
@@ -446,7 +446,7 @@ def test_a_failed_collective_without_a_loss_reforms_with_all() -> None:
 
 
 def test_when_all_report_a_failed_collective_nobody_waits() -> None:
-    """Each of them is there to say so, hence none is lost."""
+    """The members that report the failure are there, so none of them is lost."""
     w = running("a", "b")
     w.train(4)
     for name in ("a", "b"):
@@ -466,7 +466,7 @@ def test_when_all_report_a_failed_collective_nobody_waits() -> None:
 
 
 def test_the_table_refuses_what_it_does_not_list() -> None:
-    """Every pair that is not in the table raises."""
+    """Pairs of phase and trigger that are not in the table raise."""
     for phase in Phase:
         for trigger in Trigger:
             if (phase, trigger) in TRANSITIONS:
@@ -483,15 +483,15 @@ def test_the_table_refuses_what_it_does_not_list() -> None:
 def test_limits_out_of_order_are_refused_by_name(
     heartbeat_s: float, join_s: float, word: str
 ) -> None:
-    """The message says which limit, and what to change."""
+    """The message names the limit, and says what to change."""
     with pytest.raises(ValueError, match=word):
         Limits(heartbeat_s=heartbeat_s, join_s=join_s)
 
 
 def test_time_in_which_nobody_can_be_told_does_not_count() -> None:
-    """While etcd is away a break is decided and not told: nobody is late for not settling."""
+    """The break is decided but not sent while etcd is unavailable: no member is late."""
     w = running("a", "b", "c")
-    w.members["a"].paused = True  # it has not heard of the break
+    w.members["a"].paused = True  # not notified of the break
     w.kill("c", seen_by_launcher=True)
     w.run(1.1)
     w.job.postpone(100.0)
@@ -503,10 +503,10 @@ def test_time_in_which_nobody_can_be_told_does_not_count() -> None:
 
 
 def test_a_call_under_way_is_refused_with_the_reason_that_its_sender_is_told() -> None:
-    """A rejects while B's own answer is on its way: B hears the conflict, whichever comes first."""
+    """Member a rejects while b's answer is in progress: b gets the conflict in any order."""
     w = world(desired=2)
     a, b = w.join("a"), w.join("b")
-    a.paused = b.paused = True  # they answer when the test says
+    a.paused = b.paused = True  # the test sends their answers
     w.run(1.0)
     generation = Generation(w.job.last_generation)
     rejection = events.Rejection(field="scratch", seen="1 GiB", expected="10 GiB")

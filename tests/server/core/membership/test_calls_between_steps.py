@@ -1,5 +1,7 @@
-"""Members amid a call between two steps make it again by themselves, below the minimum if need be:
-whoever joins has its script elsewhere, and comes in behind it."""
+"""Members in a shared call make it again alone after a loss, below the minimum if need be.
+
+A joiner's script is at another position, so it is taken in after the call.
+"""
 
 from support.members.job_world import World
 
@@ -65,7 +67,7 @@ def test_behind_the_call_the_minimum_counts_again() -> None:
 
 
 def test_who_has_the_result_of_the_call_waits_for_those_in_it() -> None:
-    """It could not make the call again."""
+    """A member that has the result has left the call, and cannot make it again."""
     w = in_call("a", low=2, lost="c")
     w.run(3.0)
     assert rosters(w)[1] == ("a",)

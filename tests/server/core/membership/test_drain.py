@@ -27,7 +27,7 @@ def running(*names: str, low: int = 1, high: int = 8, max_delay_s: float = 0.0) 
 
 
 def test_the_others_go_on_without_a_break() -> None:
-    """One is left out by a planned change at a shared step, and goes when the rest train."""
+    """Member b is left out by a planned change, and leaves once the others train."""
     w = running("a", "b", "c")
     leaver = w.members["b"]
     w.drain("b")
@@ -45,7 +45,7 @@ def test_the_others_go_on_without_a_break() -> None:
 
 
 def test_the_leaver_goes_only_when_the_others_run() -> None:
-    """Until their first collective has passed it stays: its state may yet be needed."""
+    """The leaver stays until the others' first collective has passed: its state may be needed."""
     w = running("a", "b", "c")
     leaver = w.members["b"]
 
@@ -61,7 +61,7 @@ def test_the_leaver_goes_only_when_the_others_run() -> None:
 
 
 def test_a_leaver_whose_own_call_is_faster_than_the_notice_hears_that_it_has_left() -> None:
-    """It is not told that it was lost: its launcher would start it again."""
+    """A refusal as lost would be wrong: its launcher would start it again."""
     w = running("a", "b", "c")
     leaver = w.members["b"]
     w.drain("b")
@@ -81,7 +81,7 @@ def test_a_leaver_whose_own_call_is_faster_than_the_notice_hears_that_it_has_lef
 
 
 def test_several_leave_in_one_change() -> None:
-    """Two asked at once cost the others one stop."""
+    """Two members that are drained at once stop the others only once."""
     w = running("a", "b", "c", "d")
     w.drain("b")
     w.drain("d")
@@ -91,7 +91,7 @@ def test_several_leave_in_one_change() -> None:
 
 
 def test_the_last_member_leaves_at_once() -> None:
-    """Nobody could take over: it need not wait."""
+    """The leaver's state cannot go to another member, so it need not wait."""
     w = running("a")
     leaver = w.members["a"]
     w.drain("a")
@@ -101,7 +101,7 @@ def test_the_last_member_leaves_at_once() -> None:
 
 
 def test_below_the_minimum_it_leaves_and_the_rest_wait_for_another() -> None:
-    """A machine that goes away does not ask whether enough are left."""
+    """Machines go away whether or not enough members are left."""
     w = running("a", "b", low=2)
     leaver = w.members["b"]
     w.drain("b")
@@ -115,7 +115,7 @@ def test_below_the_minimum_it_leaves_and_the_rest_wait_for_another() -> None:
 
 
 def test_all_who_train_hand_over_to_newcomers() -> None:
-    """Where every member is to leave, those who came first take their state, then they go."""
+    """The newcomers take over the state before the last of the old members leave."""
     w = running("a", "b")
     w.join("x")
     w.drain("a")
@@ -130,7 +130,7 @@ def test_all_who_train_hand_over_to_newcomers() -> None:
 
 
 def test_a_drain_asked_twice_is_one_drain() -> None:
-    """Repeating the request changes nothing but that the member is told again."""
+    """A repeated request only notifies the member again."""
     w = running("a", "b", "c")
     w.drain("b")
     w.drain("b")
@@ -140,7 +140,7 @@ def test_a_drain_asked_twice_is_one_drain() -> None:
 
 
 def test_who_waits_for_a_generation_leaves_at_once() -> None:
-    """A member that trains in nothing has nothing to hand over."""
+    """Members that train in no generation have nothing to hand over."""
     spec = JobSpec(job="j", min_members=2, max_members=4, desired_members=2)
     w = World(spec)
     waiting = w.join("a")
@@ -152,7 +152,7 @@ def test_who_waits_for_a_generation_leaves_at_once() -> None:
 
 
 def test_an_asynchronous_member_leaves_at_once() -> None:
-    """The others never stop, so there is no boundary to wait for."""
+    """Other members of an asynchronous job never stop, so there is no boundary to wait for."""
     w = World(JobSpec(job="j", desired_members=2))
     for name in ("a", "b"):
         member = w.join(name)
@@ -171,9 +171,9 @@ def test_an_asynchronous_member_leaves_at_once() -> None:
 
 
 def test_a_leaver_that_dies_on_the_way_is_a_loss() -> None:
-    """The survivors recover as from any other loss."""
+    """Survivors recover as from any other loss."""
     w = running("a", "b", "c")
-    w.members["b"].paused = True  # it will not offer a step to stop at
+    w.members["b"].paused = True  # will not offer a step to stop at
     w.drain("b")
     w.run(1.2)
     w.kill("b", seen_by_launcher=True)
@@ -182,7 +182,7 @@ def test_a_leaver_that_dies_on_the_way_is_a_loss() -> None:
 
 
 def test_a_drain_that_gets_nowhere_ends_within_its_limit() -> None:
-    """A leaver whose successor is on its way and never comes is let go after the drain limit."""
+    """The successor has joined and never proposes: the leaver goes after the drain limit."""
     w = running("a")
     spec, info = w.job.spec, w.job.members["a"].info
     w._handle(events.MemberJoined(member_id="late", incarnation="late-1", spec=spec, info=info))
@@ -197,7 +197,7 @@ def test_a_drain_that_gets_nowhere_ends_within_its_limit() -> None:
 def test_who_trains_again_after_an_aborted_change_still_leaves() -> None:
     """A change that fails before the boundary is tried again."""
     w = running("a", "b", "c")
-    w.members["c"].paused = True  # does not accept in time: it is expelled, and that is a loss
+    w.members["c"].paused = True  # does not accept in time: it is expelled, a loss
     w.drain("b")
     w.run(1.0 + w.job.limits.prepare_s + 1.0)
     assert w.is_running()
@@ -205,7 +205,7 @@ def test_who_trains_again_after_an_aborted_change_still_leaves() -> None:
 
 
 def test_the_leaver_hears_of_the_record_and_the_boundary() -> None:
-    """It has to offer, and to know where to stop, though it is not in the roster."""
+    """The leaver is not in the roster, but must offer a step, and know where to stop."""
     w = running("a", "b")
     notices: list[events.Notice] = []
     take = w._take
@@ -234,7 +234,7 @@ def test_the_leaver_hears_of_the_record_and_the_boundary() -> None:
 
 
 def drain_notices(w: World) -> dict[str, list[events.DrainNotice]]:
-    """The drain notices that each member gets from now on."""
+    """Collect the drain notices that each member gets from now on."""
     notices: dict[str, list[events.DrainNotice]] = {name: [] for name in w.members}
     take = w._take
 
@@ -248,7 +248,7 @@ def drain_notices(w: World) -> dict[str, list[events.DrainNotice]]:
 
 
 def test_members_that_are_all_told_to_end_leave_together() -> None:
-    """Signals come one after the other; no generation of some of them is formed in between."""
+    """Signals arrive one after the other; no generation of some of the members forms in between."""
     w = running("a", "b", "c")
     notices = drain_notices(w)
     for name in "abc":
@@ -262,18 +262,18 @@ def test_members_that_are_all_told_to_end_leave_together() -> None:
 
 
 def test_a_member_that_leaves_others_behind_is_not_told_that_all_leave() -> None:
-    """Its state is with those that stay: nothing is written for its sake."""
+    """Members that stay have the state: nothing is written to disk because of the leaver."""
     w = running("a", "b", "c")
-    told = drain_notices(w)
+    received = drain_notices(w)
     w.drain("b")
     w.run(1.5)
-    assert told["b"][-1].now
-    assert not any(notice.unreplaced for notices in told.values() for notice in notices)
+    assert received["b"][-1].now
+    assert not any(notice.unreplaced for notices in received.values() for notice in notices)
 
 
 def test_all_that_are_told_to_end_amid_a_change_carry_it_out_first() -> None:
-    """The change for the first one is agreed when the others are told: it takes place, and those
-    that are left leave together."""
+    """The change for the first member is agreed when the others are asked to leave: it takes place,
+    and the members left over leave together."""
     w = running("a", "b", "c", max_delay_s=0.02)
     notices = drain_notices(w)
     w.drain("b")
@@ -294,7 +294,7 @@ def test_all_that_are_told_to_end_amid_a_change_carry_it_out_first() -> None:
 
 @pytest.mark.parametrize("step", [3, 9])
 def test_the_boundary_counts_the_leavers_offer(step: int) -> None:
-    """It trains the steps below the boundary like everybody else."""
+    """The leaver trains the steps below the boundary like all others."""
     w = running("a", "b")
     w.members["b"].begun = step
     w.drain("b")

@@ -1,4 +1,4 @@
-"""Members that have done their work while others have not, as torchrun's nodes may."""
+"""Members that have finished their work before others, as torchrun's nodes may."""
 
 import pytest
 from support.members.job_world import World, digest_of
@@ -21,7 +21,7 @@ def world(*names: str, least: int = 1, most: int = 8) -> World:
 
 @pytest.mark.parametrize("seen_by_launcher", [False, True])
 def test_one_that_is_lost_breaks_nothing(seen_by_launcher: bool) -> None:
-    """Silence, a broken stream, a halt, a drain, its own leave: the generation runs on."""
+    """A finished member may fall silent, halt, be drained or leave: the generation runs on."""
     w = world("a", "b", "c", "d", "e")
     for name in "abcd":
         w.finish(name)
@@ -39,7 +39,7 @@ def test_one_that_is_lost_breaks_nothing(seen_by_launcher: bool) -> None:
 
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_the_others_form_a_generation_without_it(least: int) -> None:
-    """It is waited for neither to stop nor to come, and counts for the minimum."""
+    """Finished members need neither stop nor propose, and count for the minimum."""
     w = world("a", "b", "c", least=least)
     w.finish("a")
     w.run(2.0)
@@ -95,7 +95,7 @@ def test_a_newcomer_is_told_once_all_have_finished() -> None:
 
 
 def test_a_job_whose_last_member_failed_is_not_completed() -> None:
-    """It may be joined again, and needs its whole minimum then."""
+    """The job may be joined again, and needs its whole minimum then."""
     w = world("a", "b", least=2)
     w.finish("a")
     w.run(2.0)
@@ -122,7 +122,7 @@ def test_a_stopped_job_is_not_completed_by_one_that_had_finished() -> None:
 
 
 def test_one_that_finishes_after_a_loss_ends_the_job() -> None:
-    """Nobody who trained is left, though one of the generation did not finish."""
+    """The job ends: none of the members that trained is left, though one never finished."""
     w = world("a", "b")
     w.kill("b", seen_by_launcher=True)
     w.finish("a")
@@ -144,7 +144,7 @@ def test_a_drain_goes_on_beside_one_that_has_finished() -> None:
 
 
 def test_a_planned_change_is_called_off_by_one_that_finishes() -> None:
-    """A newcomer's roster was shown, and accepted by nobody yet."""
+    """The roster with the newcomer was shown, and no member has accepted it yet."""
     w = World(JobSpec(job="j", max_members=8, desired_members=2), max_delay_s=0.2, seed=3)
     for name in "ab":
         w.join(name, stateless=True)
@@ -164,7 +164,7 @@ def test_a_planned_change_is_called_off_by_one_that_finishes() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whenever_they_finish_fail_and_come_the_job_completes(seed: int) -> None:
-    """With whatever delays: once each that is left has finished, the job is over."""
+    """The job is over once each member left has finished, for any delays."""
     w = World(JobSpec(job="j", max_members=8, desired_members=3), max_delay_s=0.3, seed=seed)
     for name in "abc":
         w.join(name, stateless=True)
@@ -193,7 +193,7 @@ def test_whenever_they_finish_fail_and_come_the_job_completes(seed: int) -> None
 
 
 def test_a_closed_job_takes_nobody_in_and_goes_on() -> None:
-    """Its members stay, and form no generation after it."""
+    """Members stay, and form no further generation."""
     w = world("a", "b")
     w.finish("a", closes=True)
     w.run(2.0)
@@ -210,7 +210,7 @@ def test_a_closed_job_takes_nobody_in_and_goes_on() -> None:
 
 
 def test_a_new_leader_waits_for_no_member_that_had_finished() -> None:
-    """Whether it is still there or gone: its name is in the job's own record."""
+    """Finished members are named in the job's record: present or gone, they do not matter."""
     w = world("a", "b", "c")
     for name in "ab":
         w.finish(name)

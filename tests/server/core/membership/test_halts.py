@@ -1,4 +1,4 @@
-"""A process that a signal halts: found at once, fenced when it comes back too late."""
+"""Processes halted by a signal: found at once, and fenced if they continue too late."""
 
 from support.members.job_world import World
 
@@ -16,7 +16,7 @@ def running(*names: str) -> World:
 
 
 def test_a_halted_member_is_lost_after_the_halt_limit() -> None:
-    """Nobody waits for heartbeats to fail: the launcher's word is enough."""
+    """The launcher's report is enough: the job does not wait for heartbeats to fail."""
     w = running("a", "b", "c")
     w.halt("b")
     w.run(1.0 + w.job.limits.halt_s / 2)
@@ -26,7 +26,7 @@ def test_a_halted_member_is_lost_after_the_halt_limit() -> None:
 
 
 def test_a_short_halt_costs_nothing() -> None:
-    """SIGSTOP and SIGCONT in a row, as a debugger sends them, change no generation."""
+    """SIGSTOP and SIGCONT in quick succession, as a debugger sends them, change no generation."""
     w = running("a", "b", "c")
     w.halt("b")
     w.run(1.0 + w.job.limits.halt_s / 2)
@@ -37,7 +37,7 @@ def test_a_short_halt_costs_nothing() -> None:
 
 
 def test_one_that_comes_back_too_late_is_fenced() -> None:
-    """Its calls are refused with the current generation named, and nothing changes."""
+    """Calls of the fenced process are refused with the current generation's number."""
     w = running("a", "b", "c")
     frozen = w.members["b"]
     w.halt("b")

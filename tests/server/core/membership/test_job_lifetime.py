@@ -1,4 +1,4 @@
-"""A job that is stopped, given up, and joined again."""
+"""Jobs that are stopped, given up, and joined again."""
 
 import pytest
 from support.members.job_world import World, digest_of
@@ -28,8 +28,8 @@ def stopped(*names: str) -> World:
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b", "c")])
 def test_members_of_a_stopped_job_leave_and_nobody_joins(names: tuple[str, ...]) -> None:
-    """Each is told to go at its next boundary; with the last of them the job is over, and says
-    why to whoever comes."""
+    """Members leave at their next boundary. After the last one the job is over, and joiners get the
+    reason of the stop."""
     w = stopped(*names)
     assert w.job.phase is Phase.STOPPED
     assert (w.job.reason, w.job.members) == ("enough", {})
@@ -42,9 +42,9 @@ def test_members_of_a_stopped_job_leave_and_nobody_joins(names: tuple[str, ...])
 
 
 def test_who_comes_while_a_job_is_being_stopped_is_refused() -> None:
-    """Else a launcher would go on with it."""
+    """Launchers would otherwise continue the job."""
     w = world("a")
-    w.job.stop("enough", w.now_s)  # of which its member has not heard yet
+    w.job.stop("enough", w.now_s)  # not sent to its member yet
     late = w.join("late")
     w.run(1.5)
     assert w.job.phase not in OVER
@@ -61,7 +61,7 @@ def test_a_job_without_members_stops_at_once() -> None:
 
 
 def test_a_job_to_which_nobody_comes_back_has_failed() -> None:
-    """One that has members has not, however often that is said."""
+    """A job that has members does not fail, however often it is abandoned."""
     w = world("a")
     w.abandon("no member for an hour")
     assert w.job.phase is Phase.RUNNING
@@ -76,7 +76,7 @@ def test_a_job_to_which_nobody_comes_back_has_failed() -> None:
 
 
 def test_a_retried_job_goes_on_or_begins_at_step_0() -> None:
-    """It had trained: without its state it is lost, and from scratch it runs."""
+    """The job had trained: without its state it is lost, and from scratch it runs."""
     w = stopped("a")
     w.retry()
     assert w.job.phase is Phase.COLLECT
@@ -92,8 +92,9 @@ def test_a_retried_job_goes_on_or_begins_at_step_0() -> None:
 
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_a_job_that_nobody_is_in_may_be_asked_for_again(is_stopped: bool) -> None:
-    """Once more, as after an answer that was lost; and from step 0, which needs no detour over
-    being lost. What it had come to is not begun with otherwise."""
+    """A retry may be repeated, as after an answer that was lost. It may ask for step 0 directly,
+    without the detour of a lost job. Otherwise the job never begins below the step that it had
+    reached before."""
     w = world("a")
     w.train(7)
     if is_stopped:

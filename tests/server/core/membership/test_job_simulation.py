@@ -1,4 +1,4 @@
-"""Seeded runs under faults of every kind; what must always hold is checked at each event."""
+"""Seeded simulations with faults of every kind; invariants are checked at each event."""
 
 import os
 
@@ -21,49 +21,50 @@ NUM_PAUSES = 20
 NUM_SLOW_STARTS = 40
 NUM_LOST = 30
 MISSED_ENDS = (416, 553, 852, 1227, 1336)
-"""A leader dies right after it aborted a generation that some had gone over to already."""
+"""Seeds in which a leader dies right after it aborted a generation that some members had joined."""
 
 PAUSES = (2235, 5514)
-"""The word of a pause comes behind that of its end; during one, a joiner gives up: nobody leads."""
+"""Seeds in which a pause is reported after its end, or a joiner gives up during a pause and no
+leader is there."""
 
 
 @pytest.mark.parametrize("seed", [*range(NUM_SEEDS), *PAUSES])
 def test_any_schedule_of_faults_ends_in_one_generation_of_all_who_live(seed: int) -> None:
-    """Invariants hold at every event; once faults stop, the living train together."""
+    """Invariants hold at every event; once the faults stop, all living members train together."""
     simulate(seed)
 
 
 @pytest.mark.parametrize("seed", [*range(NUM_FAILOVERS), *MISSED_ENDS])
 def test_a_change_outlives_its_leader_without_loss_or_delay(seed: int) -> None:
-    """Only leaders die: every member goes on, and none waits for a time limit."""
+    """The leaders die, and no other process: members go on, and none waits for a time limit."""
     simulate_failover(seed)
 
 
 @pytest.mark.parametrize("seed", range(NUM_OUTAGES))
 def test_a_change_outlives_a_long_time_without_a_leader(seed: int) -> None:
-    """Nobody is late for what nobody could tell it: every member goes on with the next leader."""
+    """Members that no leader could notify are not late: all go on with the next leader."""
     simulate_outage(seed)
 
 
 @pytest.mark.parametrize("seed", range(NUM_CRASH_LOOPS))
 def test_training_goes_on_while_leaders_die_one_after_the_other(seed: int) -> None:
-    """None lives long enough to know who is there, and none takes anybody for lost."""
+    """Leaders die before they know the members, and declare none of them lost."""
     simulate_crash_loop(seed)
 
 
 @pytest.mark.parametrize("seed", range(NUM_PAUSES))
 def test_a_pause_is_waited_for_whoever_leads(seed: int) -> None:
-    """For longer than any limit by which members wait for each other."""
+    """The pause is longer than any limit by which members wait for each other."""
     simulate_pause(seed)
 
 
 @pytest.mark.parametrize("seed", range(NUM_SLOW_STARTS))
 def test_a_change_before_the_first_step_stops_at_that_step(seed: int) -> None:
-    """Also behind a break, and where members come from a checkpoint."""
+    """The same holds after a break, and if members come from a checkpoint."""
     simulate_slow_start(seed)
 
 
 @pytest.mark.parametrize("seed", range(NUM_LOST))
 def test_nobody_begins_anew_what_had_been_trained(seed: int) -> None:
-    """Where all who held the state are gone, and the leader who knew."""
+    """The members that held the state are gone, and so is the leader that knew of it."""
     simulate_state_lost(seed)

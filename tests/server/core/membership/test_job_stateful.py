@@ -1,4 +1,7 @@
-"""Any event in any order, stale ones too: the core refuses or takes it, and stays in one piece."""
+"""Arbitrary events in any order, stale ones too: the core refuses or accepts each.
+
+Whatever it does, the job's state stays consistent.
+"""
 
 import copy
 import os
@@ -31,7 +34,7 @@ NAMES = st.sampled_from("abcd")
 STARTS = st.integers(1, 2)
 STEPS = st.integers(0, 9)
 BACK = st.integers(0, 2)
-"""How many generations ago a member last heard of one: 0 is the newest."""
+"""Age of the newest generation that a member knows, in generations; 0 is the current one."""
 SHARED = {"schema": "s1"}
 FIELDS = st.sampled_from([SHARED, SHARED, SHARED, {"schema": "s2"}])
 
@@ -48,7 +51,7 @@ def who(name: str, start: int) -> dict[str, str]:
 
 
 class JobMachine(RuleBasedStateMachine):
-    """The job, and beside it a list of all that it decided."""
+    """The job, and a list of all that it decided."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @initialize(members=st.sampled_from(["", "ab", "ab", "abc"]), runs=st.booleans())
     def begin(self, members: str, runs: bool) -> None:
-        """Most begin where a generation has formed: chance alone seldom gets there."""
+        """Start most runs with a formed generation: random events alone seldom form one."""
         for name in members:
             self.attend(name, 1)
             self.propose(name, 1, 0, SHARED)
@@ -176,7 +179,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.3, 1.1, 11.0, 31.0]))
     def wait(self, seconds: float) -> None:
-        """Time passes; the job is woken at each of its deadlines, as its actor does it."""
+        """Let time pass; the job is woken at each of its deadlines, as by its actor."""
         end_s, ticks = self.now_s + seconds, 0
         while (deadline_s := self.job.next_deadline_s()) is not None and deadline_s <= end_s:
             ticks = ticks + 1 if deadline_s <= self.now_s else 0
@@ -234,7 +237,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_ever(self) -> None:
-        """Where nothing runs, a deadline is set for whoever is waited for."""
+        """A deadline is set for the members that the job waits for, if no generation runs."""
         job = self.job
         waits = job.phase in (JobPhase.PREPARE, JobPhase.COMMITTED, JobPhase.ABORTED)
         unsettled = job.phase is JobPhase.COLLECT and not job.table.all_settled

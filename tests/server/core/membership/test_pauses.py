@@ -1,4 +1,4 @@
-"""Pauses of members, and bring-ups that get on, in virtual time."""
+"""Pauses of members, and bring-ups that make progress, in virtual time."""
 
 import pytest
 from support.members.job_world import SimMember, World
@@ -16,7 +16,7 @@ def who(member: SimMember) -> dict[str, str]:
 
 
 def world_of(*names: str, **bounds: int) -> World:
-    """A job in which these train together."""
+    """Return a job in which the named members train together."""
     w = World(JobSpec(job="j", desired_members=len(names), **bounds))
     for name in names:
         w.join(name)
@@ -53,8 +53,8 @@ def test_a_joiner_waits_for_the_end_of_a_pause_far_beyond_the_join_limit() -> No
 
 
 def test_a_word_of_a_pause_that_is_over_changes_nothing() -> None:
-    """It was long on its way, and came behind the end of its pause, or behind the next one. Else
-    its member would be taken out for a pause that is none."""
+    """Reports of a pause may come late: after its end, or during the next pause. A member must not
+    be removed for a pause that is over."""
     w = world_of("a", "b")
     process = who(w.members["a"])
 
@@ -109,7 +109,7 @@ def test_a_pause_over_its_limit_takes_its_member_out_by_name() -> None:
 
 
 def test_a_pause_said_again_to_a_new_leader_keeps_its_limit() -> None:
-    """Thirty of its forty seconds are over."""
+    """Thirty of the forty seconds are over when the new leader learns of the pause."""
     w = world_of("a", "b")
     paused = w.members["a"]
     pause(w, "a", limit_s=40.0, elapsed_s=30.0)
@@ -120,7 +120,7 @@ def test_a_pause_said_again_to_a_new_leader_keeps_its_limit() -> None:
 
 
 def test_who_is_killed_during_a_pause_is_missed_at_once() -> None:
-    """And the others form the next generation once the one that is paused is back."""
+    """The others form the next generation once the paused member is back."""
     w = world_of("a", "b", "c")
     pause(w, "a")
     w.run(2.0)
@@ -135,7 +135,7 @@ def test_who_is_killed_during_a_pause_is_missed_at_once() -> None:
 
 
 def test_a_paused_newcomer_holds_up_nobody_who_trains() -> None:
-    """Who does not get ready is found as ever."""
+    """A member that does not become ready is found as if there were no pause."""
     w = Slow(JobSpec(job="j", desired_members=2), slow="a")
     for name in "ab":
         w.join(name)
@@ -153,7 +153,7 @@ def test_a_paused_newcomer_holds_up_nobody_who_trains() -> None:
 
 
 class Slow(World):
-    """The members whose names are given do not get ready by themselves."""
+    """World in which the bring-up of the named members never ends."""
 
     def __init__(self, spec: JobSpec, slow: str) -> None:
         super().__init__(spec)
@@ -164,13 +164,13 @@ class Slow(World):
             super()._bring_up(member, generation)
 
     def beat(self, name: str, **said: int | bool | float) -> None:
-        """A heartbeat tells what the member's trainer does."""
+        """Send a heartbeat with what the member's trainer does."""
         member = self.members[name]
         self.job.heartbeat(events.HeartbeatReceived(**who(member), **said), self.now_s)  # type: ignore[arg-type]
 
 
 def _joining(slow: str = "abc") -> Slow:
-    """a and b have trained; c comes to them, and its bring-up takes its time."""
+    """Return a job in which a and b have trained, and c joins with a long bring-up."""
     w = Slow(JobSpec(job="j", desired_members=2), slow="")
     w.join("a")
     w.join("b")
@@ -184,7 +184,7 @@ def _joining(slow: str = "abc") -> Slow:
 
 
 def test_a_bring_up_whose_state_is_under_way_is_never_late() -> None:
-    """Ten times as long as one may stand still: only what moves counts, whoever it is."""
+    """The bring-up takes ten times the limit: only time without any member's progress counts."""
     w = _joining()
     until_s = w.now_s + 10 * LIMITS.bring_up_s
     moved = 0
@@ -202,7 +202,7 @@ def test_a_bring_up_whose_state_is_under_way_is_never_late() -> None:
 
 
 def test_who_moves_for_hours_and_comes_to_nothing_is_blamed() -> None:
-    """It holds the others up for so long, and no longer; each of the tries counts."""
+    """The member holds the others up for so long, and no longer; each of the tries counts."""
     w = _joining()
     newcomer, moved, w.slow = w.members["c"], 0, ""
     until_s = w.now_s + LIMITS.collective_s + LIMITS.longest_bring_up_s + LIMITS.bring_up_s
@@ -221,7 +221,7 @@ def test_who_moves_for_hours_and_comes_to_nothing_is_blamed() -> None:
 
 
 def test_who_stands_still_is_blamed_and_not_who_waits_for_it() -> None:
-    """The newcomer's model is being compiled, say; a and b hold the state and wait."""
+    """The newcomer compiles its model, for example; a and b hold the state and wait."""
     w = _joining()
     newcomer = w.members["c"]
     for name in "ab":
@@ -256,6 +256,6 @@ def test_who_held_the_others_up_is_named_with_its_time_and_the_remedy(
     w.job.heartbeat(events.HeartbeatReceived(**who(away), own_code_s=31.0, loads=loads), w.now_s)
     w.send(w.members["b"], events.BreakReported(**who(w.members["b"]), generation=1, error="hung"))
     w.run(45.0)
-    told = next(line for line in w.log if "collective_failed" in line)
-    assert f"rank 0 (a) has been {where} for 31 s" in told
-    assert "session.pause" in told
+    failure = next(line for line in w.log if "collective_failed" in line)
+    assert f"rank 0 (a) has been {where} for 31 s" in failure
+    assert "session.pause" in failure

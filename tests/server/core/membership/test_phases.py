@@ -1,4 +1,4 @@
-"""The picture in the documentation is the table in the code."""
+"""The diagram in the documentation equals the table in the code."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ ARCHITECTURE = Path(__file__).parents[4] / "docs" / "architecture.md"
 
 
 def test_the_documented_diagram_is_the_table() -> None:
-    """docs/architecture.md draws every transition there is, and no other."""
+    """docs/architecture.md shows exactly the transitions of the table."""
     lines = [
         f"    {before.name} --> {after.name}: {trigger.value}"
         for (before, trigger), after in TRANSITIONS.items()

@@ -26,7 +26,7 @@ ORDER = ("a", "b", "c", "d")
     ],
 )
 def test_the_fewest_go(cut: list[tuple[str, str]], kept: str, excluded: list[str]) -> None:
-    """Who is cut off from most goes first, then the newest; who trains stays."""
+    """The member cut off from most others goes first, then the newest; members that train stay."""
     unreachable: dict[str, dict[str, str]] = {}
     for one, other in cut:
         unreachable.setdefault(one, {})[other] = "refused"
@@ -43,7 +43,7 @@ def world(*names: str) -> World:
 
 
 def test_a_member_behind_a_firewall_is_named_and_the_rest_go_on() -> None:
-    """One of four cannot be reached: it is refused by name, three train without delay."""
+    """Member b cannot be reached: it is refused by name, and three train without delay."""
     w = world("a", "b", "c", "d")
     w.cut = {(other, "b") for other in ("a", "c", "d")}
     shut = w.members["b"]
@@ -57,7 +57,7 @@ def test_a_member_behind_a_firewall_is_named_and_the_rest_go_on() -> None:
 
 
 def test_a_joiner_that_cannot_be_reached_disturbs_nobody() -> None:
-    """The check comes before anything is stopped: the old generation never notices."""
+    """Reachability is checked before anything is stopped: the old generation runs on."""
     w = world("a", "b")
     w.run(1.0)
     w.cut = {("x", "a"), ("a", "x"), ("b", "x")}
@@ -72,7 +72,7 @@ def test_a_joiner_that_cannot_be_reached_disturbs_nobody() -> None:
 
 
 def test_one_way_is_not_enough() -> None:
-    """A pair is cut if either side says so."""
+    """A pair counts as cut if either side reports it."""
     w = world("a", "b", "c")
     w.cut = {("c", "a")}
     w.run(1.0)
@@ -80,7 +80,7 @@ def test_one_way_is_not_enough() -> None:
 
 
 def test_loopback_addresses_do_not_meet_other_hosts() -> None:
-    """On several hosts, members with an address only their own host reaches are refused."""
+    """Members on several hosts are refused if only their own host reaches their address."""
     w = World(JobSpec(job="j", desired_members=3))
     confined = w.join("a", info=MemberInfo(host="h1", address="127.0.0.1"))
     w.join("b", info=MemberInfo(host="h2", address="10.0.0.2"))
@@ -93,7 +93,7 @@ def test_loopback_addresses_do_not_meet_other_hosts() -> None:
 
 
 def test_who_trains_on_loopback_is_not_disturbed_by_another_host() -> None:
-    """The newcomer from elsewhere is refused; one from the same host comes in."""
+    """A newcomer from another host is refused; one from the same host is taken in."""
     w = World(JobSpec(job="j", desired_members=1, max_members=4))
     w.join("a", info=MemberInfo(host="h1", address="127.0.0.1"))
     w.run(1.0)
@@ -115,6 +115,6 @@ def test_who_trains_on_loopback_is_not_disturbed_by_another_host() -> None:
     ],
 )
 def test_devices_are_in_range(info: MemberInfo, text: str) -> None:
-    """A member that says cuda has a device; nobody has thousands."""
+    """A member on cuda has at least one device; none has thousands."""
     problem = device_problem(info)
     assert (problem == "") if not text else text in problem

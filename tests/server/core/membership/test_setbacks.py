@@ -1,4 +1,4 @@
-"""A member that cannot bring a generation up is blamed by name, and the others train on."""
+"""Members that cannot bring a generation up are blamed by name, and the others train on."""
 
 import pytest
 from support.members.job_world import SimMember, World
@@ -13,14 +13,14 @@ ERROR = "OutOfMemoryError: CUDA out of memory"
 
 
 class Clumsy(World):
-    """Some of its members fail in each bring-up by their own fault, or never get through it."""
+    """World in which some members fail in each bring-up, or never get through it."""
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self.failing: set[str] = set()
         self.hanging: set[str] = set()
         self.fits = 0
-        """Nobody fails among so few."""
+        """Number of members in a generation up to which none fails."""
 
     def _bring_up(self, member: SimMember, generation: Generation) -> None:
         attempt = self.job.attempt
@@ -52,7 +52,7 @@ def running(*names: str) -> Clumsy:
 
 
 def test_a_joiner_that_fails_is_tried_three_times_and_left_out() -> None:
-    """Its own error is what it hears; the others train, between the tries and after them."""
+    """The joiner is refused with its own error; the others train between and after the tries."""
     w = running("a", "b")
     w.failing.add("c")
     c = w.join("c")
@@ -73,7 +73,7 @@ def test_a_joiner_that_fails_is_tried_three_times_and_left_out() -> None:
 
 
 def test_its_name_is_left_out_too_for_a_while() -> None:
-    """What its launcher starts in its place would fail alike."""
+    """The process that its launcher starts next would fail in the same way."""
     w = running("a")
     w.failing.add("c")
     w.join("c")
@@ -91,7 +91,7 @@ def test_its_name_is_left_out_too_for_a_while() -> None:
 
 
 def test_a_process_started_in_its_place_goes_on_counting() -> None:
-    """A launcher that starts it again does not make it begin anew."""
+    """A restart by the launcher does not reset the count."""
     w = running("a")
     w.failing.add("c")
     w.join("c")
@@ -105,7 +105,7 @@ def test_a_process_started_in_its_place_goes_on_counting() -> None:
 
 
 def test_a_joiner_that_gets_through_in_the_end_begins_anew() -> None:
-    """Twice out of memory, and then there was room."""
+    """The member was out of memory twice, then there was enough."""
     w = running("a", "b")
     w.failing.add("c")
     w.join("c")
@@ -118,7 +118,7 @@ def test_a_joiner_that_gets_through_in_the_end_begins_anew() -> None:
 
 
 def test_who_joined_with_it_is_not_put_off() -> None:
-    """The others go on with all who can."""
+    """The others go on with all members that can."""
     w = running("a")
     w.failing.add("c")
     w.join("c")
@@ -128,7 +128,7 @@ def test_who_joined_with_it_is_not_put_off() -> None:
 
 
 def test_the_first_generation_forms_without_a_member_that_cannot() -> None:
-    """If enough are left."""
+    """Enough members are left without it."""
     w = clumsy("a", "b", "c", low=2)
     w.failing.add("c")
     w.run(0.5)
@@ -136,7 +136,7 @@ def test_the_first_generation_forms_without_a_member_that_cannot() -> None:
 
 
 def test_too_few_without_it_hear_why() -> None:
-    """Who waits in vain is told who was left out, and with what."""
+    """The refusal names the member that was left out, and that member's error."""
     w = clumsy("a", "b", low=2)
     w.failing.add("b")
     a = w.members["a"]
@@ -147,7 +147,7 @@ def test_too_few_without_it_hear_why() -> None:
 
 
 def test_one_that_trained_and_fails_in_a_growing_generation_is_not_left_out() -> None:
-    """It was fine without the newcomer, which comes less and less often instead."""
+    """The member trained well before the newcomer came, which is tried less and less often."""
     w = running("a", "b")
     w.failing.add("a")
     w.fits = 2
@@ -166,7 +166,7 @@ def test_one_that_trained_and_fails_in_a_growing_generation_is_not_left_out() ->
 
 
 def test_the_only_one_with_the_state_is_waited_for() -> None:
-    """Without it the state would be lost, for a failure that may pass."""
+    """The state would be lost with this member, for a failure that may pass."""
     w = running("a")
     w.failing.add("a")
     w.join("c")
@@ -179,7 +179,8 @@ def test_the_only_one_with_the_state_is_waited_for() -> None:
 
 
 def test_the_only_one_with_the_state_is_never_left_out_for_those_who_come() -> None:
-    """It cannot hand on its state, and too few are there without a newcomer: that is put off."""
+    """The member cannot hand on its state, and they are too few without a newcomer: it is the
+    newcomer that is put off."""
     w = clumsy("a", "b", low=2)
     w.run(1.0)
     w.train(5)
@@ -199,7 +200,7 @@ def test_the_only_one_with_the_state_is_never_left_out_for_those_who_come() -> N
 
 
 def test_one_that_cannot_hand_on_its_state_is_not_blamed_though_another_spoke_first() -> None:
-    """The newcomer found the connection closed."""
+    """The newcomer only found the connection closed."""
     w = running("a")
     w.hanging |= {"a", "c"}
     c = w.join("c")
@@ -214,7 +215,7 @@ def test_one_that_cannot_hand_on_its_state_is_not_blamed_though_another_spoke_fi
 
 
 def test_a_consequence_is_nobodys_fault() -> None:
-    """A connection that closed says nothing of who it was; nobody is counted."""
+    """A closed connection does not show which member failed; no failure is counted."""
     w = running("a", "b")
     w.hanging.add("c")
     c = w.join("c")
@@ -227,7 +228,8 @@ def test_a_consequence_is_nobodys_fault() -> None:
 
 
 def test_an_own_failure_counts_though_a_consequence_was_told_first() -> None:
-    """Its peers may find the connection closed before it has said why. Once: calls come twice."""
+    """Peers may find the connection closed before the member has reported its error. A repeated
+    call counts once."""
     w = running("a", "b")
     w.hanging.add("c")
     c = w.join("c")
@@ -242,7 +244,7 @@ def test_an_own_failure_counts_though_a_consequence_was_told_first() -> None:
 
 
 def test_who_never_gets_ready_is_counted_and_does_not_take_the_others_along() -> None:
-    """Those who hold the state only waited for it."""
+    """The members that hold the state only waited for it."""
     w = running("a", "b")
     w.hanging |= {"a", "b", "c"}
     c = w.join("c")
@@ -259,7 +261,7 @@ def test_who_never_gets_ready_is_counted_and_does_not_take_the_others_along() ->
 
 @pytest.mark.parametrize("count", [1, 2, 50])
 def test_the_pause_before_a_try_is_bounded(count: int) -> None:
-    """However often it failed."""
+    """The bound holds for any number of failures."""
     setbacks = Setbacks()
     for _ in range(count):
         setbacks.shared("c", 0.0)

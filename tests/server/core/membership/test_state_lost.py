@@ -1,4 +1,4 @@
-"""A job that has trained never starts from initial values again: it ends, and says what is gone."""
+"""Jobs that have trained never start from initial values again: they end, and say what is lost."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def kill(w: World, *names: str) -> None:
 
 
 def test_a_job_whose_state_is_gone_ends_and_says_where_it_was() -> None:
-    """All were killed and all started again: each hears the step, the generation and a way on."""
+    """The members were killed and restarted; each refusal has the step, and what to do."""
     w = running("a", "b")
     w.train(7)
     w.beat("a", 7)
@@ -61,7 +61,7 @@ def test_a_job_whose_state_is_gone_ends_and_says_where_it_was() -> None:
 
 
 def test_who_comes_later_hears_the_same() -> None:
-    """The outcome is the job's, not that of those who found it."""
+    """The outcome is the job's: it does not depend on the members that found it."""
     w = running("a", "b")
     w.beat("a", 3)
     kill(w, "a", "b")
@@ -75,7 +75,7 @@ def test_who_comes_later_hears_the_same() -> None:
 
 
 def test_a_newcomer_that_waits_does_not_begin_anew_when_the_last_survivor_goes() -> None:
-    """The standby holds no state: that it was there first helps nobody."""
+    """The standby holds no state, though it was there before the survivor left."""
     w = World(JobSpec(job="j", max_members=1))
     w.join("a")
     w.run(1.0)
@@ -89,7 +89,7 @@ def test_a_newcomer_that_waits_does_not_begin_anew_when_the_last_survivor_goes()
 
 
 def test_a_generation_that_ran_counts_though_no_step_was_heard_of() -> None:
-    """Heartbeats come twice a second, and steps may be faster: nobody can know that none was."""
+    """Steps may be faster than heartbeats: the job cannot know that none was taken."""
     w = running("a", "b")
     kill(w, "a", "b")
     w.join("a")
@@ -100,10 +100,10 @@ def test_a_generation_that_ran_counts_though_no_step_was_heard_of() -> None:
 
 
 def test_that_a_generation_runs_is_durable_before_anybody_is_told() -> None:
-    """Else a new leader would take the job for one that never trained. Once is enough."""
+    """Otherwise a new leader would believe that the job never trained. One write is enough."""
     w = World(JobSpec(job="j", desired_members=1))
     effects: list[events.Effect] = []
-    w._effects, told = lambda each: (effects.extend(each), told(each))[1], w._effects
+    w._effects, deliver = lambda each: (effects.extend(each), deliver(each))[1], w._effects
     w.join("a")
     w.run(1.0)
     kinds = [type(e.notice) if isinstance(e, events.SendNotice) else type(e) for e in effects]
@@ -133,7 +133,7 @@ def test_a_generation_that_never_ran_is_nothing_lost() -> None:
 
 
 def test_a_checkpoint_that_all_see_brings_the_job_back_and_is_told() -> None:
-    """Going back is legitimate; both steps are said."""
+    """Going back to a checkpoint is allowed; the log has both steps."""
     w = running("a", "b")
     w.beat("a", 500)
     kill(w, "a", "b")
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_all_see_brings_the_job_back_and_is_told() -> None:
 
 
 def test_the_step_that_a_generation_goes_on_from_is_told_where_it_is_behind() -> None:
-    """By those who read the checkpoint: from then on the job stands there."""
+    """Members report the step of the checkpoint that they read: the job continues from there."""
     w = running("a")
     w.beat("a", 500)
     kill(w, "a")
@@ -165,7 +165,7 @@ def test_the_step_that_a_generation_goes_on_from_is_told_where_it_is_behind() ->
 
 
 def test_a_member_with_an_older_state_is_gone_on_from() -> None:
-    """It says that it holds state: that is nobody's initial values."""
+    """The member reports that it holds state, so these are not initial values."""
     w = running("a")
     w.beat("a", 500)
     kill(w, "a")
@@ -177,7 +177,7 @@ def test_a_member_with_an_older_state_is_gone_on_from() -> None:
 
 
 def test_who_alone_does_not_see_the_checkpoint_is_left_out() -> None:
-    """A directory that one host does not mount ends nobody else's training."""
+    """A directory that one host does not mount does not stop the training of the others."""
     w = running("a", "b", "c")
     kill(w, "a", "b", "c")
     w.join("a", checkpoints=(100,))
@@ -191,7 +191,7 @@ def test_who_alone_does_not_see_the_checkpoint_is_left_out() -> None:
 
 
 def test_one_who_is_to_leave_hands_over_where_it_alone_holds_the_state() -> None:
-    """A drain is no loss: the newcomer takes over first."""
+    """Drains lose no state: the newcomer takes it over first."""
     w = running("a", "b")
     w.train(4)
     w.drain("a")
@@ -220,7 +220,7 @@ def test_one_who_is_to_leave_hands_over_where_it_alone_holds_the_state() -> None
 
 
 def test_members_whose_scripts_keep_their_own_state_lose_none() -> None:
-    """torchrun's agents agree on rosters, and never hold anything."""
+    """torchrun's agents agree on rosters, and never hold state."""
     w = World(JobSpec(job="j", desired_members=1))
 
     def join() -> None:
@@ -242,7 +242,7 @@ def test_members_whose_scripts_keep_their_own_state_lose_none() -> None:
 
 
 def test_members_that_hold_no_whole_state_between_them_end_the_job() -> None:
-    """They found out in the bring-up, all alike; another try would find the same."""
+    """The members find out in the bring-up; another try would find the same."""
     w = running("a", "b", "c")
     w.train(9)
     w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
@@ -309,7 +309,7 @@ def accept(job: Job, name: str, now_s: float) -> list[events.Effect]:
 
 
 def test_a_new_leader_knows_that_the_job_has_trained() -> None:
-    """All went while nobody led: the one who comes is told, with the step that was durable."""
+    """The members went while nobody led: a newcomer's refusal has the step that was durable."""
     job = successor(JobProgress(trained_in=Generation(3), reached=Step(40)))
     attend(job, "x", 0.1)
     effects = accept(job, "x", 0.2)
@@ -321,7 +321,7 @@ def test_a_new_leader_knows_that_the_job_has_trained() -> None:
 
 
 def test_a_new_leader_knows_that_the_state_is_lost() -> None:
-    """And says so in the same words."""
+    """The refusal is that of the earlier leader."""
     job = successor(
         JobProgress(trained_in=Generation(3), reached=Step(40)), lost="a, b hold nothing"
     )
@@ -337,7 +337,7 @@ def test_a_new_leader_knows_that_the_state_is_lost() -> None:
 
 
 def test_a_new_leader_waits_for_a_member_that_may_hold_the_state() -> None:
-    """It was there under the old one, and has not said yet what it holds."""
+    """The member was there under the old leader, and has not yet reported what it holds."""
     job = successor(JobProgress(trained_in=Generation(3), reached=Step(40)), members="a")
     attend(job, "x", 0.1)
     job.tick(1.0)
@@ -349,7 +349,7 @@ def test_a_new_leader_waits_for_a_member_that_may_hold_the_state() -> None:
 
 
 def test_a_new_leader_does_not_wait_for_ever() -> None:
-    """The member does not come back: its grace ends, and then the state is gone."""
+    """The member does not come back: its grace period ends, and then the state is lost."""
     job = successor(JobProgress(trained_in=Generation(3), reached=Step(40)), members="a")
     attend(job, "x", 0.1)
     while (deadline_s := job.next_deadline_s()) is not None and job.attempt is None:

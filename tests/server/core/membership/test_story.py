@@ -1,4 +1,4 @@
-"""What is told of how one generation follows another."""
+"""Summaries of changes from one generation to the next."""
 
 import pytest
 from support.members.job_world import World
@@ -9,7 +9,7 @@ from shoal_server.core.membership.changes import ChangeSummary
 
 
 def world(*names: str, low: int = 1) -> tuple[World, list[ChangeSummary]]:
-    """A world in which these train in generation 1, and the stories that its job tells."""
+    """Return a world in which these members train in generation 1, and its summaries."""
     spec = JobSpec(job="j", min_members=low, max_members=8, desired_members=len(names))
     w = World(spec)
     stories: list[ChangeSummary] = []
@@ -28,7 +28,7 @@ def world(*names: str, low: int = 1) -> tuple[World, list[ChangeSummary]]:
 
 
 def lose(w: World, name: str, cause: str) -> None:
-    """The launcher tells of a process that ended."""
+    """Report, as the launcher, that the member's process ended."""
     member = w.members.pop(name)
     member.alive = False
     w.gone.append(member)
@@ -38,7 +38,7 @@ def lose(w: World, name: str, cause: str) -> None:
 
 
 def test_a_first_generation_begins() -> None:
-    """Nobody was lost, and nobody has stood still."""
+    """The first generation has no lost members, and no time without training."""
     w, (first,) = world("a", "b", "c")
     assert first.cause == "3 begin"
     assert w.job.reason == "generation 1: 3 begin"
@@ -46,7 +46,7 @@ def test_a_first_generation_begins() -> None:
 
 
 def test_a_loss_is_told_with_what_its_launcher_saw() -> None:
-    """And it is the reason of the record that everybody gets, and that etcd keeps."""
+    """The same text is the reason in the record, which all members get and etcd keeps."""
     w, stories = world("a", "b", "c", "d")
     lose(w, "c", "SIGKILL")
     w.run(5.0)
@@ -95,7 +95,7 @@ def test_a_collective_that_failed_without_a_loss_is_the_cause() -> None:
 
 
 def test_time_without_a_generation_counts_as_idle_time() -> None:
-    """From the first member to the first generation, and from each break to the next one."""
+    """Time is idle before the first generation, and from each break to the next one."""
     w, stories = world("a", "b", low=2)
     begun_s = w.job.tally.idle_s
     lose(w, "b", "SIGKILL")

@@ -1,4 +1,4 @@
-"""What a new leader, and calls that come late, must not make of a generation that trains."""
+"""Generations that train go on, whatever a new leader does not know and however late calls come."""
 
 import pytest
 from support.members.job_world import digest_of
@@ -94,7 +94,7 @@ def attend(
 
 
 def test_a_newcomer_with_a_checkpoint_takes_the_state_of_those_who_train() -> None:
-    """Its step may even be the higher one: they have gone on since they last said theirs."""
+    """The newcomer's step may even be higher: the others have gone on since their last report."""
     trains = roster(1, "ab", step=5)
     grown = draw_up(
         Generation(2),
@@ -112,7 +112,7 @@ def test_a_newcomer_with_a_checkpoint_takes_the_state_of_those_who_train() -> No
 
 
 def test_a_newcomer_does_not_replace_those_who_have_not_proposed_again() -> None:
-    """A new leader waits with a change until all who train have said what they train, and where."""
+    """A new leader changes nothing until all training members have proposed again."""
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "ab":
@@ -133,7 +133,7 @@ def test_a_newcomer_does_not_replace_those_who_have_not_proposed_again() -> None
 
 
 def test_a_change_of_the_leader_before_is_not_taken_back_once_somebody_may_have_gone_over() -> None:
-    """Where to stop is not durable: who leads next ends both generations, or one trains alone."""
+    """The boundary is not durable: unless both generations end, one member may train alone."""
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "abc":
@@ -150,7 +150,7 @@ def test_a_change_of_the_leader_before_is_not_taken_back_once_somebody_may_have_
 
 
 def test_the_patience_with_a_break_ends_with_the_next_generation() -> None:
-    """Who is brought up after a leader was away is not thrown out for the break before it."""
+    """A member in a bring-up is not expelled for the break before it."""
     limits = Limits()
     job = new_leader("ab", roster(1, "abc"))
     for name in "ab":
@@ -170,7 +170,7 @@ def test_the_patience_with_a_break_ends_with_the_next_generation() -> None:
 
 
 def test_a_stand_before_the_present_generation_is_old_news() -> None:
-    """A call that comes late, or twice, does not make a member stand that trains."""
+    """Calls that come late, or twice, do not count as the report of a member that trains."""
     job = new_leader("ab", roster(1, "ab"))
     for name in "ab":
         attend(job, name, 0.1)
@@ -186,7 +186,7 @@ def test_a_stand_before_the_present_generation_is_old_news() -> None:
 
 
 def test_a_late_proposal_takes_no_step_back() -> None:
-    """The highest step said is where the state comes from."""
+    """The state comes from the member with the highest step reported."""
     job = new_leader("ab", roster(1, "ab"))
     attend(job, "a", 0.1, step=7)
     job.handle(events.TrainingProposed(**who("a"), proposal=proposal(0)), 0.2)
@@ -196,7 +196,7 @@ def test_a_late_proposal_takes_no_step_back() -> None:
 
 
 def test_the_break_of_the_old_generation_is_told_before_the_abort() -> None:
-    """Who waits at the boundary would take an abort alone for leave to train on."""
+    """An abort alone would let members that wait at the boundary train on."""
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "abc":
@@ -211,7 +211,7 @@ def test_the_break_of_the_old_generation_is_told_before_the_abort() -> None:
 
 
 def test_who_reports_a_generation_that_is_over_is_told_so() -> None:
-    """Its end may have been told by a leader that is gone."""
+    """The leader that ended the generation may be gone."""
     job = new_leader("ab", roster(3, "ab"))
     attend(job, "a", 0.1)
     effects = job.handle(
@@ -222,7 +222,7 @@ def test_who_reports_a_generation_that_is_over_is_told_so() -> None:
 
 
 def test_a_newcomer_that_may_have_trained_is_waited_for() -> None:
-    """A new leader cannot know whether a planned change was over: the newcomer says where it is."""
+    """A new leader cannot know if the planned change took place: the newcomer reports its step."""
     old = roster(1, "ab")
     job = new_leader("abx", roster(2, "abx", running=old), before=old)
     for name in "abx":
@@ -232,7 +232,7 @@ def test_a_newcomer_that_may_have_trained_is_waited_for() -> None:
 
 
 def test_who_comes_with_all_work_behind_it_does_not_end_the_job() -> None:
-    """Only one of those who train can have done the job's work."""
+    """Members that train can have done the job's work, and no others."""
     job = new_leader("ab", roster(1, "ab"))
     for name in "ab":
         attend(job, name, 0.1)
@@ -244,7 +244,7 @@ def test_who_comes_with_all_work_behind_it_does_not_end_the_job() -> None:
 
 
 def test_who_has_not_come_back_yet_is_not_lost_by_a_collective_that_failed() -> None:
-    """A new leader gives everybody time to join again, whatever the first that do tell it."""
+    """A new leader gives all members time to join again, whatever the first ones report."""
     old = roster(1, "abc")
     job = new_leader("abcx", roster(2, "abcx", running=old), before=old)
     attend(job, "a", 0.1)
@@ -254,9 +254,9 @@ def test_who_has_not_come_back_yet_is_not_lost_by_a_collective_that_failed() -> 
 
 
 def test_who_left_an_aborted_generation_has_left_those_before_it() -> None:
-    """A new leader tries again at once, instead of waiting for members that stand still."""
+    """A new leader tries again at once, and does not wait for members that have stopped."""
     job = new_leader("ab", roster(2, "ab"))
-    job.state.last_generation = Generation(3)  # it was aborted, and nobody heard of that
+    job.state.last_generation = Generation(3)  # aborted, and no member was notified
     for name in "ab":
         attend(job, name, 0.1)
         stand = events.StepReported(**who(name), step=Step(5), has_state=True, left=Generation(3))
@@ -268,9 +268,10 @@ def test_who_left_an_aborted_generation_has_left_those_before_it() -> None:
 
 @pytest.mark.parametrize("name", "abc")
 def test_who_left_for_a_generation_that_was_aborted_hears_of_that(name: str) -> None:
-    """Its leader died before it told anybody, and the next one goes on with the older.
+    """The leader died before it notified any member, and the next one continues with the older
+    generation.
 
-    Whoever brings the aborted one up waits for peers that do not come, up to a time limit.
+    A member that brings the aborted one up would wait until a time limit for peers that never come.
     """
     old = roster(2, "ab", running=roster(1, "ab"))
     job = new_leader("abc", old, before=roster(1, "ab"), last_generation=3)
@@ -283,12 +284,12 @@ def test_who_left_for_a_generation_that_was_aborted_hears_of_that(name: str) -> 
     assert broken == [3]
     stand = events.StepReported(**who(name), step=Step(5), has_state=True, left=Generation(3))
     job.handle(stand, 0.2)
-    # Of those who trained, each has left what the new leader found.
+    # A generation that the new leader found is over once a member that trained in it has left it.
     assert (job.running is None and job.attempt is None) == (name in "ab")
 
 
 def test_who_comes_back_to_a_generation_that_goes_on_stays_in_it() -> None:
-    """The one that runs, or the one that it is brought to: neither is over."""
+    """The member reports the generation that runs, or the one being brought up: none is over."""
     old = roster(1, "ab")
     for generation in (1, 2):
         job = new_leader("abc", roster(2, "abc", running=old), before=old)
@@ -299,7 +300,7 @@ def test_who_comes_back_to_a_generation_that_goes_on_stays_in_it() -> None:
 
 
 def test_who_is_left_out_while_it_brings_up_what_is_over_hears_of_that() -> None:
-    """The new leader forms the next generation of those who came back first."""
+    """The new leader forms the next generation from the members that came back first."""
     job = new_leader("abx", roster(4, "ab"), last_generation=4)
     effects = attend(job, "x", 0.1, generation=3)
     broken = [

@@ -1,4 +1,4 @@
-"""A job that has trained waits for members for as long as the operator allows."""
+"""Jobs that have trained wait for members for as long as the operator allows."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ STEP = 7
 
 
 def below_minimum(*, low: int = 2, limits: Limits | None = None) -> World:
-    """Members a and b trained; b is killed."""
+    """Return a world in which the members trained, and all but a were killed."""
     spec = JobSpec(job="j", min_members=low, max_members=8, desired_members=low)
     w = World(spec, limits=limits)
     for name in ("a", "b", "c")[:low]:
@@ -39,7 +39,7 @@ def still_waits(w: World, name: str) -> bool:
 
 
 def test_a_member_that_holds_the_state_waits_without_a_limit() -> None:
-    """Past many join limits, and it goes on with its state at once when a replacement comes."""
+    """The wait may last many join limits; with a replacement, the member goes on with its state."""
     w = below_minimum()
     w.run(50 * JOIN_S)
     assert w.members["a"].refused is None
@@ -52,7 +52,7 @@ def test_a_member_that_holds_the_state_waits_without_a_limit() -> None:
 
 
 def test_a_newcomer_waits_with_it() -> None:
-    """The job lacks one more: one that came first does not give up just before that comes."""
+    """The job lacks two members: the first does not give up just before the second comes."""
     w = below_minimum(low=3)
     w.join("b")
     w.run(10 * JOIN_S)
@@ -65,7 +65,7 @@ def test_a_newcomer_waits_with_it() -> None:
 
 
 def test_an_asynchronous_member_trains_on_without_a_limit() -> None:
-    """It has never stopped; the state is on servers."""
+    """The member has never stopped; the state is on servers."""
     w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
     for name in ("a", "b"):
         member = w.join(name)
@@ -81,7 +81,7 @@ def test_an_asynchronous_member_trains_on_without_a_limit() -> None:
 
 
 def test_newcomers_by_themselves_keep_the_join_limit() -> None:
-    """Nobody has anything to lose."""
+    """Newcomers have no state to lose."""
     w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
     a = w.join("a")
     w.run(JOIN_S - 1.0)
@@ -93,7 +93,7 @@ def test_newcomers_by_themselves_keep_the_join_limit() -> None:
 
 
 def test_a_newcomer_that_is_left_alone_has_the_join_limit_again() -> None:
-    """What it waited for is gone with the member that held the state."""
+    """The state that it waited for is gone with the member that held it."""
     w = below_minimum(low=3)
     w.join("b")
     w.run(5 * JOIN_S)
@@ -121,7 +121,7 @@ def test_a_newcomer_that_rejects_the_roster_is_refused_alone() -> None:
 
 
 def test_any_number_of_attempts_may_fail_in_a_row() -> None:
-    """The pause between two of them keeps to its bound."""
+    """The pause between two attempts stays within its bound."""
     w = below_minimum()
     for number in range(1100):
         newcomer = w.join(f"c{number}")
@@ -156,7 +156,7 @@ def test_a_newcomer_on_another_host_is_refused_alone_if_only_this_one_reaches_wh
 
 @pytest.mark.parametrize("allowed_s", [30.0, 1000.0])
 def test_the_operator_may_limit_the_wait(allowed_s: float) -> None:
-    """Below the join limit, or far above it; and what waits says until when."""
+    """The limit may be below the join limit or far above it; `waiting_for` gives it."""
     w = below_minimum(limits=Limits(wait_for_members_s=allowed_s))
     a = w.members["a"]
     assert w.job.members["a"].waiting_for == (
@@ -172,7 +172,7 @@ def test_the_operator_may_limit_the_wait(allowed_s: float) -> None:
 
 
 def test_a_member_that_waits_may_be_drained() -> None:
-    """At once, though a newcomer waits with it: they are too few to take the state over."""
+    """The drain is immediate, though a newcomer waits too: it cannot take the state over alone."""
     w = below_minimum(low=3)
     w.join("b")
     w.run(3.0)
@@ -192,7 +192,7 @@ def test_a_job_that_waits_may_be_stopped() -> None:
 
 
 def test_no_limit_may_be_said() -> None:
-    """As of other options, by `inf`; nothing and less is refused."""
+    """`inf` means no limit, as for other options; zero and negative values are refused."""
     assert Limits(wait_for_members_s=math.inf).wait_for_members_s is None
     for bad in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="bad --wait-for-members-s"):

@@ -1,4 +1,4 @@
-"""Layouts of ranks are one model exactly if each element of each tensor lies in them once."""
+"""Layouts of all ranks together are one model exactly if they contain each element once."""
 
 import itertools
 import random
@@ -31,7 +31,7 @@ def box(
 
 
 def grid(rows: int, columns: int) -> list[PublishedLayout]:
-    """Parts of a mesh of ranks, each with its block of `w`."""
+    """Return the parts of a mesh of ranks, each with its block of `w`."""
     height, width = 4 // rows, 6 // columns
     blocks = itertools.product(range(rows), range(columns))
     return [
@@ -81,7 +81,7 @@ def test_tensors_of_several_ranks_are_one_list() -> None:
         ([box((0,), (4,))], "reaches beyond tensor w"),
         ([box((0, 0), (4, 6), at=905)], "reaches beyond its segment"),
         ([], "not whole: 0 of 24"),
-        # As many elements as there are, and yet one is missing.
+        # As many elements as the tensor has, but one is missing.
         ([box((0, 0), (4, 5)), box((0, 0), (4, 1))], "elements twice"),
     ],
 )
@@ -106,7 +106,7 @@ def test_ranks_that_disagree_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_verdict_is_that_of_counting(seed: int) -> None:
-    """Random boxes, cut from a whole model or not."""
+    """Random boxes, cut from a whole model or not, agree with a count of elements."""
     chance = random.Random(seed)
     shape = tuple(chance.randint(1, 5) for _ in range(chance.randint(1, 3)))
     boxes = [((0,) * len(shape), shape)]

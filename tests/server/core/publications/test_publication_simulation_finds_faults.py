@@ -1,4 +1,4 @@
-"""The simulation runs the code that ships: a fault that is put into it is found."""
+"""Faults planted into the code that ships: the simulation runs this code, and must find them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -22,7 +22,7 @@ Fault = Callable[[Patch], None]
 
 
 def a_replaced_publisher_is_let_in(patch: Patch) -> None:
-    """Its parts count for the epoch that there is now."""
+    """Parts of a replaced publisher count for the current epoch."""
     real = PublishedSeries._contribute
 
     def contribute(self: PublishedSeries, event: PartContributed, now_s: float) -> series.Effects:
@@ -40,7 +40,7 @@ def a_replaced_publisher_is_let_in(patch: Patch) -> None:
 
 
 def a_new_leader_drops_at_once(patch: Patch) -> None:
-    """It does not know the leases that the one before has granted."""
+    """A new leader does not know the leases that its predecessor granted."""
     real = PublishedSeries.__init__
 
     def init(self: PublishedSeries, name: str, stored: StoredSeries, now_s: float) -> None:
@@ -51,7 +51,7 @@ def a_new_leader_drops_at_once(patch: Patch) -> None:
 
 
 def a_deposed_leader_grants_leases(patch: Patch) -> None:
-    """Its successor does not hear of them."""
+    """A successor does not know of leases that the deposed leader still grants."""
 
     async def confirm(self: LeadingCheck) -> None:
         return None
@@ -60,13 +60,13 @@ def a_deposed_leader_grants_leases(patch: Patch) -> None:
 
 
 def leases_are_not_looked_at(patch: Patch) -> None:
-    """What is older than the newest `keep` versions is dropped."""
+    """Versions older than the newest `keep` are dropped though readers lease them."""
     real = keeping.droppable
     patch.setattr(keeping, "droppable", lambda stored, leased: real(stored, ()))
 
 
 def leases_are_held_for_less_than_readers_count_on(patch: Patch) -> None:
-    """Clocks differ in rate."""
+    """Clocks of readers and coordinator differ in rate."""
     patch.setattr("shoal_server.core.publications.readers.HELD_S", 29.0)
 
 
@@ -76,7 +76,7 @@ def parts_are_not_counted(patch: Patch) -> None:
 
 
 def a_number_is_that_of_the_versions_that_are_kept(patch: Patch) -> None:
-    """Those that were lost count, too."""
+    """Numbers of lost versions must not be used again."""
     real = PublishedSeries._put_newest
 
     def put_newest(
@@ -89,12 +89,12 @@ def a_number_is_that_of_the_versions_that_are_kept(patch: Patch) -> None:
 
 
 def a_committed_part_counts_as_new(patch: Patch) -> None:
-    """Its answer was lost; it is told that its publication is over."""
+    """The answer to the part was lost; the repeated part is refused as abandoned."""
     patch.setattr(PublishedSeries, "_known_as_committed", lambda self, event: None)
 
 
 def copies_of_a_server_that_is_gone_are_not_replaced(patch: Patch) -> None:
-    """The next loss takes the version."""
+    """The next loss of a server takes the version with it."""
 
     def follow(self: WeightUpkeep, name: str, segments: Mapping[bytes, PublishedSegment]) -> None:
         return None
@@ -103,12 +103,12 @@ def copies_of_a_server_that_is_gone_are_not_replaced(patch: Patch) -> None:
 
 
 def steps_that_began_on_other_servers_are_not_merged(patch: Patch) -> None:
-    """Each server cuts its shards when its own steps are applied."""
+    """Servers cut their shards after their own steps only."""
     patch.setattr(taking, "merged", lambda reports: {})
 
 
 def a_server_that_cuts_admits_new_steps(patch: Patch) -> None:
-    """They are in the cut on some servers."""
+    """Steps are in the cut on some servers only."""
     patch.setattr(SnapshotBarrier, "may_enter", lambda self, step: True)
 
 
@@ -120,7 +120,7 @@ FOCUS: Mapping[Fault, Collection[str]] = {
     a_committed_part_counts_as_new: ["cut coordinator", "depose unheard", "slow trainer"],
     copies_of_a_server_that_is_gone_are_not_replaced: ["restart server", "pin"],
 }
-"""Faults that meet it more often than those of all kinds do."""
+"""Kinds of simulated trouble that meet a planted fault more often than all kinds together do."""
 
 FAULTS: Sequence[Fault] = (
     a_replaced_publisher_is_let_in,
@@ -152,7 +152,7 @@ SLOW = (
     [pytest.param(f, marks=pytest.mark.long if f in SLOW else (), id=f.__name__) for f in FAULTS],
 )
 def test_the_simulation_finds(fault: Fault, monkeypatch: Patch) -> None:
-    """An invariant fails for one of a few seeds, and holds for that seed without the fault."""
+    """An invariant fails within some seeds; without the fault the same seed passes."""
     only, has_tables = list(FOCUS.get(fault, ())), fault in OF_TABLES
     for seed in range(MAX_SEEDS):
         with monkeypatch.context() as patch:

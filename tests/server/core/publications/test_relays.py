@@ -1,4 +1,4 @@
-"""Sources of relays: tables, and random comings and goings whose invariants are checked."""
+"""Sources of relays: tables, and random arrivals and departures with invariants."""
 
 import random
 from collections import Counter
@@ -27,7 +27,7 @@ class Run:
         host: str | None = "",
         is_leaving: bool = False,
     ) -> dict[int, str]:
-        """Report as a relay on `host`, by default one of its own; None: as no relay."""
+        """Report as a relay on `host`, by default on a host of its own; None: not as a relay."""
         self.sequence += 1
         report = ReaderReport(
             reader=name,
@@ -74,7 +74,7 @@ def test_who_passes_nothing_on_is_sent_to_the_servers() -> None:
 
 
 def test_a_relay_that_has_the_version_serves_those_that_come_later() -> None:
-    """Also under a coordinator that begins to lead then; and with room for as many once more."""
+    """A later coordinator knows such relays too. Children with the version no longer count."""
     run = Run()
     assert run.report("r0", installed=1) == {}
     assert [run.fetch(f"r{i}") for i in (1, 2, 3)] == ["r0", "r0", "r1"]
@@ -124,7 +124,7 @@ def test_further_relays_than_a_tree_has_fetch_from_servers() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_relay_has_too_many_children_or_waits_for_itself(seed: int) -> None:
-    """Relays come, fetch again what they have, go on to newer versions, leave and fall silent."""
+    """Relays come, repeat a fetch, go on to newer versions, leave and fall silent."""
     chance, run = random.Random(seed), Run()
     names = [f"r{i}" for i in range(12)]
     fetching: dict[str, tuple[int, str, float]] = {}
@@ -146,7 +146,7 @@ def test_no_relay_has_too_many_children_or_waits_for_itself(seed: int) -> None:
             if name in fetching and run.now_s < fetching[name][2] + HELD_S:
                 assert source == fetching[name][1]
             fetching[name] = number, source, run.now_s
-        # Leases of the silent have ended.
+        # leases of silent relays have ended
         live = {n: f for n, f in fetching.items() if run.now_s < f[2] + HELD_S}
         children = Counter((number, source) for number, source, _ in live.values() if source)
         assert max(children.values(), default=0) <= MAX_CHILDREN, f"seed {seed}"

@@ -1,4 +1,4 @@
-"""One series under one leader: events in, effects out."""
+"""A series under one leader: events in, effects out."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -46,7 +46,7 @@ ONE = Publisher(generation=1)
 
 
 class Run:
-    """A series, with the time and the effects that were not looked at yet."""
+    """A series, the time, and the effects not handled yet."""
 
     def __init__(self, stored: StoredSeries | None = None) -> None:
         self.now_s = 1000.0
@@ -59,7 +59,7 @@ class Run:
         return found
 
     def settle(self) -> None:
-        """Make writes, and find all parts to be as they should, until nothing is in progress."""
+        """Carry out writes, and find all parts valid, until nothing is in progress."""
         while self.effects:
             effect = self.effects.pop(0)
             if isinstance(effect, WriteSeries):
@@ -78,7 +78,7 @@ class Run:
         return answer
 
     def publish(self, publication: int, publisher: Publisher = ONE) -> int:
-        """The number of a version of one rank."""
+        """Publish a version of one rank, and return its number."""
         self.begin(publisher)
         self.submit(contributed(publication, epoch=self.series.head.epoch, publisher=publisher))
         self.settle()
@@ -145,7 +145,7 @@ def test_nobody_is_answered_before_the_record_is_durable() -> None:
 
 
 def test_one_write_is_in_progress_at_a_time() -> None:
-    """What comes meanwhile is judged against the record as it is then."""
+    """Requests that come meanwhile are judged against the record as it is after the write."""
     run = Run()
     run.submit(BeginRequested(call="old", publisher=ONE, keep=2, copies=2))
     later = Publisher(generation=2)
@@ -196,8 +196,8 @@ def test_parts_that_contradict_each_other_end_the_publication_for_all() -> None:
 
 
 def test_another_part_of_a_publication_that_is_complete_is_refused_and_ends_nothing() -> None:
-    """The refusal does not say that the publication is abandoned: it becomes a version with the
-    first part, whose segment must stay."""
+    """The refusal must not be that of an abandoned publication: it becomes a version with the first
+    part, whose segment has to stay."""
     run = Run()
     run.begin()
     run.submit(contributed(1))
@@ -233,7 +233,7 @@ def test_a_rejected_publication_stays_rejected_and_a_caller_that_left_is_not_ans
 
 
 def test_a_part_of_a_committed_publication_gets_its_version_from_any_later_publisher() -> None:
-    """Also after the epoch has ended: it was committed."""
+    """The publication was committed, so it does not matter that its epoch has ended."""
     run = Run()
     run.publish(1)
     run.begin(Publisher(generation=2))
@@ -242,7 +242,7 @@ def test_a_part_of_a_committed_publication_gets_its_version_from_any_later_publi
 
 
 def test_there_is_room_for_one_version_more_than_are_kept() -> None:
-    """Readers on older versions take the place of intermediate ones; then the publisher waits."""
+    """Leased older versions displace intermediate ones; after that the publisher waits."""
     run = Run()
     for publication in (1, 2, 3):
         run.publish(publication)
@@ -299,9 +299,9 @@ def test_a_new_leader_keeps_everything_for_as_long_as_leases_may_last() -> None:
 
 
 def test_a_new_leader_lets_publications_go_on_beside_what_it_found() -> None:
-    """Leases of the leader before may be on what it found, and on nothing else: publications go on
-    beside it, each in the place of the one before. No number of leaders keeps more than twice what
-    one keeps."""
+    """Leases granted by the earlier leader may be on versions found by the new one, and on no
+    others: each new version replaces the one before it. Any number of leaders keeps at most twice
+    as many versions as one leader."""
     stored = StoredSeries()
     for term in range(8):
         run = Run(stored)
@@ -399,7 +399,7 @@ def test_a_server_that_is_gone_is_replaced_once_it_may_not_be_back() -> None:
 
 
 def test_a_version_is_lost_once_no_server_has_had_it_for_a_while() -> None:
-    """One that is started again has nothing, though it has the same id."""
+    """A restarted server has the same id, but no segments."""
     holders, version = Holders(), held_by("s0")
     holders.see(SERVERS, [version], 0.0)
     holders.note(SERVERS[0], [b"d"], HoldsAnswer(held=[b"d"]))
@@ -407,10 +407,10 @@ def test_a_version_is_lost_once_no_server_has_had_it_for_a_while() -> None:
     again = [replace(SERVERS[0], incarnation="2"), *SERVERS[1:]]
     holders.see(again, [version], 1.0)
     holders.note_versions([version], 1.0)
-    assert holders.lost([version], 1000.0) == []  # nobody has asked it yet
+    assert holders.lost([version], 1000.0) == []  # the new process was not asked yet
     holders.note(again[0], [b"d"], HoldsAnswer(held=[]))
     holders.note_versions([version], 2.0)
-    assert holders.replaced(version, 2, 1000.0) is None  # there is nobody to have it from
+    assert holders.replaced(version, 2, 1000.0) is None  # no server has a copy to fetch
     assert holders.lost([version], 2.0 + LOST_AFTER_S - 1) == []
     assert holders.lost([version], 2.0 + LOST_AFTER_S) == [1]
 

@@ -1,4 +1,4 @@
-"""Which shards a server says are not on its disk, though the records place them there."""
+"""Shards that a server disowns: records place them on its disk, and they are not there."""
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.backing.disowning import Disowning
@@ -22,7 +22,7 @@ def is_disowned(
     for_s: float = 0.0,
     each_s: float = 1.0,
 ) -> bool:
-    """After looks at the servers for so long."""
+    """True if the server disowns the shard after looking at the servers for so long."""
     disowning = Disowning(ME, LIMITS)
     record = missing(primary)
     now_s = 0.0
@@ -37,7 +37,7 @@ def test_what_another_server_leads_is_disowned_at_once() -> None:
 
 
 def test_what_this_very_process_leads_it_does_not_disown() -> None:
-    """Its disk is about to have it, or fails."""
+    """The process is about to write the shard to its disk, or it fails."""
     assert not is_disowned(ME, for_s=3 * LIMITS.dead_after_s)
 
 
@@ -52,7 +52,7 @@ def test_what_the_last_process_leads_is_disowned_once_that_is_known_to_have_ende
 
 
 def test_what_the_last_process_leads_is_disowned_once_that_is_gone_for_long() -> None:
-    """Its end was on another machine, and nobody told of it."""
+    """The process ended on another machine, and nobody reported its end."""
     assert is_disowned(LAST, for_s=LIMITS.dead_after_s)
 
 

@@ -1,4 +1,4 @@
-"""What one server decides about its shards, event by event."""
+"""Decisions of one server about its shards, event by event."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -68,7 +68,7 @@ def record(
 
 
 class World:
-    """The core of one server, and what it wanted done."""
+    """The core of one server, and the links that it opened."""
 
     def __init__(self, limits: ReplicationLimits = LIMITS) -> None:
         self.core = ReplicationCore(ME, limits)
@@ -97,7 +97,7 @@ class World:
         return self.tell(ev.AckRequested("asked", KEY, 1, version, level))
 
     def led(self, *backups: Holder, **more: object) -> None:
-        """Lead the shard at version 1, with these in step and level."""
+        """Lead the shard at version 1, with these backups in step and up to date."""
         self.assigned(record(ME, *backups, **{**more, "content": ShardContent.NONE}))
         self.tell(ev.ShardCreated(KEY, 1, 1))
         self.assigned(record(ME, *backups, **more))
@@ -111,7 +111,7 @@ class World:
         return self.tell(ev.RequestReceived(peer, link, request))
 
     def backs(self, version: int = 3) -> None:
-        """Have a copy of what B leads, in step."""
+        """Hold a copy, in step, of the shard that B leads."""
         self.assigned(record(B, joining=ME))
         self.tell(ev.IncomingLinkOpened(B, 7))
         self.told(ImageStart(KEY, 1, 1, 5, version, 1))
@@ -120,7 +120,7 @@ class World:
         self.assigned(record(B, ME))
 
     def adopted(self, run: str) -> None:
-        """It follows B, of that run of the job, from version 3 on."""
+        """Follow B in this run of the job, from version 3 on."""
         self.tell(ev.ShardAssigned(KEY, record(B, ME), run))
         self.tell(ev.IncomingLinkOpened(B, 7))
         self.told(ImageStart(KEY, 1, 1, 5, 3, 1, run=run))
@@ -156,7 +156,7 @@ def requests(effects: Iterable[Effect]) -> list[Request]:
     return [send.request for send in only(SendRequest, effects)]
 
 
-# --- leading ---
+# --- as primary ---
 
 
 def test_a_push_is_acknowledged_once_every_backup_has_it() -> None:
@@ -172,7 +172,8 @@ def test_a_push_is_acknowledged_once_every_backup_has_it() -> None:
 
 @pytest.mark.parametrize("level", list(ev.AckLevel))
 def test_nothing_is_acknowledged_beyond_the_lease(level: ev.AckLevel) -> None:
-    """Counted from the sending of the last renewal; whoever waits is told, a renewal mends it."""
+    """The lease counts from the sending of its last renewal; waiting callers are refused, and a
+    renewal ends this."""
     world = World()
     world.core.leading.keeps_journal = True
     world.led(B, on_disk="a")
@@ -194,8 +195,8 @@ def test_nothing_is_acknowledged_beyond_the_lease(level: ev.AckLevel) -> None:
 
 
 def test_pushes_outlast_ten_minutes_without_etcd() -> None:
-    """By the limits that servers have; and who sees the server missing all that time, because it
-    alone is cut off, does not take it for dead before it has stopped."""
+    """The default limits of servers allow this. A coordinator that sees this server missing all the
+    time, because it alone is cut off, takes it for dead only after it has stopped."""
     limits = ReplicationLimits()
     world = World(limits)
     world.led()
@@ -213,7 +214,7 @@ def test_pushes_outlast_ten_minutes_without_etcd() -> None:
 
 
 def test_a_backup_counts_until_the_record_has_let_it_go() -> None:
-    """It is gone, and the write is under way: nothing is acknowledged before that is done."""
+    """The backup is lost, and the write in progress: nothing is acknowledged before it is done."""
     world = World()
     world.led(B)
     assert only(WriteShardRecord, world.broke(B)) == [WriteShardRecord(KEY)]
@@ -225,7 +226,7 @@ def test_a_backup_counts_until_the_record_has_let_it_go() -> None:
 
 
 def joined(world: World) -> None:
-    """B has got the shard, and the write that puts it in step is under way."""
+    """Give B the shard; the write that puts B in step is in progress."""
     world.led(joining=B)
     world.opened(B)
     assert only(MakeImage, world.answered(B, BackupState(KEY, 1))) == [MakeImage(KEY, 1)]
@@ -240,8 +241,8 @@ def joined(world: World) -> None:
 
 
 def test_a_joiner_counts_as_long_as_a_write_may_put_it_in_step() -> None:
-    """It is lost while etcd has not answered: the record may name it any moment, and then it may
-    take over. So it has to have what is acknowledged."""
+    """The joiner is lost while etcd has not answered: the record may name it at any moment, and it
+    may take over then. So it must have every acknowledged push."""
     world = World()
     joined(world)
     world.broke(B)
@@ -254,8 +255,8 @@ def test_a_joiner_counts_as_long_as_a_write_may_put_it_in_step() -> None:
 
 
 def test_a_joiner_that_is_named_again_while_a_write_is_under_way_is_asked_once_more() -> None:
-    """etcd cannot be reached by the primary. The coordinator names another joiner, the first lets
-    its copy go, and is named again: all before the primary knows what became of its write."""
+    """The primary cannot reach etcd. The coordinator names another joiner, the first one drops its
+    copy and is named again, all before the primary knows the outcome of its write."""
     world = World()
     joined(world)
     world.answered(B, BackupRefused(KEY, 1, BackupRefusalReason.NO_COPY, "the copy was dropped"))
@@ -294,7 +295,7 @@ def test_an_image_goes_on_from_the_chunk_that_was_acknowledged() -> None:
 
 
 def test_pushes_go_on_from_what_the_backup_has() -> None:
-    """What was on its way when the link broke is sent again, and nothing else."""
+    """Updates in progress when the link broke are sent again, and no others."""
     world = World()
     world.led(B)
     for version in (2, 3, 4):
@@ -309,8 +310,8 @@ def test_pushes_go_on_from_what_the_backup_has() -> None:
 
 
 def test_what_was_not_kept_is_in_the_image_of_who_comes_later() -> None:
-    """A push of before there were followers is not to be had again, even where its copy lacks
-    that one alone."""
+    """Updates from the time without followers are not kept, so even a copy that lacks one of them
+    needs an image."""
     world = World()
     world.led()
     world.tell(applied(2))
@@ -355,7 +356,7 @@ def held(world: World, version: int, peer: Holder = B) -> list[Effect]:
 
 
 def test_a_push_was_received_once_it_lies_in_the_memory_of_every_backup() -> None:
-    """They read it whatever happens. What was kept for them is kept until they have."""
+    """Backups read their memory in any case. Records are kept for them until they have."""
     world = World()
     world.led(B, C)
     world.tell(applied(2))
@@ -369,7 +370,7 @@ def test_a_push_was_received_once_it_lies_in_the_memory_of_every_backup() -> Non
 
 
 def test_what_came_before_must_have_been_received_too() -> None:
-    """It may have gone another way, and be refused."""
+    """The earlier push may have gone over the link instead, and may be refused."""
     world = World()
     world.led(B)
     world.tell(applied(2))
@@ -382,7 +383,7 @@ def test_what_came_before_must_have_been_received_too() -> None:
 
 
 def test_what_lay_in_memory_when_a_link_broke_is_asked_for_once_more() -> None:
-    """It is acknowledged by then; the backup may lack it if its process is gone."""
+    """The push is acknowledged by then; the backup may lack it if its process is gone."""
     world = World()
     world.led(B)
     world.tell(applied(2))
@@ -397,7 +398,7 @@ def test_what_lay_in_memory_when_a_link_broke_is_asked_for_once_more() -> None:
 
 
 def test_a_shard_is_handed_over_once_its_successor_has_read_all() -> None:
-    """It leads at once."""
+    """The successor leads at once."""
     world = World()
     world.led(B)
     world.tell(applied(2))
@@ -410,7 +411,7 @@ def test_a_shard_is_handed_over_once_its_successor_has_read_all() -> None:
 
 
 def test_who_is_told_of_a_later_epoch_refuses_at_once() -> None:
-    """It may be cut from etcd for long: its workers are not to wait for that."""
+    """The primary may be cut off from etcd for long: its workers must not wait for that."""
     world = World()
     world.led(B)
     world.tell(applied(2))
@@ -422,7 +423,7 @@ def test_who_is_told_of_a_later_epoch_refuses_at_once() -> None:
 
 
 def test_pushes_are_taken_until_workers_have_heard_of_the_successor() -> None:
-    """They connect to it meanwhile."""
+    """Workers connect to the successor meanwhile."""
     world = World(replace(LIMITS, announced_s=0.3))
     world.led(B)
     assert only(StopPushes, world.assigned(record(ME, B, successor=B))) == []
@@ -436,7 +437,7 @@ def test_pushes_are_taken_until_workers_have_heard_of_the_successor() -> None:
 
 
 def test_shards_whose_successors_are_named_together_are_handed_over_together() -> None:
-    """Also where the primary was held up between two of them: pushes to them all pause once."""
+    """Pushes to all these shards pause once, even if the primary was delayed in between."""
     other = ("job", 1)
     world = World(replace(LIMITS, announced_s=0.3))
     world.led(B)
@@ -456,7 +457,7 @@ def test_shards_whose_successors_are_named_together_are_handed_over_together() -
 
 
 def test_who_is_to_lead_is_connected_to_all_who_will_follow() -> None:
-    """The first push then waits for them, and not for a link to them."""
+    """The first push then waits for the backups only, and not for links to them."""
     world = World()
     effects = world.assigned(record(B, ME, C, successor=ME))
     assert [effect.peer for effect in only(OpenLink, effects)] == [B, C]
@@ -488,7 +489,7 @@ def test_a_shard_is_handed_over_once_its_successor_is_level() -> None:
 
 
 def test_the_newest_record_is_revised_at_the_time_of_the_write() -> None:
-    """Another process may have written it since the write was decided."""
+    """Another process may have written the record since the write was decided."""
     world = World()
     world.led(B)
     world.broke(B)
@@ -520,7 +521,7 @@ def test_edges_know_where_a_push_goes_as_soon_as_that_changes() -> None:
 
 
 def test_a_push_is_sent_with_its_record() -> None:
-    """Also one that the follower lacked when it was connected again."""
+    """The same holds for a push that the follower lacked when its link came back."""
     world = World()
     world.led(B)
     (sent,) = only(SendRequest, world.tell(applied(2)))
@@ -543,7 +544,7 @@ def test_the_time_until_which_pushes_are_admitted_is_the_leases() -> None:
 
 
 def test_who_cannot_hand_over_leads_on() -> None:
-    """Pushes of its epoch are taken again: nobody else takes them."""
+    """Pushes of its epoch are accepted again, as no other server accepts them."""
     world = World()
     world.led(B)
     world.assigned(record(ME, B, successor=B))
@@ -552,8 +553,8 @@ def test_who_cannot_hand_over_leads_on() -> None:
 
 
 def test_a_shard_that_may_be_given_away_any_moment_takes_no_pushes() -> None:
-    """Its successor was out of reach for a moment, while the write was under way. It leads from
-    what had been read when the shard was stopped."""
+    """The successor was unreachable for a moment while the write was in progress. It leads from the
+    version that it had read when pushes stopped."""
     world = World()
     world.led(B)
     handed = record(ME, B, successor=B)
@@ -574,11 +575,11 @@ def test_first_values_are_opened_once_the_record_tells_of_them() -> None:
     assert world.core.revised(KEY, record(ME, content=ShardContent.NONE), world.now_s) == record(ME)
 
 
-# --- backing up ---
+# --- as backup ---
 
 
 def test_all_that_its_last_primary_has_sent_is_read_before_a_copy_leads() -> None:
-    """That may have acknowledged it; one that has handed the shard over has not."""
+    """The last primary may have acknowledged these updates; after a handover there are none."""
     world = World()
     world.backs()
     assert only(SettleCopy, world.assigned(record(ME, epoch=2))) == [SettleCopy(KEY, last=B)]
@@ -596,7 +597,7 @@ def test_all_that_its_last_primary_has_sent_is_read_before_a_copy_leads() -> Non
 
 
 def test_an_offer_that_comes_while_a_copy_settles_is_answered_once_it_leads() -> None:
-    """The last primary hears that it is one no more, and the next one is not kept waiting."""
+    """The last primary is refused as deposed, and the next one need not wait."""
     world = World()
     world.backs()
     world.assigned(record(ME, epoch=2))
@@ -611,7 +612,7 @@ def test_an_offer_that_comes_while_a_copy_settles_is_answered_once_it_leads() ->
 
 
 def test_an_offer_that_comes_while_a_copy_settles_is_answered_also_once_that_is_gone() -> None:
-    """The primary of what was written anew may have heard of that first."""
+    """A primary whose shard begins anew may have read the new record first."""
     world = World()
     world.backs()
     world.assigned(record(ME, epoch=2))
@@ -630,15 +631,15 @@ def test_an_offer_that_comes_while_a_copy_settles_is_answered_also_once_that_is_
 
 
 def test_who_sends_an_image_that_is_let_go_of_is_told() -> None:
-    """It may know of a later record, by which it sends it still, and would wait for ever."""
+    """The primary may know of a later record, by which it still sends, and would wait for ever."""
     world = World()
     world.assigned(record(B, joining=ME))
     world.tell(ev.IncomingLinkOpened(B, 7))
     world.told(ImageStart(KEY, 1, 1, 5, 3, 2))
     world.told(ImageChunk(KEY, 5, 0))
-    told = only(SendReply, world.assigned(record(B)))
-    (refused,) = replies(told)
-    assert (told[0].peer, told[0].link) == (B, 7)
+    sent = only(SendReply, world.assigned(record(B)))
+    (refused,) = replies(sent)
+    assert (sent[0].peer, sent[0].link) == (B, 7)
     assert isinstance(refused, BackupRefused)
     assert (refused.why, refused.newest_epoch) == (BackupRefusalReason.OTHER_HOLDERS, 1)
 
@@ -665,7 +666,7 @@ def test_a_push_is_received_in_order_and_replayed_once() -> None:
 
 
 def test_a_copy_that_fails_is_told_to_its_primary() -> None:
-    """Else it would count on a copy that is not there."""
+    """Otherwise the primary would count on a copy that does not exist."""
     world = World()
     world.backs()
     effects = world.tell(ev.CopyFailed(KEY))
@@ -678,7 +679,7 @@ def test_a_copy_that_fails_is_told_to_its_primary() -> None:
 
 
 def test_an_image_is_not_kept_where_the_record_names_this_server_by_then() -> None:
-    """What it leads, and has acknowledged, stays."""
+    """The shard that it leads, with all acknowledged updates, stays."""
     world = World()
     world.backs()
     world.told(ImageStart(KEY, 1, 1, 6, 9, 1))
@@ -705,7 +706,7 @@ def test_a_backup_takes_over_from_a_primary_that_neither_calls_nor_answers() -> 
 
 
 def test_who_has_a_failed_copy_no_longer_counts_as_having_one() -> None:
-    """Its primary may end before it hears of that: then another disk, or nobody, has the shard."""
+    """The primary may end before the refusal: then a disk has the shard, or no server has it."""
     world = World()
     world.backs()
     effects = world.tell(ev.CopyFailed(KEY))
@@ -727,7 +728,7 @@ def test_who_has_a_failed_copy_no_longer_counts_as_having_one() -> None:
 def test_who_is_to_lead_what_it_has_not_says_so(
     given: ShardAssignment, told: ShardAssignment
 ) -> None:
-    """Its copy failed while it took over, or was not there when the coordinator named it."""
+    """The copy failed during the takeover, or was missing when the coordinator named the server."""
     world = World()
     world.backs()
     assert only(SettleCopy, world.assigned(given)) == [SettleCopy(KEY, last=B)]
@@ -783,7 +784,7 @@ def test_a_shard_is_led_from_disk_once_nobody_can_have_more(
 
 
 def test_a_shard_is_led_from_disk_also_where_its_last_process_named_that_late() -> None:
-    """Its write was on its way to etcd when this process began."""
+    """The write of that process was in progress when this process began."""
     world = World()
     last = Holder("a", "0")
     world.assigned(record(last))
@@ -803,14 +804,15 @@ def test_an_older_copy_of_the_disk_is_not_led_and_told() -> None:
     world.tell(ev.JournalShardFound(KEY, 1, 9))
     effects = world.tell(ev.ServersListed(frozenset(), world.now_s, frozenset({B})))
     assert only(WriteShardRecord, effects) == [WriteShardRecord(KEY)]
-    told = replace(last, found_version=9)
-    assert world.core.revised(KEY, last, world.now_s) == told
-    world.assigned(told)
+    reported = replace(last, found_version=9)
+    assert world.core.revised(KEY, last, world.now_s) == reported
+    world.assigned(reported)
     assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == []
 
 
 def test_what_the_journal_turns_out_not_to_have_is_lost_and_not_waited_for() -> None:
-    """Another process has the disk by now, say. Nobody else has the shard: so it was claimed."""
+    """Another process has the disk by now, for example. No other server had the shard, so that this
+    one claimed it."""
     world = World()
     last = record(B, on_disk="a", disk_epoch=1, disk_version=2)
     world.assigned(last)
@@ -822,12 +824,12 @@ def test_what_the_journal_turns_out_not_to_have_is_lost_and_not_waited_for() -> 
     assert only(WriteShardRecord, world.tell(ev.JournalShardMissing(KEY, 2))) == [
         WriteShardRecord(KEY)
     ]
-    told = world.core.revised(KEY, replace(claimed, joining=C), world.now_s)
-    assert told == replace(claimed, epoch=3, content=ShardContent.LOST)
-    world.assigned(told)
+    recorded = world.core.revised(KEY, replace(claimed, joining=C), world.now_s)
+    assert recorded == replace(claimed, epoch=3, content=ShardContent.LOST)
+    world.assigned(recorded)
     assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == []
-    # Should that disk come back, its server leads the shard again.
-    again = led_from_disk(told, Holder("a", "2"), frozenset())
+    # If that disk comes back, its server leads the shard again.
+    again = led_from_disk(recorded, Holder("a", "2"), frozenset())
     assert (again.epoch, again.content) == (4, ShardContent.PRESENT)
 
 
@@ -865,7 +867,7 @@ def test_how_far_a_shard_is_on_disk_is_written_now_and_then() -> None:
 
 
 def test_what_is_here_of_another_run_is_let_go_of() -> None:
-    """Numbers and epochs may be the same."""
+    """Shard numbers and epochs of both runs may be the same."""
     world = World()
     world.adopted("one")
     effects = world.tell(ev.ShardAssigned(KEY, record(B, ME), "two"))
@@ -904,7 +906,7 @@ def test_a_primary_names_its_run() -> None:
 
 
 def test_a_backup_that_knows_only_of_the_last_run_deposes_nobody() -> None:
-    """Its epoch is higher, and says nothing of this run's."""
+    """The backup's epoch is higher, but belongs to the other run."""
     world = World()
     world.tell(ev.ShardAssigned(KEY, record(B, ME, epoch=9), "one"))
     world.tell(ev.IncomingLinkOpened(B, 7))

@@ -1,5 +1,7 @@
-"""Seeded runs of servers, coordinator, etcd and workers under faults of every kind; what must
-always hold is checked whenever a record is written, a copy changes, or somebody is told."""
+"""Seeded simulations of servers, coordinator, etcd and workers under faults of every kind.
+
+Invariants are checked whenever a record is written, a copy changes, or a push is answered.
+"""
 
 import os
 
@@ -13,19 +15,19 @@ NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "80"))
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_no_schedule_of_faults_loses_an_acknowledged_update(seed: int) -> None:
-    """Once faults stop, every shard that somebody has is led, copied and answers."""
+    """Once the faults stop, every shard with a copy left is led, replicated and answers."""
     simulate_replication(seed)
 
 
 def test_a_joiner_that_is_named_again_while_its_primary_is_cut_off_gets_the_shard() -> None:
-    """Its first values would wait for it for ever: nobody could push."""
+    """The initial values would otherwise wait for the joiner for ever, and no worker could push."""
     simulate_replication(52, ["deposed unheard"])
 
 
 @pytest.mark.parametrize("seed", [0, 9, 17])
 def test_a_joiner_that_let_go_of_an_image_gets_another_one(seed: int) -> None:
-    """It was cut off from etcd for so long that the record named it no longer for a while. Its
-    primary, cut off then too, heard of nothing, and waited for word of the image."""
+    """The joiner was cut off from etcd for so long that for a while the record no longer named it.
+    Its primary, cut off too, did not notice, and waited for the answer to its image."""
     world = ReplicationWorld(seed, num_servers=2, num_shards=1, copies=2, lease_ttl_s=6.0)
     (key,) = world.keys
     world.setting.slow_s = 40.0
@@ -43,7 +45,7 @@ def test_a_joiner_that_let_go_of_an_image_gets_another_one(seed: int) -> None:
 
 
 def test_a_shard_is_lost_whose_disk_is_empty_and_whose_last_process_ended_unseen() -> None:
-    """It ran on another machine: only time tells that it is dead."""
+    """The last process ran on another machine: only time shows that it is dead."""
     world = ReplicationWorld(1, num_servers=2, num_shards=1, copies=1)
     (key,) = world.keys
     assert world.run(10.0, until=lambda: world.store.records[key].on_disk == "s0")

@@ -1,4 +1,4 @@
-"""The simulation steps the core that ships: a fault that is put into it is found."""
+"""Faults planted into the core that ships: the simulation runs this core, and must find them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ Fault = Callable[[Patch], None]
 
 
 def no_fence_after_the_lease(patch: Patch) -> None:
-    """Who may have been taken for dead acknowledges."""
+    """A primary that may have been declared dead still acknowledges pushes."""
 
     def renewed(lease: Lease, sent_s: float) -> None:
         lease.ends_s = math.inf
@@ -42,7 +42,7 @@ def no_fence_after_the_lease(patch: Patch) -> None:
 
 
 def a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step(patch: Patch) -> None:
-    """The write that puts it in step may have been made."""
+    """The write that puts the joiner in step may already have been made."""
 
     def required(led: LedShard) -> Iterator[Follower]:
         for follower in led.followers.values():
@@ -53,7 +53,7 @@ def a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step(patch: Patch) ->
 
 
 def a_lost_backup_counts_for_nothing_before_that_is_written(patch: Patch) -> None:
-    """It may live, and take over."""
+    """The backup may be alive, and take over."""
     real = LedShard._required
 
     def required(led: LedShard) -> Iterator[Follower]:
@@ -63,7 +63,7 @@ def a_lost_backup_counts_for_nothing_before_that_is_written(patch: Patch) -> Non
 
 
 def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
-    """What it has received, and not applied, was acknowledged."""
+    """Updates that the backup received and has not applied were acknowledged."""
     real = ReplicationCore._to_lead
 
     def to_lead(
@@ -81,12 +81,12 @@ def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
 
 
 def a_version_is_durable_before_the_record_names_the_disk(patch: Patch) -> None:
-    """Then nobody would look there for it."""
+    """Servers would never look for the version on that disk."""
     patch.setattr(LedShard, "durable_version", property(lambda led: led._disk.version))
 
 
 def a_disk_is_led_from_while_its_last_process_may_live(patch: Patch) -> None:
-    """The id of a server says nothing of its processes."""
+    """A server's id does not tell which of its processes is alive."""
     real = JournalClaims.revised
 
     def revised(
@@ -104,7 +104,7 @@ def a_disk_is_led_from_while_its_last_process_may_live(patch: Patch) -> None:
 
 
 def a_process_is_dead_once_another_has_its_id(patch: Patch) -> None:
-    """The same, as the coordinator sees it."""
+    """The same fault in the coordinator."""
     real = Sightings._dead
 
     def dead(sightings: Sightings, seen: Servers) -> frozenset[Holder]:
@@ -115,7 +115,7 @@ def a_process_is_dead_once_another_has_its_id(patch: Patch) -> None:
 
 
 def a_lost_shard_begins_anew(patch: Patch) -> None:
-    """Without an operator's word."""
+    """The loss was not accepted by an operator."""
     real = rebalance._rescue
 
     def rescue(assignment: ShardAssignment, *others: object) -> ShardAssignment:
@@ -128,7 +128,7 @@ def a_lost_shard_begins_anew(patch: Patch) -> None:
 
 
 def what_a_new_primary_has_is_said_to_be_on_its_followers(patch: Patch) -> None:
-    """Every follower that is asked counts as level."""
+    """Followers count as up to date as soon as they are asked."""
     real = Follower.begin
 
     def begin(follower: Follower, received: int, version: int) -> None:
@@ -138,14 +138,14 @@ def what_a_new_primary_has_is_said_to_be_on_its_followers(patch: Patch) -> None:
 
 
 def a_copy_follows_whoever_calls(patch: Patch) -> None:
-    """Also one that the record does not name any more."""
+    """The copy also follows a server that the record no longer names."""
     patch.setattr(
         Copies, "_may_tell", lambda copies, assignment, peer, epoch: assignment is not None
     )
 
 
 def a_copy_that_has_something_else_goes_on(patch: Patch) -> None:
-    """Of a primary that was deposed: what nobody else had received is in no other copy."""
+    """The copy continues a deposed primary, whose last updates are in no other copy."""
 
     def continues(led: LedShard, copy_epoch: int, born: int, version: int) -> bool:
         return born == led.born and led.log.start <= version <= led.version
@@ -154,7 +154,7 @@ def a_copy_that_has_something_else_goes_on(patch: Patch) -> None:
 
 
 def an_absence_goes_on_though_nobody_looked(patch: Patch) -> None:
-    """Who was away may have been back meanwhile, and have acknowledged."""
+    """A server that was away may have been back meanwhile, and have acknowledged pushes."""
 
     def init(absences: ServerAbsences[Holder], longest_gap_s: float = 0.0) -> None:
         absences._longest_gap_s = math.inf
@@ -164,17 +164,17 @@ def an_absence_goes_on_though_nobody_looked(patch: Patch) -> None:
 
 
 def who_ends_acknowledges_to_the_last(patch: Patch) -> None:
-    """Others take it for dead as soon as it has said so."""
+    """Others take the server for dead as soon as it has reported its end."""
     patch.setattr(ReplicationCore, "_lease_ended", lambda core, event: iter(()))
 
 
 def an_older_copy_of_a_disk_is_led(patch: Patch) -> None:
-    """It lacks what was durable."""
+    """The older copy lacks updates that were durable."""
     patch.setattr(journal_claims, "is_older", lambda assignment, epoch, version: False)
 
 
 def what_was_held_in_another_run_is_kept(patch: Patch) -> None:
-    """The next run's epochs may be the same."""
+    """Epochs of the next run may be the same."""
     real = ReplicationCore._assigned
 
     def assigned(core: ReplicationCore, event: ShardAssigned) -> Iterator[Effect]:
@@ -186,7 +186,7 @@ def what_was_held_in_another_run_is_kept(patch: Patch) -> None:
 
 
 def what_nobody_loads_any_more_is_waited_for(patch: Patch) -> None:
-    """Who restored the job ended in the middle."""
+    """The process that restored the job ended halfway."""
 
     def given_up(
         loads: AbandonedLoads, assignments: JobAssignments, **now: object
@@ -197,12 +197,12 @@ def what_nobody_loads_any_more_is_waited_for(patch: Patch) -> None:
 
 
 def a_shard_is_handed_over_before_its_copies_have_read_all(patch: Patch) -> None:
-    """Its successor leads at once, and what others have not read they refuse from then on."""
+    """The successor leads at once; what other copies have not read, they refuse from then on."""
     patch.setattr(LedShard, "is_confirmed", property(lambda led: led.is_safe(led.version)))
 
 
 def what_follows_on_a_copy_is_refused_of_who_leads_no_longer(patch: Patch) -> None:
-    """It was acknowledged before, and the copy may be the next to lead."""
+    """The update was acknowledged before, and the copy may be the next to lead."""
     real = Copies._record
 
     def record(
@@ -222,7 +222,7 @@ def what_follows_on_a_copy_is_refused_of_who_leads_no_longer(patch: Patch) -> No
 
 
 def a_record_is_discarded_once_one_follower_has_it(patch: Patch) -> None:
-    """Another one lacks it."""
+    """Another follower still lacks the record."""
 
     def trim(led: LedShard) -> None:
         needs = (f.needs_from(led.version) for f in led.followers.values())
@@ -232,14 +232,14 @@ def a_record_is_discarded_once_one_follower_has_it(patch: Patch) -> None:
 
 
 def who_has_nothing_of_a_shard_keeps_its_place_in_the_record(patch: Patch) -> None:
-    """Nobody else leads the shard then, nor calls it lost."""
+    """Another server neither leads the shard then nor declares it lost."""
     patch.setattr(MissingShards, "revised", lambda missing, key, a: a)
 
 
-# Two more break none of the invariants. Handing a shard over before its successor is level: what
-# that lacks was acknowledged to nobody, since it counts; it is sent again, and the copy that the
-# old primary keeps is one that has something else. Counting an answer of another epoch: what comes
-# over a link comes in order, so behind an offer of this epoch there is none.
+# Two more faults break no invariant. Handover to a successor that is not up to date: the update
+# that it lacks was not acknowledged, as the successor counts; the update is sent again, and the old
+# primary's copy, which differs, is replaced. An answer of another epoch that counts: messages on a
+# link arrive in order, so none of another epoch comes after an offer of this epoch.
 
 FOCUS: Mapping[Fault, Sequence[str]] = {
     a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step: [
@@ -252,7 +252,7 @@ FOCUS: Mapping[Fault, Sequence[str]] = {
     what_follows_on_a_copy_is_refused_of_who_leads_no_longer: ["restart"],
     who_has_nothing_of_a_shard_keeps_its_place_in_the_record: ["kill what failed"],
 }
-"""Faults that meet it more often than those of all kinds do."""
+"""Kinds of simulated trouble that meet a planted fault more often than all kinds together do."""
 
 FAULTS: Sequence[Fault] = (
     a_shard_is_handed_over_before_its_copies_have_read_all,
@@ -286,7 +286,7 @@ RARE = (
     a_process_is_dead_once_another_has_its_id,
     a_copy_that_has_something_else_goes_on,
 )
-"""Those that take seconds to find."""
+"""Faults that take seconds to find."""
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ RARE = (
     [pytest.param(f, marks=pytest.mark.long if f in RARE else (), id=f.__name__) for f in FAULTS],
 )
 def test_the_simulation_finds(fault: Fault, monkeypatch: Patch) -> None:
-    """Within some seeds an invariant does not hold; without the fault the same seed is passed."""
+    """An invariant fails within some seeds; without the fault the same seed passes."""
     only = FOCUS.get(fault, ())
     for seed in range(MAX_SEEDS):
         with monkeypatch.context() as patch:

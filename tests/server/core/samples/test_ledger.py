@@ -1,4 +1,4 @@
-"""The sample ledger, by example and against a slow twin that keeps one entry a sample."""
+"""The sample ledger, by example and against a slow twin that keeps one entry per sample."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ from shoal_server.core.samples.spans import IntegerSpans
 
 
 class Worker:
-    """Numbers its requests and keeps its incarnation, as a client does."""
+    """Client of the ledger that numbers its requests and keeps its incarnation."""
 
     def __init__(self, ledger: SampleLedger, member_id: str, incarnation: str = "1") -> None:
         self.ledger, self.member_id, self.incarnation = ledger, member_id, incarnation
@@ -46,7 +46,7 @@ class Worker:
         reserve: int = 100,
         step: int = 5,
     ) -> SampleAnswer:
-        """What it is answered, as one that goes on while nobody answers."""
+        """Request samples as a member does that trains on while no coordinator answers."""
         self.sequence += 1
         request = self.request(num_samples, (), held)
         return self.ledger.answer(
@@ -72,7 +72,7 @@ class Worker:
 
 
 def test_one_worker_walks_through_every_epoch_and_is_told_the_end() -> None:
-    """Each epoch's positions come in order, and only the last completion exhausts the ledger."""
+    """Positions of each epoch come in order, and only the last completion exhausts the ledger."""
     ledger = SampleLedger(dataset_size=5, num_epochs=2)
     worker = Worker(ledger, "a")
     seen: list[LedgerRange] = []
@@ -88,7 +88,7 @@ def test_one_worker_walks_through_every_epoch_and_is_told_the_end() -> None:
 
 
 def test_a_lost_members_range_goes_out_before_anything_fresh() -> None:
-    """The next lease after a loss is what the lost member held, and it counts as returned."""
+    """The next lease after a loss is the lost member's range, and counts as returned."""
     ledger = SampleLedger(dataset_size=100, num_epochs=1)
     lost, survivor = Worker(ledger, "lost"), Worker(ledger, "survivor")
     held, own = lost.must(10), survivor.must(10)
@@ -98,7 +98,7 @@ def test_a_lost_members_range_goes_out_before_anything_fresh() -> None:
 
 
 def test_a_completion_after_the_range_was_given_back_is_ignored_and_counted() -> None:
-    """A fenced member's late report books nothing, so the sample is completed once: by the heir."""
+    """A fenced member's late report is not recorded: only the heir completes the sample."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     lost, heir = Worker(ledger, "lost"), Worker(ledger, "heir")
     held = lost.must(10)
@@ -113,7 +113,7 @@ def test_a_completion_after_the_range_was_given_back_is_ignored_and_counted() ->
 
 
 def test_a_new_incarnation_ends_the_earlier_one() -> None:
-    """A member that restarts cannot leave ranges behind that nobody will ever complete."""
+    """A member that restarts leaves no ranges that are never completed."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     before = Worker(ledger, "a", "1").must(10)
     assert Worker(ledger, "a", "2").must(10) == before
@@ -122,7 +122,7 @@ def test_a_new_incarnation_ends_the_earlier_one() -> None:
 
 
 def test_a_retry_gets_the_first_answer_and_books_nothing() -> None:
-    """A reply that was lost on the way costs no range and no count."""
+    """A lost answer costs no range and no count."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     worker = Worker(ledger, "a")
     first = worker.must(4)
@@ -134,7 +134,7 @@ def test_a_retry_gets_the_first_answer_and_books_nothing() -> None:
 
 
 def test_an_overtaken_request_is_refused_and_changes_nothing() -> None:
-    """A delayed duplicate must not give back what the member has leased since."""
+    """A delayed duplicate must not return what the member has leased since."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     worker = Worker(ledger, "a")
     worker.must(4)
@@ -147,7 +147,7 @@ def test_an_overtaken_request_is_refused_and_changes_nothing() -> None:
 
 
 def test_what_a_member_no_longer_names_goes_back() -> None:
-    """Books that missed a report (a coordinator died) do not wait for it for ever."""
+    """Ledgers may lack a report of a time when a coordinator died: they do not wait for it."""
     ledger = SampleLedger(dataset_size=8, num_epochs=1)
     worker = Worker(ledger, "a")
     dropped = worker.must(4)
@@ -156,7 +156,7 @@ def test_what_a_member_no_longer_names_goes_back() -> None:
 
 
 def test_epochs_overlap_by_one_and_no_more() -> None:
-    """With one sample of epoch 0 in flight epoch 1 is leased out, and epoch 2 does not begin."""
+    """Epoch 1 is leased while a sample of epoch 0 is in flight, and epoch 2 does not begin."""
     ledger = SampleLedger(dataset_size=4, num_epochs=3)
     slow, quick = Worker(ledger, "slow"), Worker(ledger, "quick")
     hanging = slow.must(1)
@@ -170,7 +170,7 @@ def test_epochs_overlap_by_one_and_no_more() -> None:
 
 
 def test_counts_are_told_per_epoch() -> None:
-    """Completed, in flight and returned add up for each epoch that is open."""
+    """Counts of completed, in flight and returned samples add up for each open epoch."""
     ledger = SampleLedger(dataset_size=6, num_epochs=2)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     first = a.must(4)
@@ -183,7 +183,7 @@ def test_counts_are_told_per_epoch() -> None:
 
 
 def test_a_member_that_hoards_ranges_gets_no_more() -> None:
-    """The number of spans a member can hold is bounded, and the refusal changes nothing."""
+    """The number of spans that a member can hold is bounded, and the refusal changes nothing."""
     ledger = SampleLedger(dataset_size=1000, num_epochs=1)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     held: list[LedgerRange] = []
@@ -200,7 +200,7 @@ def test_a_member_that_hoards_ranges_gets_no_more() -> None:
 
 
 def test_who_comes_first_leaves_the_others_their_share() -> None:
-    """Members hold in proportion to what they would hold, whole units of it."""
+    """Members hold whole steps, in proportion to the reserves that they ask for."""
     ledger = SampleLedger(dataset_size=90, num_epochs=1)
     quick, slow = Worker(ledger, "quick"), Worker(ledger, "slow")
     assert slow.reserve(0, reserve=50).range is None
@@ -210,7 +210,7 @@ def test_who_comes_first_leaves_the_others_their_share() -> None:
 
 
 def test_who_holds_more_than_its_share_is_told_so_once_others_lack_samples() -> None:
-    """What it gives back is leased to them, and counts as trained on by nobody yet."""
+    """Samples given back are leased to the others, and do not count as repeated."""
     ledger = SampleLedger(dataset_size=90, num_epochs=1)
     first, later = Worker(ledger, "first"), Worker(ledger, "later")
     held = first.reserve(100).range
@@ -225,7 +225,7 @@ def test_who_holds_more_than_its_share_is_told_so_once_others_lack_samples() -> 
 
 
 def test_short_epochs_are_open_as_far_as_members_hold_samples_ahead() -> None:
-    """Twice what they would hold; without a reserve, one epoch ahead."""
+    """Epochs are open up to twice the members' reserves ahead; without a reserve, one epoch."""
     ledger = SampleLedger(dataset_size=10, num_epochs=50)
     held: list[LedgerRange] = []
     worker = Worker(ledger, "a")
@@ -235,7 +235,7 @@ def test_short_epochs_are_open_as_far_as_members_hold_samples_ahead() -> None:
 
 
 def test_a_member_is_told_what_of_its_claims_the_books_do_not_have() -> None:
-    """They were replaced, for instance: it is not to begin what is another's by now."""
+    """The member was replaced, for example: it must not begin samples that another holds by now."""
     ledger = SampleLedger(dataset_size=20, num_epochs=1)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     held, other = a.reserve(5).range, b.reserve(5).range
@@ -246,7 +246,7 @@ def test_a_member_is_told_what_of_its_claims_the_books_do_not_have() -> None:
 
 
 def test_of_a_lost_member_only_what_it_can_have_begun_counts_as_returned() -> None:
-    """All that it held goes out again; most of its reserve nobody has trained on."""
+    """Samples of the lost member are leased again; most of its reserve was never begun."""
     for silent_s, counted in ((0.0, 20), (3.0, 35), (100.0, 50), (inf, 50)):
         ledger = SampleLedger(dataset_size=100, num_epochs=1)
         worker = Worker(ledger, "a")
@@ -260,7 +260,7 @@ def test_of_a_lost_member_only_what_it_can_have_begun_counts_as_returned() -> No
 
 
 def test_what_was_reported_before_is_booked_once_more_or_not_at_all() -> None:
-    """Books that a dead coordinator left may lack it; it counts then, and is not repeated."""
+    """The ledger of a dead coordinator may lack the report: then it counts, without repetition."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     worker = Worker(ledger, "a")
     first = worker.must(5)
@@ -284,7 +284,7 @@ def test_a_request_that_books_nothing_is_no_news() -> None:
 
 
 def test_only_the_newest_closed_epochs_are_told_one_by_one() -> None:
-    """The books do not grow with the number of epochs."""
+    """The record does not grow with the number of epochs."""
     ledger = SampleLedger(dataset_size=1, num_epochs=500)
     worker, done = Worker(ledger, "a"), list[LedgerRange]()
     while (granted := worker.ask(1, done)) is not None:
@@ -302,7 +302,7 @@ def test_a_ledger_of_nothing_is_refused(size: int, epochs: int) -> None:
 
 
 def test_books_that_do_not_add_up_are_refused() -> None:
-    """A record in which a sample is in two places is not gone on from."""
+    """Records in which a sample is in two places are not continued."""
     ledger = SampleLedger(dataset_size=4, num_epochs=1)
     Worker(ledger, "a").must(2)
     data = ledger.to_json()
@@ -313,7 +313,7 @@ def test_books_that_do_not_add_up_are_refused() -> None:
         SampleLedger.from_json({**ledger.to_json(), "format": 9})
 
 
-# The slow twin: one entry a sample, who has it.
+# The slow twin: one entry per sample, with its holder.
 
 FREE, DONE = "free", "done"
 
@@ -375,7 +375,7 @@ OPERATIONS = st.lists(
 def test_the_ledger_does_what_the_slow_twin_does(
     size: int, epochs: int, operations: list[tuple[str, str, int, int]]
 ) -> None:
-    """Same leases, same counts, whatever happens; and JSON and back in between changes nothing."""
+    """Leases and counts are the same after any events; a round trip by JSON changes nothing."""
     ledger, twin = SampleLedger(dataset_size=size, num_epochs=epochs), Twin(size, epochs)
     hands: dict[str, list[LedgerRange]] = {name: [] for name in NAMES}
     incarnation = dict.fromkeys(NAMES, 0)
@@ -391,7 +391,7 @@ def test_the_ledger_does_what_the_slow_twin_does(
         held = hands[name]
         done = [held.pop()] if choice and held else []
         if choice == 3:
-            held.clear()  # drops what it had
+            held.clear()  # drops the ranges that it held
         if what == "lie":
             done = [LedgerRange(choice, argument, argument + 3)]
         number = 0 if what == "lie" else argument
@@ -433,7 +433,7 @@ def _starts(twin: Twin, who: str) -> list[tuple[int, int]]:
 def test_whoever_is_lost_every_sample_is_completed_in_the_end(
     size: int, epochs: int, losses: list[tuple[int, int]]
 ) -> None:
-    """None is lost, each is booked once, and training ran at most `repeated_max` samples twice."""
+    """The samples are each completed once, and at most `repeated_max` were trained on twice."""
     ledger = SampleLedger(dataset_size=size, num_epochs=epochs)
     trained = 0
     for i, (victim, num_samples) in enumerate(losses):
@@ -467,7 +467,7 @@ RANGES = st.tuples(st.booleans(), st.integers(0, 20), st.integers(0, 20))
 def test_spans_are_a_set_of_numbers(
     edits: list[tuple[bool, int, int]], probe: tuple[int, int]
 ) -> None:
-    """After any edits the spans hold what a set would, sorted, apart and merged."""
+    """Spans equal a set of numbers after any edits: sorted, apart and merged."""
     spans, numbers = IntegerSpans(), set[int]()
     for adds, start, stop in edits:
         if adds:
@@ -485,7 +485,7 @@ def test_spans_are_a_set_of_numbers(
 
 
 def shared_out(num_members: int, num_steps: int, asked_steps: int, step: int = 32) -> list[int]:
-    """Steps that each member gets of one epoch, where they ask in turns and finish at one pace."""
+    """Return the steps that each member gets of one epoch, if they ask in turn at one pace."""
     ledger = SampleLedger(dataset_size=num_steps * step, num_epochs=1)
     workers = [Worker(ledger, f"w{i}") for i in range(num_members)]
     done: dict[str, list[LedgerRange]] = {w.member_id: [] for w in workers}
@@ -517,13 +517,13 @@ def shared_out(num_members: int, num_steps: int, asked_steps: int, step: int = 3
 def test_what_is_less_than_members_would_hold_is_shared_out(
     num_members: int, num_steps: int, asked_steps: int, expected: list[int]
 ) -> None:
-    """Whoever asks first for more than there is gets its share and no more, in whole steps, also
-    before the others have asked; only where there are fewer steps than members do some get none."""
+    """The first to ask for more than there is gets its share in whole steps, even before the others
+    have asked; some members get none only if there are fewer steps than members."""
     assert shared_out(num_members, num_steps, asked_steps) == expected
 
 
 def test_who_waits_for_samples_is_known() -> None:
-    """From when it is told to ask again until it has some; not while it works at something."""
+    """A member waits from the answer to ask again until it gets samples, unless it has work."""
     ledger = SampleLedger(dataset_size=20, num_epochs=1)
     works, waits = Worker(ledger, "works"), Worker(ledger, "waits")
     held = works.must(20)

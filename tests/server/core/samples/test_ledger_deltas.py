@@ -1,4 +1,4 @@
-"""Deltas behind a base say what the whole books say, at every point of any history."""
+"""Deltas after a base say the same as the whole ledger, at every point of any history."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ STEPS = st.lists(
 
 
 class Copy:
-    """What was written of a ledger: a base, and deltas behind it."""
+    """The stored form of a ledger: a base, and the deltas after it."""
 
     def __init__(self, ledger: SampleLedger) -> None:
         self.write_base(ledger)
@@ -92,7 +92,7 @@ def take(ledger: SampleLedger, members: dict[str, Member], step: tuple[str, str,
 def test_a_base_and_its_deltas_are_the_books(
     size: int, epochs: int, steps: list[tuple[str, str, int]]
 ) -> None:
-    """After each write, whatever came before it, failed writes and new bases among it."""
+    """The equality holds after each write, also after failed writes and new bases."""
     ledger = SampleLedger(dataset_size=size, num_epochs=epochs)
     members = {name: Member() for name in NAMES}
     copy = Copy(ledger)
@@ -136,7 +136,7 @@ def test_a_delta_of_many_members_is_small() -> None:
     ],
 )
 def test_what_is_no_delta_is_refused(broken: bytes) -> None:
-    """Cut off, of another format, of numbers without end, of members that there are not."""
+    """Deltas that are cut off, of another format, with endless numbers or unknown members."""
     books = SampleLedger(dataset_size=5, num_epochs=1).to_json()
     with pytest.raises(ValueError):
         folded(books, [broken])

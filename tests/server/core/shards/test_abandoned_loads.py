@@ -1,4 +1,4 @@
-"""Shards that nobody loads from their snapshot any more are lost, and told as such."""
+"""Shards that are no longer loaded from their snapshot are lost, and reported as lost."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ JOB = JobAssignments(job="job", copies=2, shards=(LOADED, LOADING), run="r")
 
 
 def test_what_another_coordinator_had_loaded_is_given_up_after_a_while() -> None:
-    """It may be on its way. What has been loaded stays."""
+    """The load may still be in progress. Shards already loaded stay."""
     loads = AbandonedLoads()
     assert loads.given_up(JOB, is_restoring=False, now_s=0.0) == JOB
     assert loads.is_due_soon
@@ -28,7 +28,7 @@ def test_what_this_coordinator_has_loaded_is_not_given_up() -> None:
     loads = AbandonedLoads()
     for now_s in (0.0, 100.0):
         assert loads.given_up(JOB, is_restoring=True, now_s=now_s) == JOB
-    # From its end on, it counts.
+    # The time counts from the end of the restore.
     assert loads.given_up(JOB, is_restoring=False, now_s=101.0) == JOB
     assert losses.lost(loads.given_up(JOB, is_restoring=False, now_s=111.0))
 

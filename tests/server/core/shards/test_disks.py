@@ -1,4 +1,4 @@
-"""On whose disk a shard is, and who may lead it from there."""
+"""Disks that have a shard, and servers that may lead it from there."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_only_the_primary_says_that_it_has_the_shard_on_disk() -> None:
 
 
 def test_what_is_known_of_a_disk_only_grows() -> None:
-    """But for another disk, and for a later epoch: versions may go on from less there."""
+    """Another disk or a later epoch may lower it: versions may continue from less there."""
     shard = put_on_disk(ShardAssignment(shard_id=0, epoch=2, primary=B), B, 7)
     assert (shard.disk_epoch, shard.disk_version) == (2, 7)
     assert put_on_disk(shard, B, 5) == shard
@@ -54,8 +54,7 @@ def test_an_older_copy_of_a_disk_is_known(epoch: int, version: int, older: bool)
 
 
 def test_who_found_an_older_copy_says_so() -> None:
-    """Not where another process of the same server, which may live, has the disk as it should
-    be."""
+    """A server reports nothing while its earlier process may be alive and have the right disk."""
     shard = replace(led_by(B), disk_epoch=4, disk_version=10)
     assert found_older(shard, NEW, 3, frozenset()).found_version == 3
     assert found_older(shard, C, 3, frozenset()) == shard
@@ -69,7 +68,7 @@ def test_who_found_an_older_copy_says_so() -> None:
 
 @pytest.mark.parametrize("primary", [OLD, B], ids=["it led itself", "another led, and is dead"])
 def test_the_next_process_leads_from_the_disk(primary: Holder) -> None:
-    """Every process that had it in memory is known to be gone."""
+    """Processes that held the shard in memory are known to be gone."""
     found = led_from_disk(led_by(primary, C), NEW, dead=frozenset({primary, C}))
     assert (found.primary, found.epoch, found.backups, found.on_disk) == (NEW, 5, (), "a")
 

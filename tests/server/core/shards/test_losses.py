@@ -1,4 +1,4 @@
-"""What is kept of a shard that nobody has any more, and how it is given up."""
+"""Records of lost shards: what is known of them, and how they are given up."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ BOTH_GONE = Servers(present=frozenset({C}), dead=frozenset({A, B}))
 
 
 def lost_by(shard: ShardAssignment, servers: Servers, version: int = 0) -> ShardAssignment:
-    """The record of a shard once the coordinator has seen which servers there are."""
+    """Return the shard's record after the coordinator has seen these servers."""
     before, known = job(shard), {shard.shard_id: version} if version else {}
     after = losses.with_losses(before, rebalance(before, servers, {}), known, "No snapshot.", 9.0)
     (found,) = losses.lost(after)
@@ -43,7 +43,7 @@ def lost_by(shard: ShardAssignment, servers: Servers, version: int = 0) -> Shard
 
 
 def test_what_is_known_is_kept_when_the_last_copy_is_gone() -> None:
-    """The version is a lower bound, and is told as one."""
+    """The version is a lower bound, and described as one."""
     shard = lost_by(TRAINED, BOTH_GONE, version=812)
     assert shard.loss == ShardLoss(
         lost_unix_s=9.0, version=812, servers=("a", "b"), snapshot="No snapshot."
@@ -63,8 +63,8 @@ def test_a_version_that_nobody_told_is_not_made_up() -> None:
 
 
 def test_what_is_known_stays_while_nobody_has_the_shard() -> None:
-    """Who was to lead it goes as well, for however short: the next one is told at once, and nothing
-    is found out, or restored, a second time."""
+    """The server that was to lead the shard goes too, perhaps after a moment. The next one learns
+    of the loss at once, which is neither found nor restored a second time."""
     first = lost_by(TRAINED, BOTH_GONE, version=7)
     servers = Servers(present=frozenset({NEW_A}))
     again = lost_by(first, servers)
@@ -73,8 +73,8 @@ def test_what_is_known_stays_while_nobody_has_the_shard() -> None:
 
 
 def test_a_loss_that_a_server_found_is_noted_by_the_coordinator() -> None:
-    """It was to lead the shard from its disk, and that has it not. The job is brought back from
-    its snapshot first, if it has one."""
+    """The server was to lead the shard from its disk, which does not have it. The job is first
+    restored from its snapshot, if it has one."""
     found = replace(LOST, loss=None, on_disk="a", disk_version=7)
     servers = Servers(present=frozenset({A}))
     assert num_lost(job(found), servers) == 1
@@ -86,7 +86,7 @@ def test_a_loss_that_a_server_found_is_noted_by_the_coordinator() -> None:
 
 
 def test_who_restores_a_job_sees_to_what_is_to_be_loaded() -> None:
-    """Its server is gone: others are given it, and nothing is lost for that."""
+    """The shard's server is gone: the restore gives the shard to another, and nothing is lost."""
     loading = job(replace(TRAINED, content=ShardContent.LOADING, restored_version=7))
     restoring = replace(BOTH_GONE, are_loading=True)
     assert num_lost(loading, restoring) == 0
@@ -97,15 +97,15 @@ def test_who_restores_a_job_sees_to_what_is_to_be_loaded() -> None:
 
 
 def test_only_what_had_values_is_lost() -> None:
-    """A shard that nobody created moves on, and no snapshot is asked for."""
+    """A shard that was never created moves on, and no snapshot is asked for."""
     empty = job(replace(TRAINED, content=ShardContent.NONE))
     assert num_lost(empty, BOTH_GONE) == 0
     assert losses.lost(rebalance(empty, BOTH_GONE, {})) == []
 
 
 def test_what_is_given_up_begins_anew_and_no_disk_brings_the_old_one_back() -> None:
-    """Its epoch rises; who said so is remembered, whoever leads it later. A shard that is not lost
-    is left alone."""
+    """The epoch rises, and the record keeps who accepted the loss under any later primary. A shard
+    that is not lost stays as it is."""
     anew = losses.given_up(replace(LOST, on_disk="a"), "ann", 2.0)
     assert (anew.content, anew.epoch, anew.on_disk) == (ShardContent.NONE, 5, "")
     assert LOST.loss is not None
@@ -135,8 +135,8 @@ OTHER_LOST = replace(LOST, shard_id=4)
 def test_samples_begin_anew_with_values_that_do(
     shards: list[ShardAssignment], left: list[int]
 ) -> None:
-    """Without anything left that was trained, nobody need say so. With a part left, or one that a
-    journal may bring back, somebody has to, and whoever says it is obeyed."""
+    """Samples begin anew without being asked if nothing trained is left. If a part is left, or a
+    journal may bring one back, the operator has to choose, and any choice is followed."""
     given_up = {LOST.shard_id}
     assert [s.shard_id for s in losses.still_trained(job(*shards), given_up)] == left
     expected = None if left else losses.SamplesAfterLoss.ANEW
@@ -156,7 +156,7 @@ def test_samples_begin_anew_with_values_that_do(
     ids=["there", "lost", "given up", "given up with the samples"],
 )
 def test_the_record_has_all_of_it(shard: ShardAssignment) -> None:
-    """Also where it takes the place of one of the shard when it was lost."""
+    """The record also replaces the one that the shard had when it was lost."""
     other = replace(LOST, loss=ShardLoss(lost_unix_s=3.0, version=8, servers=("a",)))
     value = records.encode_shard("r", shard, records.encode_shard("r", other))
     key = shard_assignment("job", "r", shard.shard_id)
@@ -165,7 +165,7 @@ def test_the_record_has_all_of_it(shard: ShardAssignment) -> None:
 
 
 def test_shards_that_went_together_are_told_together() -> None:
-    """One paragraph says once what would bring them back; another one what went elsewhere."""
+    """The paragraph says once what would bring these shards back; another describes the rest."""
     gone = [
         replace(LOST, shard_id=i, loss=ShardLoss(lost_unix_s=1.5, version=7, servers=("a", "b")))
         for i in range(64)

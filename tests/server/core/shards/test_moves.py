@@ -1,4 +1,4 @@
-"""Who is told of a change of primaries: that shards moved, or that a server was lost."""
+"""Changes of primaries, and how they are reported: as shards that moved, or as a lost server."""
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import (

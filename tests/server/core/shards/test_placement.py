@@ -46,7 +46,7 @@ def tiny() -> list[Parameter]:
 
 
 def transformer(layers: int, width: int, vocabulary: int) -> list[Parameter]:
-    """Weights decay (group 0), biases and norms do not (group 1), as is common."""
+    """Return a model whose weights decay (group 0), and biases and norms do not (group 1)."""
     parameters = [parameter("embedding", vocabulary, width)]
     for i in range(layers):
         parameters += [
@@ -90,7 +90,7 @@ def assert_covers(parameters: list[Parameter], shards: tuple[Shard, ...]) -> Non
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_servers", [1, 2, 3, 4, 7])
 def test_ordinary_models_lie_evenly(name: str, num_servers: int) -> None:
-    """Every element lies in one shard, and no server holds over 5 % more than the mean, unless the
+    """Shards contain each element once, and no server holds over 5 % more than the mean, unless the
     model is too small to be split among so many."""
     shards = cut_into_shards(MODELS[name], num_servers)
     assert_covers(MODELS[name], shards)
@@ -102,8 +102,8 @@ def test_ordinary_models_lie_evenly(name: str, num_servers: int) -> None:
 
 
 def test_number_of_shards_follows_the_size() -> None:
-    """A tiny model is one shard, however many servers there are; a small one costs one shard a
-    server; a big one is cut into hundreds, with a bound."""
+    """A tiny model is one shard for any number of servers, a small one has a shard per server, and
+    a big one hundreds, up to a bound."""
     assert [len(cut_into_shards(MODELS["linear"], n)) for n in (1, 2, 8)] == [1, 1, 1]
     assert len(cut_into_shards(MODELS["tiny"], 2)) == 2
     assert 200 <= len(cut_into_shards(MODELS["gpt2"], 2)) <= MAX_SHARDS + 4
@@ -111,7 +111,7 @@ def test_number_of_shards_follows_the_size() -> None:
 
 
 def test_a_model_of_a_terabyte_has_some_thousands_of_shards_and_a_line_for_few_blocks() -> None:
-    """Its shards can be moved one by one, its map fits into a message, and it lies evenly."""
+    """Shards can be moved one by one, the shard map fits into a message, and loads are even."""
     parameters = transformer(160, 11400, 50257)
     assert sum(p.num_bytes for p in parameters) >= 1e12
     shards = cut_into_shards(parameters, 100)
@@ -125,7 +125,7 @@ def test_a_model_of_a_terabyte_has_some_thousands_of_shards_and_a_line_for_few_b
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_schema_is_covered_and_the_same_each_time(seed: int) -> None:
-    """Whatever the shapes, dtypes and groups: complete, and a function of its arguments alone."""
+    """The cut is complete and a function of its arguments, for any shapes, dtypes and groups."""
     rng = random.Random(seed)
     parameters = [
         parameter(
@@ -145,7 +145,7 @@ def test_any_schema_is_covered_and_the_same_each_time(seed: int) -> None:
 
 
 def test_differences_are_named() -> None:
-    """A missing, an extra, a reshaped, a recast and a regrouped parameter are each told."""
+    """Missing, extra, reshaped, recast and regrouped parameters are each reported."""
     expected = [parameter(n, 4, 3) for n in ("same", "gone", "shape", "dtype", "group")]
     seen = [
         expected[0],
@@ -166,7 +166,7 @@ def test_differences_are_named() -> None:
 
 
 def test_digest_tells_schemas_apart_and_ignores_order() -> None:
-    """The digest is the schema's, whatever the order its parameters are listed in."""
+    """The order in which parameters are listed does not change the digest."""
     parameters = tiny()
     assert schema_digest(parameters) == schema_digest(list(reversed(parameters)))
     changed = [replace(parameters[0], shape=(1, 16, 3, 3)), *parameters[1:]]
@@ -186,13 +186,13 @@ def test_digest_tells_schemas_apart_and_ignores_order() -> None:
     ],
 )
 def test_bad_schemas_are_refused(parameters: list[Parameter], fragment: str) -> None:
-    """What cannot be placed is refused with what was seen and expected."""
+    """The message has what was seen and what was expected."""
     with pytest.raises(SchemaProblem, match=fragment):
         check_schema(parameters)
 
 
 def test_the_shards_of_tables_are_dealt_out_in_turn() -> None:
-    """Each once, whatever the order of the servers; loads differ by one at most."""
+    """Shards are placed once each, for any order of the servers; loads differ by one at most."""
     spread = spread_tables({"users": 5, "items": 3}, ["b", "c", "a"])
     assert [(table, index) for table, index, _ in spread] == [
         *(("items", index) for index in range(3)),
@@ -203,7 +203,7 @@ def test_the_shards_of_tables_are_dealt_out_in_turn() -> None:
 
 
 def test_jobs_of_one_shard_lie_on_different_servers() -> None:
-    """Whose turn it is the job says."""
+    """The job chooses the turn."""
     shards = cut_into_shards(MODELS["tiny"], 3)
     first = {place(shards, ["a", "b", "c"], turn)[0].server_id for turn in range(3)}
     assert first == {"a", "b", "c"}

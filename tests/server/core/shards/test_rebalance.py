@@ -1,4 +1,4 @@
-"""Records of who holds what come to rest: enough copies, even loads, nothing on who leaves."""
+"""Shard assignments come to rest: enough copies, even loads, and no shard on a leaving server."""
 
 from collections import Counter
 from dataclasses import replace
@@ -29,7 +29,7 @@ def assignments(*shards: ShardAssignment, copies: int = 2) -> JobAssignments:
 
 
 def carried_out(record: JobAssignments) -> JobAssignments:
-    """What servers make of the wishes: the joiners are level, the successors take over."""
+    """Return the record after the servers acted: joiners in step, successors in charge."""
 
     def after(h: ShardAssignment) -> ShardAssignment:
         if h.joining is not None:
@@ -40,7 +40,7 @@ def carried_out(record: JobAssignments) -> JobAssignments:
 
 
 def at_rest(record: JobAssignments, servers: Servers, weights: dict[int, int]) -> JobAssignments:
-    """The record once nobody wishes for anything else."""
+    """Return the record once neither coordinator nor servers change it any more."""
     for _ in range(ROUNDS):
         wished = rebalance(record, servers, weights)
         moving = sum(h.successor is not None for h in wished.shards)
@@ -72,8 +72,8 @@ def a_record(num_shards: int, primaries: list[Holder], copies: int) -> JobAssign
 def test_any_record_comes_to_rest(
     num_servers: int, num_leaving: int, num_first: int, copies: int, weights: list[int]
 ) -> None:
-    """Whoever held the shards at first: in the end each has its copies, on servers that stay, and
-    no server leads more than the mean and one shard."""
+    """Records come to rest for any initial holders: each shard has its copies on servers that stay,
+    and no server leads more than the mean and one shard."""
     present = [Holder(f"ps-{i}", "one") for i in range(num_servers)]
     leaving = frozenset(present[: min(num_leaving, num_servers - 1)])
     servers = Servers(present=frozenset(present), leaving=leaving)
@@ -91,7 +91,7 @@ def test_any_record_comes_to_rest(
 
 
 def test_many_small_shards_lie_evenly() -> None:
-    """One server, then four, then two: loads differ by five per cent at most."""
+    """The job has one server, then four, then two: loads differ by five per cent at most."""
     four = [Holder(f"ps-{i}", "one") for i in range(4)]
     weights = dict.fromkeys(range(200), 7)
     record = at_rest(a_record(200, four[:1], copies=2), Servers(present=frozenset(four)), weights)
@@ -103,7 +103,7 @@ def test_many_small_shards_lie_evenly() -> None:
 
 
 def test_a_primary_that_is_gone_is_replaced_by_its_backup() -> None:
-    """Also where the backup did not do so itself."""
+    """The backup has not made itself primary."""
     record = assignments(ShardAssignment(shard_id=0, epoch=3, primary=A, backups=(B,)))
     (shard,) = rebalance(record, Servers(present=frozenset({B, C})), {}).shards
     assert (shard.primary, shard.epoch, shard.backups) == (B, 4, ())
@@ -111,14 +111,14 @@ def test_a_primary_that_is_gone_is_replaced_by_its_backup() -> None:
 
 
 def test_the_only_copy_is_waited_for() -> None:
-    """A server that is away from etcd may still have what nobody else has."""
+    """A server that cannot reach etcd may still have the only copy."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A))
     (shard,) = rebalance(record, Servers(present=frozenset({B, C})), {}).shards
     assert (shard.primary, shard.epoch, shard.joining) == (A, 1, B)
 
 
 def test_what_is_lost_for_good_gets_a_new_primary() -> None:
-    """Once no holder can come back, somebody takes the shard, to be restored or made anew."""
+    """Once no holder can come back, another server takes the shard, to restore or recreate it."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     servers = Servers(present=frozenset({C}), dead=frozenset({A, B}))
     (shard,) = rebalance(record, servers, {}).shards
@@ -137,7 +137,7 @@ def test_what_is_lost_for_good_gets_a_new_primary() -> None:
 def test_what_was_trained_stays_lost_until_it_is_brought_back(
     before: ShardContent, after: ShardContent
 ) -> None:
-    """Only what nobody ever created may be created; a lost shard gets no copies of nothing."""
+    """Creation is for shards that were never created; a lost shard gets no copies."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, content=before))
     servers = Servers(present=frozenset({B, C}), dead=frozenset({A}))
     tended = rebalance(record, servers, {})
@@ -147,7 +147,7 @@ def test_what_was_trained_stays_lost_until_it_is_brought_back(
 
 
 def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
-    """That server leads it again, should it come back after all."""
+    """The disk's server leads the shard again if it comes back after all."""
     trained = ShardAssignment(
         shard_id=0, epoch=1, primary=A, on_disk="a", content=ShardContent.PRESENT
     )
@@ -160,7 +160,7 @@ def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
 
 
 def test_a_disk_that_may_come_back_is_waited_for() -> None:
-    """All that held the shard in memory are gone, and one journal has it."""
+    """The servers that held the shard in memory are gone, and one journal has it."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,), on_disk="a"))
     servers = Servers(present=frozenset({C}), dead=frozenset({A, B}), disks=frozenset({"a"}))
     assert rebalance(record, servers, {}).shards[0].primary == A
@@ -169,7 +169,7 @@ def test_a_disk_that_may_come_back_is_waited_for() -> None:
 
 
 def test_a_server_that_others_dropped_is_given_nothing_for_now() -> None:
-    """It may be dead, and not known so yet: somebody else is recruited."""
+    """The server may be dead without being known as such: another one is recruited."""
     before = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     after = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A))
     suspects = gone_on_without(before, after)
@@ -180,14 +180,14 @@ def test_a_server_that_others_dropped_is_given_nothing_for_now() -> None:
 
 
 def test_nobody_is_left_to_take_anything() -> None:
-    """All servers leave: nothing is moved about any more."""
+    """The servers all leave: no shard is moved any more."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     everybody = frozenset({A, B})
     assert rebalance(record, Servers(present=everybody, leaving=everybody), {}) == record
 
 
 def test_changes_that_do_not_apply_any_more_change_nothing() -> None:
-    """Each change names what it is based on."""
+    """Changes name the record that they are based on."""
     shard = ShardAssignment(shard_id=0, epoch=5, primary=A, backups=(B,), joining=C)
     assert promoted(shard, lost=B, backup=C) == shard
     assert promoted(shard, lost=A, backup=C) == shard
@@ -198,7 +198,7 @@ def test_changes_that_do_not_apply_any_more_change_nothing() -> None:
 
 
 def test_a_hand_over_leaves_the_old_primary_as_backup() -> None:
-    """It has everything: until the coordinator lets it go it is as good as any."""
+    """The old primary has every update: until the coordinator removes it, it is a full backup."""
     shard = ShardAssignment(shard_id=0, epoch=5, primary=A, backups=(B,), successor=B)
     assert handed_over(shard, primary=A) == ShardAssignment(
         shard_id=0, epoch=6, primary=B, backups=(A,)

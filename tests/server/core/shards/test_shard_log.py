@@ -1,4 +1,4 @@
-"""The log of a shard has the records after an image, and no gap."""
+"""Logs of shards have the records after an image, without a gap."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Whom a coordinator gives no shards to for a while."""
+"""Servers that a coordinator gives no shards for a while."""
 
 from dataclasses import replace
 
@@ -25,8 +25,8 @@ def suspects(sightings: Sightings, assignments: JobAssignments, now_s: float) ->
 
 
 def test_who_was_gone_on_without_is_given_nothing_while_the_coordinator_writes() -> None:
-    """A server that died is listed until its lease runs out; that others went on without it may
-    be read together with what the coordinator wrote itself."""
+    """A server that died is listed until its lease ends; the change by which others dropped it may
+    be read together with the coordinator's own write."""
     first = ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,))
     second = ShardAssignment(shard_id=1, epoch=1, primary=B, backups=(A,))
     sightings = Sightings(300.0, 4.0)

@@ -1,4 +1,4 @@
-"""What the tests of one connection share."""
+"""Fixture of one connection, for the tests of this folder."""
 
 import socket
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What nobody waits for leaves together: one message wakes the other end up, not each of many."""
+"""Frames that no reader waits for leave together: one message wakes the other end, not many."""
 
 import asyncio
 import socket
@@ -10,11 +10,11 @@ from shoal_server.parameters.bulk.late_frames import LateFrames
 from shoal_server.parameters.bulk.wire import FrameConnection
 
 LARGE = bytes(8 * 1024 * 1024)
-"""More than the kernel takes at once."""
+"""More than the kernel accepts at once."""
 
 
 async def read(end: socket.socket) -> bytes:
-    """What has come once anything has."""
+    """Return the bytes that are there once any are."""
     async with asyncio.timeout(20):
         return await asyncio.get_running_loop().sock_recv(end, 1024)
 
@@ -36,7 +36,7 @@ async def test_the_newest_about_each_shard_leaves_within_milliseconds(
 async def test_half_of_the_places_are_given_back_at_once_and_behind_what_was_received(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was received is kept no longer when its place is given back: else it would be copied."""
+    """The sender drops a received record before its slot is freed; otherwise it would copy it."""
     monkeypatch.setattr(late_frames, "WITHIN_S", 3600.0)
     ours, theirs = ends
     late = LateFrames(FrameConnection(ours), freed_together=2)
@@ -52,7 +52,7 @@ async def test_half_of_the_places_are_given_back_at_once_and_behind_what_was_rec
 async def test_nothing_that_somebody_waits_for_goes_past_it(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor where the kernel has no room: then it is sent before what is sent by another way."""
+    """Late frames leave first, even if the kernel does not accept them at once."""
     monkeypatch.setattr(late_frames, "WITHIN_S", 3600.0)
     ours, theirs = ends
     wire = FrameConnection(ours)

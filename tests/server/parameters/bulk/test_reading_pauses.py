@@ -1,4 +1,4 @@
-"""What nobody waits for lies unread for a while; what somebody waits for does not."""
+"""Pauses in reading: frames that no sender waits for stay unread for a while, others do not."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 class Reader:
-    """Takes all that comes; nobody waits for any of it."""
+    """Reader of all frames; the sender waits for none of them."""
 
     def __init__(self, ours: socket.socket) -> None:
         self.wire = FrameConnection(ours)
@@ -41,7 +41,7 @@ class Reader:
 
 
 async def paused(reader: Reader, theirs: socket.socket) -> "asyncio.Task[Frame]":
-    """It has read a push, and another one has come since."""
+    """Start the reader: it has read one push, and another has arrived since."""
     reading = asyncio.create_task(reader.wire.next_frame())
     theirs.sendall(PUSH)
     async with asyncio.timeout(20):
@@ -59,7 +59,7 @@ async def test_the_end_of_reading_and_of_sending_ends_a_pause(
     monkeypatch: pytest.MonkeyPatch,
     is_end_of_reading: bool,
 ) -> None:
-    """Who is to lead next waits until all is read."""
+    """The successor waits until all frames are read."""
     monkeypatch.setattr(reading_pauses, "PAUSE_S", NEVER_S)
     reader = Reader(ends[0])
     reading = await paused(reader, ends[1])
@@ -67,7 +67,7 @@ async def test_the_end_of_reading_and_of_sending_ends_a_pause(
         reader.wire.end_reading()
     else:
         reader.wire.end_sending()
-    # Nor is another one made before the end.
+    # No further pause begins before the end.
     with pytest.raises(PeerHungUp):
         async with asyncio.timeout(20):
             await reading
@@ -99,7 +99,7 @@ def test_no_pause_is_made_once_somebody_waits() -> None:
 
 
 def test_no_pause_is_made_for_who_sends_many_at_once() -> None:
-    """They would fill the memory that they lie in, and its sender would wait for that."""
+    """Many frames would fill the shared memory, and their sender would wait for it."""
     pauses = ReadingPauses()
     for _ in range(MANY + 1):
         pauses.read(may_wait=True, now_s=10.0)

@@ -11,7 +11,7 @@ from shoal_proto.errors import MalformedMessage
 from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 
 LARGE = bytes(range(256)) * 16 * 1024
-"""More than the kernel takes at once."""
+"""More than the kernel accepts at once."""
 
 
 async def read(end: socket.socket, num_bytes: int) -> bytes:
@@ -33,7 +33,7 @@ async def test_a_frame_that_finds_room_goes_at_once(
 async def test_what_the_kernel_does_not_take_follows_before_all_else(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    """Until it has gone, nothing goes past it."""
+    """Other frames wait until it has gone."""
     ours, theirs = ends
     wire = FrameConnection(ours)
     assert wire.send_now(LARGE)
@@ -60,7 +60,7 @@ async def test_nothing_goes_between_the_parts_of_a_frame(
 async def test_a_connection_that_is_gone_takes_nothing(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    """Whoever reads or sends hears of it."""
+    """Readers and senders of the connection find out."""
     ours, theirs = ends
     theirs.close()
     assert not FrameConnection(ours).send_now(b"frame")
@@ -73,7 +73,7 @@ def free_slot(shard_id: int) -> bytes:
 async def test_frames_are_taken_when_they_come_and_only_the_others_wake_who_waits(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    """In order, also where one of them comes in two parts, or before anybody waits."""
+    """Frames stay in order, even if one comes in two parts, or before there is a reader."""
     ours, theirs = ends
     wire, taken, halfway = FrameConnection(ours), list[int](), asyncio.Event()
     theirs.send(free_slot(1))
@@ -104,7 +104,7 @@ async def test_frames_are_taken_when_they_come_and_only_the_others_wake_who_wait
 async def test_what_is_wrong_with_a_frame_is_told_to_who_waits(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    """Whatever is raised where a frame is taken, and that the other end is gone."""
+    """Errors are those raised where a frame is handled, and the end of the connection."""
     ours, theirs = ends
     wire = FrameConnection(ours)
 
@@ -130,12 +130,12 @@ async def test_what_is_wrong_with_a_frame_is_told_to_who_waits(
 async def test_what_was_sent_on_one_machine_is_read_although_nothing_more_is_taken(
     ends: tuple[socket.socket, socket.socket], is_gone: bool
 ) -> None:
-    """Nothing that a sender saw go is lost, and nothing goes that is not read."""
+    """Frames that the sender saw leave are not lost, and none leaves that is not read."""
     ours, theirs = ends
     wire, other = FrameConnection(ours), FrameConnection(theirs)
     assert wire.is_local
     assert other.send_now(free_slot(1)) and other.send_now(free_slot(2)) and other.is_quiet
-    # Nobody reads it: then the kernel tells of a reset where the connection is closed.
+    # The reply stays unread: the kernel then reports a reset when the connection is closed.
     assert wire.send_now(free_slot(9))
     if is_gone:
         theirs.close()
@@ -148,7 +148,7 @@ async def test_what_was_sent_on_one_machine_is_read_although_nothing_more_is_tak
 
 
 async def test_what_was_sent_to_another_machine_may_be_lost() -> None:
-    """It may be on its way yet."""
+    """The data may still be in transit."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         with ours:

@@ -1,4 +1,4 @@
-"""A parameter server is known in etcd exactly while it serves, and no two under one id."""
+"""A parameter server is listed in etcd exactly while it serves, and no two have one id."""
 
 import asyncio
 import json
@@ -34,14 +34,14 @@ def identity(address: str = "127.0.0.1:1") -> ServerIdentity:
 
 
 def registration(store: MemoryStore, who: ServerIdentity, lease_ttl_s: float) -> Registration:
-    """One whose server does not care."""
+    """Return a registration whose server ignores its notifications."""
     return Registration(
         store, who, lease_ttl_s, on_renewed=lambda sent_s: None, on_end=lambda: None
     )
 
 
 async def registered(store: MemoryStore, start: Revision) -> bytes:
-    """The next record that is put at or after a revision."""
+    """Return the next record that is put at or after a revision."""
     async with asyncio.timeout(10), aclosing(store.watch(KEY, start)) as batches:  # type: ignore[type-var]
         async for batch in batches:
             for event in batch.events:
@@ -57,7 +57,7 @@ async def replica(store: MemoryStore) -> KeyValue:
 
 
 async def test_known_while_it_serves(store: MemoryStore) -> None:
-    """The record has the address that was advertised, and is gone as soon as the server stops."""
+    """The record has the advertised address, and is gone as soon as the server stops."""
     async with running(config("ps-0", advertise="127.0.0.7"), store) as server:
         record = json.loads((await replica(store)).value)
         assert record["address"] == server.address == f"127.0.0.7:{server.port}"
@@ -66,7 +66,7 @@ async def test_known_while_it_serves(store: MemoryStore) -> None:
 
 
 async def test_registers_again_after_its_lease_was_lost(store: MemoryStore) -> None:
-    """A lease that ran out while etcd could not be reached is replaced."""
+    """A lease that ran out while etcd was unreachable is replaced."""
     async with registration(store, identity(), 0.3):
         first = await replica(store)
         await store.revoke(first.lease)
@@ -76,7 +76,7 @@ async def test_registers_again_after_its_lease_was_lost(store: MemoryStore) -> N
 
 
 class SlowStore(MemoryStore):
-    """Answers no transaction for as long as it is cut off."""
+    """Store that answers no transaction while it is cut off."""
 
     def __init__(self) -> None:
         super().__init__(min_ttl_s=0.01)
@@ -92,7 +92,7 @@ class SlowStore(MemoryStore):
 
 
 async def test_a_server_that_etcd_answers_late_goes_on() -> None:
-    """Regression: nobody had its id, and it ended for that somebody has."""
+    """Regression: the server ended as if another had its id, though none had."""
     store = SlowStore()
     async with registration(store, identity(), 0.1):
         first = await replica(store)
@@ -109,7 +109,7 @@ async def test_a_server_that_etcd_answers_late_goes_on() -> None:
 
 
 async def test_the_lease_is_kept(store: MemoryStore) -> None:
-    """A server that lives stays known for longer than its lease would last by itself."""
+    """A live server stays listed for longer than one lease lasts."""
     async with registration(store, identity(), 0.2):
         first = await replica(store)
         with pytest.raises(TimeoutError):
@@ -119,7 +119,7 @@ async def test_the_lease_is_kept(store: MemoryStore) -> None:
 
 
 async def test_a_second_server_of_that_id_is_refused(store: MemoryStore) -> None:
-    """The one that came first keeps the id; the other is told who has it."""
+    """The first server keeps the id; the error for the second names the first."""
     async with registration(store, identity(), 0.2):
         with pytest.raises(AddressInUse, match=r"127\.0\.0\.1:1"):
             async with registration(store, identity("127.0.0.1:2"), 0.2):
@@ -136,7 +136,7 @@ async def test_a_successor_waits_for_the_lease_to_end(store: MemoryStore) -> Non
 
 
 async def test_a_busy_port_is_refused(store: MemoryStore) -> None:
-    """A port that is taken is named, and nothing is left in etcd."""
+    """The error names the busy port, and nothing is left in etcd."""
     async with running(config("ps-0"), store) as server:
         address = f"127.0.0.1:{server.port}"
         with pytest.raises(AddressInUse, match=address):
@@ -155,7 +155,7 @@ async def test_a_busy_port_is_refused(store: MemoryStore) -> None:
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, object], tmp_path: Path) -> None:
-    """Settings that cannot work are refused where they are made."""
+    """Settings that cannot work are refused at construction."""
     good = config("ps-0")
     with pytest.raises(InvalidSpec):
         ParameterServerConfig(**({"etcd": good.etcd} | changes))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A copy is told of compressed pushes as they came, and has the same values to the last bit."""
+"""Copies get compressed pushes as they came, and have the same values bit for bit."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -35,7 +35,7 @@ def anybody(session: str) -> bool:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_a_copy_replays_what_came(name: str, kind: str, dtype: str) -> None:
-    """And is told of no more bytes than were pushed."""
+    """The copy gets no more bytes than were pushed."""
     blocks = [Block(parameter=n, num_elements=shape.numel()) for n, shape in SHAPES.items()]
     spec = Shard(shard_id=1, epoch=1, dtype=dtype, blocks=blocks)
     optimizer = OptimizerSpec(kind=kind, groups=[OPTIMIZERS[kind]])
@@ -106,7 +106,7 @@ def table_push(gradient: bytes, codec: GradientCodec | None, sequence: int = 1) 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "int8"])
 def test_rows_step_on_what_their_gradients_stand_for(kind: str) -> None:
-    """As rows pushed without a codec that are the same numbers; and so does a copy."""
+    """Rows with the same numbers pushed without a codec give the same values, as does a copy."""
     assert shard_of(3, 1) == 0
     new = partial(new_table_shard, Shard(shard_id=2, epoch=1, table="t"), TABLE)
     shard, plain = new(), new()

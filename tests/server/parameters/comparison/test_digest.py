@@ -1,4 +1,4 @@
-"""A walk over a shard's pieces finds a copy that is not what its primary is, and no other."""
+"""A walk over a shard's pieces finds a copy that differs from its primary, and no other."""
 
 from collections.abc import Callable, Iterator
 
@@ -24,7 +24,7 @@ SAME, DIFFERENT = Comparison.SAME, Comparison.DIFFERENT
 
 
 def walked(primary: AnyShard, copy: AnyShard, piece_bytes: int = PIECE_BYTES) -> set[Comparison]:
-    """What comes of comparing all of it, once."""
+    """Compare all pieces once, and return the outcomes."""
     walk, found = PieceWalk(piece_bytes), set()
     while walk.num_rounds == 0:
         found.add(compared(copy, walk.next(primary)))
@@ -35,11 +35,11 @@ def walked(primary: AnyShard, copy: AnyShard, piece_bytes: int = PIECE_BYTES) ->
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SPECS)
 def test_a_copy_that_replays_is_the_same_at_each_version(case: str, dtype: str) -> None:
-    """Whatever the optimizer keeps, and in whichever piece: with a push between any two of them."""
+    """The walk has every optimizer and every piece, with a push between any two pieces."""
     shard = new_shard(case, dtype)
     shard.push(push_to(shard, 1, dtype), is_live)
-    told: list[UpdateRecord] = []
-    copy = dense_from_image(loaded(shard, told.append))
+    records: list[UpdateRecord] = []
+    copy = dense_from_image(loaded(shard, records.append))
     walk, num_pushed = PieceWalk(PIECE_BYTES), 1
     while walk.num_rounds == 0:
         digest = walk.next(shard)
@@ -47,7 +47,7 @@ def test_a_copy_that_replays_is_the_same_at_each_version(case: str, dtype: str) 
         num_pushed += 1
         shard.push(push_to(shard, num_pushed, dtype), is_live)
         assert compared(shard, digest) is Comparison.ANOTHER_VERSION
-        copy.replay(told.pop())
+        copy.replay(records.pop())
 
 
 def tensors_of(case: str) -> list[str]:
@@ -58,7 +58,7 @@ def tensors_of(case: str) -> list[str]:
     ("case", "name"), [(case, name) for case in ("adam", "amsgrad") for name in tensors_of(case)]
 )
 def test_a_bit_that_is_another_is_found_in_any_tensor(case: str, name: str) -> None:
-    """In a value or in the optimizer's state, at its beginning and at its end."""
+    """The bit may be in a value or in the optimizer's state, at its beginning or at its end."""
     shard = new_shard(case, "float32")
     shard.push(push_to(shard, 1, "float32"), is_live)
     for at in (0, -1):
@@ -82,7 +82,7 @@ def answers_otherwise(shard: AnyShard) -> None:
 
 @pytest.mark.parametrize("spoil", [forgets, remembers_more, answers_otherwise])
 def test_another_memory_of_pushes_is_found(spoil: Callable[[AnyShard], None]) -> None:
-    """A copy that would apply a push twice, or answer it otherwise, is not the same."""
+    """A copy that would apply a push twice, or answer it differently, is not the same."""
     shard = new_shard("sgd", "float32")
     for number in range(3):
         shard.push(push_to(shard, number + 1, "float32", session=f"s{number}"), is_live)
@@ -93,8 +93,8 @@ def test_another_memory_of_pushes_is_found(spoil: Callable[[AnyShard], None]) ->
 
 
 def rows_pushed(optimizer: str, **changes: object) -> tuple[TableShard, TableShard]:
-    """A table's shard, and a copy that was begun when half of its pushes had come: rows were made,
-    evicted and made again, so that they lie elsewhere in the copy."""
+    """Return a table's shard, and a copy begun after half of its pushes. Rows were made, evicted
+    and made again, so that their positions in the copy are others."""
     spec = new_table(
         optimizer=table_specs.OPTIMIZERS[optimizer],
         eviction=Eviction(oldest_when_full=True),
@@ -102,7 +102,7 @@ def rows_pushed(optimizer: str, **changes: object) -> tuple[TableShard, TableSha
         **changes,
     )
     shard = table_specs.new_shard(spec)
-    told: list[UpdateRecord] = []
+    records: list[UpdateRecord] = []
     copy = shard
     random = np.random.default_rng(5)
     for number in range(1, 41):
@@ -111,8 +111,8 @@ def rows_pushed(optimizer: str, **changes: object) -> tuple[TableShard, TableSha
         push = new_push(ids, gradient, sequence=number, at_unix_s=1e9 + number)
         shard.push(push, table_specs.live)
         if number == 20:
-            copy = restore(loaded(shard, told.append))  # type: ignore[assignment]
-    for record in told:
+            copy = restore(loaded(shard, records.append))  # type: ignore[assignment]
+    for record in records:
         copy.replay(record)
     return shard, copy
 
@@ -171,14 +171,14 @@ SPOILT = [
 
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_another_table_is_found(spoil: Callable[[TableShard], None]) -> None:
-    """One row more or less, another life of a row, another state, another memory of ids."""
+    """Tables differ by one row, another life of a row, another state, or other counts."""
     shard, copy = rows_pushed("adagrad", admission=Admission(kind="count", min_pushes=2))
     spoil(copy)
     assert DIFFERENT in walked(shard, copy, 4096)
 
 
 def test_pieces_are_small_and_leave_nothing_out() -> None:
-    """However large a tensor is: each byte is in one piece of a round."""
+    """Tensors of any size are cut so that each byte is in one piece of a round."""
     shard = new_shard("adam", "float64")
     walk, seen = PieceWalk(PIECE_BYTES), dict.fromkeys(shard.body.flat_tensors(), 0)
     for digest in round_of(walk, shard):

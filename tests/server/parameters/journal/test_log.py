@@ -1,4 +1,4 @@
-"""What was said to be on disk is there for the next process, and nothing is there twice."""
+"""Pushes reported as durable are there for the next process, and none is there twice."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ LIMIT_S = 20.0
 
 
 class Log:
-    """The smallest shard: it is the list of what was pushed to it."""
+    """The smallest shard: the list of the pushes to it."""
 
     def __init__(self, shard_id: int, pushed: bytes = b"") -> None:
         self.shard_id = shard_id
@@ -77,7 +77,7 @@ def config(directory: Path, **changes: int) -> JournalConfig:
 
 
 def contents(directory: Path) -> dict[tuple[str, int], tuple[int, bytes]]:
-    """Epoch and pushes of every shard that a new process finds."""
+    """Return epoch and pushes of every shard that a new process finds."""
     with Journal(config(directory)) as journal:
         found = journal.recover(make)
     return {
@@ -155,7 +155,7 @@ def test_a_full_journal_says_so(tmp_path: Path) -> None:
 
 
 def test_a_forgotten_shard_is_not_found_again(tmp_path: Path) -> None:
-    """And one that came back counts from where it came back."""
+    """A shard that came back starts from the image with which it came back."""
     first, other = Log(0), Log(1)
     with Journal(config(tmp_path)) as journal:
         for shard in (first, other):
@@ -219,7 +219,7 @@ def test_what_comes_while_the_disk_is_busy_goes_with_one_sync(tmp_path: Path) ->
 
 
 class Disk:
-    """One that refuses to bring anything to it while it has an `error`."""
+    """Disk that refuses every sync while it has an `error`."""
 
     def __init__(self) -> None:
         self.error: OSError | None = None
@@ -240,8 +240,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_a_disk_that_fails_is_told_and_tried_again(tmp_path: Path, kind: str) -> None:
-    """Whoever waits for it is told, what comes meanwhile is not taken, and other pushes go on. As
-    soon as it works, what was taken before is on it, and so is what follows the next image."""
+    """Waiting callers get the error, new records are refused, and pushes that need no disk go on.
+    Once the disk works, it has the records accepted before, and those after the next image."""
     error, expected = FAILURES[kind]
     disk, shard = Disk(), Log(0)
     with Journal(config(tmp_path), fsync=disk.fsync) as journal:
@@ -262,7 +262,7 @@ def test_a_disk_that_fails_is_told_and_tried_again(tmp_path: Path, kind: str) ->
 
 
 def test_a_process_that_ends_while_the_disk_fails_has_what_was_on_it(tmp_path: Path) -> None:
-    """The next one goes on from what was acknowledged, or a push more: nothing is torn."""
+    """The next process continues from the acknowledged pushes, or one more: nothing is torn."""
     disk, shard = Disk(), Log(0)
     with Journal(config(tmp_path), fsync=disk.fsync) as journal:
         journal.put_image("job", 1, shard.image())
@@ -275,7 +275,7 @@ def test_a_process_that_ends_while_the_disk_fails_has_what_was_on_it(tmp_path: P
 
 
 def test_a_shard_that_is_let_go_of_while_the_disk_fails_is_gone(tmp_path: Path) -> None:
-    """As soon as the disk works: nobody says it again."""
+    """The shard is gone as soon as the disk works, without another call."""
     disk, shard = Disk(), Log(0)
     with Journal(config(tmp_path), fsync=disk.fsync) as journal:
         journal.put_image("job", 1, shard.image())
@@ -289,7 +289,7 @@ def test_a_shard_that_is_let_go_of_while_the_disk_fails_is_gone(tmp_path: Path) 
 
 
 def test_a_segment_that_cannot_be_begun_leaves_the_last_one_in_use(tmp_path: Path) -> None:
-    """The disk has room for a push and none for a new file: pushes go on, in a longer segment."""
+    """The disk has room for a push and none for a new file: pushes go on in a longer segment."""
     disk, shard = Disk(), Log(0)
     is_begun = Path.open
 
@@ -327,7 +327,7 @@ def no_new_segments(error: int) -> Iterator[None]:
 
 
 def test_a_server_that_is_started_on_a_full_disk_has_what_is_on_it(tmp_path: Path) -> None:
-    """It tells who waits for the disk, and keeps shards again as soon as there is room."""
+    """Callers that wait for the disk get an error; journaling resumes once there is room."""
     shard = Log(0)
     with Journal(config(tmp_path)) as journal:
         journal.put_image("job", 1, shard.image())
@@ -367,7 +367,7 @@ def test_a_disk_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
 
 
 class OnFullDisk:
-    """A file that can be written over, and gets no page more."""
+    """A file that can be overwritten, and cannot grow."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -384,7 +384,7 @@ class OnFullDisk:
 def test_whose_journal_it_is_stays_known_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What names the last process is written over: a page that is given back may be gone."""
+    """The name of the last process is overwritten in place: a page given back may be lost."""
     with Journal(config(tmp_path)) as journal:
         journal.own(Holder("ps-0", "one"))
     with Journal(config(tmp_path)) as journal:
@@ -403,7 +403,7 @@ def test_two_servers_do_not_share_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_journal_of_another_server_is_left_as_it_is(tmp_path: Path) -> None:
-    """Started with the wrong id or directory, a server would let go of what nobody else has."""
+    """A server with the wrong id or directory would drop shards that no other server has."""
     first, again = Holder("ps-0", "one"), Holder("ps-0", "two")
     shard = Log(0)
     with Journal(config(tmp_path)) as journal:
@@ -417,7 +417,7 @@ def test_a_journal_of_another_server_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_journal_whose_directory_is_gone_makes_nothing_durable(tmp_path: Path) -> None:
-    """To write to a file that was removed succeeds."""
+    """Writes to a file that was removed succeed."""
     directory, shard = tmp_path / "journal", Log(0)
     with Journal(config(directory)) as journal:
         journal.put_image("job", 1, shard.image())
@@ -429,7 +429,7 @@ def test_a_journal_whose_directory_is_gone_makes_nothing_durable(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Two shards in several segments, in the order 0, 1, 0, 1 ..., each push on disk by itself."""
+    """Two shards in several segments, in the order 0, 1, 0, 1 ..., each push synced separately."""
     directory = tmp_path_factory.mktemp("journal")
     shards = [Log(0), Log(1)]
     with Journal(config(directory, segment_bytes=300)) as journal:

@@ -1,4 +1,4 @@
-"""What a torn or damaged segment gives: a prefix of what was written, or an error. Nothing else."""
+"""A torn or damaged segment gives a prefix of what was written, or an error, and nothing else."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from shoal_server.parameters.shard.record import UpdateRecord
 
 NUM_ENTRIES = 9
 GROUP = 3
-"""Entries that go to disk together."""
+"""Number of entries that are synced together."""
 
 
 def entry(number: int) -> JournalEntry:
@@ -21,7 +21,7 @@ def entry(number: int) -> JournalEntry:
 
 
 def segment() -> tuple[bytes, list[int]]:
-    """Bytes, and where each entry ends. Entries come in groups that went to disk one by one."""
+    """Return the bytes and the end of each entry. Groups of entries were synced one by one."""
     data, ends = start(1), []
     for first in range(1, NUM_ENTRIES + 1, GROUP):
         synced_bytes = len(data)
@@ -61,11 +61,11 @@ def test_a_segment_that_others_follow_may_not_be_cut(length: int) -> None:
 
 
 def test_any_flipped_bit_is_damage_or_the_torn_end_of_the_last_group() -> None:
-    """Each bit of the segment in turn."""
+    """The test flips each bit of the segment in turn."""
     for bit in range(8 * len(DATA)):
         changed = bytearray(DATA)
         changed[bit // 8] ^= 1 << bit % 8
-        # A segment's first number is compared with the segment before it.
+        # The number of a segment's first entry is compared with the segment before it.
         is_number = 8 <= bit // 8 < START_BYTES
         if bit // 8 < LAST_GROUP:
             with pytest.raises(JournalDamaged) as raised:

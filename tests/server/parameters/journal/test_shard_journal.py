@@ -1,4 +1,4 @@
-"""The shards that one server leads, one after the other, in its journal."""
+"""The journal of the shards that one server leads, one after the other."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ def new_led(epoch: int) -> ShardReplica:
 
 
 class HeldDisk:
-    """Brings nothing to disk while it is held."""
+    """Disk that syncs nothing while it is held."""
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
@@ -40,7 +40,7 @@ class HeldDisk:
 
 
 async def test_a_shard_of_another_run_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
-    """Although its epochs begin at 1 again, and the disk is slow to forget what it had."""
+    """Epochs of the new run begin at 1 again, and the disk is slow to forget the old shard."""
     loop, disk = asyncio.get_running_loop(), HeldDisk()
     on_disk: asyncio.Queue[int] = asyncio.Queue()
 

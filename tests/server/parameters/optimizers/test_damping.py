@@ -1,4 +1,4 @@
-"""How much slower an optimizer steps on a gradient that others' updates have overtaken."""
+"""Damping: how much slower an optimizer steps on a stale gradient."""
 
 import math
 from functools import partial
@@ -27,8 +27,8 @@ DAMP = StalenessPolicy(kind="damp")
     staleness=st.integers(0, 1000),
 )
 def test_sgds_effective_rate_is_divided(momentum: float, staleness: int) -> None:
-    """lr / (1 - momentum) by 2 s + 1, whatever of it is rate and whatever momentum; and no more
-    momentum or rate than was asked for."""
+    """lr / (1 - momentum) is divided by 2 s + 1, for any rate and momentum, neither of which
+    exceeds the value asked for."""
     rate, left = damping("sgd", HyperParameters(momentum=momentum), staleness)
     assert rate <= 1
     assert left <= momentum
@@ -45,7 +45,7 @@ def test_sgds_effective_rate_is_divided(momentum: float, staleness: int) -> None
 def test_a_stale_round_goes_its_share_of_the_way(
     lr: float, momentum: float, staleness: int
 ) -> None:
-    """Of s + 1 members' rounds: DiLoCo's own settings go 7 times as far with each."""
+    """The share is that of one of s + 1 members; undamped, DiLoCo's settings go 7 times as far."""
     rate, left = damping("outer", HyperParameters(lr=lr, momentum=momentum), staleness)
     assert rate <= 1 + 1e-5
     assert left <= momentum
@@ -55,15 +55,15 @@ def test_a_stale_round_goes_its_share_of_the_way(
 
 
 def test_a_fresh_round_has_the_step_that_was_asked_for() -> None:
-    """One member's outer step is DiLoCo's."""
+    """The outer step of one member is DiLoCo's."""
     assert damping("outer", HyperParameters(lr=0.7, momentum=0.9), 0) == (1.0, 0.9)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("num_members", [2, 8])
 def test_rounds_that_overtake_each_other_converge(num_members: int, nesterov: bool) -> None:
-    """With DiLoCo's own settings, in turn, each going on from the values after its own push: to
-    where every round would go, and stay there."""
+    """Members push in turn with DiLoCo's own settings, each from the values after its own push. The
+    values reach the point to which every round leads, and stay there."""
     shard = new_shard(HyperParameters(lr=0.7, momentum=0.9, nesterov=nesterov), "outer")
     began = [(shard.version, torch.zeros(SIZE))] * num_members
     for turn in range(20 * num_members):
@@ -76,7 +76,7 @@ def test_rounds_that_overtake_each_other_converge(num_members: int, nesterov: bo
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "adagrad"])
 def test_rates_of_adaptive_steps_follow_the_root(kind: str) -> None:
-    """Their steps do not grow with the gradient, so they need less."""
+    """Adaptive steps do not grow with the gradient, so they need less damping."""
     assert damping(kind, HyperParameters(), 8).rate == pytest.approx(1 / 3)
     assert damping(kind, HyperParameters(), 0).rate == 1.0
 
@@ -109,8 +109,8 @@ def push(shard: DenseShard, base_version: int, gradient: torch.Tensor, sequence:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_shard_steps_as_torch_does_with_less_momentum(nesterov: bool) -> None:
-    """A fresh push has the momentum asked for; one that is 2 behind has 0.5 in place of 0.9; one
-    that is 12 behind next to none, at 10 / 25 of the rate."""
+    """A fresh push has the full momentum; a staleness of 2 gives 0.5 instead of 0.9; a staleness of
+    12 nearly none, at 10 / 25 of the rate."""
     hyper = HyperParameters(lr=LR, momentum=0.9, nesterov=nesterov)
     shard = new_shard(hyper)
     ours = torch.nn.Parameter(torch.zeros(SIZE))

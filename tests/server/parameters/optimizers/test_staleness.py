@@ -1,4 +1,4 @@
-"""What a policy makes of a gradient of values that others have changed since."""
+"""Staleness policies: treatment of a gradient of values that other pushes have changed since."""
 
 import math
 from functools import partial
@@ -29,7 +29,7 @@ def drawn(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def new_shard(
     policy: StalenessPolicy, dtype: torch.dtype = torch.float32, *, maximize: bool = False
 ) -> DenseShard:
-    """Plain SGD, and a first push by somebody else behind it: version 2."""
+    """Return a shard with plain SGD at version 2, after a first push by another session."""
     blocks = [Block(parameter=str(i), num_elements=size) for i, size in enumerate(SIZES)]
     spec = Shard(shard_id=7, epoch=1, dtype=str(dtype).removeprefix("torch."), blocks=blocks)
     hyper = HyperParameters(lr=LR, maximize=maximize)
@@ -71,7 +71,7 @@ def now(shard: DenseShard) -> Tensor:
 
 
 def test_without_a_policy_staleness_changes_nothing() -> None:
-    """A stale gradient is stepped on as a fresh one."""
+    """A stale gradient has the step of a fresh one."""
     shard = new_shard(StalenessPolicy())
     before = now(shard)
     push(shard, 0, drawn(2), base=drawn(0))
@@ -80,7 +80,7 @@ def test_without_a_policy_staleness_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("base_version", "divisor"), [(2, 1), (1, 1), (0, 2)])
 def test_the_rate_is_divided_by_the_staleness(base_version: int, divisor: int) -> None:
-    """From 2 updates on; what is fresh, or one behind, has the full rate."""
+    """The rate is divided from a staleness of 2 on; below that it is the full rate."""
     shard = new_shard(StalenessPolicy(kind="scale"))
     before = now(shard)
     push(shard, base_version, drawn(2), base=drawn(0))
@@ -89,7 +89,7 @@ def test_the_rate_is_divided_by_the_staleness(base_version: int, divisor: int) -
 
 @pytest.mark.parametrize("kind", ["none", "scale", "compensate"])
 def test_beyond_the_bound_a_push_is_refused(kind: str) -> None:
-    """It changes nothing, the same gradient is refused again, and a fresh one gets through."""
+    """The push changes nothing, the same gradient is refused again, and a fresh one is applied."""
     shard = new_shard(StalenessPolicy(kind=kind, bound=1))
     before = now(shard)
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_beyond_the_bound_a_push_is_refused(kind: str) -> None:
 
 
 def test_a_bound_of_0_takes_fresh_gradients_only() -> None:
-    """0 is a bound, and not the lack of one."""
+    """The bound 0 differs from no bound."""
     shard = new_shard(StalenessPolicy(kind="none", bound=0))
     with pytest.raises(StalePush):
         push(shard, 1, drawn(2), base=drawn(0))
@@ -113,8 +113,8 @@ def test_a_bound_of_0_takes_fresh_gradients_only() -> None:
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_a_stale_gradient_is_compensated(dtype: torch.dtype, maximize: bool) -> None:
-    """g + lambda g g (w_now - w_then), to the last bit; of an objective that is to grow, the
-    gradient of its negative."""
+    """The gradient becomes g + lambda g g (w_now - w_then), bit for bit, with a negative lambda if
+    `maximize` is set."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=0.04), dtype, maximize=maximize)
     before, g = now(shard), drawn(2, dtype)
     push(shard, 1, g, base=drawn(0, dtype))
@@ -129,7 +129,7 @@ def test_a_stale_gradient_is_compensated(dtype: torch.dtype, maximize: bool) -> 
 
 
 def test_adaptive_compensation_follows_the_mean_square() -> None:
-    """lambda_0 / sqrt(m + 1e-7), m from every push that was applied, fresh ones too."""
+    """lambda_0 / sqrt(m + 1e-7), where m is the mean over every applied push, fresh ones too."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=2.0, adaptive=True, decay=0.9))
     mean = 0.9 * torch.zeros(sum(SIZES)) + drawn(1) * drawn(1) * (1 - 0.9)
     mean = 0.9 * mean + drawn(2) * drawn(2) * (1 - 0.9)
@@ -143,7 +143,7 @@ def test_adaptive_compensation_follows_the_mean_square() -> None:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_fresh_gradient_needs_no_compensation(adaptive: bool) -> None:
-    """With one worker nothing differs from plain SGD, whatever base is sent."""
+    """The result with one worker equals plain SGD, whatever base is sent."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=1.0, adaptive=adaptive))
     before = now(shard)
     push(shard, 2, drawn(2), base=drawn(3))
@@ -181,8 +181,8 @@ SHAPES = ((64, 64), (64,), (64, 10), (10,))
 
 
 def accuracy_of(policy: StalenessPolicy, num_members: int) -> float:
-    """The part of the test digits that a small network gets right which so many members trained, a
-    push each in turn: every gradient is `num_members` - 1 updates late."""
+    """Return the accuracy on test digits of a small network trained by so many members, a push each
+    in turn: every gradient is `num_members` - 1 updates stale."""
     digits = load()
     images, targets = digits.train.tensors
     generator = torch.Generator().manual_seed(0)
@@ -227,8 +227,8 @@ def scores(weights: Tensor, images: Tensor) -> Tensor:
 
 @pytest.mark.long
 def test_compensation_saves_what_delay_ruins() -> None:
-    """With a rate that suits one member, eight of them train nothing; compensated adaptively, they
-    do as well as the one."""
+    """Eight members train nothing with a rate that suits one; with adaptive compensation they train
+    as well as one."""
     adaptive = StalenessPolicy(kind="compensate", strength=2.0, adaptive=True, decay=0.95)
     alone = accuracy_of(StalenessPolicy(), 1)
     assert alone > 0.9
@@ -246,7 +246,7 @@ def test_compensation_saves_what_delay_ruins() -> None:
     ],
 )
 def test_a_policy_out_of_range_is_refused(policy: StalenessPolicy) -> None:
-    """Before any shard is made with it."""
+    """The refusal comes before any shard is created with it."""
     spec = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)], staleness=policy)
     with pytest.raises(InvalidSpec):
         check_spec(spec, 1)

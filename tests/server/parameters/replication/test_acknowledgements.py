@@ -1,4 +1,4 @@
-"""Who waits for an acknowledgement is answered for the copy that its push was applied to."""
+"""Waits for an acknowledgement are answered for the replica to which the push was applied."""
 
 from typing import cast
 
@@ -20,7 +20,7 @@ ME = Holder("ps-0", "one")
 
 
 class Agreeing:
-    """A driver whose core acknowledges whatever it is asked for."""
+    """A driver whose core acknowledges every request."""
 
     acknowledgements: Acknowledgements
 
@@ -39,7 +39,7 @@ def led() -> ShardReplica:
 
 
 async def test_a_push_to_a_shard_that_is_let_go_of_is_not_acknowledged_by_its_successor() -> None:
-    """A job that is started over has shards of the same names and epochs."""
+    """A job that is started over has shards with the same names and epochs."""
     driver = Agreeing()
     acknowledgements = driver.acknowledgements = Acknowledgements(cast(CoreDriver, driver), ME)
     replica = led()

@@ -1,4 +1,4 @@
-"""What another server announces and sends never takes more memory than there is."""
+"""Requests of other servers never take more memory than the limit, whatever they announce."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ PIECE = bytes(1 << 20)
 
 
 def memory() -> Memory:
-    """Of a server that holds nothing."""
+    """Return the memory of a server that holds nothing."""
     return Memory(LIMIT_BYTES, SimpleNamespace(shards=list), Budget(1))  # type: ignore[arg-type]
 
 
@@ -48,7 +48,7 @@ def test_what_fits_is_counted_until_it_is_whole() -> None:
 
 
 def test_a_record_beyond_the_memory_is_let_go_by() -> None:
-    """Nothing of it is kept; what comes behind it is read."""
+    """The record's pieces are not kept; the request after it is read."""
     mine = memory()
     assembly = RequestAssembler(mine, lambda key, image: True)
     assert assembly.take(record(64 << 20)) is None
@@ -68,7 +68,7 @@ def test_a_record_beyond_the_memory_is_let_go_by() -> None:
 
 @pytest.mark.parametrize("piece_bytes", [100, 5000, INLINE_BYTES])
 def test_pieces_count_however_small_they_are(piece_bytes: int) -> None:
-    """What one stream holds uncounted is less than a piece of the usual size."""
+    """The uncounted bytes of one stream are fewer than a piece of the usual size."""
     mine = memory()
     assembly = RequestAssembler(mine, lambda key, image: True)
     assert assembly.take(record(8 << 30)) is None
@@ -119,13 +119,13 @@ def test_chunks_of_an_image_that_nobody_receives_are_not_kept() -> None:
 
 
 def test_a_size_that_no_record_has_is_refused() -> None:
-    """Before anything is allocated."""
+    """The refusal comes before anything is allocated."""
     with pytest.raises(MalformedMessage, match="too large"):
         RequestAssembler(memory(), lambda key, image: True).take(record(2**53 - 1))
 
 
 def lent(data: bytearray, *, offset_bytes: int = 0) -> OnlyPiece:
-    """In memory that is the sender's again soon."""
+    """Return a piece in memory that its sender will soon use again."""
     return OnlyPiece(ReadPiece(0, offset_bytes, memoryview(data), None, is_shared=True))
 
 
@@ -142,7 +142,7 @@ def test_a_record_in_one_lent_piece_is_told_to_be_borrowed_and_can_be_kept() -> 
 
 
 def test_lent_pieces_of_what_comes_in_several_are_copied() -> None:
-    """The first is the sender's again before the last is there; and chunks are kept."""
+    """The first piece's memory is used again before the last has come; and chunks are kept."""
     shared = bytearray(PIECE)
     assembly = RequestAssembler(memory(), lambda key, image: True)
     assembly.take(record(2 * len(shared)))

@@ -1,4 +1,4 @@
-"""Shards that move on purpose: pushes follow at once, and pause for no longer than they must."""
+"""Planned moves of shards: pushes follow at once, and pause no longer than they must."""
 
 import asyncio
 import time
@@ -43,7 +43,7 @@ def servers() -> Iterator[ParameterServers]:
 
 @pytest.fixture
 def client(servers: ParameterServers) -> Iterator[ParameterClient]:
-    """Its parameters exist, all zero, and every shard has its backup."""
+    """Return a client whose parameters exist, all zero, and whose shards each have a backup."""
     token = servers.admit("w0")
     client = ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
     client.place(SCHEMA)
@@ -58,7 +58,7 @@ def filled(value: float) -> dict[str, memoryview]:
 
 
 def assert_pushed(client: ParameterClient, num_pushes: int) -> None:
-    """So many gradients of -1 are in the values, each once."""
+    """Check that so many gradients of -1 are in the values, each once."""
     value = velocity = 0.0
     for _ in range(num_pushes):
         velocity = 0.5 * velocity + 1.0
@@ -70,8 +70,8 @@ def assert_pushed(client: ParameterClient, num_pushes: int) -> None:
 
 
 async def name_successors(servers: ParameterServers) -> int:
-    """Have each server hand over all that it leads, so that the coordinator has nothing to even
-    out; the revision at which they were told."""
+    """Have each server hand over all its shards, so that the coordinator has nothing to rebalance.
+    Return the revision of the change."""
     entry = await records.read(servers.store, JOB)
     assert entry is not None
 
@@ -84,7 +84,7 @@ async def name_successors(servers: ParameterServers) -> int:
 
 
 async def first_move(servers: ParameterServers, since: int) -> dict[int, ShardAssignment]:
-    """The shards that have another primary by the first change of the record that gave any one."""
+    """Return the shards that moved in the first change of the records which moved any."""
     epochs: dict[int, int] = {}
     moved: dict[int, dict[int, ShardAssignment]] = defaultdict(dict)
     watch = servers.store.watch(keys.assignments(JOB), Revision(since))
@@ -116,8 +116,8 @@ async def all_moved(servers: ParameterServers) -> None:
 
 
 async def evened_out(servers: ParameterServers) -> dict[str, set[int]]:
-    """By server, what it leads, once both lead several and none is being moved. Where one of them
-    was slow to answer when shards were placed, it gets its own only then."""
+    """Return each server's shards, once both lead several and none is being moved. If a server was
+    slow to answer when shards were placed, it gets its own only then."""
     watch = servers.store.watch(keys.assignments(JOB), Revision(1))
     async with aclosing(watch) as batches, asyncio.timeout(LIMIT_S):
         async for _ in batches:
@@ -133,13 +133,13 @@ async def evened_out(servers: ParameterServers) -> dict[str, set[int]]:
 
 
 def swap_all(servers: ParameterServers) -> None:
-    """Have the two servers change places, whole."""
+    """Have the two servers swap all their shards."""
     servers.run(name_successors(servers))
     servers.run(all_moved(servers))
 
 
 def swap(servers: ParameterServers) -> dict[int, ShardAssignment]:
-    """Have the two servers change places; what moved first."""
+    """Have the two servers swap their shards, and return those that moved first."""
     told_at = servers.run(name_successors(servers))
     return servers.run(first_move(servers, told_at))
 
@@ -147,7 +147,7 @@ def swap(servers: ParameterServers) -> dict[int, ShardAssignment]:
 def test_a_push_follows_a_shard_without_the_coordinator(
     servers: ParameterServers, client: ParameterClient
 ) -> None:
-    """The server that refuses it says who leads the shard now; later pushes go there straight."""
+    """The server that refuses a push names the new primary; later pushes go there directly."""
     servers.run(servers.coordinator_server.stop(None))
     swap_all(servers)
     first = client.push(filled(-1.0))
@@ -159,27 +159,27 @@ def test_a_push_follows_a_shard_without_the_coordinator(
 def test_a_push_is_told_where_the_next_one_may_have_to_go(
     servers: ParameterServers, client: ParameterClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before pushes are refused here: the client connects meanwhile."""
-    told: set[str] = set()
+    """The reply has the successor's address before pushes are refused: the client connects."""
+    addresses: set[str] = set()
 
     def connect_ahead(job: JobShards[Any], address: str, connect: object) -> None:
-        told.add(address)
+        addresses.add(address)
 
     monkeypatch.setattr(JobShards, "connect_ahead", connect_ahead)
     num_pushes, give_up_s = 0, time.monotonic() + LIMIT_S
-    while not told and time.monotonic() < give_up_s:
+    while not addresses and time.monotonic() < give_up_s:
         servers.run(name_successors(servers))
         client.push(filled(-1.0))
         num_pushes += 1
         servers.run(all_moved(servers))
-    assert told and told <= {shard.address for shard in client.fetch_map().shards}
+    assert addresses and addresses <= {shard.address for shard in client.fetch_map().shards}
     assert_pushed(client, num_pushes)
 
 
 def test_a_pull_follows_a_shard_without_the_coordinator(
     servers: ParameterServers, client: ParameterClient
 ) -> None:
-    """The same for values."""
+    """Pulls follow as pushes do."""
     client.push(filled(-1.0))
     servers.run(servers.coordinator_server.stop(None))
     swap_all(servers)
@@ -189,7 +189,7 @@ def test_a_pull_follows_a_shard_without_the_coordinator(
 def test_shards_that_move_together_move_at_once(
     servers: ParameterServers, client: ParameterClient
 ) -> None:
-    """One change of the record for all of them: one pause for whoever pushes to them all."""
+    """A single change of the records moves them all: one pause for a worker that pushes to all."""
     led = servers.run(evened_out(servers))
     servers.stop(REBALANCING)
     assert set(swap(servers)) in led.values()
@@ -199,7 +199,7 @@ def test_shards_that_move_together_move_at_once(
 
 @pytest.mark.parametrize("part", ["joining", "successor"])
 async def test_who_is_to_lead_is_connected_to_its_backup_before(part: str) -> None:
-    """The first push that a new primary takes waits for its backup, and not for a stream to it."""
+    """The first push to a new primary waits for its backup, and not for a stream to it."""
     store = MemoryStore()
     async with running(config("ps-0"), store) as last, running(config("ps-1"), store) as next_:
         me = next_.replicas.me

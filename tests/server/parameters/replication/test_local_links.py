@@ -1,4 +1,4 @@
-"""Links on one machine, over which what was sent counts as received before it is read."""
+"""Links on one machine, on which a message counts as received before it is read."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -34,7 +34,7 @@ SILENCE_S = 0.3
 
 
 class Shards:
-    """One shard of a server that is not there, and what tells of it."""
+    """A shard of a server that does not exist, and the frames that describe it."""
 
     def __init__(self) -> None:
         block = Block(parameter="p", num_elements=4)
@@ -55,22 +55,22 @@ class Shards:
             gradient=torch.ones(4).numpy().tobytes(),
         )
         self._shard.push(push, lambda session: True)
-        (told,) = frames.of_record(JOB, 0, EPOCH, self._records[-1])
-        assert isinstance(told, pb.FollowRequest)
-        return told
+        (message,) = frames.of_record(JOB, 0, EPOCH, self._records[-1])
+        assert isinstance(message, pb.FollowRequest)
+        return message
 
     def image(self) -> list[frames.Frame]:
         with self._shard.image() as image:
             start = ImageStart((JOB, 0), EPOCH, 1, 1, image.version, image.num_chunks)
-            told: list[frames.Frame] = [frames.of_image_start(start, image.header)]
+            parts: list[frames.Frame] = [frames.of_image_start(start, image.header)]
             for index in range(image.num_chunks):
-                told += frames.of_chunk(ImageChunk((JOB, 0), 1, index), bytes(image.chunk(index)))
-        return told
+                parts += frames.of_chunk(ImageChunk((JOB, 0), 1, index), bytes(image.chunk(index)))
+        return parts
 
 
 @dataclass
 class World:
-    """A server, and a primary on the same machine that it has a copy of."""
+    """A server, and a primary on the same machine whose shard the server copies."""
 
     server: RunningServer
     store: MemoryStore
@@ -137,8 +137,8 @@ async def world() -> AsyncIterator[World]:
 async def test_who_cannot_read_all_that_was_sent_does_not_lead(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a push that it can read lies one that it cannot, which may have been acknowledged: the
-    shard is lost by name, and is not led without."""
+    """The unreadable push comes after a readable one, and may have been acknowledged. The shard is
+    lost by name, rather than led without that push."""
     go_on = asyncio.Event()
     reached = asyncio.Event()
 
@@ -180,7 +180,7 @@ async def test_who_leads_next_reads_at_once_what_lies_unread_for_a_while(
 
 
 async def test_a_primary_that_is_halted_and_reads_nothing_is_succeeded(world: World) -> None:
-    """Its backup has more to say to it than the kernel takes."""
+    """The backup has more to send to the primary than the kernel accepts."""
     async with world.stream as stream:
         await world.follow(stream)
         for _ in range(2_000):

@@ -1,4 +1,4 @@
-"""A link to another server ends in one way: it is told that it broke."""
+"""A link to another server ends in one way: its owner is notified that it broke."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,7 +33,7 @@ WITHIN_S = 10.0
 
 
 class Refused:
-    """Whose way to the other server cannot be found out."""
+    """Owner that cannot find out the other server's address."""
 
     def __init__(self) -> None:
         self.told: asyncio.Queue[LinkOpened | LinkBroken | RecordDelivered | ReplyReceived] = (
@@ -56,7 +56,7 @@ class Refused:
 
 
 def test_a_link_that_fails_for_whatever_reason_is_told_to_be_broken() -> None:
-    """Its owner would wait for it for ever, and with it the pushes to each shard that follows."""
+    """The owner would wait for the link for ever, and so would pushes to each shard on it."""
 
     async def run() -> None:
         owner = Refused()
@@ -77,7 +77,7 @@ class Open(Refused):
 
 
 class Stream:
-    """A stream on which nothing is answered."""
+    """A stream without any answers."""
 
     inline_bytes = 4096
     is_in_memory = False
@@ -105,7 +105,7 @@ class Stream:
 async def test_a_push_that_no_backup_needs_any_more_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its follower was dropped while the push waited for a link that other shards use too."""
+    """The follower was dropped while the push waited for a link that other shards use too."""
     stream = Stream()
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The Replication service on the wire: what a backup takes from a primary, and what it refuses."""
+"""The Replication service over gRPC: what a backup accepts from a primary, and what it refuses."""
 
 import asyncio
 import os
@@ -67,7 +67,7 @@ OFFER = frames.of_offer(Offer(KEY, EPOCH, 1))
 
 
 class Primary:
-    """A shard of a server that is not there, and the frames that tell of it."""
+    """A shard of a server that does not exist, and the frames that describe it."""
 
     def __init__(self) -> None:
         block = Block(parameter="p", num_elements=NUM_ELEMENTS)
@@ -94,16 +94,16 @@ class Primary:
         return self._records[-1]
 
     def image(self, epoch: int = EPOCH, job: str = JOB, begin: int = 0) -> Frames:
-        """A new one, from its start on; or what an interrupted one lacks from that chunk on."""
+        """Return a new image, or the chunks from `begin` on of an interrupted one."""
         self._image += not begin
         with self.shard.image() as image:
             key, number = (job, 0), self._image
             start = ImageStart(key, epoch, 1, number, image.version, image.num_chunks, begin)
-            told = [frames.of_image_start(start, image.header)]
+            requests = [frames.of_image_start(start, image.header)]
             for index in range(begin, image.num_chunks):
                 chunk = frames.of_chunk(ImageChunk(key, number, index), image.chunk(index))
-                told += map(as_message, chunk)
-        return told
+                requests += map(as_message, chunk)
+        return requests
 
     def told(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:
         return [as_message(f) for f in frames.of_record(JOB, 0, epoch, record)]
@@ -125,7 +125,7 @@ class World:
 
     @property
     def version(self) -> int:
-        """Of the copy that the server has; 0: it has none."""
+        """Version of the server's copy; 0: it has none."""
         replica = self.catalog.find(JOB, 0)
         return 0 if replica is None else replica.state.version
 
@@ -138,7 +138,7 @@ class World:
         await self.server.replicas.received.settle(self.copy())
 
     async def assert_same(self) -> None:
-        """The copy is what the primary has, to the last bit."""
+        """Check that the copy equals the primary's shard, bit for bit."""
         await self.settle()
         copy, own = loaded(self.copy().state), loaded(self.primary.shard)
         assert (copy.version, list(copy.sessions)) == (own.version, list(own.sessions))
@@ -147,7 +147,7 @@ class World:
             assert torch.equal(copy.tensors[name], tensor), name
 
     async def write(self, assignment: ShardAssignment) -> None:
-        """Have the record say so, and the server know it."""
+        """Write the record, and let the server read it."""
         record = JobAssignments(job=JOB, copies=2, shards=(assignment,))
         await write_assignments(self.store, record)
         await self.server.replicas.refresh(JOB)
@@ -172,7 +172,7 @@ async def world() -> AsyncIterator[World]:
 
 
 class Link:
-    """One link of the primary to the server."""
+    """Link of the primary to the server."""
 
     def __init__(self, world: World, *, images_of: int = 0) -> None:
         world.links += not images_of
@@ -203,7 +203,7 @@ class Link:
             return reply
 
     async def answers(self, num: int) -> list[Reply]:
-        """The next ones that are no beats and tell of no chunk. Raises what the call ended with."""
+        """Return the next answers but those to heartbeats and chunks. Raises the call's error."""
         found: list[Reply] = []
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -222,7 +222,7 @@ class Link:
 
 
 def told(answers: Sequence[Reply]) -> list[int | BackupRefusalReason]:
-    """Of each: the version that is there, or why it was refused."""
+    """Return each answer's version, or the reason of its refusal."""
     return [
         answer.why if isinstance(answer, BackupRefused) else answer.version
         for answer in answers
@@ -231,7 +231,7 @@ def told(answers: Sequence[Reply]) -> list[int | BackupRefusalReason]:
 
 
 async def test_a_copy_is_the_same_to_the_last_bit(world: World) -> None:
-    """An image, and what was pushed since: each acknowledged with its version, in order."""
+    """An image, and the pushes since then: each acknowledged with its version, in order."""
     world.primary.push()
     async with Link(world) as link:
         assert await link.ask([OFFER]) == [BackupState(KEY, EPOCH)]
@@ -242,19 +242,19 @@ async def test_a_copy_is_the_same_to_the_last_bit(world: World) -> None:
 
 
 async def test_a_beat_is_answered(world: World) -> None:
-    """With an empty reply, so that the primary knows that somebody is there."""
+    """The answer is an empty reply, by which the primary knows that the backup is there."""
     async with Link(world) as link:
         assert str(await link.beat()) == str(pb.FollowReply())
 
 
 async def test_an_image_goes_on_where_its_link_broke(world: World) -> None:
-    """By another link, and from the first chunk on that has not come."""
+    """The new link continues with the first chunk that has not arrived."""
     image = world.primary.image()
     starts = [i for i, frame in enumerate(image) if frame.HasField("chunk")]
     assert len(starts) > 2
     async with Link(world) as link:
         await link.write(image[: starts[2]])
-        # What is written is read in order: the offer is answered behind two chunks.
+        # Requests are read in order: the offer is answered after two chunks.
         (holds,) = await link.ask([OFFER])
     assert isinstance(holds, BackupState)
     assert (holds.version, holds.image, holds.next_chunk) == (0, 1, 2)
@@ -265,7 +265,7 @@ async def test_an_image_goes_on_where_its_link_broke(world: World) -> None:
 
 
 async def test_a_copy_goes_on_behind_a_link_that_broke(world: World) -> None:
-    """Nothing that it has is sent again."""
+    """Updates that the copy has are not sent again."""
     async with Link(world) as link:
         assert told(await link.ask(world.primary.image())) == [1]
         assert told(await link.ask(world.primary.told(world.primary.push()))) == [2]
@@ -277,7 +277,7 @@ async def test_a_copy_goes_on_behind_a_link_that_broke(world: World) -> None:
 
 
 async def test_a_copy_that_differs_is_dropped_and_made_anew(world: World) -> None:
-    """Its primary tells what a piece is there; what is the same stays."""
+    """The primary sends digests of pieces; a copy that is equal stays."""
     walk = PieceWalk()
     async with Link(world) as link:
         assert told(await link.ask(world.primary.image())) == [1]
@@ -303,8 +303,8 @@ async def test_a_copy_that_differs_is_dropped_and_made_anew(world: World) -> Non
 
 @pytest.mark.long
 async def test_many_followers_that_never_end_and_never_read_take_bounded_memory() -> None:
-    """Each begins a record of gigabytes, sends of it what it can in small pieces, and takes no
-    answer: all of them together hold no more than the limit, and a little for each stream."""
+    """The streams each begin a record of gigabytes, send as much of it as they can in small pieces,
+    and read no answer. Together they hold no more than the limit, and a little for each stream."""
     limit_bytes, num_streams, sent_bytes = 16 << 20, 64, 8 << 20
     data = bytes(frames.INLINE_BYTES)
     piece = pb.FollowRequest(bytes=Piece(data=data, checksum=crc32(data)))
@@ -340,20 +340,20 @@ async def test_many_followers_that_never_end_and_never_read_take_bounded_memory(
 
 
 def resident_bytes() -> int:
-    """Of this process, in which the server is."""
+    """Resident memory of this process, in which the server runs."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def corrupted(told: Frames) -> Frames:
-    """One bit of the last bytes is another one."""
-    changed = [pb.FollowRequest.FromString(frame.SerializeToString()) for frame in told]
+def corrupted(requests: Frames) -> Frames:
+    """Flip one bit in the last bytes."""
+    changed = [pb.FollowRequest.FromString(frame.SerializeToString()) for frame in requests]
     last = changed[-1].bytes
     last.data = last.data[:-1] + bytes([last.data[-1] ^ 1])
     return changed
 
 
-# Each ends with the message that is to be refused.
+# Each ends with the message that should be refused.
 BAD_FRAMES: dict[str, tuple[Callable[[Frames], Frames], type[ShoalError]]] = {
     "corrupted": (corrupted, ChecksumMismatch),
     "bytes twice": (lambda told: [*told, told[-1]], MalformedMessage),
@@ -367,7 +367,7 @@ BAD_FRAMES: dict[str, tuple[Callable[[Frames], Frames], type[ShoalError]]] = {
 @pytest.mark.sampled()
 @pytest.mark.parametrize("name", BAD_FRAMES)
 async def test_no_bad_record_is_applied(world: World, name: str) -> None:
-    """The link ends with what is wrong, the copy stays as it was, and the next one goes on."""
+    """The link ends with the error, the copy stays as it was, and the next link continues."""
     spoil, kind = BAD_FRAMES[name]
     async with Link(world) as link:
         assert told(await link.ask(world.primary.image())) == [1]
@@ -401,7 +401,7 @@ def no_kind(start: pb.ImageStart) -> None:
 @pytest.mark.sampled()
 @pytest.mark.parametrize("spoil", [another_dtype, another_shape, huge_rest, no_kind])
 async def test_no_bad_image_is_kept(world: World, spoil: Callable[[pb.ImageStart], None]) -> None:
-    """It is refused by name, and a good one is taken by the same link."""
+    """The image is refused by name, and a good one is accepted over the same link."""
     image = world.primary.image()
     spoil(image[0].image)
     async with Link(world) as link:
@@ -413,7 +413,7 @@ async def test_no_bad_image_is_kept(world: World, spoil: Callable[[pb.ImageStart
 
 
 async def test_records_are_taken_in_order_or_not_at_all(world: World) -> None:
-    """One that comes too early or before its image is refused; one that comes twice is there."""
+    """A record that comes too early or before its image is refused; a repeated one is confirmed."""
     image = world.primary.image()
     first, second, third = (world.primary.told(world.primary.push()) for _ in range(3))
     no_copy = BackupRefusalReason.NO_COPY
@@ -426,7 +426,7 @@ async def test_records_are_taken_in_order_or_not_at_all(world: World) -> None:
 
 
 async def test_only_the_primary_of_the_record_is_believed(world: World) -> None:
-    """Another epoch, another primary, a shard or a job that nobody knows: nothing changes."""
+    """Requests for another epoch, primary, shard or job change nothing."""
     other = BackupRefusalReason.OTHER_HOLDERS
     async with Link(world) as link:
         for image in (
@@ -452,7 +452,7 @@ async def test_only_the_primary_of_the_record_is_believed(world: World) -> None:
 
 
 async def test_a_stream_without_a_hello_is_refused(world: World) -> None:
-    """Whoever does not say who it is, is not listened to."""
+    """A stream has to begin with the sender's identity."""
     call = world.stub.Follow()
     await call.write(OFFER)
     with pytest.raises(grpc.aio.AioRpcError) as failed:
@@ -461,7 +461,7 @@ async def test_a_stream_without_a_hello_is_refused(world: World) -> None:
 
 
 async def test_a_stream_of_images_belongs_to_a_link(world: World) -> None:
-    """One of no link is refused; the end of one ends its link, for a half of it is no use."""
+    """A stream of no link is refused; the end of one ends its link, as half of it is useless."""
     async with Link(world, images_of=7) as images:
         with pytest.raises(MalformedMessage, match="belongs to no link"):
             await images.answers(1)
@@ -478,7 +478,7 @@ async def test_a_stream_of_images_belongs_to_a_link(world: World) -> None:
 
 
 class Gate:
-    """Holds work of a server up, until the test lets it go on."""
+    """Work of a server that waits until the test lets it go on."""
 
     def __init__(self, run: "Callable[[int, Callable[[], T]], object]") -> None:
         self.reached = asyncio.Event()
@@ -492,13 +492,13 @@ class Gate:
 
 
 def led_by(world: World) -> ShardAssignment:
-    """What the record says once the server has taken over from its primary."""
+    """Return the record after the server has taken over from its primary."""
     me = world.server.replicas.me
     return ShardAssignment(shard_id=0, epoch=EPOCH + 1, primary=me, content=Content.PRESENT)
 
 
 async def led(world: World) -> ShardReplica:
-    """The shard, once the server leads it."""
+    """Return the shard once the server leads it."""
     async with asyncio.timeout(ANSWER_S):
         await world.catalog.wait_for(JOB, [0], ANSWER_S)
     assert world.copy().role is ReplicaRole.PRIMARY
@@ -551,8 +551,8 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
 async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It came while there was no room for it, and when there is, the server leads the shard: the
-    last primary must not tell anybody that the push is safe, and the shard stays."""
+    """The record came while there was no room for it, and once there is, the server leads the
+    shard. The last primary must not report the push as safe, and the shard stays."""
     received = world.server.replicas.received
     reached, go_on = asyncio.Event(), asyncio.Event()
     wait_for = received._capacity.wait_for
@@ -579,7 +579,7 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
 async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the primary's link is gone by then."""
+    """The primary's link may be gone by then."""
     received = world.server.replicas.received
     async with Link(world) as link:
         await in_step(world, link)
@@ -597,7 +597,7 @@ async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
 
 
 async def test_an_image_that_is_older_than_the_copy_is_refused(world: World) -> None:
-    """What the primary was told to be here must not go again, by an image that was overtaken."""
+    """The primary knows the copy's version, which an overtaken image must not lower."""
     older = world.primary.image()
     world.primary.push()
     async with Link(world) as link:

@@ -1,4 +1,4 @@
-"""Work on large shards rests for as long as the loop is late for others."""
+"""Work on large shards rests for as long as the event loop is late for others."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def took_s(late_s: float) -> float:
-    """What a piece of work takes whose end the loop hears of so late."""
+    """Return the time of a piece of work whose end the loop notices so late."""
 
     async def run(num_bytes: int, work: Callable[[], T]) -> T:
         result = work()

@@ -1,4 +1,4 @@
-"""What a primary tells its backup: the same by shared memory, by sockets and by gRPC."""
+"""Replication over shared memory, sockets and gRPC: the backup gets the same."""
 
 import asyncio
 import mmap
@@ -52,7 +52,7 @@ def filled(value: float) -> dict[str, memoryview]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backup_has_every_push(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leads the shards once the primary is gone, and goes on with values and momentum."""
+    """The backup leads the shards once the primary is gone, with the same values and momentum."""
     written: list[str] = []
     for kind in (BulkStream, GrpcStream):
         write = kind.write
@@ -77,7 +77,7 @@ def test_a_backup_has_every_push(way: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @contextmanager
 def that_has_pushed(servers: ParameterServers) -> Iterator[ParameterClient]:
-    """A worker, behind its pushes."""
+    """Run a worker that has made its pushes."""
     token = servers.admit("w0")
     with closing(ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)) as client:
         client.place(SCHEMA)
@@ -89,7 +89,7 @@ def that_has_pushed(servers: ParameterServers) -> Iterator[ParameterClient]:
 
 
 def led_on_by_the_backup() -> tuple[set[float], float]:
-    """The values after pushes, the primary's end and one push more; what they should be."""
+    """Return the values after pushes, the primary's end and one more push; and the expected."""
     with ParameterServers(2) as servers:
         with that_has_pushed(servers) as client:
             servers.stop("ps-0")
@@ -105,8 +105,8 @@ def led_on_by_the_backup() -> tuple[set[float], float]:
 def test_a_push_that_counts_once_it_is_sent_is_answered_together_with_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody waits for these answers; the primary hears them all the same, and keeps nothing that
-    its backup has."""
+    """Workers do not wait for these answers; the primary gets them all the same, and drops records
+    that its backup has."""
     together: list[FollowReply] = []
     put = _BulkCall.send_soon
 
@@ -146,8 +146,8 @@ async def test_a_place_is_filled_again_only_once_it_is_free() -> None:
 
 
 async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free() -> None:
-    """Nothing is summed up there, and no byte of it goes through the socket. The log has it in that
-    place, too, until the place is free, and then of its own."""
+    """The stream computes no checksum, and sends no byte through the socket. The log shares the
+    slot until the slot is free, and then has a copy of its own."""
     data = bytes(range(256)) * 64
     record = UpdateRecord(PushRecord(session="s", sequence=1, version=2), data)
     ours, theirs = socket.socketpair()
@@ -156,21 +156,21 @@ async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free()
         theirs.setblocking(False)
         own = arena_slots.ArenaSlots(mapped)
         stream, other_end = BulkStream(FrameConnection(ours), "here", own), FrameConnection(theirs)
-        told = list(frames.of_record("j", 0, 1, record, stream.inline_bytes))
+        messages = list(frames.of_record("j", 0, 1, record, stream.inline_bytes))
         log = ShardLog[OutgoingRecord](1)
         log.append(OutgoingRecord(record))
         (kept,) = log.after(1)
         keep = kept.lies_at
-        assert stream.write_now(*told, keep=keep)
+        assert stream.write_now(*messages, keep=keep)
         start, placed = await other_end.next_frame(), await other_end.next_frame()
         assert FollowRequest.FromString(bytes(start.body)).record.num_bytes == len(data)
         assert (placed.kind, placed.num_bytes, placed.checksum) == (FrameKind.PLACED, len(data), 0)
         assert mapped[placed.at : placed.at + len(data)] == data
-        assert not stream.write_now(*told, keep=keep)
+        assert not stream.write_now(*messages, keep=keep)
         own.free(placed.at)
         mapped[placed.at : placed.at + len(data)] = bytes(len(data))
         assert kept.get().data == data
-        assert stream.write_now(*told, keep=keep)
+        assert stream.write_now(*messages, keep=keep)
         log.trim(2)
         gone, seen = ref(kept), kept.get().data
         del kept, keep, seen

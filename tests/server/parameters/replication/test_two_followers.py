@@ -1,5 +1,4 @@
-"""A shard with a backup in step and a second server that is getting it: both have the same of it,
-however far one of them is behind."""
+"""A shard with a backup in step and a joiner: both get the same, however far one of them lags."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 
 JOB, KEY = "job", ("job", 0)
 NUM_ELEMENTS = 2048
-"""Of a gradient that is told of by shared memory."""
+"""Size of a gradient that is sent through shared memory."""
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 LIMIT_S = 30.0
 
@@ -39,7 +38,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.gradient = bytearray(4 * NUM_ELEMENTS)
-        """Memory of a worker, which uses it for one push after the other."""
+        """Memory of a worker, which uses it for one push after another."""
         self.expected = torch.zeros(NUM_ELEMENTS)
 
     def create(self) -> None:
@@ -63,7 +62,7 @@ class World:
         return copy.state.body.flat_tensors()["values"]
 
     def push(self) -> None:
-        """One that nobody waits for: others push meanwhile."""
+        """Apply a push that no worker waits for; the worker reuses its memory meanwhile."""
         led = self.copy_at(self.primary)
         assert led is not None
         gradient = torch.frombuffer(self.gradient, dtype=torch.float32)
@@ -102,7 +101,7 @@ async def test_a_push_that_waits_for_one_follower_is_not_overwritten_by_what_ano
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The joiner reads nothing for a while, and the memory that it shares with the primary is full.
-    What waits to be sent to it lies where the backup has read it, and is used for other pushes."""
+    The update that waits for it is in memory that the backup has read and other pushes reuse."""
     store = MemoryStore()
     async with AsyncExitStack() as stack:
         servers = [

@@ -1,4 +1,4 @@
-"""What a server says of itself: what was refused, what is queued, and how far its copies are."""
+"""Description of a server: what was refused, what is queued, and how far its copies are."""
 
 from array import array
 from collections.abc import Iterator
@@ -38,7 +38,8 @@ def created(servers: ParameterServers) -> tuple[ParameterClient, ShardMap]:
 
 
 def test_a_push_by_an_outdated_map_is_counted(servers: ParameterServers) -> None:
-    """Per part that was refused for its epoch; and as partial where another part was applied."""
+    """Parts refused for their epoch are counted, and the push is partial if another part was
+    applied."""
     client, shard_map = created(servers)
     one, other = shard_map.shards
     token = servers.admit("w1", incarnation="two")
@@ -58,12 +59,12 @@ def test_a_push_by_an_outdated_map_is_counted(servers: ParameterServers) -> None
     with grpc.insecure_channel(one.address) as channel:
         stub = ParametersStub(channel)
         outcomes = {reply.outcome.shard_id: reply.outcome for reply in stub.Push(iter(requests))}
-        said = stub.Describe(pb.DescribeRequest(job="job"))
+        shown = stub.Describe(pb.DescribeRequest(job="job"))
         elsewhere = stub.Describe(pb.DescribeRequest(job="another"))
     assert outcomes[other.shard_id].error.kind == "WrongEpoch"
     assert not outcomes[one.shard_id].HasField("error")
-    assert (said.refused_by_epoch, said.partial_pushes, said.unfinished_bytes) == (1, 1, 0)
-    assert {shard.shard_id: shard.pushes for shard in said.shards} == {
+    assert (shown.refused_by_epoch, shown.partial_pushes, shown.unfinished_bytes) == (1, 1, 0)
+    assert {shard.shard_id: shard.pushes for shard in shown.shards} == {
         one.shard_id: 1,
         other.shard_id: 0,
     }
@@ -72,8 +73,8 @@ def test_a_push_by_an_outdated_map_is_counted(servers: ParameterServers) -> None
 
 
 def answered(servers: ParameterServers) -> list[pb.DescribeReply] | None:
-    """What both say, once all is replicated: backups answer a few milliseconds behind what counts
-    as received already."""
+    """Return both servers' descriptions once all is replicated, else None: backups answer some
+    milliseconds after an update counts as received."""
     replies = []
     for server in servers.servers.values():
         with grpc.insecure_channel(server.address) as channel:
@@ -86,7 +87,7 @@ def answered(servers: ParameterServers) -> list[pb.DescribeReply] | None:
 
 
 def test_a_server_tells_how_far_its_copies_are(servers: ParameterServers) -> None:
-    """Each shard names who has it and up to which version; the other server counts it as a copy."""
+    """The shards name their holders and versions; the other server counts each as a copy."""
     servers.add("ps-1")
     client, _ = created(servers)
     gradients = {name: memoryview(array("f", [1.0]) * 8).cast("B") for name in "ab"}

@@ -24,7 +24,7 @@ def replica(role: ReplicaRole, epoch: int) -> ShardReplica:
 
 
 class Elsewhere:
-    """Every shard is led by one other server, in epoch 5."""
+    """Route of every shard to one other server, in epoch 5."""
 
     def route(self, job: str, shard_id: int) -> Route:
         return Route(shard_id, 5, "ps-1", "10.0.0.2:7710")
@@ -42,7 +42,7 @@ def catalog() -> Catalog:
 
 
 async def test_who_comes_ahead_of_a_hand_over_waits_for_it(catalog: Catalog) -> None:
-    """The last primary sends pushes on before this server has heard that it leads the shard."""
+    """The last primary redirects pushes before this server has read that it leads the shard."""
     copy = replica(ReplicaRole.BACKUP, 4)
     catalog.add(copy)
     asked = asyncio.create_task(catalog.look_up("job", [(0, 5)]))
@@ -54,7 +54,7 @@ async def test_who_comes_ahead_of_a_hand_over_waits_for_it(catalog: Catalog) -> 
 
 
 async def test_who_comes_too_late_is_told_where_to_go(catalog: Catalog) -> None:
-    """Each refusal names the newer epoch and its primary; none names an older one."""
+    """Refusals name the newer epoch and its primary, and never an older one."""
     catalog.add(replica(ReplicaRole.BACKUP, 5))
     catalog.whereabouts = Elsewhere()
     (refused,) = await catalog.look_up("job", [(0, 4)])
@@ -64,7 +64,7 @@ async def test_who_comes_too_late_is_told_where_to_go(catalog: Catalog) -> None:
 
 
 def test_what_reads_as_no_route_is_passed_over() -> None:
-    """Details of other kinds, and of later versions, lead nowhere."""
+    """Details of other kinds, and of later versions, are no route."""
     route = Route(3, 6, "ps-2", "[::1]:7710")
     details = {"shard 1": "soon", "shard x": "1 a b", "job": "1 a b", "shard 2": "1 a "}
     error = WrongEpoch("elsewhere", details=details | routes.as_details([route]))

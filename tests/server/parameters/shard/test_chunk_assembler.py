@@ -29,7 +29,7 @@ def piece(start: int, stop: int, data: bytes = DATA) -> Piece:
 
 
 def test_pieces_in_order_make_the_shard() -> None:
-    """However the shard was cut, its bytes come out; only the last piece completes it."""
+    """The shard's bytes come out for any cut; only the last piece completes it."""
     assembler = ChunkAssembler(SHARD)
     for start, stop in ((0, 1), (1, 50), (50, 119)):
         assembler.take(piece(start, stop))
@@ -40,7 +40,7 @@ def test_pieces_in_order_make_the_shard() -> None:
 
 
 def test_nothing_is_expected_for_absent_blocks() -> None:
-    """The pieces jump over blocks that have no gradient, and the bytes come out without them."""
+    """The pieces skip blocks that have no gradient, and the bytes come out without them."""
     assembler = ChunkAssembler(SHARD, absent_blocks=(1,))
     assert assembler.blocks == [0, 2]
     assembler.take(piece(0, 40))
@@ -53,7 +53,7 @@ def test_nothing_is_expected_for_absent_blocks() -> None:
 
 
 def test_what_a_gradient_was_computed_on_follows_it() -> None:
-    """At offsets beyond the shard, for the present blocks again; both come out in one."""
+    """The base comes at offsets beyond the shard, for the present blocks again; both are joined."""
     assembler = ChunkAssembler(SHARD, absent_blocks=(1,), with_base=True)
     assert assembler.expected_bytes == 160
     twice = DATA + DATA
@@ -96,14 +96,14 @@ def test_a_piece_may_not_run_into_an_absent_block() -> None:
 
 
 def test_a_truncated_shard_is_told_with_its_lengths() -> None:
-    """Whoever sent too little is told how much came and how much was missing."""
+    """The error says how much came and how much was expected."""
     assembler = ChunkAssembler(SHARD)
     assembler.take(piece(0, 100))
     assert "saw 100 bytes; expected 120" in str(assembler.truncated())
 
 
 def test_the_budget_is_shared_and_given_back() -> None:
-    """Beyond the budget a call is refused; what ends gives its share back; one always fits."""
+    """Calls beyond the budget are refused; an ended call returns its share; one always fits."""
     budget = Budget(100)
     with Reservation(budget) as first:
         first.reserve(1, 400)

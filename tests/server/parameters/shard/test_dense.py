@@ -64,7 +64,7 @@ def is_live(session: str) -> bool:
 
 
 REPLIES = {3 << 3 | 2: PushReply, 2 << 3 | 2: ShardData}
-"""By the tag of the piece in it."""
+"""Type of a reply by the tag of the piece in it."""
 
 
 def read(values: DenseValues) -> torch.Tensor:
@@ -73,7 +73,7 @@ def read(values: DenseValues) -> torch.Tensor:
 
 
 def test_a_push_moves_values_and_version() -> None:
-    """Version and values belong together, and staleness counts what the gradient did not know."""
+    """The version belongs to the values; staleness counts the updates since the base version."""
     shard = new_shard()
     outcome = shard.push(a_push(1), is_live, read=partial(shard.body.values, writer=TO_REPLIES))
     assert (outcome.version, outcome.staleness, outcome.is_duplicate) == (2, 0, False)
@@ -87,7 +87,7 @@ def test_a_push_moves_values_and_version() -> None:
 
 
 def test_a_repeated_push_is_applied_once() -> None:
-    """A repeat gets the first outcome, and the values of now, also after other pushes."""
+    """A repeat gets the first outcome, and the present values, even after other pushes."""
     shard = new_shard()
     shard.push(a_push(1), is_live)
     shard.push(a_push(1, session="other"), is_live)
@@ -101,7 +101,7 @@ def test_a_repeated_push_is_applied_once() -> None:
 
 
 def test_a_push_from_before_the_memory_is_refused() -> None:
-    """What cannot be told from a repeat is not applied."""
+    """A push that cannot be told from a repeat is not applied."""
     shard = new_shard()
     for sequence in range(1, MAX_OUTCOMES + 3):
         shard.push(a_push(sequence), is_live)
@@ -166,14 +166,14 @@ def test_the_learning_rate_of_the_push_counts() -> None:
 
 
 def test_reading_a_known_version_sends_nothing() -> None:
-    """Who has the newest values already is not sent them again."""
+    """A reader that has the newest values is not sent them again."""
     shard = new_shard()
     assert shard.read(partial(shard.body.values, known_version=1)).messages == ()
     assert shard.read(partial(shard.body.values, known_version=2)).messages
 
 
 def test_staleness_beyond_the_last_bucket_is_counted_there() -> None:
-    """However stale a push, the counters stay bounded and add up."""
+    """Counters stay bounded and add up, for any staleness."""
     shard = new_shard()
     for sequence in range(1, STALENESS_BUCKETS + 11):
         shard.push(a_push(sequence), is_live)
@@ -219,7 +219,7 @@ def test_concurrent_pushes_are_serialised_and_reads_are_whole() -> None:
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_a_borrowed_gradient_is_copied_only_for_who_keeps_it(is_kept: bool) -> None:
-    """Its sender makes use of its memory again once the push is answered."""
+    """The sender uses this memory again once the push is answered."""
     records: list[UpdateRecord] = []
     shard, lent = new_shard(), bytearray(gradient(-1.0))
     shard.subscribe(records.append, bytes if is_kept else as_given)
@@ -230,7 +230,7 @@ def test_a_borrowed_gradient_is_copied_only_for_who_keeps_it(is_kept: bool) -> N
 
 
 def test_what_is_kept_of_a_gradient_is_what_was_applied() -> None:
-    """Whatever its sender does to the memory that it lends."""
+    """The sender may change the memory that it lends."""
     records: list[UpdateRecord] = []
     primary, copy = new_shard(), new_shard()
     lent = bytearray(gradient(-1.0))
@@ -247,7 +247,7 @@ def test_what_is_kept_of_a_gradient_is_what_was_applied() -> None:
 
 
 def test_a_push_is_told_of_before_its_values_are_read() -> None:
-    """Backups are at work on it meanwhile."""
+    """Backups work on the push meanwhile."""
     happened: list[str] = []
     shard = new_shard()
     shard.subscribe(lambda record: happened.append("applied"))
@@ -262,7 +262,7 @@ def test_a_push_is_told_of_before_its_values_are_read() -> None:
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_a_borrowed_record_is_copied_only_for_who_keeps_it(is_kept: bool) -> None:
-    """As a copy replays it out of the memory that its primary wrote it into."""
+    """A copy replays the record from the memory into which its primary wrote it."""
     records: list[UpdateRecord] = []
     primary, copy = new_shard(), new_shard()
     primary.subscribe(records.append)

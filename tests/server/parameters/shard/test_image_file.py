@@ -1,4 +1,4 @@
-"""An image comes back from its file to the last bit, or not at all."""
+"""An image read from its file equals the written one bit for bit, or is refused."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_a_short_file_is_noticed(length: int) -> None:
     with pytest.raises(SnapshotDamaged):
         read(DATA[:length])
     with pytest.raises(SnapshotDamaged):
-        # Even where the checksum is that of the short file.
+        # the checksum may even be that of the short file
         read(DATA[:length], sha256=image_file.digest(DATA[:length]))
 
 

@@ -30,14 +30,14 @@ def new_replica() -> ShardReplica:
 
 
 async def test_small_work_is_done_at_once(run: Workers) -> None:
-    """Where nobody else is at work on the shard."""
+    """The shard has no other work at that time."""
     done = new_replica().work(run, 1, threading.get_ident)
     assert isinstance(done, asyncio.Future) and done.done()
     assert await done == threading.get_ident()
 
 
 async def test_small_work_does_not_wait_for_the_lock(run: Workers) -> None:
-    """While another thread has it, the loop goes on, and the work is done in a thread behind it."""
+    """The loop goes on while another thread has the lock; later a thread does the work."""
     replica, entered, leave = new_replica(), threading.Event(), threading.Event()
 
     def hold(version: int) -> None:
@@ -56,7 +56,7 @@ async def test_small_work_does_not_wait_for_the_lock(run: Workers) -> None:
 
 
 async def test_work_is_done_in_the_order_in_which_it_came(run: Workers) -> None:
-    """What is small does not overtake what is large."""
+    """Small work does not overtake large work."""
     replica, order, go_on = new_replica(), list[int](), threading.Event()
 
     def large() -> None:
@@ -65,7 +65,7 @@ async def test_work_is_done_in_the_order_in_which_it_came(run: Workers) -> None:
 
     begun = [replica.work(run, INLINE_BYTES + 1, large)]
     begun += [replica.work(run, 1, lambda i=i: order.append(i)) for i in range(1, 5)]  # type: ignore[misc]
-    # One turn of the loop: the large one has its thread.
+    # After one turn of the loop, the large work has its thread.
     await asyncio.sleep(0)
     begun.append(replica.work(run, 1, lambda: order.append(5)))
     go_on.set()

@@ -1,4 +1,4 @@
-"""No push is ever applied twice, and what is remembered stays within its bounds."""
+"""Sessions: no push is ever applied twice, and the remembered outcomes stay within bounds."""
 
 import random
 
@@ -11,7 +11,7 @@ from shoal_server.parameters.shard.step_scope import Scope
 
 
 def test_a_repeat_gets_the_first_outcome() -> None:
-    """Whatever happened since, a repeated sequence is answered with what it was answered first."""
+    """The first answer is repeated, whatever happened since."""
     table = SessionTable()
     table.remember("a", 1, RememberedOutcome(2, 0))
     table.remember("a", 2, RememberedOutcome(5, 1))
@@ -24,7 +24,7 @@ def test_a_repeat_gets_the_first_outcome() -> None:
 
 
 def test_what_is_older_than_the_memory_is_refused() -> None:
-    """A push that fell out of the memory is not taken for a new one."""
+    """A push whose outcome was forgotten does not count as new."""
     table = SessionTable(max_outcomes=3)
     for sequence in range(1, 6):
         table.remember("a", sequence, RememberedOutcome(sequence + 1, 0))
@@ -35,7 +35,7 @@ def test_what_is_older_than_the_memory_is_refused() -> None:
 
 
 def test_only_ended_sessions_make_room() -> None:
-    """A live session is never forgotten for another one; when all live, the new one has to wait."""
+    """Live sessions are never forgotten for others; if all are live, the new one has to wait."""
     table = SessionTable(max_sessions=2)
     table.remember("dead", 1, RememberedOutcome(2, 0))
     table.remember("live", 1, RememberedOutcome(3, 0))
@@ -49,7 +49,7 @@ def test_only_ended_sessions_make_room() -> None:
 
 
 def test_how_many_sessions_there_may_be_is_a_setting() -> None:
-    """The refusal says which."""
+    """The refusal names the setting."""
     table = SessionTable(max_sessions=1)
     table.remember("a", 1, RememberedOutcome(2, 0))
     with pytest.raises(Overloaded, match="--max-sessions"):
@@ -59,7 +59,7 @@ def test_how_many_sessions_there_may_be_is_a_setting() -> None:
 
 
 def test_what_is_remembered_counts_as_memory() -> None:
-    """With the bits of the scopes, whatever comes and goes; and the same after a restart."""
+    """The size includes the bits of the scopes, and is the same after a restart."""
     table = SessionTable(max_sessions=4)
     assert table.num_bytes == 0
     scope = Scope.of(range(5000))
@@ -76,8 +76,8 @@ def test_what_is_remembered_counts_as_memory() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_order_repeats_and_gaps(seed: int) -> None:
-    """Against a memory without bounds: no sequence is let through twice, in whatever order pushes
-    and repeats come, and the table stays small."""
+    """Compared with unbounded memory, no sequence is admitted twice in any order of pushes and
+    repeats, and the table stays small."""
     rng = random.Random(seed)
     table = SessionTable(max_outcomes=4)
     applied: dict[int, RememberedOutcome] = {}
@@ -121,7 +121,7 @@ def answer(table: SessionTable, session: str, sequence: int) -> RememberedOutcom
 
 
 def test_a_torn_memory_is_refused() -> None:
-    """Half of what was remembered would let a push in twice."""
+    """Half of the outcomes would admit a push twice."""
     table = SessionTable()
     table.remember("a", 1, RememberedOutcome(2, 0))
     with pytest.raises(InternalError, match="session a is torn"):
@@ -130,7 +130,7 @@ def test_a_torn_memory_is_refused() -> None:
 
 
 def test_the_steps_of_pushes_are_remembered_with_them() -> None:
-    """As long as their outcomes, and in a copy of the memory too."""
+    """Steps are remembered as long as outcomes, and in a copy of the table too."""
     table = SessionTable(max_outcomes=3)
     scopes = [None, Scope.of([1, 20]), None, Scope.of([2], of_tables=True)]
     for sequence, scope in enumerate(scopes, 1):

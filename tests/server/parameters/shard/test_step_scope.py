@@ -1,4 +1,4 @@
-"""What a shard keeps of a push's step: which shards, in which count; nothing without bounds."""
+"""Scope of a push's step as a shard keeps it: the shards of the step, within bounds."""
 
 import pytest
 
@@ -17,11 +17,11 @@ def test_a_scope_comes_back_from_its_message(of_tables: bool) -> None:
 
 
 def test_no_ids_are_no_scope() -> None:
-    """They stand for every dense shard, however many there are."""
+    """A step without ids means all dense shards, however many there are."""
     assert Scope.of([]) is None and to_message(None) is None
 
 
 def test_an_id_that_no_job_has_is_refused() -> None:
-    """It would take memory for every id below."""
+    """The id would take memory for every lower id."""
     with pytest.raises(MalformedMessage, match=f"saw shard {MAX_SHARD_IDS}"):
         Scope.of([1, MAX_SHARD_IDS])

@@ -1,4 +1,4 @@
-"""Whatever comes in whichever order: a cut holds each step on all of its shards, or on none."""
+"""The barrier of a snapshot: in any order of events, a cut has each step whole, or not at all."""
 
 import random
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def test_a_step_that_touches_nothing_here_is_not_waited_for() -> None:
 
 
 def test_a_part_that_came_in_and_is_not_applied_is_waited_for() -> None:
-    """Refused as the shard had moved, say: the client tries again."""
+    """The shard had moved, for example, and the client tries again."""
     barrier = SnapshotBarrier()
     barrier.enter(A1, None)
     barrier.leave(A1, applied_are())
@@ -139,7 +139,7 @@ def test_memory_is_bounded_and_the_newest_steps_stay() -> None:
         passed(barrier, StepId("a", number))
     begun = barrier.close("cut")
     assert sorted(step.sequence for step in begun) == list(range(100 - MAX_STEPS, 100))
-    # A retry of what was forgotten changes nothing: its shards remember it.
+    # A retry of a forgotten step changes nothing: its shards remember it.
     assert barrier.may_enter(StepId("a", 3)) and not barrier.may_enter(StepId("a", 100))
     barrier.open("cut")
     barrier.forget(lambda session: False)
@@ -153,7 +153,7 @@ def test_what_touches_every_shard_anywhere_touches_every_shard() -> None:
     }
 
 
-# Many interleavings, against servers that do nothing but keep what was pushed.
+# Many interleavings, against servers that only keep what was pushed.
 
 
 @dataclass
@@ -182,7 +182,7 @@ class Server:
 
 @dataclass
 class Part:
-    """What one call carries to one server: it comes in, its shards apply it one by one, it goes."""
+    """Part of a step on one server: it enters, its shards apply it one by one, it leaves."""
 
     step: StepId
     shards: Shards
@@ -191,7 +191,7 @@ class Part:
     inside: bool = False
 
     def advance(self, breaks: bool) -> bool:
-        """Whether the part is done."""
+        """Advance by one turn; return True if the part is done."""
         barrier = self.server.barrier
         if not self.inside:
             if barrier.may_enter(self.step):
@@ -201,7 +201,7 @@ class Part:
         if self.todo and not breaks:
             self.server.shards[self.todo.pop()].add(self.step)
             return False
-        # The connection may break at any time; the client then calls again for what is left.
+        # The connection may break at any time; the client then calls again for the rest.
         barrier.leave(self.step, self.server.lacking)
         self.inside = False
         return not self.todo
@@ -222,7 +222,8 @@ class Client:
         if self.next <= self.num_steps and len(in_flight) < self.window and pick % 3 == 0:
             self.begin()
         elif self.parts:
-            # Which part, and whether it breaks, is drawn apart: of seven one would always break.
+            # The part and the break are drawn separately: one of seven parts would otherwise always
+            # break.
             turn, at = divmod(pick, len(self.parts))
             part = self.parts[at]
             if part.advance(breaks=turn % 7 == 0):
@@ -246,7 +247,7 @@ class Client:
 
 @dataclass
 class Coordinator:
-    """Asks the servers one by one, in any order."""
+    """Coordinator that calls the servers one by one, in any order."""
 
     servers: Sequence[Server]
     reports: dict[int, Begun] = field(default_factory=dict)
@@ -303,8 +304,8 @@ def test_no_interleaving_tears_a_step(
     actors: list[Client | Coordinator] = [*clients, coordinator]
     for pick in picks:
         actors[pick % len(actors)].advance(pick // len(actors))
-    # Everybody goes on until all is done: the cut ends, and so does every step. By chance, not in
-    # turn: a part may be the seventh whenever its turn comes, and break every time.
+    # All actors go on until all is done: the cut ends, and so does every step. The order is random:
+    # in turn, a part might be the seventh at each of its turns, and break every time.
     chance = random.Random(0)
     for _ in range(20_000):
         if coordinator.done and all(client.done for client in clients):

@@ -1,5 +1,8 @@
-"""What is read of an image is the shard as it was then, whatever is pushed, made, evicted or read
-meanwhile; and a shard built from its chunks is that shard, to the last bit."""
+"""Images of shards: an image is the shard at one time, whatever is pushed, evicted or read
+meanwhile.
+
+A shard built from its chunks is this shard, bit for bit.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,7 +36,7 @@ SMALL_CHUNK_BYTES = 512
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a small shard has many."""
+    """Make chunks small, so that a small shard has many."""
     for module in (shard_image, flat_image, row_image):
         monkeypatch.setattr(module, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
     monkeypatch.setattr(builder, "LEAST_CHUNK_BYTES", SMALL_CHUNK_BYTES)
@@ -41,7 +44,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bits(image: LoadedImage) -> tuple[int, bytes, dict[str, bytes], Sequence[object]]:
-    """All that an image says, for comparing."""
+    """Return everything in an image, for comparison."""
     tensors = {
         name: bytes(str(tensor.dtype), "ascii") + tensor.contiguous().numpy().tobytes()
         for name, tensor in image.tensors.items()
@@ -50,7 +53,7 @@ def bits(image: LoadedImage) -> tuple[int, bytes, dict[str, bytes], Sequence[obj
 
 
 class Table:
-    """A shard of a table with all that rows may have, under random pushes."""
+    """A shard of a table with all features of rows, under random pushes."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -132,8 +135,8 @@ def built(image: ShardImage, header: CutHeader | None = None) -> AnyShard:
 def test_what_is_built_from_a_cut_is_the_shard_as_it_was(
     world: type[Table | Dense], kind: str, seed: int
 ) -> None:
-    """Several images are open at a time; chunks are read twice, in between pushes, and let go of at
-    random once they are taken."""
+    """Several images are open at a time; chunks are read twice, between pushes, and some are
+    released once they are taken."""
     run = world(kind, seed)
     for _ in range(10):
         run.push()
@@ -168,26 +171,26 @@ def test_what_is_built_from_a_cut_is_the_shard_as_it_was(
 
 @pytest.mark.parametrize("world", [Table("adam", 3), Dense("adam", 3)])
 def test_a_built_shard_goes_on_as_the_first_one_does(world: Table | Dense) -> None:
-    """Rows that are made, evicted and found again, and retries, come to the same in both."""
+    """Rows made, evicted and found again, and retries, have the same result in both."""
     for _ in range(30):
         world.push()
-    told = []
-    world.shard.subscribe(told.append)
+    records = []
+    world.shard.subscribe(records.append)
     with world.shard.image() as image:
         for _ in range(10):
             world.push()
         copy = built(image)
     for _ in range(40):
         world.push()
-    assert [record.push.version for record in told] == list(range(32, 82))
-    for record in told:
+    assert [record.push.version for record in records] == list(range(32, 82))
+    for record in records:
         copy.replay(record)
     assert bits(loaded(copy)) == bits(loaded(world.shard))
 
 
 @pytest.mark.parametrize("world", [Table("adam", 5), Dense("adam", 5)])
 def test_a_file_is_of_the_shard_as_it_was(world: Table | Dense) -> None:
-    """Although a push comes between any two of its pieces."""
+    """A push comes between any two of the file's pieces."""
     for _ in range(30):
         world.push()
     wanted = bits(loaded(world.shard))
@@ -203,7 +206,7 @@ def test_a_file_is_of_the_shard_as_it_was(world: Table | Dense) -> None:
 
 
 def test_only_what_a_push_touches_is_copied_aside() -> None:
-    """And nothing of what was released, or once all images are closed."""
+    """Released chunks are not copied, and neither is anything once all images are closed."""
     table = Table("adam", 1)
     for _ in range(60):
         table.push()
@@ -224,7 +227,7 @@ def test_only_what_a_push_touches_is_copied_aside() -> None:
 
 
 def test_a_chunk_that_was_let_go_of_is_refused() -> None:
-    """It may be another one's bytes by now."""
+    """The memory may have other bytes by now."""
     table = Table("sgd", 1)
     for _ in range(10):
         table.push()
@@ -241,7 +244,7 @@ def test_a_chunk_that_was_let_go_of_is_refused() -> None:
 
 
 def test_a_builder_takes_what_it_expects_and_nothing_else() -> None:
-    """It is as before when it refuses, and goes on with the right chunk."""
+    """The builder is unchanged after a refusal, and goes on with the right chunk."""
     table = Table("adagrad", 1)
     for _ in range(10):
         table.push()
@@ -273,7 +276,7 @@ def test_a_builder_takes_what_it_expects_and_nothing_else() -> None:
     ],
 )
 def test_a_header_of_something_else_is_refused(spoil: object) -> None:
-    """With what was seen, before memory is taken for it."""
+    """The error has what was seen, and comes before memory is allocated."""
     for world in (Table("adam", 1), Dense("adam", 1)):
         world.push()
         with world.shard.image() as image:

@@ -1,4 +1,4 @@
-"""First values depend on seed, table name, id and column alone, and are distributed as asked."""
+"""Initial values depend on seed, table name, id and column alone, and are distributed as asked."""
 
 import hashlib
 
@@ -23,7 +23,7 @@ def make(
 
 @pytest.mark.parametrize("initialiser", [NORMAL, UNIFORM], ids=lambda i: i.kind)
 def test_a_row_is_the_same_whenever_it_is_made(initialiser: Initialiser) -> None:
-    """Alone or among others, in this process or another; other seeds and tables have others."""
+    """A row is the same alone or among others, in any process, and differs by seed and table."""
     many = make(initialiser, range(-5, 100))
     assert torch.equal(make(initialiser, range(40, 41))[0], many[45])
     for other in (
@@ -35,8 +35,8 @@ def test_a_row_is_the_same_whenever_it_is_made(initialiser: Initialiser) -> None
 
 
 def test_values_are_as_they_always_were() -> None:
-    """A row that was never pushed is remade from nothing, by later versions too: what follows is
-    the definition, in whole numbers."""
+    """Rows that were never pushed are computed again, by later versions too: this is the
+    definition, in whole numbers."""
     key = int.from_bytes(hashlib.sha256(b"7 users").digest()[:8], "little")
     for row_id in (0, 5):
         words = [mix64((mix64(row_id ^ key) + c * 0xD1342543DE82EF95) % 2**64) for c in range(1, 9)]

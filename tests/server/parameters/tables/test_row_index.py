@@ -1,4 +1,4 @@
-"""The index finds the row of each id, whatever was put in and taken out before."""
+"""The index finds the row of each id after any insertions and removals."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -24,13 +24,13 @@ def test_arrays_are_hashed_as_single_ids(ids: list[int], num_shards: int) -> Non
 
 
 def test_the_hash_is_what_it_always_was() -> None:
-    """Rows lie where it says: it must never change. First numbers of SplitMix64 from seed 0."""
+    """Positions of rows depend on it: it must never change. From SplitMix64 with seed 0."""
     assert mix64_of_one(0) == 0xE220A8397B1DCDAF
     assert mix64(np.array([0x9E3779B97F4A7C15], np.uint64)).tolist() == [0x6E789E6AA1B965F4]
 
 
 def test_rows_spread_evenly_over_shards() -> None:
-    """Neighbouring ids too."""
+    """Adjacent ids are spread too."""
     counts = np.bincount(shards_of(np.arange(64_000, dtype=np.int64), 64), minlength=64)
     assert counts.min() > 850
     assert counts.max() < 1150
@@ -42,7 +42,7 @@ STEPS = st.lists(st.tuples(st.sets(MIXED_IDS, max_size=40), st.booleans()), max_
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
 def test_it_is_a_dictionary(steps: list[tuple[set[int], bool]]) -> None:
-    """After any mixture of insertions and removals it holds what a dict holds."""
+    """The index equals a dict after any mixture of insertions and removals."""
     index, model, top = RowIndex(), dict[int, int](), 0
     for ids, is_removal in steps:
         if is_removal:

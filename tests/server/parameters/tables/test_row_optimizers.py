@@ -1,4 +1,4 @@
-"""Rows are trained as torch.optim trains them with sparse gradients."""
+"""Rows are trained as by torch.optim with sparse gradients."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ TORCH: dict[str, Callable[[nn.Parameter], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("kind", TORCH)
 def test_as_torch_with_sparse_gradients(kind: str) -> None:
-    """To the last bit, with rows that come and stay away."""
+    """Values are equal bit for bit, with rows that come and stay away."""
     spec = RowOptimizer()
     spec.CopyFrom(OPTIMIZERS[kind])
     spec.weight_decay = 0.0
@@ -56,7 +56,7 @@ def states(rule_columns: dict[str, StateColumn], num_rows: int) -> dict[str, tor
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
-    """Trained alone or among others it becomes the same, to within rounding."""
+    """A row trained alone or among others becomes the same, to within rounding."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(NUM_ROWS, DIM, generator=generator)
     gradients = torch.randn(3, NUM_ROWS, DIM, generator=generator)
@@ -87,7 +87,7 @@ def test_adam_counts_the_steps_of_each_row() -> None:
 
 
 def test_rowwise_adagrad_has_one_accumulator_a_row() -> None:
-    """It holds the mean of the squares: the first step has length lr * sqrt(dim) altogether."""
+    """The accumulator has the mean of the squares: the first step has length lr * sqrt(dim)."""
     shard = new_shard(new_table(optimizer=OPTIMIZERS["rowwise_adagrad"]))
     shard.push(new_push([5], [[3.0, 4.0]]), live)
     _, values = look_up(shard, [5])

@@ -1,7 +1,7 @@
 """Tables under random pushes, evictions and retries, beside a dict that does the same slowly.
 
-Gradients are whole numbers and rows begin with zeros, so the sums are exact and any gradient that
-went to another row than its own would show.
+Gradients are whole numbers and rows begin with zeros, so the sums are exact, and a gradient applied
+to a wrong row would show.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Row:
 
 @dataclass
 class Twin:
-    """The rules of docs/tables.md, one id after the other."""
+    """The rules of docs/tables.md, applied to one id after the other."""
 
     table: TableSpec
     max_rows: int
@@ -44,7 +44,7 @@ class Twin:
     now_s: float = 0.0
 
     def push(self, at_s: float, gradients: dict[int, tuple[int, float]]) -> dict[int, Fate]:
-        """`gradients` has birth as looked up, and gradient, by id."""
+        """Apply a push; `gradients` maps an id to (birth as looked up, gradient)."""
         self.version += 1
         if self.now_s and self.table.eviction.max_idle_s:
             at_s = min(at_s, self.now_s + self.table.eviction.max_idle_s / 2)
@@ -109,7 +109,7 @@ TABLES = st.builds(
     st.integers(1, 6),
 )
 Step = tuple[str, int, list[int], int]
-"""What is done, by which worker, with which ids, so many seconds after the step before."""
+"""Action, worker, ids, and seconds since the previous step."""
 SCRIPTS: st.SearchStrategy[list[Step]] = st.lists(
     st.tuples(
         st.sampled_from(["look up", "push", "train", "train", "retry"]),
@@ -124,7 +124,7 @@ SCRIPTS: st.SearchStrategy[list[Step]] = st.lists(
 
 @dataclass
 class Pusher:
-    """One worker: it keeps what it looked up, however old, and pushes for it."""
+    """Worker that keeps what it looked up, however old, and pushes for it."""
 
     name: str
     births: dict[int, int] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Pusher:
 
 
 class World:
-    """A shard, its twin, the workers, and a copy of the shard that replays what it is told."""
+    """A shard, its twin, the workers, and a copy of the shard that replays its records."""
 
     def __init__(self, table: TableSpec) -> None:
         self.now_s = START_S
@@ -144,7 +144,7 @@ class World:
         self.copy = table_from_image(loaded(self.shard, self.records.append))
 
     def copy_again(self) -> None:
-        """The copy starts from an image of now."""
+        """Begin the copy again from a new image."""
         self.records.clear()
         self.copy = table_from_image(loaded(self.shard))
 
@@ -194,9 +194,9 @@ class World:
 @settings(max_examples=150, deadline=None)
 @given(TABLES, SCRIPTS)
 def test_no_row_gets_what_is_not_its_own(table: TableSpec, script: list[Step]) -> None:
-    """Values, births and fates are those of the twin after any mixture of pushes of many workers,
-    old lookups, retries, evictions and admissions; and a copy made half-way that replays the rest
-    is the same shard."""
+    """Values, births and fates equal the twin's after any mixture of pushes of many workers, old
+    lookups, retries, evictions and admissions. A copy begun halfway equals the shard once it has
+    replayed the rest."""
     world = World(table)
     for number, (what, who, ids, pause_s) in enumerate(script):
         world.now_s += pause_s
@@ -221,7 +221,7 @@ def test_no_row_gets_what_is_not_its_own(table: TableSpec, script: list[Step]) -
 @settings(max_examples=15, deadline=None)
 @given(kind=st.sampled_from(sorted(OPTIMIZERS)), seed=st.integers(0, 2**32 - 1))
 def test_a_replayed_copy_is_the_same_to_the_last_bit(kind: str, seed: int) -> None:
-    """With every optimizer, at any time of the copy, with evictions and admissions on the way."""
+    """Copies with every optimizer, begun at different times, see evictions and admissions."""
     table = new_table(
         dim=5,
         initialiser=Initialiser(kind="normal", spread=0.1),
@@ -253,7 +253,7 @@ def test_a_replayed_copy_is_the_same_to_the_last_bit(kind: str, seed: int) -> No
 
 
 def assert_same(seen: TableShard, expected: TableShard) -> None:
-    """Bit for bit, the memory of pushes included."""
+    """Check that both are equal bit for bit, the sessions included."""
     one, other = loaded(seen), loaded(expected)
     assert one.version == other.version
     assert one.spec == other.spec

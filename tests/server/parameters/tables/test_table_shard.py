@@ -31,7 +31,7 @@ def ones(count: int) -> list[list[float]]:
 
 
 def test_a_lookup_changes_nothing() -> None:
-    """Rows have their first values before they are made, and take no memory for being looked at."""
+    """Rows have their initial values before they are made, and take no memory when looked up."""
     shard = new_shard(new_table(initialiser=Initialiser(kind="normal", spread=1.0)))
     before = shard.memory_bytes
     births, first = look_up(shard, range(10_000))
@@ -45,7 +45,7 @@ def test_a_lookup_changes_nothing() -> None:
 
 
 def test_ids_that_come_twice_are_added_up() -> None:
-    """In the order of the push, as one gradient of the row; its fate is told for each of them."""
+    """Gradients are added in the order of the push; each id gets the row's fate."""
     shard = new_shard(new_table())
     gradients = [[1.0, 0.0], [10.0, 0.0], [100.0, 0.0], [1000.0, 0.0]]
     outcome = shard.push(new_push([7, 3, 7, -2], gradients), live)
@@ -66,7 +66,7 @@ def test_the_order_of_a_push_decides_how_its_sums_round() -> None:
 
 
 def test_a_row_that_was_made_anew_does_not_get_what_was_meant_for_the_old_one() -> None:
-    """Also when another pusher has made it again meanwhile."""
+    """The same holds if another worker has made the row again meanwhile."""
     table = new_table(max_rows=2, eviction=Eviction(oldest_when_full=True))
     shard = new_shard(table)
     shard.push(new_push([1], ones(1), sequence=1, at_unix_s=1.0), live)
@@ -84,7 +84,7 @@ def test_a_row_that_was_made_anew_does_not_get_what_was_meant_for_the_old_one() 
 
 
 def test_idle_rows_are_taken_out_by_the_clock_of_the_pushes() -> None:
-    """At the latest an eighth of the time too late; a clock that is set back takes out nothing."""
+    """Eviction is late by an eighth of the time at most; a clock set back evicts nothing."""
     shard = new_shard(new_table(eviction=Eviction(max_idle_s=80.0)))
     shard.push(new_push([1, 2], ones(2), sequence=1, at_unix_s=1000.0), live)
     births, _ = look_up(shard, [1])
@@ -98,7 +98,7 @@ def test_idle_rows_are_taken_out_by_the_clock_of_the_pushes() -> None:
 
 
 def test_a_clock_that_jumps_makes_no_row_idle_that_is_in_use() -> None:
-    """One push moves the time by half of what makes a row idle, whatever it says."""
+    """The push advances the time by at most half of the idle time, whatever its clock."""
     shard = new_shard(new_table(eviction=Eviction(max_idle_s=80.0)))
     shard.push(new_push([1, 2], ones(2), sequence=1, at_unix_s=1000.0), live)
     shard.push(new_push([3], ones(1), sequence=2, at_unix_s=1e9), live)
@@ -107,8 +107,8 @@ def test_a_clock_that_jumps_makes_no_row_idle_that_is_in_use() -> None:
 
 
 def test_time_goes_on_from_the_newest_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As fast as the monotonic clock: neither a machine whose clock is set, nor a copy that comes
-    to lead with another clock, makes rows older than they are."""
+    """Time advances with the monotonic clock. Neither a clock that is set, nor a copy that leads
+    with another clock, makes rows older than they are."""
     wall_s, steady_s = 5000.0, 70.0
     monkeypatch.setattr("time.time", lambda: wall_s)
     monkeypatch.setattr("time.monotonic", lambda: steady_s)
@@ -126,7 +126,7 @@ def test_time_goes_on_from_the_newest_push(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_full_shard_without_eviction_makes_no_rows() -> None:
-    """Those that it has are trained on; the others are told that there is no room."""
+    """Existing rows are trained on; for others the fate says that there is no room."""
     table = new_table(max_rows=2, eviction=Eviction(oldest_when_full=False))
     shard = new_shard(table)
     assert shard.push(new_push([5, 1, 3], ones(3)), live).fates == bytes([FULL, MADE, MADE])
@@ -136,7 +136,7 @@ def test_a_full_shard_without_eviction_makes_no_rows() -> None:
 
 
 def test_memory_is_bounded_by_bytes() -> None:
-    """However many ids are pushed: the oldest rows make room."""
+    """The oldest rows are evicted, for any number of ids."""
     table = new_table(dim=16, max_shard_bytes=100_000, eviction=Eviction(oldest_when_full=True))
     shard = new_shard(table)
     for step in range(1, 30):
@@ -147,7 +147,7 @@ def test_memory_is_bounded_by_bytes() -> None:
 
 
 def test_an_id_is_admitted_at_its_nth_push() -> None:
-    """Until then its gradients are dropped and said to be."""
+    """Earlier gradients are dropped, and the fates say so."""
     shard = new_shard(new_table(admission=Admission(kind="count", min_pushes=3)))
     fates = [
         shard.push(new_push([8], ones(1), sequence=step), live).fates[0] for step in range(1, 4)
@@ -157,7 +157,7 @@ def test_an_id_is_admitted_at_its_nth_push() -> None:
 
 
 def test_what_is_pushed_once_in_a_long_while_is_not_admitted() -> None:
-    """However many ids come: the counts age, so that few are let in for what others were pushed."""
+    """Counts age, so that among many ids few are admitted because of pushes of other ids."""
     shard = new_shard(new_table(dim=1, admission=Admission(kind="count", min_pushes=4)))
     for step in range(1, 9):
         ids = np.arange(step * 30_000, step * 30_000 + 30_000)
@@ -167,7 +167,7 @@ def test_what_is_pushed_once_in_a_long_while_is_not_admitted() -> None:
 
 
 def test_ids_are_admitted_with_the_probability_asked_for() -> None:
-    """At each push anew: of those that were not, the same share gets in at the next."""
+    """Ids are drawn again at each push: the same share of the rest is admitted at the next."""
     table = new_table(admission=Admission(kind="probability", probability=0.25))
     shard = new_shard(table)
     ids = np.arange(8000)
@@ -178,7 +178,7 @@ def test_ids_are_admitted_with_the_probability_asked_for() -> None:
 
 
 def test_a_retry_is_told_what_became_of_each_row_at_first() -> None:
-    """By the primary, and by a copy that has become primary."""
+    """The primary repeats the fates, and so does a copy that has become primary."""
     shard = new_shard(new_table(admission=Admission(kind="count", min_pushes=2)))
     first = shard.push(new_push([1, 2], ones(2)), live)
     shard.push(new_push([1, 2], ones(2), sequence=2), live)
@@ -192,7 +192,7 @@ def test_a_retry_is_told_what_became_of_each_row_at_first() -> None:
 
 
 def test_what_is_older_than_the_memory_of_pushes_is_refused() -> None:
-    """It cannot be told whether it was applied."""
+    """The shard cannot know if the push was applied."""
     shard = new_shard(new_table())
     for step in range(1, MAX_OUTCOMES + 2):
         births, _ = look_up(shard, [1])
@@ -202,7 +202,7 @@ def test_what_is_older_than_the_memory_of_pushes_is_refused() -> None:
 
 
 def test_staleness_is_told_and_counted() -> None:
-    """Updates of the shard that the rows' lookup did not know of."""
+    """Staleness counts the shard's updates since the rows were looked up."""
     shard = new_shard(new_table())
     for step in range(1, 4):
         shard.push(new_push([step], ones(1), sequence=step), live)
@@ -216,7 +216,7 @@ def test_staleness_is_told_and_counted() -> None:
 
 
 def test_what_is_no_push_of_this_shard_changes_nothing() -> None:
-    """Wrong epoch, lengths, shard, base, NaN, and a row with two births."""
+    """Pushes with a wrong epoch, length, shard or base, with NaN, or with two births of a row."""
     table = new_table(num_shards=2)
     shard = new_shard(table)
     here, there = (int(np.flatnonzero(shards_of(np.arange(50), 2) == i)[0]) for i in (0, 1))
@@ -253,7 +253,7 @@ def test_every_dtype_is_kept_as_it_is(dtype: str) -> None:
 
 
 def test_records_must_come_in_order_and_images_whole() -> None:
-    """A copy refuses what it cannot be sure of."""
+    """A copy refuses records and images that may be incomplete."""
     shard = new_shard(new_table())
     records: list[UpdateRecord] = []
     image = loaded(shard, records.append)

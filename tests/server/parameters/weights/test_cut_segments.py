@@ -1,4 +1,4 @@
-"""Segments that a server makes of its shards: how large they are, and where there is no room."""
+"""Segments that a server makes of its shards: their sizes, and what happens without memory."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor

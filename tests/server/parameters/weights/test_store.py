@@ -1,4 +1,4 @@
-"""Which segments a server holds: those that a version names, and for a while those that one may."""
+"""Segments that a server holds: those named by a version, and for a while those not named yet."""
 
 import pytest
 

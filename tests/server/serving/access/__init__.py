@@ -1,1 +1,1 @@
-"""One cluster with TLS for all tests of this package."""
+"""Tests of access, which share one cluster with TLS."""

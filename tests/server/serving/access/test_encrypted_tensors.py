@@ -1,4 +1,4 @@
-"""Tensors travel within TLS to other machines, and only to who has a certificate for their job."""
+"""Tensors travel to other machines over TLS, and only to holders of a certificate for their job."""
 
 import asyncio
 import socket
@@ -39,7 +39,7 @@ def buffer(value: float) -> dict[str, memoryview]:
 def test_pushes_and_pulls_by_each_way(
     world: TlsWorld, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same bits; by a socket to another machine they are encrypted."""
+    """The values are the same; on a socket to another machine they are encrypted."""
     reached: list[socket.socket] = []
 
     def noted(connected: socket.socket) -> socket.socket:
@@ -69,7 +69,7 @@ def test_pushes_and_pulls_by_each_way(
 def test_no_tensor_of_another_job_is_read(
     world: TlsWorld, member: ScriptedMember, transport: str
 ) -> None:
-    """Whoever has the token of a member still needs a certificate for its job."""
+    """The token of a member is not enough without a certificate for its job."""
     other = world.issued(Caller(CertificateRole.WORKER, "reads-others", "other"))
     with identity.using(other):
         client = ParameterClient(
@@ -84,12 +84,12 @@ def test_a_plain_connection_to_the_port_is_not_taken(world: TlsWorld) -> None:
     with socket.create_connection(("127.0.0.1", port), 5.0) as plain:
         plain.sendall(bulk.message(FrameKind.HELLO, b"k" * bulk.KEY_BYTES))
         plain.settimeout(10.0)
-        # An alert of TLS at most, and no frame.
+        # at most an alert of TLS, and no frame
         assert len(_rest_of(plain)) < bulk.HEADER_BYTES
 
 
 def _rest_of(connected: socket.socket) -> bytes:
-    """What the server says until it hangs up."""
+    """Return everything that the server sends until it hangs up."""
     received = b""
     try:
         while data := connected.recv(4096):
@@ -100,7 +100,7 @@ def _rest_of(connected: socket.socket) -> bytes:
 
 
 def _bulk_port(world: TlsWorld) -> int:
-    """The port beside that of gRPC on which the parameter server listens."""
+    """Return the port, other than gRPC's, on which the parameter server listens."""
     pid = world.cluster.processes["ps-0"].pid
     inodes = {
         str(each.readlink())[8:-1]
@@ -119,7 +119,7 @@ def _bulk_port(world: TlsWorld) -> int:
 
 
 async def test_frames_arrive_whole_in_both_directions_at_once(tmp_path: Path) -> None:
-    """More than sockets hold, so that each side has to wait for the other."""
+    """Frames are larger than socket buffers, so that each side has to wait for the other."""
     folder = CertificateFolder(tmp_path / "certs")
     folder.init()
     calling = TlsIdentity(in_folder(folder.path, CertificateRole.SERVER)).material.client

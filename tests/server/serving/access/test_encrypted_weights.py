@@ -1,4 +1,4 @@
-"""Published weights travel within TLS to other machines, and each series only to its readers."""
+"""Published weights travel to other machines over TLS, and each series only to its readers."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ LIMIT_S = 30.0
 
 
 def published(world: TlsWorld, series: str, *, may_be_local: bool = True) -> bytes:
-    """Publish a version, and give its bytes."""
+    """Publish a version, and return its bytes."""
     data = os.urandom(NUM_BYTES)
     publisher = pb.Publisher(incarnation=str(uuid.uuid4()))
     layout = pb.Layout(
@@ -57,7 +57,7 @@ def sealed(data: bytes) -> Segment:
 def test_a_reader_gets_its_series(
     world: TlsWorld, may_be_local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a socket to another machine the bytes are encrypted, in both directions."""
+    """The bytes on a socket to another machine are encrypted, in both directions."""
     reached: list[socket.socket] = []
 
     def noted(connected: socket.socket, name: str) -> socket.socket:
@@ -90,7 +90,7 @@ def test_a_reader_of_another_series_gets_nothing(world: TlsWorld) -> None:
         for series in ("svc/secret", "svc/open"):
             with closing(WeightStores(series)) as stores, pytest.raises(Exception) as refused:
                 stores.fetch(servers, StagedSegment(digest), LIMIT_S)
-            # It may ask for its own series, where there is no such segment.
+            # The reader may ask for its own series, which has no such segment.
             assert isinstance(refused.value, AccessDenied) == (series == "svc/secret")
         with (
             closing(SeriesReader([world.cluster.coordinator], "svc/secret", "r")) as reader,
@@ -121,7 +121,7 @@ def relaying(world: TlsWorld, series: str, name: str) -> SeriesReader:
 def test_a_relay_serves_readers_of_its_series_alone(
     world: TlsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within TLS, in both directions."""
+    """The relay's connections use TLS, in both directions."""
     series = "svc/relayed"
     data = published(world, series)
     digest = sealed(data).digest

@@ -1,4 +1,4 @@
-"""Whose process has made a connection, as the kernel says."""
+"""Owners of the processes at the other end of local connections, as the kernel reports them."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from shoal_server.serving.access.local_users import user_of_peer
 
 @contextmanager
 def connection(host: str = "127.0.0.1") -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Both ends: of the caller, and of who took the connection."""
+    """Open a connection, and return both ends: the caller's and the acceptor's."""
     with (
         socket.create_server(
             (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -26,7 +26,7 @@ def connection(host: str = "127.0.0.1") -> Iterator[tuple[socket.socket, socket.
 
 @pytest.fixture(params=["sock_diag", "/proc"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Kernels without sock_diag are asked for the table."""
+    """Ways to ask the kernel: the table in /proc serves kernels without sock_diag."""
     if request.param == "/proc":
 
         def none(*ends: object) -> int:
@@ -57,8 +57,8 @@ def test_another_kind_of_socket_is_nobodys(way: str) -> None:
 
 
 def test_a_user_without_an_id_here_is_nobody(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container with users of its own all others are shown as one, which some process of the
-    container may be as well."""
+    """A container with users of its own shows all others as one user id, which a process of the
+    container may have too."""
     monkeypatch.setattr(local_users, "_unmapped", os.geteuid)
     with connection() as (_, taken):
         assert user_of_peer(taken) is None

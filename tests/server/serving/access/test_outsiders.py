@@ -1,9 +1,8 @@
-"""Whoever is not meant to make a call is refused it, by name, and it changes nothing.
+"""Callers that may not make a call are refused by name, and change nothing.
 
-Each call of each service is made over the wire: without a certificate, with one of another
-authority, with one that has expired, in each role that it is not for, and by a worker of another
-job. The requests are those of a member that trains, with its incarnation: nothing but the
-certificate stands in the way.
+Each call of each service is made over gRPC: without a certificate, with one of another authority,
+with one that has expired, in each role that may not make it, and by a worker of another job. The
+requests are those of a training member, with its incarnation: only the certificate is wrong.
 """
 
 import time
@@ -80,7 +79,7 @@ def is_on_a_server(method: str) -> bool:
 
 
 def filled(kind: Descriptor, token: Token, depth: int = 3) -> Message:
-    """A request of the member with that token, about its job."""
+    """Return a request about the job of the member with that token."""
     message: Any = message_factory.GetMessageClass(kind)()
     for field in kind.fields:
         if field.message_type is None:
@@ -98,7 +97,7 @@ def filled(kind: Descriptor, token: Token, depth: int = 3) -> Message:
 
 
 class Caught:
-    """One who calls, with a channel to the coordinator and one to the parameter server."""
+    """Caller with a channel to the coordinator and one to the parameter server."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class Caught:
             )
 
     def call(self, method: str, token: Token, within_s: float = WITHIN_S) -> grpc.RpcError | None:
-        """What the call ended with; None for an answer."""
+        """Return the error that ended the call; None for an answer."""
         found = METHODS[method]
         channel = self._channels[SERVER_NAME if is_on_a_server(method) else COORDINATOR_NAME]
         kind = "stream" if found.client_streaming else "unary"
@@ -153,14 +152,14 @@ def _serialized(message: Message) -> bytes:
 
 
 def state(world: TlsWorld) -> dict[bytes, bytes]:
-    """All that etcd holds of the cluster and job j; jobs of other tests come to their ends."""
+    """Return all keys in etcd of the cluster and job j; jobs of other tests may change."""
     with grpc.insecure_channel(world.cluster.etcd) as channel:
         found = KVStub(channel).Range(etcd_pb2.RangeRequest(key=b"\0", range_end=b"\0"))
         return {item.key: item.value for item in found.kvs if b"/by-" not in item.key}
 
 
 def standing(world: TlsWorld) -> str:
-    """What the coordinator says of the job."""
+    """Return the coordinator's answer about the job."""
     with identity.using(world.files(CertificateRole.OPERATOR)):
         coordinators = Coordinators([world.cluster.coordinator])
         try:
@@ -177,7 +176,7 @@ def test_the_table_has_every_call() -> None:
 
 
 def test_the_documented_table_is_the_one_in_the_code() -> None:
-    """docs/security.md shows it as `as_markdown` writes it."""
+    """docs/security.md shows the table as `as_markdown` writes it."""
     assert as_markdown() in (ROOT / "docs" / "security.md").read_text()
 
 
@@ -223,8 +222,8 @@ def test_each_call_is_refused_to_a_worker_of_another_job(
 def test_a_reader_reads_its_series_and_nothing_else(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
-    """Each call that its role may make is refused for another series. A segment is put over a bulk
-    connection, where no table of calls stands in between."""
+    """The calls that the role may make are refused for another series. Segments are put over a bulk
+    connection, to which the table of calls does not apply."""
     before, reader = state(world), Caller(CertificateRole.READER, "engine", series="j/policy")
     other = Token(job="other")
     with closing(Caught(world, credentials(world.issued(reader)))) as caller:
@@ -244,7 +243,7 @@ def test_a_reader_reads_its_series_and_nothing_else(
 
 
 def test_a_worker_drains_nobody_but_itself(world: TlsWorld, member: ScriptedMember) -> None:
-    """Of another it knows the public id, and not the incarnation."""
+    """The worker knows another member's public id, but not its incarnation."""
     standing_before = standing(world)
     with closing(Caught(world, credentials(world.files(CertificateRole.WORKER)))) as caller:
         token = member.token()
@@ -269,7 +268,7 @@ def test_a_member_drops_the_shards_of_its_own_job_and_nobody_else(
 def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
-    """The one here has stated no launcher: no worker's word counts, whatever it knows of it."""
+    """The member named no launcher: no worker's report on it counts."""
     standing_before, script = standing(world), member.script
     report = membership_pb2.ReportExitRequest(
         job="j", member_id="a", pid=script.pid, host=HOST, exit_code=-9, launch_secret="guess"
@@ -285,9 +284,9 @@ def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
 def test_what_members_print_is_for_operators_and_viewers(
     world: TlsWorld, member: ScriptedMember, role: CertificateRole
 ) -> None:
-    """By the certificate with which they come over HTTP. Here nobody has started the member."""
+    """The certificate used over HTTP decides. The member here was not started by a launcher."""
     refusal = UnknownMember if role in READS_OUTPUT else AccessDenied
-    # The identity is the process's: the member must not connect anew with this one.
+    # The identity belongs to the process: the member must not reconnect with this one.
     with identity.using(world.files(role)):
         client = StatusClient(world.cluster.http_url)
     with client, pytest.raises(refusal):
@@ -322,9 +321,9 @@ def test_nobody_gets_in_without_a_certificate_that_counts(
 
 
 def test_a_session_ticket_is_no_certificate(world: TlsWorld, member: ScriptedMember) -> None:
-    """gRPC gives out tickets that outlive the certificate, and looks at that no more."""
+    """gRPC issues tickets that outlive the certificate, which it does not check again."""
     before, token, standing_before = state(world), member.token(), standing(world)
-    # With a cache, gRPC's client goes on with the session of an earlier connection to that name.
+    # With a cache, gRPC's client resumes the session of an earlier connection to that name.
     cache = (("grpc.ssl_session_cache", ssl_session_cache_lru(16)),)
     using = credentials(world.files(CertificateRole.OPERATOR))
     asked = ("/shoal.v1.Membership/GetCluster", "/shoal.v1.Parameters/Describe")
@@ -349,8 +348,8 @@ def expired(world: TlsWorld) -> TlsFiles:
 def test_a_refused_certificate_is_told_from_an_absent_server(
     world: TlsWorld, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name and at once: a call is not made again and again until its time is over."""
-    # This process may have called another cluster without TLS, where this one listens now.
+    """The error comes at once and by name: the call is not repeated until its timeout."""
+    # This process may have called a cluster without TLS at the address of this one.
     monkeypatch.setattr(tls_refusals, "_answered", set())
     cluster = world.cluster
     address = cluster.coordinator if name == COORDINATOR_NAME else cluster.parameter_servers[0]
@@ -376,7 +375,7 @@ def test_a_refused_certificate_is_told_from_an_absent_server(
 
 
 def test_a_worker_cannot_pose_as_a_coordinator(world: TlsWorld) -> None:
-    """Nor a parameter server: its certificate has not the name that callers ask for."""
+    """A parameter server cannot either: its certificate lacks the name that callers ask for."""
     with identity.using(world.files(CertificateRole.WORKER)):
         refused = why_refused(world.cluster.parameter_servers[0], COORDINATOR_NAME)
     assert refused is not None and "not accepted here" in refused.seen
@@ -388,7 +387,7 @@ def test_a_worker_cannot_pose_as_a_coordinator(world: TlsWorld) -> None:
 def test_each_call_is_let_through_to_the_roles_that_it_is_for(
     world: TlsWorld, role: CertificateRole
 ) -> None:
-    """What it is then refused for is something else: there is no such job."""
+    """The refusal has another reason: there is no such job."""
     token = Token(job="nobody-trains-this", member_id="x", incarnation="1")
     with closing(Caught(world, credentials(world.files(role)))) as caller:
         for method, roles in MAY_CALL.items():

@@ -1,4 +1,4 @@
-"""A certificate that was renewed is shown at the next connection, without a restart."""
+"""Renewed certificates are used for the next connection, without a restart."""
 
 import socket
 import ssl
@@ -19,7 +19,7 @@ WITHIN_S = 30.0
 
 
 def serial(world: TlsWorld, address: str, name: str) -> int:
-    """Of the certificate that is shown there now, checked against the authority."""
+    """Return the serial number of the certificate at that address, checked with the authority."""
     files = world.files(CertificateRole.OPERATOR)
     context = ssl.create_default_context(cafile=str(files.ca))
     context.load_cert_chain(files.cert, files.key)
@@ -34,7 +34,7 @@ def serial(world: TlsWorld, address: str, name: str) -> int:
 
 
 def test_each_port_shows_the_renewed_certificate(world: TlsWorld, member: ScriptedMember) -> None:
-    """gRPC and HTTP; who is connected stays so."""
+    """The ports are of gRPC and HTTP; existing connections stay."""
     cluster = world.cluster
     ports = {
         cluster.coordinator: COORDINATOR_NAME,
@@ -47,7 +47,7 @@ def test_each_port_shows_the_renewed_certificate(world: TlsWorld, member: Script
     give_up_s = time.monotonic() + WITHIN_S
     stale = dict(ports)
     while stale and time.monotonic() < give_up_s:
-        # Each look at the files is a new connection's; they are at least a second apart.
+        # Each new connection may read the files again, at most once a second.
         stale = {a: n for a, n in stale.items() if serial(world, a, n) == before[a]}
     assert stale == {}
     assert member.generation == generation and member.failure is None
@@ -56,13 +56,13 @@ def test_each_port_shows_the_renewed_certificate(world: TlsWorld, member: Script
 def test_a_command_that_goes_on_takes_the_renewed_certificate(
     world: TlsWorld, member: ScriptedMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `shoal top` does for days."""
+    """`shoal top` runs for days, for instance."""
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
     operator = world.files(CertificateRole.OPERATOR)
     with identity.using(operator), StatusClient(world.cluster.http_url) as status:
         assert "j" in [job["job"] for job in status.jobs()]
         CertificateFolder(world.certificates).renew()
-        # What it has held of before would not be shown any more.
+        # The earlier certificate is not used any more.
         before = status._context
         assert "j" in [job["job"] for job in status.jobs()]
         assert status._context is not before

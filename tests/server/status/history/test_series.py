@@ -1,4 +1,4 @@
-"""A job's figures over time: bounded, and the same after a change of leaders."""
+"""Series of a job's figures: bounded, and the same after a change of leaders."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_a_reading_is_kept_by_the_second_at_first() -> None:
 
 
 def test_a_job_of_a_day_takes_no_more_room_than_one_of_minutes() -> None:
-    """Means stay means, and nothing of the whole time is missing."""
+    """Means stay means, and the whole time is covered."""
     view = filled(86_400 // 8).view()
     assert len(view.unix_s) <= MAX_POINTS
     assert view.interval_s * len(view.unix_s) >= 86_400 // 8
@@ -69,7 +69,7 @@ def test_of_a_thousand_members_the_first_ranks_have_lines_of_their_own() -> None
 
 
 def test_another_leader_goes_on_from_what_was_kept() -> None:
-    """Through JSON, as it lies in etcd; what it has heard since comes behind."""
+    """The series is restored from JSON, as stored in etcd; newer readings come after it."""
     kept = VIEW.dump_json(filled(500).view())
     series = Series()
     series.add(reading(600), 1_000_600.0)

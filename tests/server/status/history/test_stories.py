@@ -1,4 +1,4 @@
-"""The line that tells a change of generations, from what coordinator and members know."""
+"""The line that describes a change of generations, from reports of coordinator and members."""
 
 from shoal_server.core.generations.roster import Generation, Step
 from shoal_server.core.membership.changes import ChangeSummary, Departure
@@ -43,7 +43,7 @@ def test_the_story_is_told_once_a_member_has_said_how_long_it_paused() -> None:
 
 
 def test_the_longest_pause_and_the_most_steps_count() -> None:
-    """Whatever is said after the line was told is kept with the change."""
+    """Later reports are kept with the change, though the line was logged."""
     stories = ChangeReports()
     stories.runs(story(), 100.0)
     stories.paused(pause())
@@ -77,13 +77,13 @@ def test_a_story_that_another_follows_is_told_before_it() -> None:
 
 
 def test_who_goes_at_its_own_pace_pauses_for_nobody() -> None:
-    """There is nothing to wait for: the line is told at once, without a pause."""
+    """The line is logged at once, without a pause: nothing waits."""
     (change,) = ChangeReports().runs(story(synchronous=False, down_s=0.0), 100.0)
     assert change.line == "generation 4: lost vm-2 (SIGKILL); 3 go on"
 
 
 def test_pauses_beyond_the_time_that_no_generation_ran_are_counted() -> None:
-    """The coordinator knows of the rest already."""
+    """The coordinator already knows of the rest."""
     stories = ChangeReports()
     stories.runs(story(down_s=0.05), 100.0)
     stories.paused(pause(paused_s=0.25))
