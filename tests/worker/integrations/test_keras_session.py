@@ -22,7 +22,8 @@ TOLERANCE = 1e-5  # fp32: members' sums are taken in another order
 
 
 def check(ended: dict[str, Any], optimizer: str) -> None:
-    """The Keras model has weights behind `fit`, and they are those of one process."""
+    """Check that the Keras model has weights after `fit`, and that they are those of one
+    process."""
     weights, loss = bodies.alone(optimizer)
     assert distance(ended["weights"], weights) <= TOLERANCE
     assert ended["loss"] == pytest.approx(loss, abs=TOLERANCE)
@@ -44,8 +45,8 @@ def distance(ours: list[list[float]], theirs: list[list[float]]) -> float:
 def test_fit_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
-    """One of two is killed in the midst of step 6; a third, who stood by, goes on in its place:
-    with that step, or with the first one that is in no copy. Keras counts each step once."""
+    """One of two members is killed in the midst of step 6, and a standby replaces it: from that
+    step on, or from the first step that is in no copy. Keras counts each step once."""
     run = Fit(
         coordinator=cluster.coordinator,
         job=f"keras-{strategy}",
@@ -90,7 +91,7 @@ def test_fit_of_one_member_is_keras_own(
     kind, ended = events[-1]
     assert kind == "finished"
     assert ended["steps"] == ended["step"] == ended["iterations"] == STEPS
-    # Where members hold the weights, the model takes no memory for them until the end.
+    # If members hold the weights themselves, the model takes no memory for them until the end.
     assert ended["shown"] == [strategy in IN_PLACE] * (STEPS - 1) + [True]
     check(ended, optimizer)
 
@@ -101,7 +102,7 @@ def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "nadam", "adagrad", "scheduled"])
 def test_steps_are_those_of_the_optimizer_and_its_state_goes_on_elsewhere(name: str) -> None:
-    """Half of the steps by one, the others by another member that was handed the state."""
+    """One member takes half of the steps, and another, which gets its state, takes the others."""
     model = bodies.new_model()
     plain, ours = bodies.new_optimizer(name), parameters_of(model)
     steps = KerasSteps(bodies.new_optimizer(name), ours)
