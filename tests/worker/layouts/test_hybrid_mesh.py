@@ -1,4 +1,5 @@
-"""Every world size gets a mesh that uses all its ranks; what the user fixed is kept to."""
+"""Meshes: every world size gets one that uses all its ranks and respects the sizes fixed by the
+user."""
 
 import pytest
 from support.models import tensor_models as models
@@ -45,7 +46,7 @@ def test_every_world_size_has_a_mesh_that_suits_the_model(world_size):
         (8, {"data": 1}, (4, 1, 2)),
         (6, {"tensor": 6}, (1, 1, 6)),
         (8, {"pipeline": 2, "data": 2, "tensor": 2}, (2, 2, 2)),
-        # 4 GiB of state: as many copies as can be held.
+        # 4 GiB of state: as many copies as fit in memory.
         (8, {"max_rank_bytes": 4 * GIB}, (1, 8, 1)),
         (8, {"max_rank_bytes": 2 * GIB}, (2, 4, 1)),
         (8, {"max_rank_bytes": GIB}, (2, 2, 2)),

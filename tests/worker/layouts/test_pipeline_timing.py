@@ -16,7 +16,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 class Slow(nn.Linear):
-    """Small, and busy all the same."""
+    """A small layer that takes long."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(100):
