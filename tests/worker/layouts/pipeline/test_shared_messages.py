@@ -44,8 +44,8 @@ def test_gradients_are_those_of_messages_over_the_group(schedule: str) -> None:
 def test_whoever_waits_for_a_message_is_told_at_once_of_a_lost_stage(
     tmp_path: Path, how: str
 ) -> None:
-    """The limit is far away. If the last stage itself fails by an error, the first stage gives
-    up."""
+    """The limit is far away. With `cut` no stage fails: the last one waits, the first cuts its
+    layout."""
     with Ranks() as ranks:
         body, path = bodies.passes_until_told, str(tmp_path / "store")
         stages = [ranks.start(body, path, rank, 3, how) for rank in range(3)]
