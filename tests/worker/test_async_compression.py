@@ -41,7 +41,7 @@ def shared() -> Iterator[ParameterServers]:
 
 
 class Alone:
-    """One process that steps on the decoded values of its own compressed gradients."""
+    """Process that steps on the decoded values of its own compressed gradients."""
 
     def __init__(self, model: nn.Module, compression: str, shard_map: ShardMap) -> None:
         self.model = model
@@ -92,7 +92,7 @@ def assert_equal(model: nn.Module, wanted: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_servers_step_on_what_the_gradients_stand_for(shared: ParameterServers, name: str) -> None:
-    """One part of the model is not always used: its residual waits."""
+    """The model has a part that is not always used: its residual waits."""
     model = new_model()
     alone = copy.deepcopy(model)
     strategy = start(shared, model, adam(model), strategy=AsyncSGD(compression=name), job=name)
@@ -144,7 +144,7 @@ def test_rounds_are_compressed_too(shared: ParameterServers) -> None:
 def test_it_is_read_by_a_worker_thread(
     shared: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This applies to small shards, too: the event loop serves all clients."""
+    """Small shards are decoded there, too: the event loop serves all clients."""
     threads: list[str] = []
     decode = DenseBody.decode
 

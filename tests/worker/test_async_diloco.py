@@ -58,7 +58,7 @@ def test_one_member_trains_as_diloco_alone(servers: ParameterServers) -> None:
 
 
 def test_samples_count_once_their_round_is_pushed(servers: ParameterServers) -> None:
-    """They do not count before. A member without samples ends its round at once."""
+    """Samples do not count before. A member without samples ends its round at once."""
     model = new_model()
     strategy = AsyncDiLoCo(every_steps=EVERY_STEPS)
     start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
@@ -124,7 +124,7 @@ def test_a_loss_that_rises_is_told_after_few_rounds(servers: ParameterServers) -
 
 
 def test_a_step_that_is_not_finite_stops_the_member(servers: ParameterServers) -> None:
-    """Its weights stay finite, and nothing of the step is ever pushed."""
+    """The member's weights stay finite, and nothing of the step is ever pushed."""
     model = new_model()
     strategy = AsyncDiLoCo(every_steps=EVERY_STEPS)
     start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)

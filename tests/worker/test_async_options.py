@@ -79,8 +79,8 @@ def test_schedules_travel_with_the_job(servers: ParameterServers) -> None:
 
 
 def test_a_schedule_goes_on_where_a_server_went(servers: ParameterServers) -> None:
-    """One server is killed. The other one has the rates and the optimizer's state of that moment:
-    no bit differs from training alone."""
+    """A server is killed. The other one has the rates and the optimizer's state of that moment: no
+    bit differs from training alone."""
     model = new_model()
     alone = copy.deepcopy(model)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, lr_decay=0.1)
@@ -215,7 +215,7 @@ def test_a_stale_step_is_compensated(servers: ParameterServers, adaptive: bool) 
 
 
 def test_alone_nothing_is_stale(servers: ParameterServers) -> None:
-    """One member with delay compensation trains as torch alone, to the last bit. The model has a
+    """A lone member with delay compensation trains as torch alone, to the last bit. The model has a
     parameter that is not contiguous, and one without a gradient."""
     model = new_model()
     model.conv.weight.data = model.conv.weight.data.to(memory_format=torch.channels_last)
@@ -285,7 +285,7 @@ def test_what_is_computed_anew_leaves_no_trace_in_what_is_the_members_own(
 
 
 def test_only_what_was_refused_is_pushed_again(servers: ParameterServers) -> None:
-    """If one shard was too far ahead and another was not, each gets the step once."""
+    """Shards each get the step once, even if one shard was too far ahead and another was not."""
     (slow, model), (fast, other) = two(
         servers, lambda: AsyncSGD(staleness="reject", reject_above=0)
     )
@@ -308,8 +308,7 @@ def test_only_what_was_refused_is_pushed_again(servers: ParameterServers) -> Non
 
 
 def test_a_member_that_is_always_too_late_gives_up(servers: ParameterServers) -> None:
-    """After `MAX_REDONE` attempts the error says what could be changed, and the session ends with
-    it."""
+    """The error after `MAX_REDONE` attempts says what could be changed, and ends the session."""
     (slow, model), (fast, other) = two(
         servers, lambda: AsyncSGD(staleness="reject", reject_above=0)
     )
@@ -341,7 +340,8 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, objec
 
 
 def test_members_must_have_the_same_policy_and_schedule() -> None:
-    """Both are fields of a member's proposal, so a member that differs is refused."""
+    """Policy and schedule are fields of a member's proposal, so a member that differs is
+    refused."""
     found = []
     for number in (1, 2):
         model = new_model()

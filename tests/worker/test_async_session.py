@@ -49,7 +49,7 @@ def test_members_share_out_each_sample_once_an_epoch(cluster: LocalCluster, stra
 
 
 def test_what_a_killed_member_held_is_trained_on_by_the_other(cluster: LocalCluster) -> None:
-    """At most one batch counts twice: the one whose completion was being reported."""
+    """A single batch may count twice: the one whose completion was being reported."""
     with Ranks() as ranks:
         survivor = start(ranks, cluster, "async-kill", "a")
         killed = start(ranks, cluster, "async-kill", "b", fault="kill in forward")

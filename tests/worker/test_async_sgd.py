@@ -151,7 +151,7 @@ def test_another_member_creates_when_rank_0_does_not(servers: ParameterServers) 
 
 
 def test_members_train_side_by_side(servers: ParameterServers) -> None:
-    """Every push of every member counts once, and staleness is measured."""
+    """Pushes of all members count once each, and staleness is measured."""
     models = [new_model(i) for i in range(3)]
     strategies = [
         start(servers, model, torch.optim.SGD(model.parameters(), lr=0.05), rank=rank)

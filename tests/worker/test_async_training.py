@@ -67,8 +67,8 @@ def test_the_readmes_settings_train_by_default(servers: ParameterServers, num_me
 
 
 def test_a_loss_that_does_not_fall_is_told(servers: ParameterServers) -> None:
-    """Nothing is done about staleness here: the log has a line that says what to do, and the page
-    shows it."""
+    """Staleness is not handled here: the log has a line that says what to do, and the page shows
+    it."""
     with capture_logs() as logs:
         right, warning = in_turns(servers, 3, staleness="none")
     assert right < 0.5
@@ -80,7 +80,7 @@ def test_a_loss_that_does_not_fall_is_told(servers: ParameterServers) -> None:
 
 
 def test_what_is_done_about_staleness_is_told(servers: ParameterServers) -> None:
-    """Each member logs it once, as it distributes its model."""
+    """Members log it once each, as they distribute their models."""
     model = nn.Linear(2, 2)
     with capture_logs() as logs:
         AsyncSGD().distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))

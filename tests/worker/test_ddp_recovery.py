@@ -102,7 +102,7 @@ def test_survivors_of_a_kill_go_on_in_their_processes_and_end_as_one_process_wou
 
 @pytest.mark.long
 def test_a_stopped_member_is_left_behind_and_fenced_when_it_wakes(cluster: LocalCluster) -> None:
-    """With SIGSTOP no connection breaks; the lease runs out."""
+    """SIGSTOP breaks no connection; the lease runs out."""
     with Ranks() as ranks:
         run = run_of(cluster, "stopped")
         crew = [
@@ -152,7 +152,7 @@ def test_a_member_whose_own_fault_it_is_leaves_with_it_and_the_others_go_on(
 
 
 def test_sigterm_drains_a_member_and_breaks_nobodys_generation(cluster: LocalCluster) -> None:
-    """It ends with 143, at a step from which on the others train without it; no step is
+    """The member ends with 143, at a step from which on the others train without it; no step is
     repeated."""
     epochs = 60
     with Ranks() as ranks:
@@ -174,7 +174,7 @@ def test_sigterm_drains_a_member_and_breaks_nobodys_generation(cluster: LocalClu
 
 
 def test_sigterm_to_the_only_member_ends_it_at_its_next_step(cluster: LocalCluster) -> None:
-    """There is no other member to hand over to: the state is gone, and no member begins anew."""
+    """The state is gone, as no other member can take it over, and no member begins anew."""
     with Ranks() as ranks:
         run = run_of(cluster, "drain-alone", desired_members=1, epochs=1000)
         alone = start(ranks, run, "a")[0]
@@ -185,7 +185,7 @@ def test_sigterm_to_the_only_member_ends_it_at_its_next_step(cluster: LocalClust
 
 
 def test_members_without_a_sample_in_a_step_do_not_change_it(cluster: LocalCluster) -> None:
-    """There are batches of two samples for three members."""
+    """Batches of two samples are divided among three members."""
     with Ranks() as ranks:
         crew = start(ranks, run_of(cluster, "tiny-batches", batch_size=2), "abc")
         finished = [rank.expect("finished") for rank in crew]

@@ -36,7 +36,7 @@ def session(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[S
 
 
 def test_a_parameter_without_gradient_is_named_instead_of_trained_apart(session: Session) -> None:
-    """Its bucket was not averaged; a step would let the members drift apart."""
+    """The parameter's bucket was not averaged; a step would let the members drift apart."""
     model = HalfUsed()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     replica, _ = session.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -70,7 +70,7 @@ def test_a_model_may_leave_parameters_out_if_it_says_so(session: Session) -> Non
 
 
 def test_a_step_that_fails_leaves_no_trace_in_running_statistics(session: Session) -> None:
-    """They change in the forward pass, and would count the batch twice when the step is taken
+    """Statistics change in the forward pass, and would count the batch twice when the step is taken
     again."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     replica, _ = session.distribute(model, torch.optim.SGD(model.parameters(), lr=0.001))
@@ -85,7 +85,7 @@ def test_a_step_that_fails_leaves_no_trace_in_running_statistics(session: Sessio
 
 
 def test_evaluating_needs_no_other_member(session: Session) -> None:
-    """Outside of a step, and without gradients within one, the plain model answers."""
+    """The plain model answers outside of a step, and without gradients within one."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     replica, _ = session.distribute(model, torch.optim.SGD(model.parameters(), lr=0.001))
     batch = next(session.batches(DATA, global_batch_size=4))

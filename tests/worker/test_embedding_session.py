@@ -12,7 +12,7 @@ from shoal_client.local.cluster import LocalCluster
 
 @pytest.mark.long
 def test_a_factorisation_machine_learns_on_real_servers(cluster: LocalCluster) -> None:
-    """Its rows are on the server; the loss falls, and every id that was seen has a row."""
+    """Rows are on the server; the loss falls, and every id that was seen has a row."""
     with Ranks() as ranks:
         run = Training(coordinator=cluster.coordinator, job="clicks", member_id="a")
         member = ranks.start(embedding_bodies.train, run)

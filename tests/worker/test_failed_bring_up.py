@@ -27,8 +27,8 @@ def start(ranks: Ranks, run: Run, names: str) -> list[Rank]:
 def test_the_others_train_on_and_it_hears_its_own_error(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """It has three tries, reported under its own name. No other member is blamed, and no step is
-    rolled back."""
+    """The member has three tries, reported under its own name. No other member is blamed, and no
+    step is rolled back."""
     run = Run(coordinator=cluster.coordinator, job=f"clumsy-{strategy}", strategy=strategy)
     with Ranks() as ranks:
         a, b = start(ranks, run, "ab")

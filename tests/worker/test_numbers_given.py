@@ -24,7 +24,7 @@ from shoal_proto.numbers_given import as_index, as_number
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a public call, and a valid value for it."""
+    """An argument of a public call, and a valid value for it."""
 
     owner: str
     name: str

@@ -56,7 +56,7 @@ def begin(servers: ParameterServers, rank: int, strategy: AsyncSGD) -> tuple[Asy
 def test_in_bulk_all_members_compute_each_round_on_the_same_values(
     servers: ParameterServers,
 ) -> None:
-    """These values include every push of earlier rounds, and none of this round."""
+    """Values include every push of earlier rounds, and none of this round."""
     num_members, num_rounds = 3, 12
     members = [begin(servers, rank, BSP(staleness="none")) for rank in range(num_members)]
     seen: list[list[Tensor]] = [[] for _ in members]

@@ -64,7 +64,7 @@ SHAPED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("case", SHAPED)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
 def test_ranks_draw_what_one_process_draws(case: str, num_ranks: int) -> None:
-    """Each rank draws for its own samples; five ranks have uneven shares."""
+    """Ranks draw for their own samples; five ranks have uneven shares."""
     make, shape = SHAPED[case]
     module, value = keyed(make()), torch.randn(shape)
     expected = whole(module, value)
@@ -134,7 +134,7 @@ def test_elements_of_whole_channels_go_together() -> None:
 
 
 def test_an_input_without_samples_keeps_its_channels() -> None:
-    """For Dropout1d, two dimensions are channels and length."""
+    """Dropout1d takes two dimensions as channels and length."""
     kept = whole(keyed(nn.Dropout1d()), torch.ones(400, 5))
     assert torch.equal(kept, kept[:, :1].expand_as(kept))
     assert 0 < int((kept[:, 0] == 0).sum()) < 400
@@ -151,7 +151,7 @@ def test_the_rate_is_the_one_asked_for(p: float) -> None:
 
 
 def test_alpha_dropout_keeps_mean_and_variance() -> None:
-    """That is the purpose of alpha dropout."""
+    """Mean and variance are the purpose of alpha dropout."""
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(NUM_SAMPLES, 100_000, generator=generator)
     output = whole(keyed(nn.AlphaDropout(0.3)), value)
@@ -185,7 +185,7 @@ def test_masks_have_nothing_in_common() -> None:
 
 
 def test_bits_are_fair_in_every_column_and_over_runs() -> None:
-    """Over many steps each element is kept half of the time, and neighbours agree half of the
+    """Elements are kept half of the time, over many steps, and neighbours agree half of the
     time."""
     module = keyed(nn.Dropout())
     masks = torch.stack([mask_of(module, step=step, elements=100) for step in range(300)]) + 0.5
@@ -222,7 +222,7 @@ def test_gradients_are_right(kind: type[nn.Dropout], inplace: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_forward_pass_that_is_computed_again_draws_the_same(reentrant: bool) -> None:
-    """With activation checkpointing, gradients are those without it, in two segments, called
+    """Gradients with activation checkpointing are those without it, in two segments, called
     twice."""
     torch.manual_seed(0)
     shared = nn.Dropout()
@@ -249,7 +249,7 @@ def test_a_forward_pass_that_is_computed_again_draws_the_same(reentrant: bool) -
 
 
 def test_evaluation_and_what_is_outside_a_place_stay_as_they_were() -> None:
-    """Without a place, torch's own generator is used."""
+    """torch's own generator is used without a place."""
     module, value = keyed(nn.Dropout()), torch.randn(NUM_SAMPLES, 7)
     torch.manual_seed(4)
     drawn = module(value)
@@ -276,7 +276,7 @@ def test_a_copied_model_draws_the_same() -> None:
 
 
 def test_a_module_of_the_users_own_kind_is_left_alone_but_may_draw() -> None:
-    """Its forward pass must not be replaced."""
+    """The module's forward pass must not be replaced."""
 
     class Own(nn.Dropout):
         def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -356,7 +356,7 @@ def train(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
 
 
 def test_training_with_dropout_does_not_depend_on_the_number_of_ranks() -> None:
-    """One and three ranks end with the same weights; without keys they would be far apart."""
+    """Weights of one rank and of three ranks are the same; without keys they would be far apart."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
     targets = inputs.sum(1, keepdim=True)

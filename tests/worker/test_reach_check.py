@@ -36,8 +36,8 @@ def own_address() -> str:
 def test_a_member_with_a_wrong_address_is_excluded_and_the_others_train(
     cluster: LocalCluster, own_address: str
 ) -> None:
-    """Its error says which members could not reach it, and at which address; no other member's
-    training waits for it."""
+    """The member's error says which members could not reach it, and at which address; no other
+    member's training waits for it."""
     with Ranks() as ranks:
 
         def start(name: str, address: str) -> Rank:

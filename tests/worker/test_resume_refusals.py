@@ -64,7 +64,7 @@ def trained(
 def test_a_checkpoint_is_not_gone_on_from_with_another_order_of_samples(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """With other samples the checkpoint's step would skip some of them, and train others twice."""
+    """The checkpoint's step would skip some of the other samples, and train others twice."""
     trained(cluster, tmp_path, strategy, num_steps=6)
     assert max(complete(tmp_path)) == EVERY_STEPS
     inputs, targets = data()
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_tells_nothing_of_its_samples_is_gone_on_from(
 
 
 def test_what_a_checkpoint_tells_of_its_samples(cluster: LocalCluster, tmp_path: Path) -> None:
-    """These fields are beside the step, where a person can read them."""
+    """Fields of the samples are beside the step, where a person can read them."""
     trained(cluster, tmp_path, num_steps=5)
     entries: dict[str, Any] = {"shoal": {"state": ""}}
     dcp.load(entries, checkpoint_id=complete(tmp_path)[EVERY_STEPS], no_dist=True)
@@ -191,7 +191,7 @@ def test_a_checkpoint_is_not_gone_on_from_with_another_optimizer(
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_a_checkpoint_is_not_gone_on_from_with_other_groups(tmp_path: Path, strategy: str) -> None:
-    """All parameters would have the settings of the first group."""
+    """Parameters would all have the settings of the first group."""
     one_step(tmp_path, strategy, torch.optim.SGD, num_groups=2)
     with pytest.raises(InvalidSpec, match=r"2\.\w+ in group 1; expected 2\.\w+ in group 0"):
         one_step(tmp_path, strategy, torch.optim.SGD)

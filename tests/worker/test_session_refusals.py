@@ -75,7 +75,7 @@ def test_an_unreachable_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_wrong_use_of_a_session_is_refused_and_the_job_goes_on(cluster: LocalCluster) -> None:
-    """One member tries each wrong use, and then trains to the end."""
+    """A member tries each wrong use, and then trains to the end."""
     model, optimizer = rank_bodies.model_and_optimizer()
     with shoal.join("refusals", coordinator=cluster.coordinator) as session:
         with pytest.raises(UnknownStrategy, match="'ddp'"):
@@ -104,7 +104,7 @@ def test_wrong_use_of_a_session_is_refused_and_the_job_goes_on(cluster: LocalClu
 
 
 def test_a_plain_backward_is_told_from_session_backward(cluster: LocalCluster) -> None:
-    """It would weight uneven shares wrongly, so the step is refused."""
+    """A plain backward would weight uneven shares wrongly, so the step is refused."""
     model, optimizer = rank_bodies.model_and_optimizer()
     with (
         pytest.raises(InvalidSpec, match=r"session\.backward"),

@@ -1,5 +1,4 @@
-"""All members that hold a job's state are killed: real members, a real coordinator, real
-signals."""
+"""Kills of all members that hold a job's state: real members, a real coordinator, real signals."""
 
 import signal
 from dataclasses import replace
@@ -37,7 +36,7 @@ def kill_all(crew: list[Rank]) -> int:
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_all_that_come_after_hear_what_is_gone(cluster: LocalCluster, strategy: str) -> None:
-    """No member trains from step 0; the page and the metrics report the loss too."""
+    """Members do not train from step 0; the page and the metrics report the loss too."""
     run = Run(coordinator=cluster.coordinator, job=f"gone-{strategy}", strategy=strategy)
     with Ranks() as ranks:
         crew = start(ranks, run, "ab")
@@ -66,7 +65,7 @@ def test_all_that_come_after_hear_what_is_gone(cluster: LocalCluster, strategy: 
 def test_a_checkpoint_brings_the_job_back(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """No member takes an earlier step, and both steps are reported."""
+    """Members take no step before the checkpoint's, and both steps are reported."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"back-{strategy}",

@@ -99,7 +99,7 @@ def _as_double(state: State) -> State:
 
 
 def test_an_optimizer_with_foreign_parameters_is_refused() -> None:
-    """Nothing would keep those the same on all members."""
+    """Foreign parameters would not be kept the same on all members."""
     model = nn.Linear(2, 2)
     foreign = nn.Parameter(torch.zeros(3))
     with pytest.raises(InvalidSpec, match="not the model's"):

@@ -129,8 +129,8 @@ class FailsAtTheEnd(dist.HashStore):
 def test_a_bring_up_that_fails_leaves_nothing_of_torch_in_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is left: not even torch's hook for uncaught errors, which torch sets before it reads
-    the store for the last time."""
+    """torch's hook for uncaught errors is removed too, which torch sets before it reads the store
+    for the last time."""
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
     store = FailsAtTheEnd()
     store.reason = "away"

@@ -143,7 +143,7 @@ def test_a_member_in_another_process_is_told_which_backend_it_needs() -> None:
 
 
 def test_a_thread_that_a_rank_started_can_use_its_groups() -> None:
-    """Such a thread writes a checkpoint, for example. Collectives with a root need torch's tables
+    """Threads of a rank write checkpoints, for example. Collectives with a root need torch's tables
     of ranks."""
 
     def body() -> float:

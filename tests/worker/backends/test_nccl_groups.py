@@ -137,7 +137,8 @@ def _fails() -> None:
 
 
 def test_each_group_is_aborted_whatever_becomes_of_the_others() -> None:
-    """One abort hangs, as after a kernel of a group that waits for a lost peer; one fails."""
+    """The first abort hangs, as after a kernel of a group that waits for a lost peer; the second
+    fails."""
     hang, ended = threading.Event(), threading.Event()
     stuck, failing, last = Backend(hang.wait), Backend(_fails), Backend(ended.set)
     aborts = Aborts()
@@ -180,7 +181,7 @@ def test_the_hosts_part_is_a_group_of_the_sessions_own(tmp_path: Path) -> None:
 
 
 def test_generations_follow_each_other_without_a_leak(tmp_path: Path) -> None:
-    """Every second generation ends by a cut."""
+    """Half of the generations end by a cut."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(nccl_bodies.generations, path, rank, 20) for rank in range(2)]

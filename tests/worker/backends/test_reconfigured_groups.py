@@ -1,4 +1,5 @@
-"""One Gloo group for all generations, reconfigured by torch: with real processes and signals."""
+"""Reconfiguration, by torch, of one Gloo group for all generations: with real processes and
+signals."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -97,7 +97,7 @@ def test_ranks_that_cannot_all_share_share_nothing() -> None:
 
 
 def test_memory_that_the_system_does_not_give_is_done_without() -> None:
-    """Nobody waits for a rank 0 that has no memory to share."""
+    """Ranks do not wait for a rank 0 that has no memory to share."""
     began_s = time.monotonic()
     assert run_on_gloo(3, shared_memory_bodies.is_shared, -1, 1 << 62) == [False] * 3
     assert time.monotonic() - began_s < 60

@@ -58,7 +58,7 @@ def test_rooms_are_taken_in_the_order_in_which_they_were_kept() -> None:
 
 
 def test_fsdp_trains_on_in_the_memory_of_the_generation_before() -> None:
-    """Its weights are those of one process."""
+    """Weights are those of one process."""
     for same, difference in run_on_gloo(2, room_bodies.trained_in_generations, 3):
         assert same == [True] * 6
         assert difference < 1e-5

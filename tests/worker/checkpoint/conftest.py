@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """One thread, as in the processes that tests start: another number of threads sums in another
+    """Use one thread, as the processes of tests do: another number of threads sums in another
     order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -245,7 +245,7 @@ def test_a_run_that_starts_again_does_not_mix_with_the_one_before(tmp_path):
 
 
 def test_a_run_may_fall_back_behind_its_own_checkpoints(tmp_path):
-    """After a loss the survivors may continue from a step before the newest one on disk."""
+    """Survivors of a loss may continue from a step before the newest one on disk."""
     with Checkpoints(tmp_path, every_steps=1) as checkpoints:
         for step in (10, 20, 15, 20):
             checkpoints.offer(at(step, trained("sgd", 3) if step == 20 else None))
@@ -271,7 +271,7 @@ def test_a_newcomer_may_be_the_first_rank_of_a_run_that_falls_back(tmp_path):
 def test_storage_that_does_not_answer_is_waited_for_within_a_limit_and_used_again_after_it(
     tmp_path,
 ):
-    """At most one checkpoint is in progress: no other one begins until it ends."""
+    """The next checkpoint begins only when this one ends: at most one is in progress."""
     gate = Gate()
     checkpoints = Checkpoints(tmp_path, every_steps=1, limit_s=0.05)
     checkpoints.offer(at(1), gate)

@@ -155,7 +155,7 @@ def test_what_else_lies_at_its_path_is_left_alone(place: str) -> None:
 
 
 class Dead(BaseException):
-    """This process has died."""
+    """Raised in place of the process' death."""
 
 
 @pytest.mark.parametrize(("keep", "new"), [(1, 2), (2, 1)], ids=["the next one", "the same step"])

@@ -1,4 +1,4 @@
-"""Every element of a state is written by exactly one rank."""
+"""Write plans: each element of a state is written by exactly one rank."""
 
 import pytest
 import torch

@@ -142,7 +142,7 @@ def test_ranks_at_different_steps_are_refused(tmp_path):
 
 
 def test_disks_that_are_not_shared_are_noticed(tmp_path):
-    """Each rank's path leads to a disk of its own: no rank may believe that there is a
+    """The path of each rank leads to a disk of its own: no rank may believe that there is a
     checkpoint."""
     whole = trained("sgd")
 

@@ -46,7 +46,7 @@ def test_averages_are_those_of_a_slow_twin_and_the_same_everywhere(world_size: i
 
 @pytest.mark.parametrize("world_size", [1, *WORLD_SIZES])
 def test_nothing_is_lost_though_the_order_of_parameters_changes(world_size: int) -> None:
-    """Without new gradients, everything held back is sent: the sums become those of the
+    """Steps without new gradients send everything held back: the sums become those of the
     gradients."""
     every = shoal.run_in_memory(bodies.drain_each, world_size, 80)
     exact = dict.fromkeys(bodies.SHAPES, 0.0)

@@ -51,7 +51,7 @@ def test_layers_in_no_loss_or_in_that_of_some_ranks(
 
 
 def test_a_gradient_that_is_no_number_is_named_where_it_is_and_known_to_all() -> None:
-    """No weight changes."""
+    """Weights stay unchanged."""
     healthy, faulty = in_threads(2, bodies.fault_each)
     for name in ("none", *COMPRESSIONS):
         assert healthy[name] == ("GenerationBroken", ""), name

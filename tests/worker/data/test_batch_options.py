@@ -101,7 +101,7 @@ def test_a_tuple_of_tensors_is_loaded_by_processes_as_it_is_without() -> None:
     ids=["arrays", "lists", "empty"],
 )
 def test_a_tuple_of_something_else_is_no_dataset(dataset: Any, seen: str) -> None:
-    """Such a tuple would look like a dataset with as many samples as it has parts."""
+    """The tuple would otherwise be a dataset with as many samples as it has parts."""
     with pytest.raises(InvalidSpec, match=f"something other than tensors; saw {seen};"):
         order_of(dataset, global_batch_size=2)
 

@@ -265,7 +265,7 @@ def test_bad_datasets_and_sizes_are_refused_by_name() -> None:
 
 
 def test_columns_in_a_list_or_dict_are_refused() -> None:
-    """Each column would be one sample. A list of samples is not mistaken for columns."""
+    """Columns would each be one sample. A list of samples is not mistaken for columns."""
     images, labels = torch.zeros(6, 2), torch.zeros(6)
     for columns in ([images, labels], {"image": images, "label": labels}):
         with pytest.raises(InvalidSpec, match=r"\(6, 2\).*tuple of tensors"):

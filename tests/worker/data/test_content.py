@@ -200,7 +200,7 @@ def test_torchvisions_own_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_cache_that_fills_up_is_no_difference() -> None:
-    """Each member fills its own cache with the samples of its share."""
+    """Members fill their own caches with the samples of their shares."""
     members = [Own(*columns()) for _ in range(2)]
     for place, member in enumerate(members):
         setattr(member, "cache", [None] * SIZE)  # noqa: B010 - of no class that is known

@@ -286,7 +286,7 @@ def test_a_job_of_loaded_batches_is_exact_over_a_kill_and_a_join(
 
 
 def test_the_dataset_of_the_job_is_drawn_upon() -> None:
-    """Without augmentation the test of the job would show nothing."""
+    """The test of the job needs samples that differ each time."""
     augmented = Augmented()
     assert not torch.equal(augmented[0][0], augmented[0][0])
 

@@ -82,7 +82,7 @@ streams_of_shards = st.fixed_dictionaries(
 def test_each_sample_comes_once_an_epoch_whatever_the_world_does(
     lengths: list[int], options: dict[str, int], batch_size: int, world_sizes: list[int]
 ) -> None:
-    """Each sample is the one that its index names."""
+    """Indices name the samples that are delivered."""
     counted = Counted(lengths, **options)
     loader = counted.loader(global_batch_size=batch_size)
     seen: dict[int, list[int]] = {}
@@ -117,8 +117,9 @@ def test_members_at_their_own_pace_get_each_sample_once_from_any_ranges(
 
 
 def test_members_and_processes_read_streams_of_their_own() -> None:
-    """With 4 columns and 2 turns, one of two members reads half of the samples. A member that loads
-    every second batch reads a quarter, except for samples at the borders of streams."""
+    """Streams have 4 columns and 2 turns here: one of two members reads half of the samples. A
+    member that loads every second batch reads a quarter, except for samples at the borders of
+    streams."""
     lengths = [100] * 32
     read: list[int] = []
     for num_members, stride in ((1, 1), (2, 1), (4, 2)):

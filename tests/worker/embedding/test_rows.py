@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @settings(deadline=None)
 @given(IDS, st.integers(1, 100))
 def test_arrays_are_routed_as_single_ids(ids: list[int], num_shards: int) -> None:
-    """Each id is sent once, to the shard where a client without arrays looks for it."""
+    """Ids are sent once each, to the shard where a client without arrays looks for them."""
     routed, places = route(np.array(ids, np.int64), num_shards)
     assert routed.ids[places].tolist() == ids
     by_shard = {s: routed.ids[start:stop].tolist() for s, start, stop in routed.spans()}
@@ -100,7 +100,7 @@ def by_id(part: Gradients) -> dict[int, tuple[int, float]]:
 
 
 def test_gradients_of_several_passes_are_added_up() -> None:
-    """Each row counts once, on the oldest version of all passes; a pass without a backward adds
+    """Rows count once each, on the oldest version of all passes; a pass without a backward adds
     nothing."""
     rows = new_rows()
     rows.begin_step()

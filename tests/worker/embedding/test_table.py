@@ -243,7 +243,7 @@ def lookups_of(strategy: AsyncSGD) -> list[int]:
 
 @pytest.mark.parametrize("bound", [0, 2])
 def test_hot_rows_are_kept_within_the_bound(servers: ParameterServers, bound: int) -> None:
-    """Within a step no row is looked up twice. Over steps, rows are cached as long as the bound
+    """Rows are looked up at most once in a step. Over steps they are cached as long as the bound
     allows, in steps and in the updates that the worker knows of."""
     table = EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0), staleness_bound=bound, num_shards=1)
     strategy = start(servers, Model(table))

@@ -111,7 +111,7 @@ def test_as_a_module_it_trains_under_any_strategy(strategy):
 
 @pytest.mark.long
 def test_as_a_module_its_layers_are_split():
-    """No size is divisible by three ranks; each rank's layers are those of its own process."""
+    """Sizes are not divisible by three ranks; each rank's layers are those of its own process."""
     done = keras_ranks.training()
     ranks = run_on_gloo(3, train_rank, done, keras_ranks.split)
     assert largest_difference(assemble(ranks), one_process(done)) <= TOLERANCE

@@ -45,8 +45,8 @@ def distance(ours: list[list[float]], theirs: list[list[float]]) -> float:
 def test_fit_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
-    """One of two members is killed in the midst of step 6, and a standby replaces it: from that
-    step on, or from the first step that is in no copy. Keras counts each step once."""
+    """Member b of two is killed in the midst of step 6, and a standby replaces it: from that step
+    on, or from the first step that is in no copy. Keras counts each step once."""
     run = Fit(
         coordinator=cluster.coordinator,
         job=f"keras-{strategy}",
@@ -102,7 +102,8 @@ def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "nadam", "adagrad", "scheduled"])
 def test_steps_are_those_of_the_optimizer_and_its_state_goes_on_elsewhere(name: str) -> None:
-    """One member takes half of the steps, and another, which gets its state, takes the others."""
+    """The first member takes half of the steps, and a second one, which gets its state, takes the
+    others."""
     model = bodies.new_model()
     plain, ours = bodies.new_optimizer(name), parameters_of(model)
     steps = KerasSteps(bodies.new_optimizer(name), ours)

@@ -98,9 +98,9 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint(
 def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
-    """One of two members is killed in the midst of step 6, and a standby replaces it: from that
-    step on, or from the first step that is in no copy. Lightning counts the job's steps and epochs
-    on both, and the weights are those of a plain loop."""
+    """Member b of two is killed in the midst of step 6, and a standby replaces it: from that step
+    on, or from the first step that is in no copy. Lightning counts the job's steps and epochs on
+    both members, and the weights are those of a plain loop."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"lightning-{strategy}",
@@ -294,8 +294,8 @@ def test_who_comes_knows_which_checkpoints_are_kept(session: shoal.Session, tmp_
 def test_schedules_and_parts_are_those_of_one_process(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """One scheduler steps by the step and one by the epoch; batches have two parts; a member is
-    lost and replaced."""
+    """Schedulers step by the step and by the epoch; batches have two parts; a member is lost and
+    replaced."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"lightning-schedules-{strategy}",

@@ -78,8 +78,8 @@ def test_a_member_alone_trains_as_trainer_does(session: shoal.Session) -> None:
 def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
-    """One of two members is killed once both have clipped their gradients of step 6, and so agreed
-    on them; a third takes its place. Weights and evaluations are those of Trainer alone."""
+    """Member b of two is killed once both have clipped their gradients of step 6, and so agreed on
+    them; a third takes its place. Weights and evaluations are those of Trainer alone."""
     run = Run(
         coordinator=cluster.coordinator, job=f"hf-{strategy}", member_id="", strategy=strategy
     )

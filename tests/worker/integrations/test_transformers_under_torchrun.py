@@ -22,7 +22,7 @@ TOLERANCE = 1e-5  # fp32: a sum over two ranks is taken in another order
 def test_a_lost_node_leaves_the_weights_of_one_process(
     cluster: LocalCluster, tmp_path: Path, framework: str
 ) -> None:
-    """One of two nodes is killed, agent and worker. The other continues alone from the newest
+    """The node "lost" is killed, agent and worker. The other one continues alone from the newest
     checkpoint: it trains the epochs that the checkpoint lacks, and no epoch twice."""
     with Agents(
         endpoint=cluster.coordinator,

@@ -42,7 +42,7 @@ def output_of(cluster: LocalCluster, *arguments: object) -> list[dict[str, Any]]
 
 
 def test_tokens_are_those_of_the_version_that_is_installed(tmp_path: Path) -> None:
-    """After each of 20 versions, tokens equal those of transformers. Then 100 updates fail: a
+    """Tokens equal those of transformers after each of 20 versions. Then 100 updates fail: a
     version that vLLM's loader gives up half-way, one of other shapes, half a model, an older one,
     and one that does not exist. After each failure the tokens are those of the version before. At
     last the next version is installed."""

@@ -221,7 +221,8 @@ WAIT = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()
 
 
 def test_workers_know_their_job(shoal_run: Run, coordinator: str) -> None:
-    """Each worker has the job, the bounds and an id of its own; its lines carry the id."""
+    """The environment of a worker has the job, the bounds and an id of its own; its lines carry the
+    id."""
     code, output = finish(
         shoal_run(SHOW, "-n", "3", "--job", "j", "--min", "2", arguments=("--lr", "1"))
     )
@@ -261,7 +262,7 @@ def test_a_module_is_run_with_m(shoal_run: Run, tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_started_again(shoal_run: Run, book: ExitBook, tmp_path: Path) -> None:
-    """After SIGKILL the exit is reported, the same member id is started again, and the job
+    """SIGKILL is reported as the exit code, the same member id is started again, and the job
     completes."""
     os.mkfifo(tmp_path / "again")
     script = f"""
@@ -411,8 +412,7 @@ slot.claim(token, heartbeat_s=0.05, patience_s=60.0)
 def test_one_call_beats_for_all_who_live(
     shoal_run: Run, book: ExitBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each call has the heartbeat of every worker, with its steps, except halted and ended
-    workers."""
+    """Heartbeat calls cover every worker, with its steps, except halted and ended workers."""
     monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
 
     def await_beats(*members: str) -> None:
@@ -454,8 +454,7 @@ if number <= int(sys.argv[1]):
 
 
 def test_a_fenced_worker_is_started_again(shoal_run: Run, book: ExitBook) -> None:
-    """Its script failed with another error, after which `--restart-on signal` starts nothing
-    again."""
+    """The script's own error alone would start nothing again under `--restart-on signal`."""
     book.refused = {f"life-{number}": Fenced("no member any more") for number in (1, 2)}
     code, output = finish(shoal_run(LIVES, "-n", "1", arguments=("2",)))
     assert code == 0, output
@@ -476,7 +475,7 @@ def test_restarts_of_a_fenced_worker_are_bounded(shoal_run: Run, book: ExitBook)
 def test_an_interrupt_while_a_fenced_worker_waits_for_its_restart(
     shoal_run: Run, book: ExitBook
 ) -> None:
-    """Nothing runs and nothing is started: the launcher ends at once."""
+    """The launcher ends at once: no worker runs, and none is started."""
     book.refused = {"life-1": Fenced("no member any more")}
     process = shoal_run(LIVES, "-n", "1", arguments=("1",))
     read_until(process, "started again in")
@@ -489,7 +488,7 @@ def test_an_interrupt_while_a_fenced_worker_waits_for_its_restart(
 def test_a_fenced_worker_without_which_the_job_was_completed(
     shoal_run: Run, book: ExitBook
 ) -> None:
-    """When the worker is started again there is nothing left to do: the run's code is 0."""
+    """The worker that is started again finds nothing left to do: the run's code is 0."""
     book.refused = {"life-1": Fenced("no member any more"), "life-2": JobFinished("it is over")}
     code, output = finish(shoal_run(LIVES, "-n", "1", arguments=("2",)))
     assert code == 0, output
@@ -569,7 +568,7 @@ def test_a_worker_that_ends_before_the_last_batch_has_not_completed_the_job(
 @pytest.mark.sampled()
 @pytest.mark.parametrize(("other", "expected"), [(143, 143), (5, 5)])
 def test_a_run_of_drained_workers(shoal_run: Run, other: int, expected: int) -> None:
-    """If all workers are drained the run's code is 143; if one failed, it is that worker's code."""
+    """The run's code is 143 if all workers are drained; if one failed, it is that worker's code."""
     script = "import os, sys; sys.exit(143 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else "
     code, output = finish(shoal_run(f"{script}{other})", "-n", "2"))
     assert code == expected, output
@@ -692,7 +691,7 @@ if member != "w-0":
 def test_a_launcher_ends_with_a_job_that_others_ended(
     shoal_run: Run, book: ExitBook, phase: str
 ) -> None:
-    """Its only worker hangs and no longer learns of the job's end; the launcher asks a
+    """The only worker hangs and no longer learns of the job's end; the launcher asks a
     coordinator."""
     book.phase, book.refused = phase, {"w": Fenced("no member any more")}
     script = JOINS.replace("str(os.getpid())", "'w'") + "slot = joins(); deaf()"
@@ -723,7 +722,7 @@ def test_a_worker_that_hangs_in_the_kernel_is_left_there(
 
 
 def test_workers_may_drain(shoal_run: Run) -> None:
-    """After a SIGTERM a worker may finish in its own time and is not killed."""
+    """Workers finish in their own time after a SIGTERM, and are not killed."""
     script = """
 import signal, sys
 def drain(number, frame):

@@ -82,7 +82,7 @@ def halves(by_messages: bool) -> None:
 
 @pytest.mark.parametrize("by_messages", WAYS)
 def test_gradients_in_halves_are_rounded_once(by_messages: bool) -> None:
-    """In bfloat16, 256 + 1 is 256, and 256 + 2 is 258."""
+    """The sum 256 + 1 is 256 in bfloat16, and 256 + 2 is 258."""
     run_in_memory(halves, 3, by_messages)
 
 

@@ -88,7 +88,7 @@ def test_what_is_kept_no_longer_counts_in_the_word_of_a_step() -> None:
 
 
 def test_ranks_are_compared_with_those_that_they_split_layers_with() -> None:
-    """There are two groups, each with samples of its own, and one rank that splits no layers."""
+    """Two groups have samples of their own; a further rank splits no layers."""
     first = [after([0, 1], peers=(0, 1)).summary() for _ in range(2)]
     second = [after([0, 2], peers=(2, 3)).summary() for _ in range(2)]
     assert ranks_that_differ([*first, *second, 0]) == ()

@@ -160,7 +160,7 @@ def test_accumulated_gradients_count_once_a_step() -> None:
 
 
 def test_ranks_that_own_nothing_take_part() -> None:
-    """There are five ranks and four parameters."""
+    """Five ranks share four parameters."""
     training = training_of("sgd", model=TwoDtypes, num_steps=10)
     state_shards = run_in_memory(train_rank, 5, training, Zero1Layout)
     owning = [
@@ -177,7 +177,7 @@ def test_dtypes_may_be_mixed() -> None:
 
 
 def test_a_parameter_without_gradient_stays_if_that_is_meant() -> None:
-    """Without the option it is noticed: its bucket is never complete."""
+    """A model without the option is refused: the parameter's bucket is never complete."""
     training = training_of(model=HalfUsed, num_steps=10)
     lay_out = partial(Zero1Layout, find_unused_parameters=True)
     check_equal(run_in_memory(train_rank, 3, training, lay_out), training)
@@ -240,7 +240,7 @@ def clipped_norms(training: Training) -> list[float]:
 
 
 def test_the_norm_of_gradients_is_that_of_all_of_them() -> None:
-    """Each gradient is counted by its owner."""
+    """Gradients are counted by their owners."""
     training = training_of()
     alone, *_ = run_in_memory(clipped_norms, 1, training)
     for norms in run_in_memory(clipped_norms, 3, training):

@@ -57,7 +57,7 @@ def test_a_script_that_learns_of_a_spot_notice_drains_itself(cluster: LocalClust
 
 
 def test_sigterm_is_taken_as_a_wish_only_while_the_session_lasts(cluster: LocalCluster) -> None:
-    """After the session, SIGTERM ends the process again."""
+    """SIGTERM ends the process again after the session."""
     with (
         pytest.raises(shoal.Drained, match="SIGTERM"),
         shoal.join("drains-by-signal", coordinator=cluster.coordinator) as session,
@@ -197,7 +197,7 @@ def test_a_second_sigterm_that_comes_later_ends_the_process(hangs: str) -> None:
 
 @pytest.mark.long
 def test_a_member_that_waits_to_be_admitted_leaves_when_it_is_told_to() -> None:
-    """Nothing needs this member yet. A second signal does not kill it on its way out."""
+    """The job does not need this member yet. A second signal does not kill it on its way out."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -132,8 +132,8 @@ def test_a_name_is_one_validators() -> None:
 
 
 def test_what_one_member_rejects_all_are_refused_with(cluster: LocalCluster) -> None:
-    """No member starts. The error, the same on all, names the validator, the member and the value
-    that it saw."""
+    """Members do not start. The error, the same on all, names the validator, the member and the
+    value that it saw."""
     with Ranks() as ranks:
         crew = [
             ranks.start(
@@ -156,7 +156,7 @@ def test_what_one_member_rejects_all_are_refused_with(cluster: LocalCluster) -> 
 
 
 def test_a_newcomer_without_the_jobs_validators_is_refused(cluster: LocalCluster) -> None:
-    """Its acceptance would mean less than that of the others, which train on."""
+    """The newcomer's acceptance would mean less than that of the others, which train on."""
     model, optimizer = rank_bodies.model_and_optimizer()
     own = shoal.join("own-validators", coordinator=cluster.coordinator, validators=[accepts])
     with own as session:

@@ -151,7 +151,7 @@ def test_an_optimizer_keeps_the_parameters_and_generators_stay_as_they_are() -> 
 
 
 def test_buffers_are_made_and_parameters_stay() -> None:
-    """This includes buffers in no state, which no other member could send."""
+    """Buffers that are in no state are made too: no other member could send them."""
     model = nn.Sequential(on_meta(Rotary), on_meta(nn.BatchNorm1d, 3))
     give_buffers(model)
     assert model[0].rates.tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -122,8 +122,8 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_loop_trains_by_itself(strategy: str) -> None:
-    """There is no server. Each sample comes once an epoch, and the weights are those of a loop
-    without Shoal."""
+    """The process trains without a server. Samples come once an epoch, and the weights are those of
+    a loop without Shoal."""
     trained = train(strategy)
     assert trained.steps == STEPS == len(trained.batches)
     seen = torch.cat([inputs for inputs, _ in trained.batches[: STEPS // EPOCHS]])
@@ -250,7 +250,7 @@ def _resumed(directory: Path, strategy: str, epochs: int, **settings: Any) -> li
 def test_settings_of_the_script_that_a_checkpoint_replaces_are_told(
     tmp_path: Path, strategy: str
 ) -> None:
-    """There is no line if the script is unchanged, although a scheduler has changed the rates
+    """The log has no line if the script is unchanged, although a scheduler has changed the rates
     since."""
     assert not _resumed(tmp_path, strategy, 2, lr=0.1)
     assert not _resumed(tmp_path, strategy, 3, lr=0.1)
@@ -262,7 +262,7 @@ def test_settings_of_the_script_that_a_checkpoint_replaces_are_told(
 
 
 def test_a_session_that_was_not_entered_distributes_nothing() -> None:
-    """Such a session would wait for a first generation of which it is no member. A session that was
+    """The session would wait for a first generation of which it is no member. A session that was
     left is refused too."""
     model, optimizer = model_and_optimizer()
     session = shoal.join()

@@ -169,8 +169,8 @@ def test_an_evaluation_behind_the_last_step_ends_with_one_that_is_left(
 def test_who_waits_to_join_keeps_out_of_the_next_call_behind_the_same_step_too(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the generation begins no member is in a call. On the way to the next call the members
-    find out if all have the last one's result."""
+    """Members are in no call when the generation begins. On the way to the next call they find out
+    if all have the last one's result."""
     confirming(monkeypatch)
     with ThreadPoolExecutor(4) as threads:
         crew = Crew(cluster, evaluate_and_sum, threads)

@@ -91,7 +91,7 @@ def test_the_first_entry_that_differs_is_named(
 
 
 def test_an_optimizer_of_many_groups_is_proposed(cluster: LocalCluster) -> None:
-    """Its settings have more characters than a field of a proposal may have."""
+    """The optimizer's settings have more characters than a field of a proposal may have."""
     model, optimizer = in_groups(RATES)
     with shoal.join("groups", coordinator=cluster.coordinator) as session:
         model, optimizer = session.distribute(model, optimizer)

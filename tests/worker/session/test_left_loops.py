@@ -156,7 +156,8 @@ def is_lost_at_the_end(session: Session, name: str) -> int:
 def test_a_stopped_job_ends_with_the_step_that_was_reached(
     cluster: LocalCluster, strategy: Any
 ) -> None:
-    """If its state is lost, the job has not finished: no earlier state counts as its result."""
+    """The job has not finished if the state of that step is lost: no earlier state counts as its
+    result."""
     *survivors, lost = crew(cluster, strategy, stops, is_lost_at_the_end)
     assert isinstance(lost, Killed)
     if strategy is shoal.DDP:

@@ -155,8 +155,8 @@ def test_dropout_does_not_depend_on_how_a_batch_is_cut(cluster: LocalCluster) ->
 
 
 def test_a_loss_is_weighed_by_its_tokens(cluster: LocalCluster) -> None:
-    """Every third sample is padding: parts have different numbers of tokens, and each token counts
-    alike."""
+    """A third of the samples is padding: parts have different numbers of tokens, and each token
+    counts alike."""
 
     def targets_of(batch: shoal.Batch) -> Tensor:
         padding = torch.tensor(batch.indices) % 3 == 0

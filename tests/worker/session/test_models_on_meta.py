@@ -65,7 +65,7 @@ def test_it_trains_as_the_same_model_made_on_the_host(
 
 
 def test_what_averages_a_model_without_weights_is_refused_by_name() -> None:
-    """It would copy the weights to tensors without memory."""
+    """The average would copy the weights to tensors without memory."""
     with torch.device("meta"):
         averaged = AveragedModel(layers())
     registered = RegisteredState()

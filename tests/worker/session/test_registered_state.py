@@ -282,7 +282,7 @@ def test_an_object_that_does_not_tell_its_state_is_named() -> None:
 def test_a_schedule_that_counts_a_members_own_steps_is_told_where_members_train_apart(
     cluster: LocalCluster, given: bool
 ) -> None:
-    """With three members the schedule would go a third of its way, with exit code 0."""
+    """The schedule would go a third of its way with three members, and the exit code would be 0."""
     model, optimizer = build("sgd", "layers")
     schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
     strategy = shoal.AsyncSGD(schedule=schedule if given else None)

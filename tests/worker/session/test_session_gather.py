@@ -222,8 +222,8 @@ def test_members_that_call_it_unequally_often_are_told_of_each_other(
 def test_processes_that_call_it_unequally_often_in_their_first_step_are_told(
     cluster: LocalCluster, strategy: str, often: int
 ) -> None:
-    """Over Gloo, the vote on a step is a collective of the same group. A gathering is not mistaken
-    for another collective, which would terminate a process."""
+    """Gloo carries the vote on a step in the same group. A gathering is not mistaken for another
+    collective, which would terminate a process."""
     run = Contrastive(
         coordinator=cluster.coordinator,
         job=f"gather-{secrets.token_hex(4)}",
@@ -303,7 +303,7 @@ def test_parts_are_refused() -> None:
 
 
 def test_it_is_refused_outside_a_step() -> None:
-    """In an evaluation each member has samples of its own, and some have more batches."""
+    """Members have samples of their own in an evaluation, and some have more batches."""
     model, optimizer = contrastive_members.build()
     with shoal.join("") as session:
         model, optimizer = session.distribute(model, optimizer)

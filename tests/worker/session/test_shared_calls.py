@@ -275,7 +275,7 @@ def test_a_value_for_each_sample_is_refused_and_not_spread_over_another_batch() 
 def test_members_that_do_not_do_the_same_are_told_what_each_does(
     cluster: LocalCluster, body: Body, words: str
 ) -> None:
-    """All members get the error, at once; none hangs."""
+    """Members all get the error, at once; none hangs."""
     found = crew(cluster, 2, body)
     assert all(isinstance(each, InvalidSpec) for each in found), found
     for each in found:
@@ -284,7 +284,7 @@ def test_members_that_do_not_do_the_same_are_told_what_each_does(
 
 
 def test_where_such_calls_stand_is_told(cluster: LocalCluster) -> None:
-    """Before the first batch a joiner would make the call alone; within a step it is refused."""
+    """A joiner would make the call alone before the first batch; within a step it is refused."""
     model, optimizer = build("sgd", "layers")
     job = f"shared-{secrets.token_hex(4)}"
     with shoal.join(job, coordinator=cluster.coordinator) as session:
@@ -305,7 +305,7 @@ def test_where_such_calls_stand_is_told(cluster: LocalCluster) -> None:
 
 
 def test_ranks_hold_before_the_first_batch(cluster: LocalCluster) -> None:
-    """From `batches` on, exactly one member is the first."""
+    """Exactly one member is the first, from `batches` on."""
     job = f"shared-{secrets.token_hex(4)}"
 
     def member() -> tuple[bool, int, int]:
@@ -368,7 +368,7 @@ def test_a_call_of_one_member_alone_is_refused_by_all_of_them(
 def test_survivors_of_a_kill_between_two_steps_go_on(
     cluster: LocalCluster, fault: str, strategy: str
 ) -> None:
-    """They have the metrics of all samples, and of the model with which they continue."""
+    """The survivors have the metrics of all samples, and of the model with which they continue."""
     run = Evaluating(
         coordinator=cluster.coordinator,
         job=f"between-{secrets.token_hex(4)}",

@@ -78,7 +78,7 @@ def test_a_script_that_steps_the_optimizer_is_told_who_does(
 def test_a_loss_with_weights_that_each_member_would_train_by_itself_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """Such a loss has a learned margin, for example, with an optimizer unknown to the session: the
+    """A loss may have a learned margin, for example, with an optimizer unknown to the session: the
     members' margins would drift apart. Weights that no optimizer steps, as of a teacher, are left
     alone."""
     margin, teacher = nn.Linear(5, 5), nn.Linear(5, 5)
@@ -206,7 +206,7 @@ def test_a_loop_of_batches_for_each_epoch_is_told_how_there_is_one(cluster: Loca
 
 
 def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalCluster) -> None:
-    """If a script had a loop for each epoch, only the first would train."""
+    """The first loop alone would train, in a script with a loop for each epoch."""
 
     def loop(session: shoal.Session, model: nn.Module, batches: Any) -> None:
         for batch in batches:
@@ -262,7 +262,8 @@ def test_the_optimizer_is_the_scripts_own_behind_the_session(cluster: LocalClust
 
 @pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline", *APART])
 def test_a_scaled_loss_is_refused(cluster: LocalCluster, strategy: str) -> None:
-    """Nothing would unscale its gradients. Applies also to values computed from the scaled loss."""
+    """The session does not unscale gradients without the scaler. Values computed from the scaled
+    loss are refused too."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 
     def loss_function(outputs: Any, targets: Any) -> Tensor:
@@ -349,7 +350,7 @@ def test_what_trains_what_the_script_says_is_left_alone(
 def test_a_backward_pass_beside_the_sessions_is_refused(
     cluster: LocalCluster, strategy: str, order: str
 ) -> None:
-    """Such a pass leaves out the weight of this member's share of the batch."""
+    """The script's own pass leaves out the weight of this member's share of the batch."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
@@ -459,7 +460,8 @@ def bag_by_frequency(rows: Tensor, weight: Tensor, **_: Any) -> Tensor:
 def test_functions_that_divide_gradients_by_frequency_are_refused_in_the_first_step(
     cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor], whole_pass: bool
 ) -> None:
-    """Under local-sgd members train on their own batches, as one process does."""
+    """Members under local-sgd train on their own batches, as one process does, and are not
+    refused."""
     if strategy == "local-sgd":
         assert trained_with_limits(cluster, strategy, look_up, whole_pass) == 2
     else:
@@ -506,8 +508,8 @@ def trained_with_limits(
 def test_functions_that_scale_down_the_rows_that_a_pass_uses_are_refused_at_once(
     cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor]
 ) -> None:
-    """Such functions are refused like such layers: each member would train other weights, depending
-    on its own samples."""
+    """Functions are refused like layers: each member would train other weights, depending on its
+    own samples."""
     with pytest.raises(InvalidSpec, match=r"max_norm of a parameter|writes to 0\.weight"):
         trained_with_limits(cluster, strategy, look_up)
 
@@ -670,7 +672,7 @@ def test_a_model_that_is_cut_and_gets_another_dtype_is_refused(
 def test_a_layer_that_takes_the_place_of_another_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """No optimizer has the new layer, and each member has one of its own."""
+    """The new layer is in no optimizer, and each member has one of its own."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         if batch.step == 1:
@@ -688,7 +690,7 @@ def test_a_layer_that_takes_the_place_of_another_is_refused(
 def test_a_parameter_that_takes_the_place_of_another_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """No optimizer has the new parameter, and the layout computes with the former one."""
+    """The new parameter is in no optimizer, and the layout computes with the former one."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         if batch.step == 0:

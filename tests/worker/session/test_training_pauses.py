@@ -20,8 +20,7 @@ def test_a_pause_is_what_comes_on_top_of_a_usual_step() -> None:
 
 
 def test_steps_that_are_taken_again_are_lost() -> None:
-    """For example, after a return to the checkpoint of step 90, the next committed step is the
-    91st."""
+    """Example: after a return to the checkpoint of step 90, the next committed step is the 91st."""
     pauses = TrainingPauses()
     pauses.committed(1, 100, 1.0)
     pause = pauses.committed(2, 91, 2.0)

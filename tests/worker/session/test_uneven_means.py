@@ -262,7 +262,7 @@ def test_samples_that_collate_leaves_out_are_refused(
 
 
 def test_with_a_weight_samples_may_be_left_out(cluster: LocalCluster) -> None:
-    """With any number of members, the job trains the mean over the existing samples."""
+    """The job trains the mean over the existing samples with any number of members."""
 
     def body(session: Session, model: Any, batch: shoal.Batch) -> None:
         loss = outputs_squared(model(batch.inputs), batch.targets)

@@ -137,7 +137,7 @@ MALFORMED: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", MALFORMED)
 def test_what_is_no_inventory_is_refused_with_the_rank_that_sent_it(what: str) -> None:
-    """No content from a peer is trusted."""
+    """Content from a peer is never trusted."""
     content = unpack(pack(MALFORMED[what]), 2)
     with pytest.raises(MalformedMessage, match="rank 2"):
         from_json(content, 2)
@@ -170,7 +170,7 @@ def test_a_damaged_message_is_refused(damage: Callable[[bytes], bytes], part: st
 
 @pytest.mark.parametrize("what", DAMAGED)
 def test_damaged_bytes_are_refused(what: str) -> None:
-    """Both compression and JSON are checked."""
+    """Compression and JSON are both checked."""
     with pytest.raises(MalformedMessage, match="rank 1"):
         unpack(DAMAGED[what](pack([1, 2, 3])), 1)
 

@@ -120,8 +120,8 @@ def test_a_rank_lost_in_the_midst_of_a_copy_leaves_the_step_before(
 
 
 def test_giving_copies_up_waits_for_no_peer(tmp_path: Path) -> None:
-    """Does not wait for a stopped peer either. A member that waits for a copy is freed, and the
-    thread ends when the group is cut."""
+    """A stopped peer delays nothing either: a member that waits for a copy is freed, and the thread
+    ends when the group is cut."""
     opened = gate(tmp_path / "gate")
     with Ranks() as ranks:
         path = str(tmp_path / "store")

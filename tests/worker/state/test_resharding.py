@@ -34,7 +34,7 @@ def test_a_large_tensor_goes_over_in_many_messages(shared_bytes: int) -> None:
 
 
 def test_little_is_said_where_nothing_must_travel() -> None:
-    """One collective if each rank has everything, two if each has its part."""
+    """Ranks make one collective if each has everything, two if each has its part."""
     for calls in run_on_gloo(3, state_bodies.count_calls):
         assert calls == {
             "each has all": {"all_gather": 1},
@@ -44,7 +44,7 @@ def test_little_is_said_where_nothing_must_travel() -> None:
 
 
 def test_ranks_refuse_alike_and_go_on_together() -> None:
-    """Each error is raised on all ranks, and the group is usable afterwards."""
+    """Errors are raised on all ranks, and the group is usable afterwards."""
     for errors in run_on_gloo(2, state_bodies.refused):
         assert errors == {
             "lost": "StateLost",

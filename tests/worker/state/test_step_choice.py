@@ -114,7 +114,7 @@ def test_many_missing_parts_are_not_all_named() -> None:
 
 
 def test_members_that_hold_nothing_have_lost_the_state() -> None:
-    """This happens when all members that knew the state are gone."""
+    """The state is lost when all members that knew it are gone."""
     with pytest.raises(StateLost, match="hold nothing"):
         choose([rank(), rank()])
 
@@ -132,7 +132,7 @@ def test_ranks_that_contradict_each_other_are_refused(meta: Meta, error: type[Ex
 
 @st.composite
 def worlds(draw: st.DrawFn) -> list[Inventory]:
-    """Up to four ranks with arbitrary chunks of two tensors, at up to three steps."""
+    """Draw up to four ranks with arbitrary chunks of two tensors, at up to three steps."""
     inventories = []
     for _ in range(draw(st.integers(1, 4))):
         listings = []

@@ -109,7 +109,8 @@ CHANGES = [
 def test_any_cut_becomes_any_other(
     before: tuple[str, int], after: tuple[str, int], stripe_bytes: int
 ) -> None:
-    """There are indivisible sizes, fewer rows than ranks, and scalars, with stripes of any size."""
+    """The state has indivisible sizes, fewer rows than ranks, and scalars; stripes have any
+    size."""
     given = world(SHAPES, before, after)
     check(given, given.plans(stripe_bytes))
 
@@ -202,5 +203,5 @@ def anyhow(draw: st.DrawFn) -> World:
 @given(anyhow(), st.integers(1, 200))
 @settings(max_examples=150, deadline=None)
 def test_each_gets_every_element_once_from_one_that_has_it(given: World, stripe: int) -> None:
-    """Each element is checked, for chunks that overlap in any way."""
+    """Elements are checked one by one, for chunks that overlap in any way."""
     check(given, given.plans(stripe))

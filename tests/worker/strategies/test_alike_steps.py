@@ -118,7 +118,7 @@ def test_equal_numbers_of_passes_add_up_to_the_gradient_of_the_batch(
 def test_a_member_lost_between_two_parts_of_a_step(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """No part of it counts: the others take the step again, cut for the members that are left."""
+    """The others take the whole step again, cut for the members that are left."""
     run = steps(cluster, strategy, parts="by the session", batch_size=34, in_one_call=False)
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)

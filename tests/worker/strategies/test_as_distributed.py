@@ -91,7 +91,8 @@ class ForgetsAll(torch.optim.SGD):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_that_no_optimizer_takes_do_not_add_up(strategy: str) -> None:
-    """These gradients count in the norm; a joining member has none of earlier steps."""
+    """Gradients without an optimizer count in the norm; a joining member has none of earlier
+    steps."""
 
     def forgetting(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model, optimizer = of_the_last_layer(seed)

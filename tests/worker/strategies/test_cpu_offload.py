@@ -66,7 +66,7 @@ def _places() -> list[tuple[bool, str, int]]:
 
 
 def test_torch_is_told_to_offload_each_parameter() -> None:
-    """On a CPU the offload moves nothing and pins no memory: torch refuses to pin without a GPU."""
+    """The offload moves nothing on a CPU and pins no memory: torch refuses to pin without a GPU."""
     assert CPUOffloadPolicy().pin_memory
     for found in run_in_memory(_places, 2):
         assert found == [(True, "cpu", 1)] * 4

@@ -27,7 +27,7 @@ IDS = ["tensor", "hybrid", "fsdp-tensor"]
 def test_layers_in_another_order_are_refused(
     made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str, transport: str
 ) -> None:
-    """All members refuse, before the step is taken. Regression: the sum was trained into the
+    """Members all refuse, before the step is taken. Regression: the sum was trained into the
     weights of both layers, and evaluations returned it as a result."""
     for refusal in run_on_gloo(world_size, refused_to, (1,), made, "order", where, transport):
         assert "split layers among them computed with different layers" in refusal

@@ -1,4 +1,4 @@
-"""Each strategy over kills, joins and drains: the result is that of one process.
+"""Kills, joins and drains under each strategy: the result is that of one process.
 
 Members, coordinator and signals are real; the changes are drawn from a seed.
 """
@@ -35,7 +35,7 @@ def test_changes_leave_no_trace_in_the_weights(
     case: tuple[str, Mapping[str, Any], str],
     num_more: int,
 ) -> None:
-    """There are a kill, a join and a drain, and `num_more` changes drawn from the seed."""
+    """The changes are a kill, a join and a drain, and `num_more` changes drawn from the seed."""
     strategy, options, optimizer = case
     run = elastic(
         cluster,

@@ -1,4 +1,4 @@
-"""Every synchronous strategy trains to the weights that one process trains to, in 50 steps.
+"""Synchronous strategies train to the weights that one process trains to, in 50 steps.
 
 The members' shares of a batch differ in size, as do their parts of each parameter, and one
 parameter gets no gradient. Local SGD is compared with replicas in `local_sgd/test_strategy`.
@@ -119,7 +119,7 @@ def made(strategy: str, world_size: int, **options: str) -> Callable[[], Strateg
 def test_equal_with_clipping_and_accumulation(
     strategy: str, world_size: int, optimizer: str
 ) -> None:
-    """Every fifth step accumulates over two passes; most norms are clipped."""
+    """A fifth of the steps accumulate over two passes; most norms are clipped."""
     clipped = Manner(max_norm=0.1)
     expected = by_one_process(run_of(optimizer, manner=clipped))
     assert difference(expected, by_one_process(run_of(optimizer))) > 1e-2, "clipping does nothing"

@@ -52,7 +52,7 @@ def test_the_result_is_that_of_one_process_though_one_is_killed(
 def test_a_call_behind_the_last_batch_gives_no_earlier_model(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Without copies the state goes back to a checkpoint, but the loop that would train on from
+    """The state goes back to a checkpoint, without copies, but the loop that would train on from
     there is over."""
     run = elastic(
         cluster,

@@ -124,8 +124,8 @@ def _tied(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_stages_that_share_a_weight_do_not_wait_for_each_other(schedule: str) -> None:
-    """Both stages send their part of the gradient, and each receives the other's only once its own
-    is received."""
+    """Stages both send their part of the gradient; a send completes only when the other stage
+    receives it."""
     run = Run(
         build=_tied,
         loader=tied_models.loader,
@@ -168,7 +168,7 @@ def steps_of_a_cut_member(strategy: SynchronousStrategy, where: str) -> tuple[in
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp with powersgd", "zero1", "zero2", "fsdp"])
 def test_no_step_is_committed_with_half_of_a_collective(strategy: str) -> None:
-    """All members vote for the step, and an aborted message leaves numbers that look valid."""
+    """Members all vote for the step, and an aborted message leaves numbers that look valid."""
     with late_groups():
         cut, _ = run_in_memory(
             lambda: steps_of_a_cut_member(STRATEGIES[strategy](), "in the passes"), 2

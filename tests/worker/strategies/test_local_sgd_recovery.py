@@ -121,7 +121,7 @@ def test_survivors_go_back_to_the_last_meeting_and_train_its_round_again(
 def test_a_planned_change_ends_the_round_where_the_generation_stops(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """One member joins and another drains within one long round: no step is trained twice."""
+    """A member joins and another drains within one long round: no step is trained twice."""
     with Ranks() as ranks:
         run = run_of(cluster, desired_members=2, every_steps=10_000, epochs=400)
         held = HeldMembers(ranks, local_sgd_bodies.train, run, tmp_path, at_step=7)

@@ -155,7 +155,7 @@ WAYS = [
 def test_members_that_cut_a_step_differently_are_told(
     strategy: str, ways: Sequence[Sequence[int]], said: str
 ) -> None:
-    """All members get the error, before any commits the step, whether or not the step before was
+    """Members all get the error before any commits the step, whether or not the step before was
     cut."""
     errors = run_in_memory(_refused, 2, equality.made(strategy, 2), ways)
     assert len(set(errors)) == 1

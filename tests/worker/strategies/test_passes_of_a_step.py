@@ -179,7 +179,7 @@ def test_passes_are_as_in_one_process(strategy: str, passes: Passes) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_later_pass_that_leaves_parameters_out_is_refused(strategy: str) -> None:
-    """These parameters have gradients, of the first pass."""
+    """The parameters have gradients, from the first pass."""
     kind = STRATEGIES[strategy]
     text = rf"earlier pass.*shoal\.{kind.__name__}\(find_unused_parameters=True\)"
     with pytest.raises(InvalidSpec, match=text):

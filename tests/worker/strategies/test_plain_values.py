@@ -216,7 +216,7 @@ def test_values_go_from_strategy_to_strategy(first: str, second: str, tmp_path: 
 
 @pytest.mark.parametrize("strategy", ALONE)
 def test_settings_stay_what_they_were(strategy: str, tmp_path: Path) -> None:
-    """These include a schedule by NumPy, and tensors of any dtype."""
+    """Settings include a schedule by NumPy, and tensors of any dtype."""
     found: list[dict[str, Any]] = []
     settings = {
         "lr": np.interp(1, [0, 4], [0.0, 0.1]),

@@ -74,7 +74,7 @@ def live_for_a_generation(strategy: SynchronousStrategy, number: int, batches: L
 @pytest.mark.sampled()
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_generation_leaves_no_descriptor_and_no_thread(name: str) -> None:
-    """Nothing waits for Python's garbage collector, whose time is unpredictable."""
+    """Python's garbage collector is disabled: its time is unpredictable."""
     strategy = STRATEGIES[name]()
     strategy._new_group = partial(new_group, strategy)  # type: ignore[method-assign]
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 4))

@@ -64,7 +64,7 @@ def one_step(strategy_name: str, by_rank: bool) -> None:
 @pytest.mark.parametrize("by_rank", [True, False], ids=["one left out by each", "one by all"])
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp", "tensor", "hybrid"])
 def test_layers_that_some_members_leave_out_are_refused(strategy: str, by_rank: bool) -> None:
-    """All members refuse, before any takes the step. An expert that all leave out is no fault."""
+    """Members all refuse, before any takes the step. An expert that all leave out is no fault."""
     run_in_memory(one_step, 2, strategy, by_rank)
 
 
@@ -85,7 +85,7 @@ def test_layers_that_some_members_leave_out_are_refused(strategy: str, by_rank: 
 def test_a_layer_that_one_member_leaves_out_is_refused_where_memory_is_shared(
     made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str
 ) -> None:
-    """All members refuse by name, in a step and in an evaluation. Regression: some ended with an
+    """Members all refuse by name, in a step and in an evaluation. Regression: some ended with an
     InternalError; in an evaluation members waited forever, or computed with another layer's
     rows."""
     # Ranks that split layers together work on the same samples.

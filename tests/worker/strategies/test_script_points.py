@@ -102,7 +102,7 @@ def stood(members: list[ScriptPoints]) -> list[bool]:
 
 
 def test_a_layer_that_one_member_leaves_out_is_found_by_all() -> None:
-    """Each member waits for the others in the same step; the passes of one member have ended."""
+    """Members wait for each other in the same step; the passes of one of them have ended."""
     members = splitting(dist.HashStore(), [[0, 1, 2], [0, 2, -1], [0, 1, 2]])
     assert stood(members) == [True] * 3
     for each in members:

@@ -70,7 +70,8 @@ def test_a_committed_step_settles_what_was_before_it() -> None:
 
 
 def test_a_wish_to_stop_reaches_all_who_meet_and_holds_where_it_was_said() -> None:
-    """If the state goes back for it, the steps in between are taken again, and no further ones."""
+    """The state may go back for it: then the steps in between are taken again, and no further
+    ones."""
     crew = [at(0), at(0), at(0)]
     crew[1].stop(STEP, "enough")
     assert met((STEP, crew[0]), (STEP - 3, crew[1]), (-1, crew[2])) == ["on"] * 3

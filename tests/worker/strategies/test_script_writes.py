@@ -366,7 +366,7 @@ def written_in_forward(name: str, world_size: int, past_count: bool) -> None:
 def test_writes_to_gathered_weights_are_refused(
     strategy: str, world_size: int, past_count: bool
 ) -> None:
-    """Such writes would be lost when the weights are freed."""
+    """Writes would be lost when the gathered weights are freed."""
     with pytest.raises(InvalidSpec, match="a forward pass has written to weights"):
         run_in_memory(written_in_forward, world_size, strategy, world_size, past_count)
 

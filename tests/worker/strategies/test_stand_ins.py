@@ -107,9 +107,9 @@ WORLDS = {"tensor": 2, "pipeline": 2, "hsdp": 4, "fsdp-tensor": 4, "hybrid": 4}
 def test_what_only_stand_ins_would_use_does_not_move(
     strategy: str, parts: int, optimizer: str
 ) -> None:
-    """Neither weight decay nor momentum nor Adam's averages change it, as in one process.
-    Regression: members without samples computed the data set's first sample, whose expert got a
-    gradient of zeros, or met others for a layer that these had left out."""
+    """Weight decay, momentum and Adam's averages do not change it, as in one process. Regression:
+    members without samples computed the data set's first sample, whose expert got a gradient of
+    zeros, or met others for a layer that these had left out."""
     manner = Manner(parts_of_session=(parts,)) if parts > 1 else Manner()
     expected = by_one_process(run_of(optimizer, 1, Manner()))
     for ours in run_in_memory(

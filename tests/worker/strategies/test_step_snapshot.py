@@ -74,7 +74,7 @@ def test_what_a_step_writes_is_taken_back_each_time() -> None:
 
 
 def test_a_step_that_fails_while_the_optimizer_steps_leaves_no_whole_state() -> None:
-    """Until the step is committed, the weights are those of no step."""
+    """Weights are those of no step until the step is committed."""
     snapshot, model = StepSnapshot(), nn.Linear(2, 2)
     snapshot.begin(model, dict(model.named_parameters()))
     assert snapshot.is_whole

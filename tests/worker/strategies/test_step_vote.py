@@ -152,7 +152,7 @@ def test_weights_that_no_mean_follows_from_are_refused(
 
 
 def test_weights_are_those_of_the_members() -> None:
-    """If members share no samples, some may have none that count."""
+    """Members that share no samples may have none that count."""
     ballots = {str(i): ballot(replace(VOTE, weight=each)) for i, each in enumerate([3.5, 0.0])}
     assert weights_of(ballots, 7) == [3.5, 0.0]
     assert weights_of({"a": ballot(VOTE), "b": ballot(VOTE)}, 7) is None

@@ -248,7 +248,7 @@ def check_plain(path: Path, expected: Mapping[str, Tensor]) -> None:
 
 
 def test_weights_that_share_memory_without_being_one_are_refused() -> None:
-    """In separate layouts they would be trained apart, which one process does not do."""
+    """Separate layouts would train them apart, which one process does not do."""
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7, bias=False))
     model[1].weight = nn.Parameter(model[0].weight.data)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

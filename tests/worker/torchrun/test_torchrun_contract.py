@@ -84,7 +84,7 @@ def test_a_node_that_gave_up_is_not_counted(join: Join) -> None:
 
 
 def test_how_many_nodes_wait(join: Join) -> None:
-    """All nodes that would come in are counted, although one came first; none once they have."""
+    """Nodes that would come in are all counted, although one came first; none once they have."""
     first = join((1, 3), last_call_timeout="0.2")
     together(first)
     others = [join((1, 3), last_call_timeout="0.2") for _ in range(2)]

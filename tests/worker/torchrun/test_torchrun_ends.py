@@ -91,7 +91,8 @@ def test_a_finished_node_that_goes_disturbs_nobody(
 def test_a_worker_that_fails_after_another_node_has_finished_is_restarted(
     nodes: Nodes, bounds: str
 ) -> None:
-    """It trains to its end: the finished node counts for the minimum, and is not waited for."""
+    """The worker trains to its end: the finished node counts for the minimum, and is not waited
+    for."""
     first, second = started(nodes, "first", "second", bounds=bounds)
     finish(nodes, "second")
     nodes.touch("fail-first-0")
@@ -107,8 +108,8 @@ def test_a_worker_that_fails_after_another_node_has_finished_is_restarted(
 
 @pytest.mark.long
 def test_a_node_that_comes_after_another_has_finished_waits(nodes: Nodes) -> None:
-    """It disturbs no other node, and learns when the others are done. It replaces a node that is
-    lost."""
+    """The waiting node disturbs no other node, and learns when the others are done. It replaces a
+    node that is lost."""
     agents = started(nodes, "first", "second", "third", bounds="1:3")
     finish(nodes, "third")
     late = nodes.start("late", nodes="1:3", workers=1)
@@ -126,7 +127,7 @@ def test_a_node_that_comes_after_another_has_finished_waits(nodes: Nodes) -> Non
 
 @pytest.mark.long
 def test_nodes_that_end_one_by_one_end_with_0(nodes: Nodes) -> None:
-    """Each agent waits for the last one, as with every backend."""
+    """Agents wait for the last one, as with every backend."""
     agents = started(nodes, "first", "second")
     finish(nodes, "first")
     await_undisturbed(nodes, "second")

@@ -129,7 +129,7 @@ def test_a_node_that_fails_leaves_the_job_to_the_others(join: Join) -> None:
 
 
 def test_a_drained_node_leaves_and_the_others_go_on(join: Join, cluster: LocalCluster) -> None:
-    """After `shoal drain NODE` all re-form at once, and the drained agent ends with 143. Its
+    """Nodes re-form at once after `shoal drain NODE`, and the drained agent ends with 143. Its
     shutdown does not complete the job for the node that stays."""
     handlers = [join(), join()]
     before = together(*handlers)
@@ -157,7 +157,7 @@ def test_a_drained_node_leaves_and_the_others_go_on(join: Join, cluster: LocalCl
 
 
 def test_a_spare_node_is_told_when_the_job_is_done(join: Join) -> None:
-    """It does not wait for a rank that no node will give up."""
+    """The spare node does not wait for a rank that no node will give up."""
     first = join((1, 1))
     together(first)
     with ThreadPoolExecutor(1) as thread:

@@ -66,7 +66,8 @@ def test_failed_workers_are_restarted(nodes: Nodes) -> None:
 
 @pytest.mark.long
 def test_a_failure_for_good_fails_the_node(nodes: Nodes) -> None:
-    """Without restarts left, torchrun exits with 1 as ever; the job does not count as completed."""
+    """torchrun exits with 1 as ever when no restarts are left; the job does not count as
+    completed."""
     (nodes.directory / "fail-0-0").touch()
     assert nodes.start("first", nodes="1", workers=1).wait(START_S) == 1
     nodes.stop()

@@ -158,7 +158,7 @@ def test_to_close_the_job(join: Join, outage: Wire) -> None:
 @pytest.mark.sampled()
 @pytest.mark.parametrize("part", ["coordinator", "etcd"])
 def test_a_part_that_is_halted(tmp_path: Path, part: str) -> None:
-    """After SIGSTOP connections stay open, but nothing answers, or nothing can be agreed."""
+    """SIGSTOP leaves connections open, but nothing answers, or nothing can be agreed."""
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0)
     with LocalCluster(config) as cluster:
         conf = {"last_call_timeout": "0.2", "join_timeout": str(JOIN_S), "close_timeout": "1"}
@@ -179,7 +179,7 @@ def test_a_part_that_is_halted(tmp_path: Path, part: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("fails", [False, True])
 def test_agents_end_soon_after_their_workers(tmp_path: Path, outage: Wire, fails: bool) -> None:
-    """They end with the training's own exit code, within `close_timeout` and a few seconds."""
+    """Agents end with the training's own exit code, within `close_timeout` and a few seconds."""
     job = f"outage-{tmp_path.name}"
     with Nodes(endpoint=outage.endpoints[0], job=job, directory=tmp_path) as nodes:
         conf = "last_call_timeout=60,close_timeout=3"

@@ -80,7 +80,7 @@ def test_each_step_is_there_once_after_kills_a_join_and_a_drain(
 def test_steps_that_are_taken_again_from_a_checkpoint_are_not_written_again(
     cluster: LocalCluster, tmp_path: Path, name: str
 ) -> None:
-    """All members are killed, and the job continues in the same run of the tracker."""
+    """Members are all killed, and the job continues in the same run of the tracker."""
     directory = tmp_path / "checkpoints"
     run = logging(cluster, tmp_path, trackers=(name,), checkpoints=str(directory))
     with Ranks() as ranks:
@@ -121,7 +121,7 @@ def test_a_second_run_from_step_0_is_a_run_of_its_own(tmp_path: Path, name: str)
 
 
 def test_it_is_on_the_page_and_in_metrics(cluster: LocalCluster) -> None:
-    """They show the newest value by name, and a chart over steps; NaN is shown as NaN."""
+    """The page shows the newest value by name, and a chart over steps; NaN is shown as NaN."""
     model, optimizer = build("sgd", "layers")
     job = f"shown-{secrets.token_hex(4)}"
     with shoal.join(job, coordinator=cluster.coordinator) as session:

@@ -82,8 +82,8 @@ def test_a_version_is_exported_once_and_another_does_not_take_its_directory(
 def test_processes_that_export_at_the_same_time_do_not_disturb_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In containers all of them may have the same process id. The second one begins and ends while
-    the first one writes."""
+    """Processes in containers may all have the same process id. The second one begins and ends
+    while the first one writes."""
     monkeypatch.setattr("os.getpid", lambda: 1)
     [weights] = published()
     write, inner = module._write_files, []

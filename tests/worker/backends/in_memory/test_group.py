@@ -266,7 +266,7 @@ def test_who_waits_for_a_rank_that_has_ended_is_told_at_once() -> None:
 
 
 def test_a_wait_for_a_rank_that_does_something_else_ends_at_its_deadline() -> None:
-    """Both ranks fail: rank 0, which waits, and rank 1, which comes after the deadline."""
+    """Rank 0, which waits, fails, and so does rank 1, which comes after the deadline."""
     over = threading.Event()
     late: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""One contract for every backend: the same checks over processes, threads, MPI and GPUs."""
+"""Contract of all backends: the same checks over processes, threads, MPI and GPUs."""
 
 from collections.abc import Callable
 from functools import cache
@@ -68,7 +68,7 @@ def missing(backend: str, world_size: int, name: str) -> str:
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize(("backend", "world_size"), WORLDS)
 def test_collectives(backend: str, world_size: int, name: str) -> None:
-    """Each check is described by its name in `collective_checks`."""
+    """Names of the checks are in `collective_checks`: they say what must hold."""
     if lacks := missing(backend, world_size, name):
         pytest.skip(lacks)
     found = {rank: report[name] for rank, report in enumerate(reports(backend, world_size))}

@@ -114,7 +114,7 @@ def laid_out(sizes: tuple[int, int, int], make=models.gpt) -> HybridLayout:
 
 
 def test_a_gradient_is_reduced_only_in_the_group_that_shares_the_coordinate():
-    """Each rank's gradients are a number of its own; the result is the mean of two copies."""
+    """Gradients of a rank are a number of its own; the result is the mean of two copies."""
 
     def body() -> tuple[int, tuple[str, ...], set[float]]:
         layout = laid_out((2, 2, 1))

@@ -82,7 +82,7 @@ def test_a_large_layer_stays_alone_and_parts_its_neighbours() -> None:
 
 
 def test_repeated_blocks_are_not_cut() -> None:
-    """Each block is larger than the minimum of a group."""
+    """Blocks are larger than the minimum of a group here."""
     with torch.device("meta"):
         model = nn.TransformerEncoder(block(), 4, enable_nested_tensor=False)
     grouping = group_modules(model, 1000)

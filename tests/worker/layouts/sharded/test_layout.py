@@ -57,8 +57,8 @@ def difference(training: Training, world_size: int, way: LayOut) -> float:
 @KINDS
 @pytest.mark.parametrize(("world_size", "optimizer"), [(3, sgd), (4, adamw)])
 def test_equal_to_one_process(world_size: int, optimizer: Any, kind: Any) -> None:
-    """There are several groups. No size is divisible by the number of ranks, and one layer has
-    fewer rows than there are ranks. 50 steps are in `test_equality` of the strategies."""
+    """The model has several groups. Its sizes are not divisible by the number of ranks, and one
+    layer has fewer rows than there are ranks. 50 steps are in `test_equality` of the strategies."""
     training = training_of(deep, optimizer, num_steps=12)
     assert difference(training, world_size, lay_out(min_group_bytes=300, **kind)) < TOLERANCE
 
@@ -75,8 +75,8 @@ def test_equal_to_one_process_on_gloo(kind: Any) -> None:
 @KINDS
 @pytest.mark.parametrize("model", [Tangled, Discarding, Tied, PartlyFrozen, Sometimes, transformer])
 def test_models_that_are_hard_to_cut(model: Callable[[], nn.Module], kind: Any) -> None:
-    """All use SGD: the gradient of a transformer's key biases is zero except for rounding, and Adam
-    would make whole steps of that."""
+    """SGD is used for all: the gradient of a transformer's key biases is zero except for rounding,
+    and Adam would make whole steps of that."""
     training = training_of(model, sgd, accumulate=2, num_steps=6)
     assert difference(training, 3, lay_out(min_group_bytes=300, **kind)) < TOLERANCE
 

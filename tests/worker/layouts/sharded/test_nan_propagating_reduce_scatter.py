@@ -53,7 +53,7 @@ def test_a_loss_that_is_not_finite_makes_all_nan() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_is_not_waited_for(dtype: torch.dtype) -> None:
-    """No wait means that no rank learns at once whose gradient it was."""
+    """The rank does not learn at once whose gradient was at fault, since that needs a wait."""
     gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype, device="cuda")
     before = gradients.clone()
     assert not propagate_nan(gradients, UnseenLosses())
@@ -124,7 +124,8 @@ def test_all_ranks_are_told_also_those_that_hold_nothing_of_it() -> None:
 
 
 def test_all_ranks_of_all_copies_are_told() -> None:
-    """This includes the last rank of the other copy, which holds no element of the gradient."""
+    """The last rank of the other copy gets the error too, although it holds no element of the
+    gradient."""
     names = run_in_memory(lambda: raised_by(after_backward(faulty=1, shard=4)), 8)
     assert names == ["GenerationBroken", "NonFiniteGradient", *["GenerationBroken"] * 6]
 

@@ -37,7 +37,7 @@ def in_another_order(made: Any, at: str) -> str:
 @pytest.mark.parametrize("at", ["a step", "an evaluation"])
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 def test_layers_of_one_size_in_another_order_are_refused_on_all(strategy: str, at: str) -> None:
-    """All messages have the same size, so no transport notices."""
+    """Messages of both layers have the same size, so no transport notices."""
     with late_groups():
         refusals = run_in_memory(in_another_order, 2, MADE[strategy], at)
     for refusal in refusals:

@@ -1,4 +1,5 @@
-"""Each rank's part of a sum, sent once: the same numbers as from torch's own collective."""
+"""Reduce-scatter that sends each part of a sum once: the same numbers as from torch's own
+collective."""
 
 import pytest
 from support.collectives import scattering_bodies
@@ -21,7 +22,8 @@ def test_over_gloo_every_rank_has_its_part_of_the_sum_and_of_the_mean(world_size
 
 
 def test_other_transports_scatter_by_themselves() -> None:
-    """Only Gloo sums up the whole for one part of it; on other transports the sums are the same."""
+    """Gloo is the only transport that sums up the whole for one part; sums on other transports are
+    the same."""
     for seen in run_in_memory(scattering_bodies.sums_and_means, 2):
         assert not any(seen[name] for name in BEST)
         assert seen["sum"] <= 1e-6

@@ -15,7 +15,7 @@ def test_collectives_in_memory_give_what_gloo_gives(dtype: torch.dtype) -> None:
 
 
 def test_values_that_are_too_large_for_a_place_go_over_gloo() -> None:
-    """All ranks decide alike: they have met before, and know each other's sizes."""
+    """Ranks decide alike: they have met before, and know each other's sizes."""
     for alike, num_met in run_on_gloo(2, bodies.collectives, torch.float32, 32, 3):
         assert alike
         assert num_met == 3 * 4
@@ -37,8 +37,8 @@ def test_ranks_that_must_not_share_memory_train_over_gloo() -> None:
 
 
 def test_values_of_different_sizes_are_told_of() -> None:
-    """Over Gloo a process that receives more than it expects is terminated; in memory a rank would
-    add up whatever it finds."""
+    """Gloo terminates a process that receives more than it expects; in memory a rank would add up
+    whatever it finds."""
     for refusal in run_on_gloo(2, bodies.different_sizes):
         assert "computed with different layers at the same time" in refusal
         assert "rank 0: with 6 numbers; rank 1: with 5 numbers" in refusal

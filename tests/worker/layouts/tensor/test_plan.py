@@ -185,7 +185,7 @@ def test_modules_that_are_bound_together_by_several_ties_are_cut_alike():
 
 
 def test_a_module_with_two_names_is_in_no_pair():
-    """Its other use may lie outside the pair, where values are whole."""
+    """The module's other use may lie outside the pair, where values are whole."""
     pair = Pair(nn.Dropout(0.1))
     pair.same = pair.fc2
     assert "paired" not in " ".join(styles(pair).values())
@@ -279,7 +279,7 @@ def attention_of(model: nn.Module, degree: int) -> dict[str, str]:
 
 
 def test_attention_that_the_model_declares_is_split_by_heads() -> None:
-    """There are two heads of keys and values, so one for each of two ranks."""
+    """The model has two heads of keys and values, so one for each of two ranks."""
     columns = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "column paired")
     assert attention_of(models.declared(), 2) == {**columns, "o_proj": "row paired"}
 

@@ -163,7 +163,7 @@ def test_blocks_are_found_and_shown() -> None:
 
 
 def test_blocks_behind_each_other_are_one() -> None:
-    """Nothing is gathered between the blocks."""
+    """Values are not gathered between the blocks."""
     plan = _plan(PostNorm())
     assert [e.module for e in plan.sequence if e.role == SequenceRole.BLOCK] == [""]
 
@@ -197,8 +197,8 @@ def test_what_needs_other_positions_is_no_block(kind: str) -> None:
 
 
 def test_what_is_used_elsewhere_too_is_in_no_block() -> None:
-    """Its gradients would cover some positions in the block and all of them elsewhere; hooks would
-    see only some."""
+    """The module's gradients would cover some positions in the block and all of them elsewhere;
+    hooks would see only some."""
 
     class Outside(nn.Module):
         def __init__(self) -> None:

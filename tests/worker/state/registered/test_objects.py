@@ -60,7 +60,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_goes_on_with_another_member_as_if_it_had_counted_there(name: str) -> None:
-    """Its rates depend only on the transferred state, which includes the settings of groups."""
+    """Rates depend only on the transferred state, which includes the settings of groups."""
     crew = []
     for _ in range(2):
         optimizer = optimizer_of()

@@ -6,7 +6,7 @@ from shoal.strategies.asynchronous.push_counts import RollbackWatch
 
 
 def test_shards_that_went_back_are_told_once() -> None:
-    """One line names all shards and how far they went back; training continues from there."""
+    """The line names all shards and how far they went back; training continues from there."""
     watch = RollbackWatch()
     with capture_logs() as logs:
         watch.see({0: 5, 1: 7})

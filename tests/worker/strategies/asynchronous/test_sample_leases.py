@@ -49,7 +49,7 @@ def taken(walk: Iterator[SampleRange | None]) -> list[SampleRange]:
 
 
 def test_an_epoch_shorter_than_a_round_is_shared_out(opened: ExitStack) -> None:
-    """While others have not acknowledged their shares, no member gets more than its own. `shoal
+    """Members get no more than their own shares while others have not acknowledged theirs. `shoal
     why` names the members that have the samples for which a member waits."""
     servers = opened.enter_context(ParameterServers(0))
     servers.num_members = 3

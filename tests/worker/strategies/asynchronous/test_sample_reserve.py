@@ -23,7 +23,7 @@ def test_a_member_wants_what_it_trains_on_in_a_long_outage() -> None:
 
 
 def test_more_is_asked_for_when_a_quarter_is_used_up() -> None:
-    """This way the samples are held in few ranges."""
+    """Samples are held in few ranges this way."""
     reserve = paced(1.0)
     reserve.leased(SampleRange(0, 0, int(AHEAD_S)))
     while reserve.lacking == 0:

@@ -40,7 +40,7 @@ TOLERANCE = 1e-5
 
 @dataclass
 class Member:
-    """One member over all its generations."""
+    """A member over all its generations."""
 
     name: str
     strategy: LocalSGD
@@ -148,7 +148,7 @@ def test_equal_to_replicas_in_one_process(
 
 
 def test_a_step_a_round_with_plain_sgd_is_data_parallel() -> None:
-    """With equal parameters, the mean of the results of one step is that step with the mean
+    """The mean of the results of one step, from equal parameters, is that step with the mean
     gradient."""
     members = members_of("abc", "local-sgd", "sgd", 1)
     for member in members:
@@ -219,7 +219,8 @@ def test_a_step_that_fails_halfway_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_a_planned_change_ends_the_round_early_and_loses_no_step(strategy: str) -> None:
-    """One member leaves and another joins, which continues from the first one's optimizer state."""
+    """Member c leaves, and member d joins, which continues from the first member's optimizer
+    state."""
     members = members_of("abcd", strategy, "adamw", 5)
     together(members[:3], 13, "hand over")
     assert [member.strategy.step for member in members[:3]] == [13] * 3
@@ -288,7 +289,7 @@ def test_a_member_that_is_cut_off_at_the_end_of_a_round_keeps_its_optimizer_stat
 
 
 def test_the_state_that_is_shown_is_that_of_the_last_meeting() -> None:
-    """In the middle of a round the replicas differ."""
+    """Replicas differ in the middle of a round."""
     members = members_of("ab", "local-sgd", "sgd", 4)
     shown: dict[str, list[Mapping[str, Tensor]]] = {"a": [], "b": []}
 
@@ -430,13 +431,13 @@ def test_models_and_optimizers_that_cannot_be_trained_are_refused() -> None:
 
 
 def test_strategies_are_found_by_name() -> None:
-    """Each has options of its own."""
+    """Strategies have options of their own."""
     assert type(find_strategy("local-sgd")) is LocalSGD
     assert type(find_strategy("diloco")) is DiLoCo
 
 
 def test_the_outer_step_is_that_of_torch() -> None:
-    """For a mean change c the gradient is -c."""
+    """The gradient is -c for a mean change c."""
     for nesterov in (False, True):
         outer = OuterStep(lr=0.3, momentum=0.8, nesterov=nesterov)
         own = torch.zeros(3, dtype=torch.float64)
