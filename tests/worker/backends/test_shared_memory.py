@@ -44,11 +44,11 @@ def test_words_that_all_have_told_are_heard_by_all_though_the_meeting_is_cut(
     """A rank that received the messages may have committed a step because of them and left: the
     others see that as a cut. If one rank has not sent its message, nobody receives the messages."""
     body = shared_memory_bodies.words_told_before_a_cut
-    for heard, then in run_on_gloo(world_size, functools.partial(body, all_tell=True)):
-        assert heard == [[10 + rank] for rank in range(world_size)]
+    for received, then in run_on_gloo(world_size, functools.partial(body, all_tell=True)):
+        assert received == [[10 + rank] for rank in range(world_size)]
         assert "ranks no longer share memory" in then
     *others, last = run_on_gloo(world_size, functools.partial(body, all_tell=False))
-    assert all("ranks no longer share memory" in heard for heard, _ in others)
+    assert all("ranks no longer share memory" in received for received, _ in others)
     assert last[0] == "nothing told"
 
 
@@ -112,13 +112,13 @@ def is_hung_up(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "greeting",
     [opening._GREETING.pack(1, bytes(32)), bytes(3), b""],
     ids=["another key", "half a greeting", "nothing"],
 )
 @pytest.mark.parametrize("num_strangers", [1, 3 * opening.MAX_SILENT // 2])
 def test_a_stranger_gets_no_memory(
-    said: bytes, num_strangers: int, monkeypatch: pytest.MonkeyPatch
+    greeting: bytes, num_strangers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stranger has found the socket's name but does not know the key. Regression: a rank that
     connected after a silent stranger waited for it, until no rank had the memory."""
@@ -139,8 +139,8 @@ def test_a_stranger_gets_no_memory(
         ]
         for stranger in strangers:
             stranger.connect(opening._address(key))
-            if said:
-                stranger.sendall(said)
+            if greeting:
+                stranger.sendall(greeting)
         began_s = time.monotonic()
         opened = opening._receive(key, 1, None)
         maker.join()

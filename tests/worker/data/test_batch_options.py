@@ -24,9 +24,9 @@ from shoal_proto.errors import InvalidSpec
 DATASET = TensorDataset(torch.arange(10))
 
 
-def options(**said: Any) -> BatchOptions:
-    told: dict[str, Any] = {
-        name: said.pop(name, default)
+def options(**given: Any) -> BatchOptions:
+    named: dict[str, Any] = {
+        name: given.pop(name, default)
         for name, default in (
             ("global_batch_size", None),
             ("epochs", 1),
@@ -35,11 +35,11 @@ def options(**said: Any) -> BatchOptions:
             ("collate", None),
         )
     }
-    return BatchOptions.of(**told, options=said)  # type: ignore[arg-type]
+    return BatchOptions.of(**named, options=given)  # type: ignore[arg-type]
 
 
-def order_of(dataset: Any, **said: Any) -> Order:
-    return options(**said).loader(dataset).order
+def order_of(dataset: Any, **given: Any) -> Order:
+    return options(**given).loader(dataset).order
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_what_decides_itself_which_samples_come_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("given", "words"),
     [
         ({"global_batch_size": 4, "num_wrkers": 2}, "has no option num_wrkers.*num_workers"),
         ({"batch_size": 4}, "has no option batch_size.*global_batch_size"),
@@ -177,9 +177,9 @@ def test_what_decides_itself_which_samples_come_is_refused(
         *("size", "seed", "processes", "timeout"),
     ],
 )
-def test_contradictions_are_refused_by_name(said: dict[str, Any], words: str) -> None:
+def test_contradictions_are_refused_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSpec, match=words):
-        order_of(DATASET, **said)
+        order_of(DATASET, **given)
 
 
 def test_a_size_of_0_is_none_of_the_data_loaders_own() -> None:

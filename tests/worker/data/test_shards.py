@@ -49,14 +49,14 @@ class Counted:
             self.num_read += 1
             yield number
 
-    def loader(self, **said: Any) -> Loader:
-        return loading(self.dataset, **said)
+    def loader(self, **changes: Any) -> Loader:
+        return loading(self.dataset, **changes)
 
 
-def loading(dataset: Any, *, together: bool = True, **said: Any) -> Loader:
-    told = {"global_batch_size": 8, "epochs": 2, "seed": 5, "shuffle": None, "collate": None}
-    options = {name: said.pop(name) for name in list(said) if name not in told}
-    made = BatchOptions.of(**{**told, **said}, options=options)  # type: ignore[arg-type]
+def loading(dataset: Any, *, together: bool = True, **changes: Any) -> Loader:
+    defaults = {"global_batch_size": 8, "epochs": 2, "seed": 5, "shuffle": None, "collate": None}
+    options = {name: changes.pop(name) for name in list(changes) if name not in defaults}
+    made = BatchOptions.of(**{**defaults, **changes}, options=options)  # type: ignore[arg-type]
     return made.loader(dataset, together=together)
 
 
@@ -163,12 +163,12 @@ def test_reading_past_samples_keeps_few_of_them() -> None:
     assert counted.num_opened == {0: 1}
 
 
-@pytest.mark.parametrize(("said", "seen"), [(5, "saw more samples"), (7, "saw 6 samples")])
-def test_a_shard_of_another_length_is_refused_by_name(said: int, seen: str) -> None:
+@pytest.mark.parametrize(("count", "seen"), [(5, "saw more samples"), (7, "saw 6 samples")])
+def test_a_shard_of_another_length_is_refused_by_name(count: int, seen: str) -> None:
     """A longer shard is refused too: its other samples would never be trained on."""
-    shards = shoal.Shards([range(6), range(2)], lengths=[said, 2])
-    loader = loading(shards, global_batch_size=said + 2)
-    with pytest.raises(SampleFailed, match=rf"shard 0 holds another number.*{seen}.*ected {said}"):
+    shards = shoal.Shards([range(6), range(2)], lengths=[count, 2])
+    loader = loading(shards, global_batch_size=count + 2)
+    with pytest.raises(SampleFailed, match=rf"shard 0 holds another number.*{seen}.*ected {count}"):
         loader.synchronous(0, 0, 1)
     assert shoal.Shards.count([range(6), range(2)]) == [6, 2]
 

@@ -148,13 +148,13 @@ def test_what_a_session_cannot_keep_exact_is_refused(session: shoal.Session) -> 
     model = bodies.new_model()
     with pytest.raises(InvalidSpec, match="built=True compiled=False"):
         session.distribute(model, bodies.new_optimizer("sgd"))
-    for optimizer, said in (
+    for optimizer, message in (
         (keras.optimizers.Adam(clipnorm=1.0), "clipnorm"),
         (keras.optimizers.Adam(gradient_accumulation_steps=2), "global_batch_size"),
         (keras.optimizers.Lamb(), "Lamb"),
     ):
         model.compile(optimizer=optimizer, loss="mse")
-        with pytest.raises(UnsupportedOptimizer, match=said):
+        with pytest.raises(UnsupportedOptimizer, match=message):
             session.distribute(model, optimizer)
     model.compile(optimizer="sgd", loss="mse")
     with pytest.raises(InvalidSpec, match="strategy pipeline"):

@@ -162,7 +162,7 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"callbacks": [GradientAccumulationScheduler({0: 2})]}, "changes with the epochs"),
         ({"enable_checkpointing": True}, "enable_checkpointing=False"),
@@ -180,9 +180,9 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
     ],
 )
 def test_what_a_session_cannot_keep_exact_is_refused(
-    session: shoal.Session, changes: dict[str, Any], said: str, tmp_path: Path
+    session: shoal.Session, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(InvalidSpec, match=said):
+    with pytest.raises(InvalidSpec, match=message):
         fit(session, Net, default_root_dir=tmp_path, **changes)
 
 

@@ -203,7 +203,7 @@ def test_a_smoothed_mean_of_each_part_is_refused(session: shoal.Session) -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"save_strategy": "epoch"}, "save_strategy='epoch'.*checkpoints="),
         ({"save_strategy": "epoch", "load_best_model_at_end": True}, "load_best.*save_model"),
@@ -214,9 +214,9 @@ def test_a_smoothed_mean_of_each_part_is_refused(session: shoal.Session) -> None
     ],
 )
 def test_what_a_session_cannot_keep_exact_is_refused(
-    session: shoal.Session, changes: dict[str, Any], said: str
+    session: shoal.Session, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InvalidSpec, match=said):
+    with pytest.raises(InvalidSpec, match=message):
         SessionTrainer(session, **inputs_of(**changes))
 
 
@@ -283,9 +283,9 @@ def test_an_evaluation_generates_as_that_of_one_process(
     )
     for each in (plain, elastic):
         each.train()
-    said, expected = (each.evaluate() for each in (elastic, plain))
-    assert said["eval_tokens"] == expected["eval_tokens"]
-    assert said["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
+    found, expected = (each.evaluate() for each in (elastic, plain))
+    assert found["eval_tokens"] == expected["eval_tokens"]
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
 
 
 def test_a_trainer_that_would_not_generate_is_refused(

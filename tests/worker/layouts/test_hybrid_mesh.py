@@ -60,7 +60,7 @@ def test_the_mesh_of_a_world_size(world_size, fixed, expected):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fixed", "said"),
+    ("world_size", "fixed", "message"),
     [
         (6, {"tensor": 4}, r"6 ranks.*tensor=4.*world size 6.*expected 4, 8, 12 or another mul"),
         (9, {"pipeline": 2, "data": 2}, r"pipeline=2 data=2, together 4; expected 4, 8, 12"),
@@ -69,9 +69,9 @@ def test_the_mesh_of_a_world_size(world_size, fixed, expected):
     ],
 )
 def test_fixed_sizes_that_do_not_divide_are_named_with_world_sizes_that_fit(
-    world_size, fixed, said
+    world_size, fixed, message
 ):
-    with pytest.raises(InvalidSpec, match=said):
+    with pytest.raises(InvalidSpec, match=message):
         mesh_for(world_size, facts(stages=2, splits=2), FixedSizes(**fixed))
 
 

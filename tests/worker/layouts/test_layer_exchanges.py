@@ -20,15 +20,15 @@ from shoal.layouts.layer_exchanges import (
 LAYERS = ["inner", "first", "second", "outer"]
 
 
-def after(deeds: Sequence[int], *, peers: Sequence[int] = (0, 1)) -> LayerExchanges:
+def after(layers: Sequence[int], *, peers: Sequence[int] = (0, 1)) -> LayerExchanges:
     """Return the exchanges of a rank that has met its peers for these layers since its step
     began."""
     exchanges = LayerExchanges()
     exchanges.among(peers)
     sites = [exchanges.site(name) for name in LAYERS]
     exchanges.begin()
-    for deed in deeds:
-        sites[deed].value()
+    for layer in layers:
+        sites[layer].value()
     return exchanges
 
 
@@ -43,9 +43,9 @@ def test_who_does_the_same_is_never_taken_to_differ_however_far_it_came(seed: in
     """Messages that are lost or late leave one rank behind the others: a rank that is cut off for
     minutes is not refused once its network works again."""
     drawn = random.Random(seed)
-    deeds = drawn.choices(range(len(LAYERS)), k=drawn.randrange(1, 3 * MAX_RECORDED))
-    counts = [drawn.randrange(1, len(deeds) + 1) for _ in range(3)]
-    assert difference({str(n): record_of(after(deeds[:n])) for n in counts}) is None
+    layers = drawn.choices(range(len(LAYERS)), k=drawn.randrange(1, 3 * MAX_RECORDED))
+    counts = [drawn.randrange(1, len(layers) + 1) for _ in range(3)]
+    assert difference({str(n): record_of(after(layers[:n])) for n in counts}) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -53,12 +53,12 @@ def test_who_waits_in_another_place_of_the_same_pass_differs(seed: int) -> None:
     """Ranks meet one by one, in any exchange. A rank that is done with fewer layers waits at the
     end of its passes, while the others wait for it in one more layer."""
     drawn = random.Random(seed)
-    deeds = drawn.choices(range(len(LAYERS)), k=drawn.randrange(2, 3 * MAX_RECORDED))
-    without = [*deeds]
-    del without[drawn.randrange(len(deeds))]
+    layers = drawn.choices(range(len(LAYERS)), k=drawn.randrange(2, 3 * MAX_RECORDED))
+    without = [*layers]
+    del without[drawn.randrange(len(layers))]
     shorter = after(without)
     shorter.end()
-    found = difference({"a": record_of(after(deeds)), "b": record_of(shorter)})
+    found = difference({"a": record_of(after(layers)), "b": record_of(shorter)})
     assert found is not None
     assert found["a"] != found["b"]
 
@@ -80,7 +80,7 @@ def test_steps_are_not_compared_with_earlier_ones() -> None:
 
 def test_what_is_kept_no_longer_counts_in_the_word_of_a_step() -> None:
     many = [number % len(LAYERS) for number in range(2 * MAX_KEPT)]
-    words = [after(deeds).summary() for deeds in (many, many, [1, *many[1:]], many[:-1])]
+    words = [after(layers).summary() for layers in (many, many, [1, *many[1:]], many[:-1])]
     assert words[0] == words[1]
     assert len(set(words)) == 3
     assert max(words).bit_length() == WORD_BITS

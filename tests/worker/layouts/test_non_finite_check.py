@@ -170,7 +170,7 @@ def test_a_sum_that_overflows_in_two_stages_is_told_to_the_one_between() -> None
 
 
 def test_a_lone_rank_is_told_which_parameter() -> None:
-    (heard,) = shoal.run_in_memory(
+    (error,) = shoal.run_in_memory(
         functools.partial(one_fault, TensorParallel(min_split_bytes=0), 0, clips=False), 1
     )
-    assert heard.startswith("NonFiniteGradient: the gradient of ")
+    assert error.startswith("NonFiniteGradient: the gradient of ")

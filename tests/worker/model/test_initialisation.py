@@ -168,7 +168,7 @@ def test_a_model_that_is_on_a_device_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "text"),
     [
         (Bare, r"module '1', a Bare, cannot initialise .*; saw scale, and no method reset"),
         (InitialisedAsAWhole, r"module '1', a InitialisedAsAWhole, has .*; saw init_weights"),
@@ -176,11 +176,11 @@ def test_a_model_that_is_on_a_device_is_left_alone() -> None:
         (Loose, r"module '1', a Loose, has a tensor .*; saw the attribute rates"),
     ],
 )
-def test_what_cannot_initialise_itself_is_refused_by_name(made: type[nn.Module], said: str) -> None:
+def test_what_cannot_initialise_itself_is_refused_by_name(made: type[nn.Module], text: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), on_meta(made))
-    with pytest.raises(InvalidSpec, match=said):
+    with pytest.raises(InvalidSpec, match=text):
         give_buffers(model)
-    with pytest.raises(InvalidSpec, match=said):
+    with pytest.raises(InvalidSpec, match=text):
         initialise(model, torch.device("cpu"), SEED)
 
 

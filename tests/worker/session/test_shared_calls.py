@@ -391,16 +391,16 @@ def test_survivors_of_a_kill_between_two_steps_go_on(
         ends = [member.expect("finished") for member in members[:2]]
         assert ends == [{"step": 5}] * 2
         for member in members[:2]:
-            looked = [told for kind, told in member.seen if kind == "looked"]
+            looked = [report for kind, report in member.seen if kind == "looked"]
             assert looked[-1]["step"] == 5
             assert looked[-1]["total"] == 2
-            checked = [told for told in looked if told["same"]]
-            for told in checked:
-                evaluation_bodies.check(told)
+            checked = [report for report in looked if report["same"]]
+            for report in checked:
+                evaluation_bodies.check(report)
             # After that step too: if not at first, then when it was taken again.
-            assert {told["step"] for told in checked} >= {3, 5}
+            assert {report["step"] for report in checked} >= {3, 5}
             assert member.join() == 0
-        seen = [[told for kind, told in m.seen if kind == "looked"] for m in members[:2]]
+        seen = [[report for kind, report in m.seen if kind == "looked"] for m in members[:2]]
         assert seen[0] == seen[1]
 
 

@@ -227,7 +227,7 @@ def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalC
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (lambda model, optimizer: (optimizer, model), "as its model is none; saw torch.optim"),
         (lambda model, _: (model, model.parameters()), "as its optimizer is none; saw builtins"),
@@ -238,11 +238,11 @@ def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalC
 )
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 def test_what_is_no_model_or_optimizer_is_refused_by_its_type(
-    cluster: LocalCluster, given: Any, said: str, strategy: str
+    cluster: LocalCluster, given: Any, message: str, strategy: str
 ) -> None:
     with (
         shoal.join(f"guard-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session,
-        pytest.raises(InvalidSpec, match=said),
+        pytest.raises(InvalidSpec, match=message),
     ):
         session.distribute(*given(*build("sgd", "layers")), strategy=strategy)
 

@@ -149,15 +149,15 @@ def refused(made: Callable[[], Strategy], weights: list[float | None]) -> str:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("weights", "words"),
     [([3.0, None], "have a weight, others have none"), ([0.0, 0.0], "weigh nothing")],
 )
 def test_weights_that_do_not_go_together_are_refused_on_all(
-    strategy: str, weights: list[float | None], said: str
+    strategy: str, weights: list[float | None], words: str
 ) -> None:
     found = run_in_memory(refused, 2, equality.made(strategy, 2), weights)
     assert len(set(found)) == 1
-    assert said in found[0]
+    assert words in found[0]
 
 
 @pytest.mark.parametrize("strategy", [shoal.DDP, shoal.Zero1])

@@ -144,21 +144,21 @@ WAYS = [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ways", "said"),
+    ("strategy", "ways", "words"),
     [
         *((strategy, *way) for strategy in ("ddp", "zero1", "fsdp") for way in WAYS),
         # Values sent between layers have the shape of a part.
-        *(("tensor", ways, said.replace("saw 1 by", "saw 1 or more by")) for ways, said in WAYS),
-        *(("pipeline", ways, said.replace("saw 1 by", "saw 1 or more by")) for ways, said in WAYS),
+        *(("tensor", ways, text.replace("saw 1 by", "saw 1 or more by")) for ways, text in WAYS),
+        *(("pipeline", ways, text.replace("saw 1 by", "saw 1 or more by")) for ways, text in WAYS),
     ],
 )
 def test_members_that_cut_a_step_differently_are_told(
-    strategy: str, ways: Sequence[Sequence[int]], said: str
+    strategy: str, ways: Sequence[Sequence[int]], words: str
 ) -> None:
     """Members all get the error before any commits the step, whether or not the step before was
     cut."""
     errors = run_in_memory(_refused, 2, equality.made(strategy, 2), ways)
     assert len(set(errors)) == 1
     text, num_committed = errors[0]
-    assert said in text
+    assert words in text
     assert num_committed == len(ways[0]) - 1

@@ -74,16 +74,16 @@ def test_who_has_gone_on_is_not_held_to_where_it_was() -> None:
     assert waited(members, replace(CALL, what=""), CALL, CALL) == [False] * 3
 
 
-def splitting(store: dist.Store, deeds: list[list[int]]) -> list[ScriptPoints]:
+def splitting(store: dist.Store, layers: list[list[int]]) -> list[ScriptPoints]:
     """Return members that split layers and have met for these in one step; -1 ends their passes."""
     found = []
-    for rank, own in enumerate(deeds):
+    for rank, own in enumerate(layers):
         exchanges = LayerExchanges()
-        exchanges.among(range(len(deeds)))
+        exchanges.among(range(len(layers)))
         sites = [exchanges.site(name) for name in ("first", "second", "third")]
         exchanges.begin()
-        for deed in own:
-            sites[deed].value() if deed >= 0 else exchanges.end()
+        for layer in own:
+            sites[layer].value() if layer >= 0 else exchanges.end()
         found.append(
             ScriptPoints(store, GENERATION, rank, MEMBERS, exchanges=exchanges, read_within_s=0.0)
         )
@@ -111,7 +111,7 @@ def test_a_layer_that_one_member_leaves_out_is_found_by_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "deeds",
+    "layers",
     [
         pytest.param([[0, 1], [0, 1], [0, 1]], id="the same layer"),
         pytest.param([[0, 1, 2], [0], [0, 1]], id="what is sent is lost on the way"),
@@ -119,9 +119,9 @@ def test_a_layer_that_one_member_leaves_out_is_found_by_all() -> None:
         pytest.param([[], [0, 1], [0]], id="one that did not come to any"),
     ],
 )
-def test_members_that_a_network_holds_up_are_not_refused(deeds: list[list[int]]) -> None:
+def test_members_that_a_network_holds_up_are_not_refused(layers: list[list[int]]) -> None:
     """Holds for any length of the delay."""
-    assert stood(splitting(dist.HashStore(), deeds)) == [False] * 3
+    assert stood(splitting(dist.HashStore(), layers)) == [False] * 3
 
 
 def test_who_waits_shortly_tells_nothing_of_layers() -> None:

@@ -265,8 +265,8 @@ def test_calling_the_model_with_gradients_names_what_to_call_instead():
             texts.append(str(refused.value))
         return texts
 
-    for said in shoal.run_in_memory(body, 2):
-        assert all("session.forward_backward" in each for each in said)
+    for messages in shoal.run_in_memory(body, 2):
+        assert all("session.forward_backward" in each for each in messages)
 
 
 class Failing(nn.Module):

@@ -70,7 +70,7 @@ def noted_where_one_is_left_out(made: Any) -> ExchangeRecord | None:
 def test_what_ranks_have_noted_tells_which_layer_one_has_left_out() -> None:
     with late_groups():
         noted = run_in_memory(noted_where_one_is_left_out, 2, MADE["fsdp"])
-    found = difference({f"m{rank}": told for rank, told in enumerate(noted) if told is not None})
+    found = difference({f"m{rank}": each for rank, each in enumerate(noted) if each is not None})
     assert found == {
         "m0": "at the weights of the layer of drop.weight",
         "m1": "at the weights of the layer of last.weight",
