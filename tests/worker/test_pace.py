@@ -60,7 +60,7 @@ def test_in_bulk_all_members_compute_each_round_on_the_same_values(
     num_members, num_rounds = 3, 12
     members = [begin(servers, rank, BSP(staleness="none")) for rank in range(num_members)]
     seen: list[list[Tensor]] = [[] for _ in members]
-    # Nobody waits for a member that has not begun; a session finishes when all samples are done.
+    # No member waits for one that has not begun; a session finishes when all samples are done.
     all_begun, all_done = threading.Barrier(num_members), threading.Barrier(num_members)
 
     def work(rank: int) -> None:

@@ -12,7 +12,7 @@ from shoal_client.local.cluster import LocalCluster
 
 TOLERANCE = 1e-5
 NUM_MEMBERS = {"ddp": 7, "fsdp": 7, "zero2": 7, "pipeline": 4}
-"""For a pipeline, as many members as there are layers."""
+"""Number of members; for a pipeline, as many as there are layers."""
 CASES = [
     pytest.param(
         strategy,

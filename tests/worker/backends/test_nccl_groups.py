@@ -243,7 +243,7 @@ def test_a_bring_up_within_a_communicators_creation_ends_with_a_cut(tmp_path: Pa
         assert crew[0].join() == 0
 
 
-# --- what a session's watch sees of a device ---
+# --- a session's watch of a device ---
 
 
 class Event:

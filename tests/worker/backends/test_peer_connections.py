@@ -16,7 +16,7 @@ def test_a_connection_counts_until_either_end_has_hung_up() -> None:
         def count() -> int:
             return count_connected(lambda end: end == own)
 
-        assert count() == 0  # nobody has connected
+        assert count() == 0  # no peer has connected
         caller = socket.create_connection(listener.getsockname())
         with caller, listener.accept()[0] as called:
             assert count() == 2  # both ends are of this process

@@ -94,7 +94,7 @@ def test_a_rank_reads_no_more_than_the_parts_it_needs(damaged, whole):
     assert torch.equal(found.shards[name].tensor, part.tensor)
 
 
-# --- what plain torch wrote ---
+# --- checkpoints of plain torch ---
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
@@ -162,7 +162,7 @@ def test_another_model_is_refused_by_name(tmp_path, change, error):
         own.fill(read(tmp_path / "torch", own.needs))
 
 
-# --- what is no checkpoint, or not any more ---
+# --- invalid and damaged checkpoints ---
 
 
 def test_a_directory_without_an_index_is_no_checkpoint(tmp_path):

@@ -15,7 +15,7 @@ from shoal_client.local.cluster import LocalCluster
 
 WAIT_S = 60.0
 NUM_SAMPLES, NUM_MEMBERS = 5, 3
-"""With three samples a step, one member has none in the second step."""
+"""Numbers that leave one member without samples in the second step, if a step has three samples."""
 
 
 class Skipping(nn.Module):

@@ -62,7 +62,7 @@ def backward(session: Session, model: Any, batch: shoal.Batch) -> None:
     contrastive_members.take(session, model, batch)
 
 
-# --- what it trains ---
+# --- training ---
 
 
 @pytest.mark.parametrize("num_members", [1, 3])
@@ -183,7 +183,7 @@ def test_a_step_is_taken_anew_when_a_member_is_killed_in_it(
             assert (1, False) in tried
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 def check_refused(ends: list[Any], words: str) -> None:

@@ -158,8 +158,8 @@ def test_an_optimizer_of_an_optimizer_is_its_own_business(cluster: LocalCluster)
 def test_gradients_that_a_script_drops_before_they_train_anything_are_refused(
     cluster: LocalCluster, strategy: str, dropped_by: str, to_none: bool
 ) -> None:
-    """Like `loss.backward(); optimizer.step(); optimizer.zero_grad()` without the middle call: no
-    parameter moves, and no error says so."""
+    """A script from which only `optimizer.step()` was removed calls `zero_grad` after its backward
+    pass: no parameter moves, and no error says so."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():

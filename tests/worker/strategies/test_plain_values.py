@@ -261,7 +261,7 @@ def test_plain_torch_finds_the_values(tmp_path: Path) -> None:
     assert all(bool(each.abs().sum()) for each in own["history"])
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 @pytest.mark.parametrize("at_step", [0, 3])

@@ -284,7 +284,7 @@ def compare(finished: Any, run: Adversarial) -> None:
     assert difference(own, expected) < TOLERANCE
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 def lone(cluster: LocalCluster) -> Session:

@@ -31,7 +31,7 @@ PASSES: dict[str, tuple[dict[str, Any], str]] = {
         "2 by a; clipping for g and d by b",
     ),
 }
-"""For each field: a vote that differs there, and the error's text on the difference."""
+"""Votes by the field in which they differ, each with the error's text on the difference."""
 APPLIED: dict[str, tuple[dict[str, Any], str]] = {
     "hyperparameters": ({"hyperparameters": ({"lr": 0.25},)}, "step 7; .*0.5 by a; 0.25 by b"),
     "changes": ({"changes": ((3, ({"lr": 0.25},)),)}, "step 10; .*0.5 by a; 0.25 by b"),

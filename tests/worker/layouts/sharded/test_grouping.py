@@ -133,7 +133,7 @@ def test_two_dtypes_in_one_group_are_refused() -> None:
     with pytest.raises(InvalidSpec, match="several dtypes") as refused:
         group_modules(model)
     assert "1.weight: torch.float64" in refused.value.seen
-    model[0].requires_grad_(False)  # what is frozen is only gathered
+    model[0].requires_grad_(False)  # frozen parameters are only gathered
     assert group_modules(model).rest.num_bytes == 6 * 4 + 6 * 8
 
 
