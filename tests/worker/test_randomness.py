@@ -151,7 +151,7 @@ def test_the_rate_is_the_one_asked_for(p: float) -> None:
 
 
 def test_alpha_dropout_keeps_mean_and_variance() -> None:
-    """Mean and variance are the purpose of alpha dropout."""
+    """Preserving both is the purpose of alpha dropout."""
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(NUM_SAMPLES, 100_000, generator=generator)
     output = whole(keyed(nn.AlphaDropout(0.3)), value)

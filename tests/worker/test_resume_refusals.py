@@ -1,4 +1,4 @@
-"""A job continues from a checkpoint with the samples with which it was written, or is refused by
+"""A job continues from a checkpoint with the samples with which it was written, or is refused, with
 the field that differs."""
 
 import json

@@ -54,8 +54,8 @@ def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
 def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
-    """The first of two members is killed in the midst of step 6; a third takes its place. The
-    weights are those of accelerate alone."""
+    """Member b of two is killed in the midst of step 6; a third takes its place. The weights are
+    those of accelerate alone."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"accelerate-{strategy}",

@@ -1,5 +1,5 @@
 """A script leaves its loop before the last batch, and a member is lost after that. Calls of the
-others return the state of the step that was reached, or an error that this state is lost."""
+others return the state of the step that was reached, or raise an error that this state is lost."""
 
 import secrets
 from collections.abc import Callable

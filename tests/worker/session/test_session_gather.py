@@ -87,8 +87,8 @@ def counted(batch: shoal.Batch) -> Tensor:
 
 
 def test_rows_of_a_member_whose_loss_weighs_nothing_are_trained(cluster: LocalCluster) -> None:
-    """The first member's rows are compared with in the others' losses. Its own loss is a mean over
-    nothing: NaN."""
+    """The others' losses compare their rows with the first member's. The first member's own loss is
+    a mean over nothing: NaN."""
 
     def passes(session: Session, model: Any, batch: shoal.Batch) -> float:
         outputs = model(batch.inputs)

@@ -206,7 +206,7 @@ def test_a_loop_of_batches_for_each_epoch_is_told_how_there_is_one(cluster: Loca
 
 
 def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalCluster) -> None:
-    """The first loop alone would train, in a script with a loop for each epoch."""
+    """A script with a loop for each epoch would train in the first loop only."""
 
     def loop(session: shoal.Session, model: nn.Module, batches: Any) -> None:
         for batch in batches:

@@ -52,8 +52,8 @@ def test_the_result_is_that_of_one_process_though_one_is_killed(
 def test_a_call_behind_the_last_batch_gives_no_earlier_model(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """The state goes back to a checkpoint, without copies, but the loop that would train on from
-    there is over."""
+    """The state goes back to a checkpoint, since there are no copies, but the loop that would train
+    on from there is over."""
     run = elastic(
         cluster,
         "goes-back",

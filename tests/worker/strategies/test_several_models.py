@@ -100,7 +100,7 @@ def test_both_learn_what_they_learn_in_one_process(
 def test_both_learn_the_same_over_collectives_that_are_done_before_they_bring_anything(
     strategy: str,
 ) -> None:
-    """NCCL's collectives are such."""
+    """NCCL's collectives behave like this."""
     expected = run_in_memory(trained, 2, strategy, WAYS[0])
     with late_groups():
         late = run_in_memory(trained, 2, strategy, WAYS[0])
