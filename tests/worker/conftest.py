@@ -12,9 +12,10 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """etcd, a coordinator and a parameter server."""
+    """A cluster of etcd, a coordinator and a parameter server."""
     directory: Path = tmp_path_factory.mktemp("cluster")
-    # A member is lost after four: on a busy machine a living one may be silent for seconds.
+    # A member is lost after four heartbeat periods: on a busy machine a living one may be silent
+    # for seconds.
     limits = {"--heartbeat-s": min(3.0, unhurried(0.5))}
     config = LocalClusterConfig(directory=directory, num_parameter_servers=1, limits=limits)
     with LocalCluster(config) as running:
@@ -23,8 +24,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="session")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """A cluster that takes a collective for hung after 5 s, and a bring-up that stands still for
-    9 s."""
+    """A cluster with short limits: a collective counts as hung after 5 s, a bring-up without
+    progress after 9 s."""
     directory = tmp_path_factory.mktemp("quick")
     config = LocalClusterConfig(directory=directory, num_parameter_servers=0, limits=LIMITS)
     with LocalCluster(config) as running:

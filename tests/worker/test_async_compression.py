@@ -1,4 +1,4 @@
-"""Compressed gradients on their way to parameter servers: every one counts once, error included."""
+"""Compressed gradients sent to parameter servers: each counts once, including its error."""
 
 import copy
 import threading
@@ -35,13 +35,13 @@ from shoal_server.parameters.shard.dense import DenseBody
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[ParameterServers]:
-    """For tests that leave them as they were; each with a job of its own."""
+    """Servers for tests that leave them unchanged, each with a job of its own."""
     with ParameterServers(2) as servers:
         yield servers
 
 
 class Alone:
-    """One process that steps on what its own compressed gradients stand for."""
+    """Process that steps on the decoded values of its own compressed gradients."""
 
     def __init__(self, model: nn.Module, compression: str, shard_map: ShardMap) -> None:
         self.model = model
@@ -92,7 +92,7 @@ def assert_equal(model: nn.Module, wanted: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_servers_step_on_what_the_gradients_stand_for(shared: ParameterServers, name: str) -> None:
-    """With a part that is not always used: its residual waits."""
+    """The model has a part that is not always used: its residual waits."""
     model = new_model()
     alone = copy.deepcopy(model)
     strategy = start(shared, model, adam(model), strategy=AsyncSGD(compression=name), job=name)
@@ -101,7 +101,7 @@ def test_servers_step_on_what_the_gradients_stand_for(shared: ParameterServers, 
     reference.train(range(6))
     assert_equal(model, alone)
     metrics = strategy.metrics()
-    # A matrix of 10 columns has few to leave out.
+    # A matrix of 10 columns has little redundancy.
     assert metrics["compression_ratio"] > (1.05 if name == "powersgd" else 1.9)
     assert metrics["bytes_sent"] > metrics["bytes_per_step"] > 0
     strategy.close()
@@ -109,7 +109,7 @@ def test_servers_step_on_what_the_gradients_stand_for(shared: ParameterServers, 
 
 @pytest.mark.parametrize("name", ["int8", "powersgd"])
 def test_a_failover_in_the_middle_changes_no_bit(name: str) -> None:
-    """The copy has read the very same bytes, and a push that is sent again is known there."""
+    """The backup has decoded the same bytes, and recognises a push that is sent again."""
     with ParameterServers(2) as servers:
         model = new_model()
         alone = copy.deepcopy(model)
@@ -124,7 +124,7 @@ def test_a_failover_in_the_middle_changes_no_bit(name: str) -> None:
 
 
 def test_rounds_are_compressed_too(shared: ParameterServers) -> None:
-    """`async-diloco` pushes how far a member came."""
+    """`async-diloco` pushes a member's change since the last round."""
     model = new_model()
     strategy = AsyncDiLoCo(every_steps=2, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
     alone, plain = copy.deepcopy(model), start(shared, model, adam(model), strategy=strategy)
@@ -144,7 +144,7 @@ def test_rounds_are_compressed_too(shared: ParameterServers) -> None:
 def test_it_is_read_by_a_worker_thread(
     shared: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small shards as well: the event loop serves everybody."""
+    """Small shards are decoded there, too: the event loop serves all clients."""
     threads: list[str] = []
     decode = DenseBody.decode
 
@@ -177,7 +177,7 @@ def test_it_is_not_combined_with_delay_compensation() -> None:
         AsyncSGD(compression="int8", staleness="compensate")
 
 
-# What becomes of residuals.
+# --- residuals ---
 
 W = Shard(shard_id=0, dtype="float32", blocks=[Block(parameter="w", num_elements=64)])
 W_MAP = ShardMap(shards=[W], parameters=[ParameterSpec(name="w", shape=[64], dtype="float32")])
@@ -189,12 +189,12 @@ def encode(compressor: PushCompressor, value: float = 1.0) -> bytes:
 
 
 def test_a_residual_counts_once() -> None:
-    """All zero gradients bring what was left; another time, nothing."""
+    """A push of zero gradients sends the rest; the next one sends nothing."""
     compressor = PushCompressor(find_compression("int8"))
     push = compressor.encode(W_MAP, GRADIENTS)
     sent = torch.from_numpy(read_push(push.shards[0].codec, bytes(push.shards[0].data), [64]))
     push.applied(0)
-    # Told of once more by a push that had to be sent again.
+    # A push that had to be sent again is reported a second time.
     push.applied(0)
     again = compressor.encode(W_MAP, {"w": torch.zeros(64)})
     rest = torch.from_numpy(read_push(again.shards[0].codec, bytes(again.shards[0].data), [64]))
@@ -211,7 +211,7 @@ def test_what_was_refused_leaves_the_residual_as_it_was() -> None:
 
 
 def test_of_a_push_with_an_unknown_end_nothing_is_left() -> None:
-    """It may have been applied, residual and all."""
+    """The push may have been applied, including its residual."""
     compressor = PushCompressor(find_compression("one-bit"))
     compressor.encode(W_MAP, GRADIENTS).applied(0)
     encode(compressor)
@@ -225,7 +225,7 @@ def test_what_fp16_cannot_hold_is_told_by_name() -> None:
     assert raised.value.details == {"parameter": "w"}
 
 
-# What a stranger may send.
+# --- malformed pushes ---
 
 
 def int8(num_values: int, block: int = 64, scale: float = 1.0) -> tuple[GradientCodec, bytes]:
@@ -242,7 +242,7 @@ def sparse(places: Sequence[int], value: float = 1.0) -> tuple[GradientCodec, by
 def low_rank(
     *, rank: int = 1, blocks: int = 8, columns: int = 64, **part: int
 ) -> tuple[GradientCodec, bytes]:
-    """The shard has 8 blocks of 512 values."""
+    """Return a codec of low-rank rows. The shard has 8 blocks of 512 values."""
     parts = [LowRankRows(**part)] + [LowRankRows()] * (blocks - 1)
     codec = GradientCodec(
         kind="powersgd", num_bytes=64, rank=rank, low_rank=parts, columns=[columns]
@@ -292,7 +292,7 @@ BAD: dict[str, tuple[tuple[GradientCodec, bytes], type[ShoalError], str]] = {
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[ParameterClient]:
-    """Of one parameter of 4096 zeros, in one shard."""
+    """A client of one parameter of 4096 zeros, in one shard."""
     with ParameterServers(1) as servers:
         token = servers.admit("w0")
         client = ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)

@@ -1,4 +1,4 @@
-"""Members who step by themselves for a round, and the outer step that the servers take on it."""
+"""Members that train alone for a round, and the outer step that servers take on each round."""
 
 import copy
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def servers() -> Iterator[ParameterServers]:
 
 
 def train_alone(model: nn.Module, rounds: list[range]) -> None:
-    """What DiLoCo does with one member: rounds of AdamW, and the outer step on each."""
+    """Train as DiLoCo with one member: rounds of AdamW, and the outer step on each."""
     outer = OuterStep(lr=0.7, momentum=0.9, nesterov=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     velocities: dict[str, Tensor | None] = {}
@@ -41,7 +41,7 @@ def train_alone(model: nn.Module, rounds: list[range]) -> None:
 
 
 def test_one_member_trains_as_diloco_alone(servers: ParameterServers) -> None:
-    """To the last bit, with a shorter round at the end."""
+    """Weights are equal to the last bit, with a shorter round at the end."""
     model = new_model()
     alone = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -58,7 +58,7 @@ def test_one_member_trains_as_diloco_alone(servers: ParameterServers) -> None:
 
 
 def test_samples_count_once_their_round_is_pushed(servers: ParameterServers) -> None:
-    """Not before; and who has nothing to train on ends the round there and then."""
+    """Samples do not count before. A member without samples ends its round at once."""
     model = new_model()
     strategy = AsyncDiLoCo(every_steps=EVERY_STEPS)
     start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
@@ -76,7 +76,7 @@ def test_samples_count_once_their_round_is_pushed(servers: ParameterServers) -> 
 
 
 def test_rounds_of_all_members_count(servers: ParameterServers) -> None:
-    """A member goes on from values that have what the other pushed meanwhile."""
+    """A member continues from values that include the others' pushes."""
     models = [new_model(rank) for rank in range(2)]
     strategies = []
     for rank, model in enumerate(models):
@@ -111,7 +111,7 @@ def test_rounds_of_all_members_count(servers: ParameterServers) -> None:
 
 
 def test_a_loss_that_rises_is_told_after_few_rounds(servers: ParameterServers) -> None:
-    """A run has few of them, each of many steps: it is by steps that a loss has had its time."""
+    """A run has few rounds of many steps each: steps count, not rounds."""
     model = new_model()
     strategy = AsyncDiLoCo(every_steps=100)
     start(servers, model, torch.optim.SGD(model.parameters(), lr=0.0), strategy=strategy)
@@ -124,7 +124,7 @@ def test_a_loss_that_rises_is_told_after_few_rounds(servers: ParameterServers) -
 
 
 def test_a_step_that_is_not_finite_stops_the_member(servers: ParameterServers) -> None:
-    """Its values stay finite, and nothing of it is ever pushed."""
+    """The member's weights stay finite, and nothing of the step is ever pushed."""
     model = new_model()
     strategy = AsyncDiLoCo(every_steps=EVERY_STEPS)
     start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
@@ -142,13 +142,13 @@ def test_a_step_that_is_not_finite_stops_the_member(servers: ParameterServers) -
     [{"every_steps": 0}, {"staleness": "compensate"}, {"outer_momentum": 1.0}, {"outer_lr": 0.0}],
 )
 def test_what_is_out_of_range_is_refused(options: dict[str, object]) -> None:
-    """At once, with what was seen."""
+    """The refusal comes at construction, with the value seen."""
     with pytest.raises(InvalidSpec, match="saw "):
         AsyncDiLoCo(**options)  # type: ignore[arg-type]
 
 
 def test_an_optimizer_that_asks_for_losses_is_refused() -> None:
-    """L-BFGS steps on losses of its own choice, which nobody can give it here."""
+    """L-BFGS evaluates losses at points of its own choice, which is impossible here."""
     model = new_model()
     with pytest.raises(UnsupportedOptimizer):
         AsyncDiLoCo().distribute(model, torch.optim.LBFGS(model.parameters()))

@@ -1,4 +1,4 @@
-"""Staleness policies and schedules, as a member at its own pace has them by its options."""
+"""Staleness policies and schedules, as options of members that train at their own pace."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -58,8 +58,8 @@ FOLLOWED: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 
 
 def test_schedules_travel_with_the_job(servers: ParameterServers) -> None:
-    """Bit for bit what torch gives one worker that steps the schedule itself, in groups with rates
-    of their own; here nobody steps it."""
+    """The result is bit for bit that of one torch worker that steps the schedule itself, in groups
+    with rates of their own. Here nobody steps it."""
     for job, make in (SCHEDULES | FOLLOWED).items():
         model = new_model()
         alone = copy.deepcopy(model)
@@ -79,8 +79,8 @@ def test_schedules_travel_with_the_job(servers: ParameterServers) -> None:
 
 
 def test_a_schedule_goes_on_where_a_server_went(servers: ParameterServers) -> None:
-    """A server ends without a word; at the other are the rates, and the optimizer's state, of right
-    then: not one bit differs from training alone."""
+    """A server is killed. The other one has the rates and the optimizer's state of that moment: no
+    bit differs from training alone."""
     model = new_model()
     alone = copy.deepcopy(model)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, lr_decay=0.1)
@@ -103,8 +103,9 @@ def test_a_schedule_goes_on_where_a_server_went(servers: ParameterServers) -> No
 def test_a_schedule_that_members_step_goes_by_the_updates_of_all(
     servers: ParameterServers,
 ) -> None:
-    """As of a script's own function: not by what each has done, which two members would take half
-    as far as it goes, and one that joins from its beginning. Repeated steps go beyond its end."""
+    """A script's own schedule follows the updates of all members. If it followed each member's own
+    steps, two members would go half of its way, and a joiner would start at its beginning. Further
+    steps stay at its end."""
     rates, members = [], []
 
     def join(rank: int) -> None:
@@ -139,7 +140,7 @@ def test_a_schedule_that_members_step_goes_by_the_updates_of_all(
         plain.step()
         planned.step()
         wanted.append(plain.param_groups[0]["lr"])
-    # Who has not pushed since the other one did does not know of that update yet.
+    # A member that has not pushed since another's push does not know of that update yet.
     assert rates == [wanted[at] for at in (0, 1, 1, 2, 3, 4, 6, 7, 7, 7)]
     for strategy, _, _ in members:
         strategy.close()
@@ -151,7 +152,7 @@ def assert_equal(model: nn.Module, wanted: nn.Module) -> None:
 
 
 def two(servers: ParameterServers, make: Callable[[], AsyncSGD]) -> list[tuple[AsyncSGD, Net]]:
-    """Two members with plain SGD, on the same values."""
+    """Return two members with plain SGD, on the same values."""
     members = []
     for rank in range(2):
         model = new_model(rank)
@@ -162,7 +163,7 @@ def two(servers: ParameterServers, make: Callable[[], AsyncSGD]) -> list[tuple[A
 
 
 def begin(strategy: AsyncSGD, model: nn.Module, step: int) -> None:
-    """All of a step but its end."""
+    """Take a step up to its end."""
     strategy.begin_step()
     strategy.backward(loss_of(model, step), 1.0)
 
@@ -176,7 +177,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_a_stale_step_is_scaled_down(servers: ParameterServers) -> None:
-    """Two updates behind, half the rate."""
+    """Two updates behind means half the rate."""
     (slow, model), (fast, other) = two(servers, lambda: AsyncSGD(staleness="scale"))
     begin(slow, model, 1)
     train(fast, other, range(2))
@@ -192,7 +193,8 @@ def test_a_stale_step_is_scaled_down(servers: ParameterServers) -> None:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_stale_step_is_compensated(servers: ParameterServers, adaptive: bool) -> None:
-    """By what the values have gone since they were pulled, in parts that were not stale too."""
+    """The compensation follows the change of values since the pull, in parts that were not stale
+    too."""
     make = lambda: AsyncSGD(staleness="compensate", compensation=0.5, adaptive=adaptive)  # noqa: E731
     (slow, model), (fast, other) = two(servers, make)
     begin(slow, model, 1)
@@ -213,8 +215,8 @@ def test_a_stale_step_is_compensated(servers: ParameterServers, adaptive: bool) 
 
 
 def test_alone_nothing_is_stale(servers: ParameterServers) -> None:
-    """One member with delay compensation trains as torch alone, to the last bit; a parameter that
-    is not contiguous, and one without gradient, included."""
+    """A lone member with delay compensation trains as torch alone, to the last bit. The model has a
+    parameter that is not contiguous, and one without a gradient."""
     model = new_model()
     model.conv.weight.data = model.conv.weight.data.to(memory_format=torch.channels_last)
     alone = copy.deepcopy(model)
@@ -232,7 +234,7 @@ def test_alone_nothing_is_stale(servers: ParameterServers) -> None:
 
 
 def test_what_is_too_stale_is_computed_anew(servers: ParameterServers) -> None:
-    """The step did not happen, fresh values are there, and the next attempt gets through."""
+    """The step did not happen, fresh values are there, and the next attempt succeeds."""
     (slow, model), (fast, other) = two(
         servers, lambda: AsyncSGD(staleness="reject", reject_above=1)
     )
@@ -256,7 +258,7 @@ def test_what_is_too_stale_is_computed_anew(servers: ParameterServers) -> None:
 def test_what_is_computed_anew_leaves_no_trace_in_what_is_the_members_own(
     servers: ParameterServers,
 ) -> None:
-    """A replaced buffer, and weights that follow: both change once with the step that is taken."""
+    """A replaced buffer and following weights each change once, with the step that is taken."""
     (slow, model), (fast, other) = two(
         servers, lambda: AsyncSGD(staleness="reject", reject_above=1)
     )
@@ -283,7 +285,7 @@ def test_what_is_computed_anew_leaves_no_trace_in_what_is_the_members_own(
 
 
 def test_only_what_was_refused_is_pushed_again(servers: ParameterServers) -> None:
-    """Where one shard was too far ahead and another was not, each gets the step once."""
+    """Shards each get the step once, even if one shard was too far ahead and another was not."""
     (slow, model), (fast, other) = two(
         servers, lambda: AsyncSGD(staleness="reject", reject_above=0)
     )
@@ -306,7 +308,7 @@ def test_only_what_was_refused_is_pushed_again(servers: ParameterServers) -> Non
 
 
 def test_a_member_that_is_always_too_late_gives_up(servers: ParameterServers) -> None:
-    """After so many attempts the error says what could be changed, and the session ends with it."""
+    """The error after `MAX_REDONE` attempts says what could be changed, and ends the session."""
     (slow, model), (fast, other) = two(
         servers, lambda: AsyncSGD(staleness="reject", reject_above=0)
     )
@@ -332,13 +334,14 @@ def test_a_member_that_is_always_too_late_gives_up(servers: ParameterServers) ->
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, object]) -> None:
-    """At once, with what was seen."""
+    """The refusal comes at construction, with the value seen."""
     with pytest.raises(InvalidSpec, match="saw "):
         AsyncSGD(**options)  # type: ignore[arg-type]
 
 
 def test_members_must_have_the_same_policy_and_schedule() -> None:
-    """Both are fields of what a member proposes, so that whoever differs is told."""
+    """Policy and schedule are fields of a member's proposal, so a member that differs is
+    refused."""
     found = []
     for number in (1, 2):
         model = new_model()
@@ -352,7 +355,8 @@ def test_members_must_have_the_same_policy_and_schedule() -> None:
 
 
 def test_schedules_that_the_servers_do_not_have_are_refused() -> None:
-    """Before anything is sent: one by a metric, another optimizer's, or one that was stepped."""
+    """The refusal comes before anything is sent, for a schedule that follows a metric, belongs to
+    another optimizer, or was stepped."""
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     other = torch.optim.SGD(model.parameters(), lr=LR)

@@ -1,4 +1,4 @@
-"""The session with members that train at their own pace on leased samples."""
+"""Sessions whose members train at their own pace on leased samples."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def start(
 
 @pytest.mark.parametrize("strategy", ["async-sgd", "async-diloco"])
 def test_members_share_out_each_sample_once_an_epoch(cluster: LocalCluster, strategy: str) -> None:
-    """However fast each of them is, step by step or in rounds."""
+    """Holds for members of any speed, step by step or in rounds."""
     with Ranks() as ranks:
         crew = [start(ranks, cluster, f"{strategy}-once", name, strategy=strategy) for name in "ab"]
         for rank in crew:
@@ -49,7 +49,7 @@ def test_members_share_out_each_sample_once_an_epoch(cluster: LocalCluster, stra
 
 
 def test_what_a_killed_member_held_is_trained_on_by_the_other(cluster: LocalCluster) -> None:
-    """At most the one batch whose completion was still on its way counts twice."""
+    """A single batch may count twice: the one whose completion was being reported."""
     with Ranks() as ranks:
         survivor = start(ranks, cluster, "async-kill", "a")
         killed = start(ranks, cluster, "async-kill", "b", fault="kill in forward")
@@ -63,7 +63,7 @@ def test_what_a_killed_member_held_is_trained_on_by_the_other(cluster: LocalClus
 
 @pytest.mark.long
 def test_a_drained_member_gives_back_what_it_did_not_train_on(cluster: LocalCluster) -> None:
-    """It leaves behind its step, ends with 143, and each sample still counts once."""
+    """The member leaves after its step and ends with 143; each sample still counts once."""
     epochs = 40
     with Ranks() as ranks:
         stays = start(ranks, cluster, "async-drain", "a", epochs=epochs)
@@ -79,7 +79,8 @@ def test_a_drained_member_gives_back_what_it_did_not_train_on(cluster: LocalClus
 
 
 def test_a_step_that_was_too_stale_comes_again(cluster: LocalCluster, tmp_path: Path) -> None:
-    """With the same samples, by the same member; and each sample counts once all the same."""
+    """The same member takes the step again with the same samples; each sample counts once all the
+    same."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
 

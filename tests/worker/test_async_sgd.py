@@ -1,4 +1,4 @@
-"""Training against parameter servers: as torch.optim alone, and undisturbed by others' faults."""
+"""Training with parameter servers: as torch.optim alone, and undisturbed by others' faults."""
 
 import copy
 import re
@@ -46,8 +46,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_one_worker_trains_as_torch_alone(servers: ParameterServers, kind: str) -> None:
-    """Bit for bit the result of torch.optim with fused=True: parameter groups, a learning-rate
-    schedule and parameters without gradient included."""
+    """The result is bit for bit that of torch.optim with fused=True, with parameter groups, a
+    learning-rate schedule and parameters without a gradient."""
     model = new_model()
     alone = copy.deepcopy(model)
     optimizer = OPTIMIZERS[kind](groups(model))
@@ -70,8 +70,8 @@ def test_one_worker_trains_as_torch_alone(servers: ParameterServers, kind: str) 
 
 
 def test_a_member_waits_for_the_first_server() -> None:
-    """Says so once, with until when, and trains once it is there; without one it ends by name, and
-    not before its limit."""
+    """The member logs the wait once, with its end, and trains once a server is there. Without one
+    it ends with NoServers, and not before its limit."""
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     brief = Limits(collective_s=20.0, bring_up_s=20.0, join_s=0.1)
@@ -100,7 +100,8 @@ def test_a_member_waits_for_the_first_server() -> None:
 
 
 def test_a_member_that_is_to_leave_waits_for_no_server() -> None:
-    """SIGTERM while there is none yet: the wait ends with the membership, not with its limit."""
+    """SIGTERM arrives while there is no server yet: the wait ends with the membership, not at its
+    limit."""
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     patient = Limits(collective_s=20.0, bring_up_s=20.0, join_s=60.0)
@@ -125,7 +126,7 @@ def logs_named(logs: Sequence[MutableMapping[str, Any]], event: str) -> list[Map
 
 
 def test_all_members_start_from_the_values_of_rank_0(servers: ParameterServers) -> None:
-    """A member that comes with other initial values takes those of the job."""
+    """A member with other initial values takes those of the job."""
     first, second = new_model(0), new_model(1)
     one = start(servers, first, torch.optim.SGD(first.parameters(), lr=0.1))
     wanted = copy.deepcopy(first)
@@ -150,7 +151,7 @@ def test_another_member_creates_when_rank_0_does_not(servers: ParameterServers) 
 
 
 def test_members_train_side_by_side(servers: ParameterServers) -> None:
-    """Every push of every member counts once, and staleness is seen."""
+    """Pushes of all members count once each, and staleness is measured."""
     models = [new_model(i) for i in range(3)]
     strategies = [
         start(servers, model, torch.optim.SGD(model.parameters(), lr=0.05), rank=rank)
@@ -175,7 +176,7 @@ def test_members_train_side_by_side(servers: ParameterServers) -> None:
 
 
 def test_a_gradient_that_is_not_finite_stops_its_member_only(servers: ParameterServers) -> None:
-    """The error names parameter and step, nothing of that step is applied, others train on."""
+    """The error names parameter and step, nothing of that step is applied, and others train on."""
     one, two = new_model(), new_model()
     bad = start(servers, one, torch.optim.SGD(one.parameters(), lr=0.1))
     good = start(servers, two, torch.optim.SGD(two.parameters(), lr=0.1), rank=1)
@@ -213,7 +214,7 @@ def test_a_gradient_of_another_kind_is_refused(servers: ParameterServers) -> Non
 def test_a_layer_of_sparse_gradients_is_refused_at_once(
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> None:
-    """With what there is for it, in place of an optimizer that does not take it."""
+    """The error names the layer to use instead, and not an optimizer that refuses the gradients."""
     model = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True))
     with pytest.raises(InvalidSpec, match=r"0; .*EmbeddingTable.*RowAdam\(counts_rows=False\)"):
         AsyncSGD().distribute(model, optimizer(model.parameters(), lr=0.1))
@@ -241,7 +242,7 @@ def test_parameters_that_do_not_lie_flat_train_too(servers: ParameterServers) ->
 
 
 def test_another_model_or_optimizer_is_refused(servers: ParameterServers) -> None:
-    """Who differs from the job is told in what, and the job's values stay."""
+    """The error says in what the model differs from the job's, whose values stay."""
     model = new_model()
     strategy = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1))
     other = nn.Linear(3, 3)
@@ -259,7 +260,7 @@ def test_another_model_or_optimizer_is_refused(servers: ParameterServers) -> Non
 def test_what_a_schedule_changes_beside_the_rate_is_refused(
     servers: ParameterServers, kind: str
 ) -> None:
-    """Momentum and betas do not travel with pushes: the step before is the last that trains."""
+    """Momentum and betas are not sent with pushes: the step before is the last that trains."""
     model = new_model()
     momentum = {"momentum": 0.9} if kind == "sgd" else {}
     optimizer = OPTIMIZERS[kind](model.parameters(), **momentum)
@@ -274,7 +275,7 @@ def test_what_a_schedule_changes_beside_the_rate_is_refused(
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_that_has_stepped_is_refused(kind: str) -> None:
-    """The servers begin without its state; one that has not stepped may have some."""
+    """The servers begin without its state; an optimizer that has not stepped may have some."""
     model = new_model()
     optimizer = OPTIMIZERS[kind](model.parameters(), **({"momentum": 0.9} if kind == "sgd" else {}))
     AsyncSGD().distribute(model, optimizer)
@@ -285,7 +286,8 @@ def test_an_optimizer_that_has_stepped_is_refused(kind: str) -> None:
 
 
 def test_what_the_servers_cannot_run_is_refused_at_once() -> None:
-    """Before anything is sent: optimizers and parameters that do not fit, as seen and expected."""
+    """The refusal of an optimizer or parameter comes before anything is sent, with the kind seen
+    and the kinds expected."""
     model = new_model()
 
     class Mine(torch.optim.SGD):

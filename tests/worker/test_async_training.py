@@ -1,4 +1,5 @@
-"""Members at their own pace train, by default, what one process trains; or it is said that not."""
+"""Members at their own pace train, by default, what one process trains; otherwise there is a
+warning."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 
 BATCH = 96
 NUM_STEPS = 749
-"""As many as 40 epochs of the README's script have."""
+"""Number of steps of 40 epochs of the README's script."""
 
 
 @pytest.fixture
@@ -27,8 +28,8 @@ def servers() -> Iterator[ParameterServers]:
 
 def in_turns(servers: ParameterServers, num_members: int, **options: str) -> tuple[float, str]:
     """Train the README's model with members that push in turns: each gradient is as many updates
-    behind as there are others. Returns the share of digits told right, and what the page warns of.
-    """
+    behind as there are other members. Returns the share of digits recognised, and the page's
+    warning."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)
@@ -59,15 +60,15 @@ def in_turns(servers: ParameterServers, num_members: int, **options: str) -> tup
 
 @pytest.mark.parametrize("num_members", [3, 8])
 def test_the_readmes_settings_train_by_default(servers: ParameterServers, num_members: int) -> None:
-    """At a rate of 0.1 and a momentum of 0.9, found with one process, and without a warning."""
+    """The rate of 0.1 and momentum of 0.9, found with one process, train without a warning."""
     right, warning = in_turns(servers, num_members)
     assert right >= 0.95
     assert warning == ""
 
 
 def test_a_loss_that_does_not_fall_is_told(servers: ParameterServers) -> None:
-    """The same without anything done about staleness: one line in the log, which says what to do,
-    and the page has it."""
+    """Staleness is not handled here: the log has a line that says what to do, and the page shows
+    it."""
     with capture_logs() as logs:
         right, warning = in_turns(servers, 3, staleness="none")
     assert right < 0.5
@@ -79,7 +80,7 @@ def test_a_loss_that_does_not_fall_is_told(servers: ParameterServers) -> None:
 
 
 def test_what_is_done_about_staleness_is_told(servers: ParameterServers) -> None:
-    """Once a member, as it distributes its model."""
+    """Members log it once each, as they distribute their models."""
     model = nn.Linear(2, 2)
     with capture_logs() as logs:
         AsyncSGD().distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""A job whose members fall below its minimum: those that hold its state wait, however long."""
+"""Jobs whose members fall below the minimum: those that hold the state wait, for any time."""
 
 import signal
 import time
@@ -21,7 +21,7 @@ JOIN_S = 10.0
 LIMITS = {"--heartbeat-s": 0.4, "--collective-s": 4.0, "--join-s": JOIN_S}
 TOLERANCE = 1e-5
 AT_ONCE_S = 10.0
-"""Within the time in which a newcomer imports what it needs and is brought up."""
+"""Limit that leaves a newcomer time for its imports and the bring-up."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 def begun(cluster: LocalCluster, ranks: Ranks, directory: Path, strategy: str) -> Schedule:
-    """Two members train, and the job needs both."""
+    """Start a job that needs both of its two members; return once they train."""
     run = elastic(cluster, f"few-{strategy}", strategy=strategy, min_members=2, desired_members=2)
     schedule = Schedule(ranks, run, directory, seed=1)
     schedule.start(2)
@@ -45,7 +45,7 @@ def begun(cluster: LocalCluster, ranks: Ranks, directory: Path, strategy: str) -
 
 
 def members_of(url: str) -> list[dict[str, Any]]:
-    """Nobody while the coordinator is being started again."""
+    """Return the page's members of a job; none while the coordinator restarts."""
     try:
         answer = http.get(f"{url}/members")
     except httpx.ConnectError:
@@ -54,7 +54,7 @@ def members_of(url: str) -> list[dict[str, Any]]:
 
 
 def await_waiting(cluster: LocalCluster, schedule: Schedule, for_s: float) -> None:
-    """Return once the job's only member has waited for so long, as the page says."""
+    """Wait until the job's only member has waited for `for_s`, as the page says."""
     url = f"{cluster.http_url}/api/v1/jobs/{schedule.job}"
     give_up_s = time.monotonic() + for_s + unhurried(60.0)
     while True:
@@ -74,7 +74,7 @@ def await_waiting(cluster: LocalCluster, schedule: Schedule, for_s: float) -> No
 def test_a_survivor_goes_on_with_its_state_after_many_join_limits(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Under each of these strategies, at the same time: the weights are those of one process."""
+    """Jobs of several strategies do so at the same time: the weights are those of one process."""
     with Ranks() as ranks:
         jobs = [begun(cluster, ranks, tmp_path, name) for name in ("ddp", "fsdp", "pipeline")]
         for job in jobs:
@@ -110,7 +110,7 @@ def test_a_survivor_waits_on_when_the_coordinator_is_started_again(
 def test_a_survivor_that_waits_ends_when_it_is_told_to(
     cluster: LocalCluster, tmp_path: Path, how: str
 ) -> None:
-    """At once, by the exit code of a drain."""
+    """The survivor ends at once, with the exit code of a drain."""
     with Ranks() as ranks:
         job = begun(cluster, ranks, tmp_path, "ddp")
         survivor = job.lose()

@@ -1,4 +1,4 @@
-"""Sessions with a bound on staleness while members are killed: what becomes of pace and samples."""
+"""Sessions with a bound on staleness while members are killed: effects on pace and samples."""
 
 import os
 import signal
@@ -14,16 +14,17 @@ from support.training.rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
 from shoal_client.local.cluster import LocalCluster
 
 IN_FLIGHT = 3
-"""Batches that one member may have begun: trained on but not reported, trained on now, and one that
-it reported while it was killed."""
+"""Batches that one member may have begun: one trained on but not reported, one being trained on,
+and one being reported when it was killed."""
 
 
 @pytest.mark.parametrize("strategy", ["ssp", pytest.param("bsp", marks=pytest.mark.long)])
 def test_a_killed_member_holds_nobody_up_and_costs_no_sample(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """Two are killed, one of which comes back: the rest of the job goes on at once, every sample is
-    trained on, and no more a second time than the books say and the dead had in flight."""
+    """Two members are killed, one of which comes back. The others continue at once, and every
+    sample is trained on. Repeated samples are limited by the ledger's count, and by what the killed
+    members had in progress."""
     job = f"{strategy}-kills"
     gate = tmp_path / "gate"
     os.mkfifo(gate)

@@ -1,6 +1,6 @@
 """DDP over losses and joins: real members, a real coordinator, real signals.
 
-Whatever happens, the final weights are those of one process and each sample counts once an epoch.
+In every case, the final weights are those of one process and each sample counts once an epoch.
 """
 
 import random
@@ -22,7 +22,7 @@ from shoal.data.order import Order
 from shoal_client.local.cluster import LocalCluster
 
 TOLERANCE = 1e-5
-"""fp32, 20 steps; only the order of additions differs."""
+"""Limit for fp32 after 20 steps; only the order of additions differs."""
 
 
 def run_of(cluster: LocalCluster, job: str, **changes: object) -> Run:
@@ -37,7 +37,8 @@ def start(ranks: Ranks, run: Run, names: str) -> list[Rank]:
 
 
 def one_process(batch_size: int, source: str, epochs: int = EPOCHS) -> list[torch.Tensor]:
-    """The weights after the same training by one process, that starts as `source` did."""
+    """Return the weights after the same training by one process that starts like member
+    `source`."""
     model, optimizer = rank_bodies.model_and_optimizer(seed=ord(source))
     order = Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=epochs)
     loader = Loader(rank_bodies.data(), order)
@@ -53,7 +54,7 @@ def check_equal_to_one_process(
     finished: list[dict[str, object]], batch_size: int, epochs: int = EPOCHS
 ) -> None:
     weights = [[torch.tensor(w) for w in each["weights"]] for each in finished]  # type: ignore[attr-defined]
-    # Whose initial weights the first generation took is the coordinator's choice.
+    # The coordinator chooses whose initial weights the first generation takes.
     candidates = [one_process(batch_size, name, epochs) for name in "abcd"]
     for own in weights:
         distances = [
@@ -64,7 +65,8 @@ def check_equal_to_one_process(
 
 
 def check_each_sample_once(ranks: list[Rank], num_steps: int, epochs: int = EPOCHS) -> None:
-    """Counts in each step the samples of all members of the generation that committed it."""
+    """Check that each sample counts once, over all members of the generation that committed its
+    step."""
     counts: Counter[tuple[int, int]] = Counter()
     committed: dict[int, int] = {}
     for kind, data in (report for rank in ranks for report in rank.seen):
@@ -85,7 +87,7 @@ def check_each_sample_once(ranks: list[Rank], num_steps: int, epochs: int = EPOC
 def test_survivors_of_a_kill_go_on_in_their_processes_and_end_as_one_process_would(
     cluster: LocalCluster, fault: str
 ) -> None:
-    """Wherever the kill hits."""
+    """Holds for a kill at any point of a step."""
     with Ranks() as ranks:
         run = run_of(cluster, fault.replace(" ", "-"))
         crew = [*start(ranks, run, "ab"), *start(ranks, replace(run, fault=fault), "c")]
@@ -100,7 +102,7 @@ def test_survivors_of_a_kill_go_on_in_their_processes_and_end_as_one_process_wou
 
 @pytest.mark.long
 def test_a_stopped_member_is_left_behind_and_fenced_when_it_wakes(cluster: LocalCluster) -> None:
-    """SIGSTOP: no connection breaks, the lease runs out."""
+    """SIGSTOP breaks no connection; the lease runs out."""
     with Ranks() as ranks:
         run = run_of(cluster, "stopped")
         crew = [
@@ -115,7 +117,7 @@ def test_a_stopped_member_is_left_behind_and_fenced_when_it_wakes(cluster: Local
 
 
 def test_a_joiner_gets_the_state_and_takes_its_share(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Momentum included, and nobody trains a step less or more for it."""
+    """The state includes momentum, and no member trains a step less or more."""
     with Ranks() as ranks:
         run = run_of(cluster, "joiner", desired_members=2)
         held = HeldMembers(ranks, rank_bodies.train, run, tmp_path, at_step=6)
@@ -135,7 +137,7 @@ def test_a_joiner_gets_the_state_and_takes_its_share(cluster: LocalCluster, tmp_
 def test_a_member_whose_own_fault_it_is_leaves_with_it_and_the_others_go_on(
     cluster: LocalCluster, fault: str, error: str
 ) -> None:
-    """NaN in a gradient names parameter and step; a user's exception comes through unchanged."""
+    """A NaN in a gradient names parameter and step; a user's exception arrives unchanged."""
     with Ranks() as ranks:
         run = run_of(cluster, f"fault-{fault}")
         crew = [*start(ranks, run, "ab"), *start(ranks, replace(run, fault=fault), "c")]
@@ -150,7 +152,8 @@ def test_a_member_whose_own_fault_it_is_leaves_with_it_and_the_others_go_on(
 
 
 def test_sigterm_drains_a_member_and_breaks_nobodys_generation(cluster: LocalCluster) -> None:
-    """It ends with 143 at a step from which on the others train without it; none is repeated."""
+    """The member ends with 143, at a step from which on the others train without it; no step is
+    repeated."""
     epochs = 60
     with Ranks() as ranks:
         crew = start(ranks, run_of(cluster, "drain", epochs=epochs), "abc")
@@ -171,7 +174,7 @@ def test_sigterm_drains_a_member_and_breaks_nobodys_generation(cluster: LocalClu
 
 
 def test_sigterm_to_the_only_member_ends_it_at_its_next_step(cluster: LocalCluster) -> None:
-    """There is nobody to hand over to: the state is gone with it, and nobody begins anew."""
+    """The state is gone, as no other member can take it over, and no member begins anew."""
     with Ranks() as ranks:
         run = run_of(cluster, "drain-alone", desired_members=1, epochs=1000)
         alone = start(ranks, run, "a")[0]
@@ -182,7 +185,7 @@ def test_sigterm_to_the_only_member_ends_it_at_its_next_step(cluster: LocalClust
 
 
 def test_members_without_a_sample_in_a_step_do_not_change_it(cluster: LocalCluster) -> None:
-    """Batches of two for three members."""
+    """Batches of two samples are divided among three members."""
     with Ranks() as ranks:
         crew = start(ranks, run_of(cluster, "tiny-batches", batch_size=2), "abc")
         finished = [rank.expect("finished") for rank in crew]
@@ -194,7 +197,7 @@ def test_members_without_a_sample_in_a_step_do_not_change_it(cluster: LocalClust
 def test_a_joiner_that_dies_while_it_is_taken_in_costs_the_others_nothing(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """They had stopped for it; they go on from the same step without it."""
+    """The others had stopped for it; they continue from the same step without it."""
     with Ranks() as ranks:
         run = run_of(cluster, "dying-joiner", desired_members=2)
         held = HeldMembers(ranks, rank_bodies.train, run, tmp_path, at_step=6)
@@ -210,7 +213,7 @@ def test_a_joiner_that_dies_while_it_is_taken_in_costs_the_others_nothing(
 
 @pytest.mark.long
 def test_kills_at_random_moments_and_members_that_take_their_places(cluster: LocalCluster) -> None:
-    """Three times; a failure shows the seed."""
+    """Three members are killed; a failure shows the seed."""
     seed = secrets.randbelow(1000)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -222,7 +225,7 @@ def test_kills_at_random_moments_and_members_that_take_their_places(cluster: Loc
         for successor in "def":
             for _ in range(rng.randrange(1, 120)):
                 survivor.expect("committed")
-            # The third is the second's successor, which may have got anywhere by now.
+            # The third victim is the second's successor, which may be anywhere by now.
             victim = first if successor == "d" else second if successor == "e" else crew[4]
             victim.send_signal(signal.SIGKILL)
             crew += start(ranks, run, successor)

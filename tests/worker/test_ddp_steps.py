@@ -1,4 +1,4 @@
-"""Single steps of DDP: what is refused before it does harm, and what is undone when it fails."""
+"""Single steps of DDP: refused before they do harm, and undone when they fail."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ DATA = (torch.arange(24.0).reshape(8, 3), torch.arange(8.0))
 
 
 class HalfUsed(nn.Module):
-    """One of two layers takes part in the loss."""
+    """A model of two layers, one of which takes part in the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class HalfUsed(nn.Module):
 
 @pytest.fixture
 def session(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[Session]:
-    """A member of a job of its own, that ends with an error if the test wants it to."""
+    """A member of a job of its own; a test may end it with an error."""
     job = "steps-" + str(abs(hash(request.node.name)))
     with shoal.join(job, coordinator=cluster.coordinator) as session:
         yield session
 
 
 def test_a_parameter_without_gradient_is_named_instead_of_trained_apart(session: Session) -> None:
-    """Its bucket was not averaged; taking the step would let the members drift."""
+    """The parameter's bucket was not averaged; a step would let the members drift apart."""
     model = HalfUsed()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     replica, _ = session.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -48,7 +48,7 @@ def test_a_parameter_without_gradient_is_named_instead_of_trained_apart(session:
 
 
 def test_a_loss_of_the_plain_model_is_told(session: Session) -> None:
-    """Its gradients are this member's alone."""
+    """The gradients of the plain model are this member's alone."""
     model = nn.Linear(3, 1)
     session.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = next(session.batches(DATA, global_batch_size=4))
@@ -57,7 +57,7 @@ def test_a_loss_of_the_plain_model_is_told(session: Session) -> None:
 
 
 def test_a_model_may_leave_parameters_out_if_it_says_so(session: Session) -> None:
-    """What got no gradient stays as it was."""
+    """A parameter without a gradient stays unchanged."""
     model = HalfUsed()
     unused = model.unused.weight.detach().clone()
     strategy = shoal.DDP(find_unused_parameters=True)
@@ -70,7 +70,8 @@ def test_a_model_may_leave_parameters_out_if_it_says_so(session: Session) -> Non
 
 
 def test_a_step_that_fails_leaves_no_trace_in_running_statistics(session: Session) -> None:
-    """They change in the forward pass, and would count the batch twice when it is redone."""
+    """Statistics change in the forward pass, and would count the batch twice when the step is taken
+    again."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     replica, _ = session.distribute(model, torch.optim.SGD(model.parameters(), lr=0.001))
     batch = next(session.batches(DATA, global_batch_size=4))
@@ -84,7 +85,7 @@ def test_a_step_that_fails_leaves_no_trace_in_running_statistics(session: Sessio
 
 
 def test_evaluating_needs_no_other_member(session: Session) -> None:
-    """Outside of a step, and without gradients within one, the plain model answers."""
+    """The plain model answers outside of a step, and without gradients within one."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     replica, _ = session.distribute(model, torch.optim.SGD(model.parameters(), lr=0.001))
     batch = next(session.batches(DATA, global_batch_size=4))

@@ -12,7 +12,7 @@ from shoal_client.local.cluster import LocalCluster
 
 @pytest.mark.long
 def test_a_factorisation_machine_learns_on_real_servers(cluster: LocalCluster) -> None:
-    """Its rows lie on the server; the loss falls, and every id that was seen has a row."""
+    """Rows are on the server; the loss falls, and every id that was seen has a row."""
     with Ranks() as ranks:
         run = Training(coordinator=cluster.coordinator, job="clicks", member_id="a")
         member = ranks.start(embedding_bodies.train, run)
@@ -24,7 +24,7 @@ def test_a_factorisation_machine_learns_on_real_servers(cluster: LocalCluster) -
 
 
 def test_a_member_that_is_killed_takes_no_row_with_it(cluster: LocalCluster) -> None:
-    """The other one trains on with the rows of both."""
+    """The other member trains on with the rows of both."""
     with Ranks() as ranks:
         crew = [
             ranks.start(

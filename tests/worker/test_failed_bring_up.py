@@ -1,4 +1,4 @@
-"""A member that does not come through a bring-up: real members, and what it costs the others."""
+"""A member whose bring-up fails: real members, and the cost to the others."""
 
 import signal
 import time
@@ -15,7 +15,7 @@ from support.training.state_lost_bodies import Run
 from shoal_client.local.cluster import LocalCluster
 
 LONGEST_GAP_S = 5.0
-"""Between two steps of who trains; on an idle machine a tenth of it."""
+"""Longest time between two steps of the training members; on an idle machine it is a tenth."""
 
 
 def start(ranks: Ranks, run: Run, names: str) -> list[Rank]:
@@ -27,7 +27,8 @@ def start(ranks: Ranks, run: Run, names: str) -> list[Rank]:
 def test_the_others_train_on_and_it_hears_its_own_error(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """Three tries, by its own name; nobody else is blamed, and no step is gone back on."""
+    """The member has three tries, reported under its own name. No other member is blamed, and no
+    step is rolled back."""
     run = Run(coordinator=cluster.coordinator, job=f"clumsy-{strategy}", strategy=strategy)
     with Ranks() as ranks:
         a, b = start(ranks, run, "ab")
@@ -53,7 +54,7 @@ def test_the_others_train_on_and_it_hears_its_own_error(
 
 
 def failures_of(cluster: LocalCluster, run: Run) -> list[str]:
-    """What was told of bring-ups that failed by a member's own fault."""
+    """Return the reasons of failed bring-ups; only member a may have caused them."""
     shown = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
     events = [each for each in shown["events"] if each["kind"] == "bring_up_failed"]
     assert {each["member_id"] for each in events} <= {"a"}
@@ -66,7 +67,8 @@ def failures_of(cluster: LocalCluster, run: Run) -> list[str]:
 def test_a_member_that_cannot_hand_on_its_state_goes_on_with_it(
     cluster: LocalCluster, tmp_path: Path, strategy: str, low: int
 ) -> None:
-    """However often others come, and though the job needs them: they are put off, and hear why."""
+    """Newcomers are rejected with the reason, however often they come, even if the job needs
+    them."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"keeps-{strategy}-{low}",
@@ -97,7 +99,7 @@ def test_a_member_that_cannot_hand_on_its_state_goes_on_with_it(
         if low == 1:
             a.expect("stepped")
         (tmp_path / "fails").unlink()
-        # With one that was killed steps may be lost since the newest copy, and no more.
+        # With a killed member, steps since the newest copy may be lost, but no others.
         assert c.expect("stepped", timeout_s=unhurried(60.0))["step"] > 2
         a.catch_up()
         assert "raised" not in a.kinds()
@@ -106,7 +108,7 @@ def test_a_member_that_cannot_hand_on_its_state_goes_on_with_it(
 def test_one_that_gets_through_at_the_second_try_trains_with_the_others(
     cluster: LocalCluster,
 ) -> None:
-    """In its process."""
+    """The second try runs in the same process."""
     run = Run(coordinator=cluster.coordinator, job="second-try")
     with Ranks() as ranks:
         (a,) = start(ranks, replace(run, desired=1), "a")
@@ -117,8 +119,8 @@ def test_one_that_gets_through_at_the_second_try_trains_with_the_others(
 
 @pytest.mark.long
 def test_one_that_stops_amid_the_exchange_of_state_holds_nobody_up(cluster: LocalCluster) -> None:
-    """The others wait for it where no connection of the group's ends, in memory that they share,
-    and go on without it."""
+    """The others wait in shared memory, where no connection of the group ends; they continue
+    without the stopped member."""
     run = Run(coordinator=cluster.coordinator, job="stops-amid", strategy="fsdp", exchange="shared")
     with Ranks() as ranks:
         a, b = start(ranks, run, "ab")

@@ -12,10 +12,9 @@ from shoal_client.local.cluster import LocalCluster
 
 @pytest.mark.parametrize("way", ["fork", pytest.param("pool", marks=pytest.mark.long)])
 def test_a_script_may_have_processes_of_its_own(cluster: LocalCluster, way: str) -> None:
-    """They end when they are told to, and by their end nobody leaves the job, and nothing breaks.
-
-    A pool waited for ever for processes that took SIGTERM for a wish to drain.
-    """
+    """Forked processes end when they are told to. Their end does not make a member leave, and
+    breaks nothing. Regression: a pool waited forever for processes that took SIGTERM as a request
+    to drain."""
     job = f"forks-{secrets.token_hex(4)}"
     with Ranks() as ranks:
         members = [

@@ -1,4 +1,4 @@
-"""A step that one member has committed is committed by all, also where that one leaves at once."""
+"""A step that one member has committed is committed by all, even if that member leaves at once."""
 
 import secrets
 from typing import Any
@@ -16,8 +16,8 @@ from shoal_client.local.cluster import LocalCluster
 def test_a_member_that_has_not_heard_of_a_step_yet_takes_it_with_one_that_is_gone(
     cluster: LocalCluster, transport: str, then: str
 ) -> None:
-    """Else it would take the step once more, alone: the same up to rounding, but not to the last
-    bit. `transport`: whether members on one machine tell each other in memory."""
+    """Otherwise the late member would take the step again, alone: equal up to rounding, but not to
+    the last bit. `transport`: if members on one machine exchange votes in shared memory."""
     job = f"late-{secrets.token_hex(4)}"
 
     def run(member_id: str, fault: str) -> Run:
@@ -43,5 +43,5 @@ def test_a_member_that_has_not_heard_of_a_step_yet_takes_it_with_one_that_is_gon
 
 
 def tried(rank: Rank) -> list[tuple[Any, Any]]:
-    """Its steps, and how many took each of them with it."""
+    """Return the member's steps, each with its number of members."""
     return [(data["step"], data["world_size"]) for kind, data in rank.seen if kind == "tried"]

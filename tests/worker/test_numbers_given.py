@@ -1,5 +1,5 @@
-"""Numbers of other libraries wherever the public interface takes a number: NumPy's, and tensors of
-one number, are what Python's are; what is no number is refused by the argument's name."""
+"""Numbers of other libraries, for each number in the public interface: NumPy's numbers, and tensors
+of one number, work like Python's. Other values are refused by the argument's name."""
 
 import inspect
 import re
@@ -24,20 +24,20 @@ from shoal_proto.numbers_given import as_index, as_number
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a public call, and a value that it may have."""
+    """An argument of a public call, and a valid value for it."""
 
     owner: str
     name: str
     value: int | float
     give: Callable[[Any], object]
-    """Calls it with that argument; what comes of it is compared by what is in it."""
+    """Calls with that argument; the results are compared by their contents."""
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.name}"
 
 
 def made(owner: str, name: str, value: int | float, **others: Any) -> Argument:
-    """An argument by name of one of the classes, or functions, that `shoal` exports."""
+    """Return an argument, by name, of a class or function that `shoal` exports."""
     call = getattr(shoal, owner)
     return Argument(owner, name, value, lambda given: call(**{**others, name: given}))
 
@@ -45,7 +45,7 @@ def made(owner: str, name: str, value: int | float, **others: Any) -> Argument:
 def in_session(
     name: str, value: int | float, act: Callable[[Session, Any, Any, Any], Any]
 ) -> Argument:
-    """An argument of a call in the step of a process that trains alone."""
+    """Return an argument of a call in the step of a process that trains alone."""
 
     def give(given: Any) -> object:
         model: Any = nn.Linear(2, 1)
@@ -87,7 +87,7 @@ def evaluated(name: str, session: Session, batch: Any, model: Any, given: Any) -
 
 
 def batched(name: str, value: int | float, **others: Any) -> Argument:
-    """An argument of `Session.batches`."""
+    """Return an argument of `Session.batches`."""
 
     def give(given: Any) -> object:
         data = [(torch.ones(2), torch.ones(1))] * 4
@@ -149,7 +149,7 @@ def series(name: str, given: Any) -> object:
 
 
 def published(name: str, given: Any) -> object:
-    """Numbers are looked at before the coordinator is."""
+    """Pass a number to `publish`: numbers are checked before the coordinator is called."""
     options: Any = {name: given}
     with pytest.raises(InvalidSpec) as refused:
         shoal.publish("no series", {}, **options)
@@ -236,7 +236,7 @@ ARGUMENTS = [
 
 
 def outline(thing: object, depth: int = 5) -> str:
-    """What is in an object of ours, down to plain values, with their types."""
+    """Describe an object of Shoal's down to plain values, with their types."""
     if isinstance(thing, bool | int | float | str | None) or hasattr(thing, "SerializeToString"):
         return f"{type(thing).__name__} {thing}"
     if isinstance(thing, dict):
@@ -250,7 +250,8 @@ def outline(thing: object, depth: int = 5) -> str:
 
 @pytest.mark.parametrize("argument", ARGUMENTS, ids=str)
 def test_numbers_of_other_libraries_are_what_pythons_are(argument: Argument) -> None:
-    """To the last attribute: nothing of NumPy or of torch is kept, sent or compared."""
+    """Objects are equal to the last attribute: nothing of NumPy or torch is kept, sent or
+    compared."""
     value = argument.value
     is_index = isinstance(value, int)
     kinds: list[Callable[[Any], Any]] = [np.int64, np.int32, torch.tensor] if is_index else [
@@ -273,11 +274,11 @@ def test_what_is_no_number_is_refused_by_the_arguments_name(argument: Argument) 
 
 
 NEEDS_MPI = ("init_mpi",)
-"""Looks for the library where it is imported; takes no numbers."""
+"""Imports its library when it is accessed; takes no numbers."""
 
 
 def numeric_parameters() -> Iterator[tuple[str, str]]:
-    """Of everything public, by owner and name, what is annotated as a number."""
+    """Yield owner and name of each public parameter annotated as a number."""
     calls: dict[str, Any] = {
         name: getattr(shoal, name) for name in shoal.__all__ if name not in NEEDS_MPI
     }

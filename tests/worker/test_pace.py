@@ -1,4 +1,5 @@
-"""Members whose pace is bounded: what they compute on, and for whom they wait."""
+"""Members with bounded pace: the values that they compute on, and the members for which they
+wait."""
 
 import queue
 import threading
@@ -27,7 +28,7 @@ def servers() -> Iterator[ParameterServers]:
 
 
 class Whole(nn.Module):
-    """A weight of whole numbers, so that sums are the same in any order."""
+    """A model with one weight of whole numbers, so that sums are the same in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class Whole(nn.Module):
 def step_on(
     strategy: AsyncSGD, model: Whole, gradient: float, begun: Callable[[], object] = lambda: None
 ) -> Tensor:
-    """One step whose gradient is the same everywhere; the weight that it was computed on."""
+    """Take a step with a uniform gradient; return the weight on which it was computed."""
     strategy.begin_step()
     begun()
     seen = model.weight.detach().clone()
@@ -55,11 +56,11 @@ def begin(servers: ParameterServers, rank: int, strategy: AsyncSGD) -> tuple[Asy
 def test_in_bulk_all_members_compute_each_round_on_the_same_values(
     servers: ParameterServers,
 ) -> None:
-    """Those that hold every push of the rounds before, and none of this one."""
+    """Values include every push of earlier rounds, and none of this round."""
     num_members, num_rounds = 3, 12
     members = [begin(servers, rank, BSP(staleness="none")) for rank in range(num_members)]
     seen: list[list[Tensor]] = [[] for _ in members]
-    # Whoever has not begun is waited for by nobody; a session finishes when all samples are done.
+    # No member waits for one that has not begun; a session finishes when all samples are done.
     all_begun, all_done = threading.Barrier(num_members), threading.Barrier(num_members)
 
     def work(rank: int) -> None:
@@ -87,7 +88,8 @@ def test_in_bulk_all_members_compute_each_round_on_the_same_values(
 
 @pytest.mark.parametrize("end", ["steps", "dies", "rests"])
 def test_nobody_gets_further_ahead_than_the_bound(servers: ParameterServers, end: str) -> None:
-    """And no longer than the slow one is there and has work: then the fast one has what it did."""
+    """The bound holds only while the slow member is there and has work. After that, the fast one
+    gets its results."""
     bound = 2
     fast, model = begin(servers, 0, SSP(staleness_bound=bound, staleness="none"))
     slow, other = begin(servers, 1, SSP(staleness_bound=bound, staleness="none"))
@@ -120,7 +122,7 @@ def test_nobody_gets_further_ahead_than_the_bound(servers: ParameterServers, end
 
 
 def await_reason(servers: ParameterServers) -> None:
-    """Return once the fast member is refused its next step, with the reason."""
+    """Wait until the fast member is refused its next step, with the reason."""
     deadline = threading.Event()
     timer = threading.Timer(DEADLINE_S, deadline.set)
     timer.start()
@@ -134,7 +136,7 @@ def await_reason(servers: ParameterServers) -> None:
 def test_a_member_alone_trains_as_without_a_bound(
     servers: ParameterServers, strategy: AsyncSGD
 ) -> None:
-    """Bit for bit, and it waits for nobody."""
+    """The weights are equal bit for bit, and the member waits for nobody."""
     model, free = new_model(), new_model()
     bounded = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
     plain = start(servers, free, torch.optim.SGD(free.parameters(), lr=0.1), job="plain")
@@ -148,7 +150,8 @@ def test_a_member_alone_trains_as_without_a_bound(
 
 
 def test_members_must_agree_on_their_consistency() -> None:
-    """It is among what a proposal says, and differs between all that behave differently."""
+    """The field is part of the proposal, and differs between all consistencies that behave
+    differently."""
     kinds = [AsyncSGD(), SSP(), SSP(staleness_bound=1), BSP(), find_strategy("ssp")]
     values = []
     for kind in kinds:
@@ -162,6 +165,6 @@ def test_members_must_agree_on_their_consistency() -> None:
     ("consistency", "bound"), [("sometimes", None), ("async", 3), ("bsp", 0), ("ssp", -1)]
 )
 def test_options_that_contradict_each_other_are_refused(consistency: str, bound: int) -> None:
-    """With what was seen and what there is."""
+    """The error has the value seen and the values that exist."""
     with pytest.raises(InvalidSpec, match=r"async|consistency='ssp'"):
         StalenessClock(consistency, bound)

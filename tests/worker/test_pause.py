@@ -1,6 +1,6 @@
-"""`session.pause`: what one member does of its own while the others wait, and what else is a hang.
+"""`session.pause`: work that one member does alone while the others wait. Other absences are hangs.
 
-Real members, a real coordinator; its limits are shorter than the usual ones.
+Members and coordinator are real; limits are shorter than usual.
 """
 
 import signal
@@ -47,13 +47,13 @@ class Play:
         return self._ranks.start(pause_bodies.refused, run)
 
     def begin(self, names: str, **of_a: Any) -> list[Rank]:
-        """Members of these names; "a" is away."""
+        """Start members with these names; return them once "a" is away."""
         crew = [self.start("a", is_away=True, **of_a), *map(self.start, names[1:])]
         crew[0].expect("away")
         return crew
 
     def await_waiter(self, name: str) -> str:
-        """What the member is said to wait for, once that is who is paused."""
+        """Wait until the member waits for one that is paused; return the reason."""
         return awaited(
             lambda: why if "is paused" in (why := self.why(name)) else None, WAIT_S, f"{name} waits"
         )
@@ -62,12 +62,12 @@ class Play:
         (self._path / "gate").touch()
 
     def stop(self, at_step: int) -> None:
-        """Written at once: a member reads it whenever it likes."""
+        """The file appears at once, since a member may read it at any time."""
         (self._path / "new").write_text(str(at_step))
         (self._path / "new").rename(self._path / "stop")
 
     def why(self, name: str) -> str:
-        """What `shoal why` says that the member waits for."""
+        """Return what the member waits for, as `shoal why` says."""
         url = f"{self._cluster.http_url}/api/v1/jobs/{self.run.job}/members/{name}/why"
         answer = http.get(url)
         return str(answer.json()["waiting_for"]) if answer.status_code == httpx.codes.OK else ""
@@ -78,7 +78,7 @@ class Play:
 
 
 def drain(cluster: LocalCluster, play: Play, name: str) -> None:
-    """As `shoal drain` asks for it."""
+    """Drain a member as `shoal drain` does."""
     coordinators = Coordinators([cluster.coordinator])
     request = DrainRequest(job=play.run.job, member_id=name, reason="spot notice")
     coordinators.call(membership_calls.METHODS[DrainRequest], request, timeout_s=WAIT_S)
@@ -86,7 +86,7 @@ def drain(cluster: LocalCluster, play: Play, name: str) -> None:
 
 
 def in_generation(rank: Rank, number: int) -> dict[str, Any]:
-    """Its first committed step of the generation, or of a later one."""
+    """Return the member's first committed step in generation `number` or a later one."""
     while (step := rank.expect("committed"))["generation"] < number:
         pass
     return step
@@ -101,8 +101,8 @@ def generations(rank: Rank) -> set[int]:
 def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
     quick: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """For twice as long as a collective may take, and longer than a hang would be found in:
-    the generation is the same before and after it."""
+    """The pause takes twice as long as a collective may take, and longer than the detection of a
+    hang. The generation is the same before and after it."""
     with Ranks() as ranks:
         play = Play(
             quick, ranks, f"wait-{strategy}", tmp_path, desired_members=3, strategy=strategy
@@ -113,7 +113,7 @@ def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
         while time.monotonic() < until_s:
             reason = play.why("b")
             assert "(a) is paused: validation, for " in reason
-            time.sleep(0.05)  # the answer is to be the same throughout; it costs both of them
+            time.sleep(0.05)  # the answer must be the same throughout; the calls cost both of them
         assert reason.endswith(" s of 600 s")
         assert "its own pause: validation" in play.why("a")
         play.come_back()
@@ -127,7 +127,7 @@ def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
 def test_who_is_away_without_a_pause_is_found_and_told_of_it(
     quick: LocalCluster, tmp_path: Path
 ) -> None:
-    """It is named with its time, and so is the remedy; the others go on without it."""
+    """The error has the member's time and the remedy; the others continue without it."""
     with Ranks() as ranks:
         play = Play(quick, ranks, "away", tmp_path, desired_members=3)
         crew = play.begin("abc", pauses=False)
@@ -143,7 +143,7 @@ def test_who_is_away_without_a_pause_is_found_and_told_of_it(
 
 @pytest.mark.long
 def test_a_pause_that_outlasts_its_own_limit_is_a_hang(quick: LocalCluster, tmp_path: Path) -> None:
-    """The others go on without it at that moment; it is told what its limit was."""
+    """The others continue without it at that moment; its error names the limit."""
     with Ranks() as ranks:
         play = Play(quick, ranks, "over", tmp_path, desired_members=2)
         crew = play.begin("ab", limit_s=2.0)
@@ -158,7 +158,7 @@ def test_a_pause_that_outlasts_its_own_limit_is_a_hang(quick: LocalCluster, tmp_
 def test_a_killed_waiter_is_noticed_during_the_pause_and_the_rest_go_on_after_it(
     quick: LocalCluster, tmp_path: Path
 ) -> None:
-    """However long the pause goes on after that."""
+    """Holds however long the pause goes on after the kill."""
     with Ranks() as ranks:
         play = Play(quick, ranks, "waiter", tmp_path, desired_members=3)
         crew = play.begin("abc")
@@ -191,8 +191,8 @@ def test_a_killed_member_that_was_paused_is_waited_for_no_longer(
 def test_who_joins_or_is_to_leave_during_a_pause_waits_for_its_end(
     quick: LocalCluster, tmp_path: Path
 ) -> None:
-    """The joiner is told why; then one change takes it in and lets the other go, and no step is
-    repeated."""
+    """The joiner's reason names the pause. After it, one change admits the joiner and drains the
+    other, and no step is repeated."""
     with Ranks() as ranks:
         play = Play(quick, ranks, "join", tmp_path, desired_members=3)
         crew = play.begin("abc")
@@ -214,7 +214,8 @@ def test_who_joins_or_is_to_leave_during_a_pause_waits_for_its_end(
 
 @pytest.mark.long
 def test_a_pause_before_the_first_batch_is_waited_for(quick: LocalCluster, tmp_path: Path) -> None:
-    """And the last call, after which a first generation forms without who is missing, too."""
+    """The last call waits, too: after it a first generation would form without the missing
+    member."""
     with Ranks() as ranks:
         play = Play(quick, ranks, "early", tmp_path, desired_members=2)
         crew = play.begin("ab", early=True)

@@ -1,4 +1,4 @@
-"""What `import shoal` offers."""
+"""Names that `import shoal` exports."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
 
 
 def test_a_launcher_has_no_torch() -> None:
-    """It would take 150 MB of each host, and its end half a core from those that train on."""
+    """torch would take 150 MB of each host, and its exit half a core from those that train on."""
     code = "import sys, shoal.launcher.command; print({'torch', 'numpy'} & set(sys.modules))"
     completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -45,6 +45,6 @@ def test_the_exports_are_those_of_the_stub() -> None:
 
 
 def test_dir_shows_what_is_public_and_nothing_else() -> None:
-    """No `Path`, no `Any`: what somebody explores with a tab is what they may use."""
+    """The list has no `Path` and no `Any`: tab completion shows only names for users."""
     assert set(dir(shoal)) == {*shoal.__all__, "__all__", "__version__"}
     assert shoal.__version__ == version("shoal")

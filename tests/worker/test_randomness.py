@@ -24,18 +24,18 @@ from shoal.randomness.dropout import draw, key_dropout, samples_along
 CPU = torch.device("cpu")
 NUM_SAMPLES = 12
 TOLERANCE = 1e-5
-"""fp32; only the order of additions differs."""
+"""Limit for fp32; only the order of additions differs."""
 
 
 def keyed(module: nn.Module) -> nn.Module:
-    """The module below a name, as it would be in a model."""
+    """Give the module a name, as it would have in a model."""
     model = nn.Sequential(module)
     key_dropout(model)
     return module
 
 
 def mask_of(module: nn.Module, *, seed: int = 1, step: int = 0, elements: int = 5000) -> Tensor:
-    """What the layer keeps of samples 0 to 11, as numbers around zero."""
+    """Return the layer's mask for samples 0 to 11, as numbers around zero."""
     with at(seed=seed, step=step, first=0, count=NUM_SAMPLES):
         kept = draw(module, torch.Size([NUM_SAMPLES, elements]), CPU, p=0.5)
     assert kept is not None
@@ -43,7 +43,7 @@ def mask_of(module: nn.Module, *, seed: int = 1, step: int = 0, elements: int = 
 
 
 def whole(module: nn.Module, value: Tensor) -> Tensor:
-    """What one process computes of the batch."""
+    """Return the output of one process for the whole batch."""
     with at(seed=3, step=5, first=0, count=NUM_SAMPLES):
         output: Tensor = module(value)
     return output
@@ -64,7 +64,7 @@ SHAPED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("case", SHAPED)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
 def test_ranks_draw_what_one_process_draws(case: str, num_ranks: int) -> None:
-    """Each for its own samples; five ranks have uneven shares."""
+    """Ranks draw for their own samples; five ranks have uneven shares."""
     make, shape = SHAPED[case]
     module, value = keyed(make()), torch.randn(shape)
     expected = whole(module, value)
@@ -79,7 +79,7 @@ def test_ranks_draw_what_one_process_draws(case: str, num_ranks: int) -> None:
 
 
 def test_micro_batches_draw_what_the_batch_draws() -> None:
-    """On any rank, cut in any way."""
+    """Holds on any rank, for any cut."""
     module, value = keyed(nn.Dropout()), torch.randn(NUM_SAMPLES, 7)
     expected = whole(module, value)
     with at(seed=3, step=5, first=4, count=8):
@@ -89,7 +89,7 @@ def test_micro_batches_draw_what_the_batch_draws() -> None:
 
 
 def test_samples_may_lie_along_another_dimension() -> None:
-    """Words first, as torch's transformer layers have it; both ways keep the same."""
+    """Words come first in torch's transformer layers; both layouts keep the same elements."""
     first, second = nn.Dropout(), nn.Dropout()
     keyed(first), keyed(second)
     samples_along(second, 1)
@@ -100,7 +100,7 @@ def test_samples_may_lie_along_another_dimension() -> None:
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_transformer_layers_are_known_to_have_words_first(batch_first: bool) -> None:
-    """Their own dropouts, in a layer without attention dropout."""
+    """The dropouts are the layers' own, without attention dropout."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
     layer.self_attn.dropout = 0.0
@@ -115,7 +115,8 @@ def test_transformer_layers_are_known_to_have_words_first(batch_first: bool) -> 
 
 @pytest.mark.parametrize("dim", [0, None])
 def test_what_has_no_samples_gets_one_mask_on_all_ranks(dim: int | None) -> None:
-    """Embeddings of positions, say; said so, or seen because the size is no multiple."""
+    """Embeddings of positions have no samples, for example: declared so, or detected because the
+    size is no multiple."""
     module, value = keyed(nn.Dropout()), torch.randn(1, 50)
     if dim is None:
         samples_along(module, None)
@@ -125,7 +126,7 @@ def test_what_has_no_samples_gets_one_mask_on_all_ranks(dim: int | None) -> None
 
 
 def test_elements_of_whole_channels_go_together() -> None:
-    """And about as many as were asked for."""
+    """The fraction dropped is about the one asked for."""
     kept = whole(keyed(nn.Dropout2d(0.25)), torch.ones(NUM_SAMPLES, 400, 2, 3))
     assert torch.equal(kept, kept[:, :, :1, :1].expand_as(kept))
     assert kept.unique().tolist() == pytest.approx([0, 4 / 3])
@@ -133,7 +134,7 @@ def test_elements_of_whole_channels_go_together() -> None:
 
 
 def test_an_input_without_samples_keeps_its_channels() -> None:
-    """Two dimensions are channels and length to Dropout1d."""
+    """Dropout1d takes two dimensions as channels and length."""
     kept = whole(keyed(nn.Dropout1d()), torch.ones(400, 5))
     assert torch.equal(kept, kept[:, :1].expand_as(kept))
     assert 0 < int((kept[:, 0] == 0).sum()) < 400
@@ -141,7 +142,8 @@ def test_an_input_without_samples_keeps_its_channels() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
 def test_the_rate_is_the_one_asked_for(p: float) -> None:
-    """Within four standard deviations over 1.2 million elements, and in each sample."""
+    """The rate is within four standard deviations over 1.2 million elements, and close in each
+    sample."""
     dropped = whole(keyed(nn.Dropout(p)), torch.ones(NUM_SAMPLES, 100_000)) == 0
     for part_of, bound in ((dropped, 4), *((row, 5) for row in dropped)):
         deviation = math.sqrt(p * (1 - p) / part_of.numel())
@@ -149,7 +151,7 @@ def test_the_rate_is_the_one_asked_for(p: float) -> None:
 
 
 def test_alpha_dropout_keeps_mean_and_variance() -> None:
-    """Which is what it is for."""
+    """Preserving both is the purpose of alpha dropout."""
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(NUM_SAMPLES, 100_000, generator=generator)
     output = whole(keyed(nn.AlphaDropout(0.3)), value)
@@ -158,12 +160,12 @@ def test_alpha_dropout_keeps_mean_and_variance() -> None:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """In standard deviations of that of independent masks."""
+    """Correlation in standard deviations of that of independent masks."""
     return abs(float((a * b).mean()) * 4) * math.sqrt(a.numel())
 
 
 def test_masks_have_nothing_in_common() -> None:
-    """Those of two steps, seeds, layers, samples; nor a mask with itself a little further on."""
+    """Compares masks of two steps, seeds, layers and samples, and a mask with itself, shifted."""
     model = nn.Sequential(nn.Dropout(), nn.Dropout())
     key_dropout(model)
     mask = mask_of(model[0])
@@ -183,7 +185,8 @@ def test_masks_have_nothing_in_common() -> None:
 
 
 def test_bits_are_fair_in_every_column_and_over_runs() -> None:
-    """Over many steps each element is kept half of the time, and neighbours agree half of it."""
+    """Elements are kept half of the time, over many steps, and neighbours agree half of the
+    time."""
     module = keyed(nn.Dropout())
     masks = torch.stack([mask_of(module, step=step, elements=100) for step in range(300)]) + 0.5
     by_element = masks.mean((0, 1))
@@ -193,7 +196,7 @@ def test_bits_are_fair_in_every_column_and_over_runs() -> None:
 
 
 def test_each_call_within_a_step_draws_anew_and_a_redone_step_draws_the_same() -> None:
-    """A module may be used in several places of a model."""
+    """A module may be used several times in a model."""
     module, value = keyed(nn.Dropout()), torch.ones(NUM_SAMPLES, 50)
     attempts = []
     for _ in range(2):
@@ -207,7 +210,7 @@ def test_each_call_within_a_step_draws_anew_and_a_redone_step_draws_the_same() -
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout])
 def test_gradients_are_right(kind: type[nn.Dropout], inplace: bool) -> None:
-    """By differences."""
+    """Gradients are checked numerically."""
     module = keyed(kind(0.4, inplace))
 
     def function(value: Tensor) -> Tensor:
@@ -219,7 +222,8 @@ def test_gradients_are_right(kind: type[nn.Dropout], inplace: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_forward_pass_that_is_computed_again_draws_the_same(reentrant: bool) -> None:
-    """Activation checkpointing: gradients are those without it, in two segments, called twice."""
+    """Gradients with activation checkpointing are those without it, in two segments, called
+    twice."""
     torch.manual_seed(0)
     shared = nn.Dropout()
     segments = nn.ModuleList(
@@ -245,7 +249,7 @@ def test_a_forward_pass_that_is_computed_again_draws_the_same(reentrant: bool) -
 
 
 def test_evaluation_and_what_is_outside_a_place_stay_as_they_were() -> None:
-    """No place: torch's own generator."""
+    """torch's own generator is used without a place."""
     module, value = keyed(nn.Dropout()), torch.randn(NUM_SAMPLES, 7)
     torch.manual_seed(4)
     drawn = module(value)
@@ -258,7 +262,8 @@ def test_evaluation_and_what_is_outside_a_place_stay_as_they_were() -> None:
 
 
 def test_a_copied_model_draws_the_same() -> None:
-    """By copy or pickle; it is still a dropout, and its state_dict is the model's."""
+    """Holds for a copy and a pickle. The copy is still a dropout, and its state_dict is the
+    model's."""
     model = nn.Sequential(nn.Linear(7, 7), nn.Dropout())
     names = list(model.state_dict())
     assert key_dropout(model) == 1
@@ -271,7 +276,7 @@ def test_a_copied_model_draws_the_same() -> None:
 
 
 def test_a_module_of_the_users_own_kind_is_left_alone_but_may_draw() -> None:
-    """Its forward pass is not ours to replace."""
+    """The module's forward pass must not be replaced."""
 
     class Own(nn.Dropout):
         def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -285,7 +290,7 @@ def test_a_module_of_the_users_own_kind_is_left_alone_but_may_draw() -> None:
 
 
 def test_places_nest_and_end_with_their_block() -> None:
-    """Also by an exception."""
+    """An exception ends a place, too."""
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(ValueError, match="stop"))
         stack.enter_context(at(seed=1, step=2, first=10, count=6))
@@ -300,7 +305,7 @@ def test_places_nest_and_end_with_their_block() -> None:
 
 
 def test_torch_draws_the_same_when_a_step_is_redone() -> None:
-    """And something else in each step and share."""
+    """Numbers differ with each step and share."""
     drawn = []
     for step, of_share in ((4, 0), (4, 0), (5, 0), (4, 1)):
         seed_torch(9, step, of_share)
@@ -310,7 +315,7 @@ def test_torch_draws_the_same_when_a_step_is_redone() -> None:
 
 
 def test_a_sample_has_a_generator_of_its_own() -> None:
-    """The same on the rank that has it, whoever that is."""
+    """The generator is the same on whichever rank has the sample."""
     with at(seed=1, step=2, first=0, count=8):
         expected = torch.rand(3, generator=sample_generator(5, "noise"))
         other = torch.rand(3, generator=sample_generator(5, "crop"))
@@ -320,7 +325,7 @@ def test_a_sample_has_a_generator_of_its_own() -> None:
 
 
 def test_seeds_of_neighbours_differ() -> None:
-    """In any order of the numbers; all of them fit torch's generators."""
+    """Seeds depend on the order of the numbers, and all fit torch's generators."""
     seeds = [mix(a, b, c) for a in range(-4, 12) for b in range(16) for c in range(16)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -330,7 +335,7 @@ def test_seeds_of_neighbours_differ() -> None:
 
 
 def train(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """20 steps of AdamW as one of the ranks of a group, in micro-batches of at most two."""
+    """Take 20 steps of AdamW as one rank of a group, in micro-batches of at most two samples."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = copy.deepcopy(model)
     key_dropout(model)
@@ -351,7 +356,7 @@ def train(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
 
 
 def test_training_with_dropout_does_not_depend_on_the_number_of_ranks() -> None:
-    """One and three end with the same weights; without keys they would be far apart."""
+    """Weights of one rank and of three ranks are the same; without keys they would be far apart."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
     targets = inputs.sum(1, keepdim=True)
@@ -376,7 +381,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int | None]] = {
 
 
 def compiled_twice(backend: str, make: Callable[[], nn.Module], dim: int | None) -> nn.Module:
-    """A layer that is called twice, as one graph; and once more as that is run anew."""
+    """Return a module that calls the layer twice, compiled as one graph."""
     module = keyed(make())
     samples_along(module, dim)
 
@@ -396,7 +401,7 @@ def compiled_twice(backend: str, make: Callable[[], nn.Module], dim: int | None)
 @pytest.mark.sampled()
 @pytest.mark.parametrize("case", ODD)
 def test_a_compiled_graph_draws_what_the_layer_draws(case: str) -> None:
-    """Without a break, and without being compiled anew for another step or share."""
+    """The graph has no break, and is not compiled anew for another step or share."""
     make, shape, dim = ODD[case]
     graphs: list[object] = []
 
@@ -477,7 +482,8 @@ def test_a_graph_for_batches_of_any_size_draws_what_the_layer_draws() -> None:
 
 
 def test_the_masks_stay_the_same_from_release_to_release() -> None:
-    """Runs that go on from a checkpoint, and members of another release, draw the same numbers."""
+    """Jobs that continue from a checkpoint, and members of another release, draw the same
+    numbers."""
     with at(seed=7, step=41, first=96, count=4):
         kept = draw(keyed(nn.Dropout()), torch.Size([4, 8]), CPU, p=0.5)
     assert kept is not None

@@ -1,4 +1,5 @@
-"""Members that cannot reach each other do not start together: one is named, the others train."""
+"""Members that cannot reach each other do not start together: one is excluded, and the others
+train."""
 
 import os
 import socket
@@ -18,12 +19,12 @@ from shoal_proto.incarnation import public_id
 from shoal_proto.v1.membership_pb2 import RosterEntry
 
 NOWHERE = "255.255.255.255"
-"""No connection leads there, whatever the network does with addresses that it does not know."""
+"""An address to which no connection leads, however the network handles unknown addresses."""
 
 
 @pytest.fixture
 def own_address() -> str:
-    """An address of this machine that other hosts would reach it at."""
+    """An address of this machine at which other hosts would reach it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
@@ -35,7 +36,8 @@ def own_address() -> str:
 def test_a_member_with_a_wrong_address_is_excluded_and_the_others_train(
     cluster: LocalCluster, own_address: str
 ) -> None:
-    """It learns who could not reach it, and where; nobody else's training waits for it."""
+    """The member's error says which members could not reach it, and at which address; no other
+    member's training waits for it."""
     with Ranks() as ranks:
 
         def start(name: str, address: str) -> Rank:
@@ -68,7 +70,8 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def host_behind_a_wire(own: str, other: str) -> Iterator[str]:
-    """A network namespace with the address `other`, which this machine reaches from `own`."""
+    """Make a network namespace with the address `other`, which this machine reaches from `own`;
+    yield its name."""
     name = f"shoal-{os.getpid()}"
     with ExitStack() as stack:
         try:
@@ -94,7 +97,8 @@ sys.stdin.read()
 
 
 def test_a_host_whose_answers_are_lost_on_the_way_is_not_reached() -> None:
-    """As behind a firewall that lets packets out and none back: it is named within the limit."""
+    """A firewall that lets packets out and none back does this: the host is reported within the
+    limit."""
     own, other = "10.255.213.1", "10.255.213.2"
     with host_behind_a_wire(own, other) as namespace:
         inside = ["ip", "netns", "exec", namespace, sys.executable, "-c", LISTEN, other]

@@ -1,4 +1,4 @@
-"""The store of a generation: what torch expects of any store, over the real service."""
+"""The store of a generation: torch's contract of any store, checked with the real service."""
 
 import threading
 import time
@@ -42,17 +42,17 @@ def real(membership: MemberSession) -> RendezvousStore:
 def store(
     request: pytest.FixtureRequest, membership: MemberSession, tmp_path: Path
 ) -> Iterator[Any]:
-    """Ours and, as a check of the tests, one of torch's own. Keys are new in each test."""
+    """Shoal's store and, to check the tests, one of torch's own. Keys are new in each test."""
     inner: Any = dist.FileStore(str(tmp_path / "store"), 1)
     if request.param == "coordinator":
         inner = RendezvousStore(membership.coordinators, membership.token, timeout_s=10)
-    # torch keeps only its own half of a store that is written in Python: hold the other here.
+    # torch keeps only its own half of a store written in Python: keep the other half alive here.
     yield dist.PrefixStore(uuid.uuid4().hex, inner)
     del inner
 
 
 def test_a_value_is_read_as_it_was_set(store: Any) -> None:
-    """Bytes of any kind; the last one set counts."""
+    """Values are any bytes; the last one set counts."""
     store.set("key", "first")
     store.set("key", bytes(range(256)))
     assert store.get("key") == bytes(range(256))
@@ -61,7 +61,7 @@ def test_a_value_is_read_as_it_was_set(store: Any) -> None:
 
 
 def test_a_value_is_not_stale_after_a_wait(store: Any) -> None:
-    """A wait may fetch the value ahead; what is set since is seen all the same."""
+    """A wait may prefetch the value; a later write is seen all the same."""
     store.set("key", "old")
     store.wait(["key"])
     store.set("key", "new")
@@ -69,14 +69,14 @@ def test_a_value_is_not_stale_after_a_wait(store: Any) -> None:
 
 
 def test_counters_add_up(store: Any) -> None:
-    """From zero, and by negative amounts too."""
+    """Counters start from zero, and accept negative amounts."""
     assert store.add("count", 5) == 5
     assert store.add("count", -2) == 3
     assert store.add("count", 0) == 3
 
 
 def test_compare_set_sets_only_what_was_expected(store: Any) -> None:
-    """An absent key is set if nothing was expected of it."""
+    """An absent key is set if the expected value is empty."""
     assert store.compare_set("key", "", "one") == b"one"
     assert store.compare_set("key", "other", "two") == b"one"
     assert store.compare_set("key", "one", "two") == b"two"
@@ -96,7 +96,8 @@ def test_keys_are_checked_counted_and_deleted(store: Any) -> None:
 
 
 def test_several_keys_go_in_one_call(real: RendezvousStore) -> None:
-    """In the order asked for; appending adds to what is there; deleting tells what was there."""
+    """Values come in the requested order. `append` adds to the value; `delete_key` says if the key
+    existed."""
     store = dist.PrefixStore("several", real)
     store.multi_set(["a", "b"], ["1", "2"])
     assert store.multi_get(["b", "a"]) == [b"2", b"1"]
@@ -107,7 +108,7 @@ def test_several_keys_go_in_one_call(real: RendezvousStore) -> None:
 
 
 def test_many_values_that_are_alike_come_as_they_were_set(real: RendezvousStore) -> None:
-    """They travel packed, and no older ones once one of them has changed."""
+    """Values are sent compressed, and no old ones are returned once one of them has changed."""
     store = dist.PrefixStore("alike", real)
     values = {f"{rank}": bytes(2000) + rank.to_bytes(8) for rank in range(64)}
     store.multi_set(list(values), list(values.values()))
@@ -118,7 +119,7 @@ def test_many_values_that_are_alike_come_as_they_were_set(real: RendezvousStore)
 
 
 def test_a_waiting_member_goes_on_when_the_key_comes(store: Any, real: RendezvousStore) -> None:
-    """From another thread, as from another member."""
+    """The key comes from another thread, as from another member."""
     setter = threading.Timer(0.1, lambda: store.set("late", "here"))
     setter.start()
     store.wait(["late"], timedelta(seconds=10))
@@ -127,7 +128,7 @@ def test_a_waiting_member_goes_on_when_the_key_comes(store: Any, real: Rendezvou
 
 
 def test_a_key_that_does_not_come_is_told_in_time_and_by_name(real: RendezvousStore) -> None:
-    """The word "timeout" is what torch's own callers look for."""
+    """torch's own callers look for the word "timeout"."""
     started_s = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"timeout after 0\.2 s for never"):
         real.wait(["never"], timedelta(seconds=0.2))
@@ -137,7 +138,7 @@ def test_a_key_that_does_not_come_is_told_in_time_and_by_name(real: RendezvousSt
 def test_an_abort_ends_what_waits_and_what_comes_after(
     membership: MemberSession, cluster: LocalCluster
 ) -> None:
-    """At once, from another thread."""
+    """The wait ends at once, by another thread."""
     store = RendezvousStore(membership.coordinators, membership.token, timeout_s=60)
     aborter = threading.Timer(0.1, lambda: store.abort("test"))
     aborter.start()
@@ -151,7 +152,7 @@ def test_an_abort_ends_what_waits_and_what_comes_after(
 
 
 def test_only_members_of_the_generation_get_in(membership: MemberSession) -> None:
-    """Neither another incarnation nor another generation."""
+    """Another incarnation is refused, and so is another generation."""
     own = membership.token
     strangers = [
         Token(job=own.job, generation=own.generation, member_id=own.member_id, incarnation="x"),
@@ -167,7 +168,8 @@ def test_only_members_of_the_generation_get_in(membership: MemberSession) -> Non
 def test_what_all_ranks_read_is_asked_for_once_a_host(
     membership: MemberSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a group of few asks each for itself, as does who has no directory with others."""
+    """A group of few values is requested by each rank itself, and so is any group by a rank without
+    a shared directory."""
     calls: list[int] = []
     asked = RendezvousStore._fetch
 

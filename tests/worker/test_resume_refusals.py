@@ -1,4 +1,5 @@
-"""A checkpoint goes on with the samples that it was written amid, or it is refused by the field."""
+"""A job continues from a checkpoint with the samples with which it was written, or is refused, with
+the field that differs."""
 
 import json
 import secrets
@@ -37,7 +38,7 @@ def trained(
     took: Callable[[list[int]], object] = lambda indices: None,
     **changes: Any,
 ) -> list[int]:
-    """The steps that a lone member of a new job takes, at most so many."""
+    """Train as a lone member of a new job, at most `num_steps` steps; return the steps taken."""
     model, optimizer = build("sgd", "layers")
     taken = []
     job = f"resume-{secrets.token_hex(4)}"
@@ -63,13 +64,13 @@ def trained(
 def test_a_checkpoint_is_not_gone_on_from_with_another_order_of_samples(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """Its step stands for other samples then: some would be trained twice, others never."""
+    """The checkpoint's step would skip some of the other samples, and train others twice."""
     trained(cluster, tmp_path, strategy, num_steps=6)
     assert max(complete(tmp_path)) == EVERY_STEPS
     inputs, targets = data()
     other_batches = [({"global_batch_size": 12}, "global_batch", "12", "24")]
     for changes, field, seen, expected in (
-        # Others go on at the sample.
+        # Other strategies continue at the sample.
         *(other_batches if strategy == "local-sgd" else []),
         ({"seed": 6}, "seed", "6", "5"),
         ({"shuffle": False}, "shuffle", "false", "true"),
@@ -83,7 +84,7 @@ def test_a_checkpoint_is_not_gone_on_from_with_another_order_of_samples(
 def test_a_run_that_goes_on_with_other_samples_of_the_same_size_says_so(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Labels may have been mended on purpose. A split that is not seeded is another one now."""
+    """Labels may have been corrected on purpose. A split without a seed is another one now."""
     inputs, targets = data()
     trained(cluster, tmp_path, num_steps=6)
     with capture_logs() as logs:
@@ -104,8 +105,9 @@ def indices_of(batches: list[Any]) -> list[int]:
 def test_a_run_with_another_batch_size_goes_on_at_the_sample(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """Twice: 4 steps of 24 samples, 4 of 12, and the rest in steps of 30. Each sample counts once
-    an epoch, in the order that it has with any size; steps are counted on."""
+    """The size changes twice: 4 steps of 24 samples, 4 of 12, and the rest in steps of 30. Each
+    sample counts once an epoch, in an order that does not depend on the size; the count of steps
+    continues."""
     taken: list[Any] = []
     for size, num_steps in ((24, 4), (12, 4), (30, 1000)):
         again: list[Any] = []
@@ -128,7 +130,7 @@ def test_a_run_with_another_batch_size_goes_on_at_the_sample(
 
 
 def test_a_finished_run_is_trained_for_more_epochs(cluster: LocalCluster, tmp_path: Path) -> None:
-    """The order of an epoch does not depend on how many there are."""
+    """The order of an epoch does not depend on the number of epochs."""
     assert trained(cluster, tmp_path) == list(range(10))
     assert trained(cluster, tmp_path, epochs=3) == list(range(8, 15))
 
@@ -146,7 +148,7 @@ def test_a_checkpoint_that_tells_nothing_of_its_samples_is_gone_on_from(
 
 
 def test_what_a_checkpoint_tells_of_its_samples(cluster: LocalCluster, tmp_path: Path) -> None:
-    """It stands beside the step, where a person can read it."""
+    """Fields of the samples are beside the step, where a person can read them."""
     trained(cluster, tmp_path, num_steps=5)
     entries: dict[str, Any] = {"shoal": {"state": ""}}
     dcp.load(entries, checkpoint_id=complete(tmp_path)[EVERY_STEPS], no_dist=True)
@@ -157,7 +159,7 @@ def test_what_a_checkpoint_tells_of_its_samples(cluster: LocalCluster, tmp_path:
 
 
 def one_step(directory: Path, strategy: str, kind: Any, num_groups: int = 1, **options: Any) -> Any:
-    """Of a lone process without a cluster; the optimizer behind it."""
+    """Take one step as a lone process without a cluster; return the optimizer."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 4), torch.nn.Tanh(), torch.nn.Linear(4, 5))
     layers = [list(model[0].parameters()), list(model[2].parameters())]
@@ -181,7 +183,7 @@ def one_step(directory: Path, strategy: str, kind: Any, num_groups: int = 1, **o
 def test_a_checkpoint_is_not_gone_on_from_with_another_optimizer(
     tmp_path: Path, strategy: str, first: str, second: str
 ) -> None:
-    """Its learning rate and decay would take the place of the script's."""
+    """The checkpoint's learning rate and decay would replace the script's."""
     one_step(tmp_path, strategy, getattr(torch.optim, first))
     with pytest.raises(InvalidSpec, match=rf"another optimizer.*saw {first};.*expected {second}"):
         one_step(tmp_path, strategy, getattr(torch.optim, second))
@@ -189,7 +191,7 @@ def test_a_checkpoint_is_not_gone_on_from_with_another_optimizer(
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_a_checkpoint_is_not_gone_on_from_with_other_groups(tmp_path: Path, strategy: str) -> None:
-    """All parameters would have the settings of the first group."""
+    """Parameters would all have the settings of the first group."""
     one_step(tmp_path, strategy, torch.optim.SGD, num_groups=2)
     with pytest.raises(InvalidSpec, match=r"2\.\w+ in group 1; expected 2\.\w+ in group 0"):
         one_step(tmp_path, strategy, torch.optim.SGD)
@@ -197,7 +199,8 @@ def test_a_checkpoint_is_not_gone_on_from_with_other_groups(tmp_path: Path, stra
 
 
 def step_of(directory: Path, strategy: str, model: torch.nn.Module, **registered: Any) -> None:
-    """One of a lone process, of what of the model is trained; goes on from a checkpoint."""
+    """Take one step as a lone process, for the trained parameters of the model; continue from a
+    checkpoint if there is one."""
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-3)
     kept = shoal.Checkpoints(directory, every_steps=1)
@@ -236,14 +239,14 @@ def net(num_more: int = 0, *, frozen: bool = False, buffer: bool = False) -> tor
 def test_a_checkpoint_is_not_gone_on_from_with_more_or_less_of_a_model(
     tmp_path: Path, strategy: str, first: Any, second: Any, seen: str
 ) -> None:
-    """What it holds beside would be left out without a word."""
+    """Further tensors of the checkpoint would be ignored silently."""
     step_of(tmp_path, strategy, net(**first))
     with pytest.raises((InvalidSpec, ShapeMismatch), match=seen):
         step_of(tmp_path, strategy, net(**second))
 
 
 class Metric:
-    """Of the script's own."""
+    """A script's own metric."""
 
     def __init__(self, _: Any) -> None:
         self.total = 0
@@ -257,7 +260,7 @@ class Metric:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_nor_with_a_registered_object_of_another_class(tmp_path: Path, strategy: str) -> None:
-    """Torch's schedules take any state, and would begin anew."""
+    """torch's schedules take any state, and would begin anew."""
     step_of(tmp_path, strategy, net(), schedule=Metric)
     with pytest.raises(InvalidSpec, match=r"another class; saw Metric; expected ExponentialLR"):
         step_of(tmp_path, strategy, net(), schedule=lambda each: ExponentialLR(each, 0.5))
@@ -268,7 +271,7 @@ def test_nor_with_a_registered_object_of_another_class(tmp_path: Path, strategy:
 
 
 def test_a_state_that_says_nothing_of_its_optimizer_is_told_by_its_settings() -> None:
-    """Plain torch writes it so."""
+    """Plain torch writes such a state."""
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     settings = {
         kind.__name__: {"params": ["w"], **kind(parameters, lr=1e-3).defaults}

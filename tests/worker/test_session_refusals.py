@@ -1,4 +1,4 @@
-"""Bad input to `shoal.join` and the session: a clear error at once, and the job goes on."""
+"""Bad input to `shoal.join` and the session: a clear error at once, while the job goes on."""
 
 import multiprocessing
 
@@ -33,13 +33,13 @@ from shoal_proto.errors import (
 def test_a_contradiction_is_told_before_anybody_is_asked(
     given: dict[str, str | int], text: str
 ) -> None:
-    """What is wrong stands in the error."""
+    """The error names what is wrong."""
     with pytest.raises(InvalidSpec, match=text):
         read_config(given, {})
 
 
 def test_arguments_come_before_the_environment_and_the_environment_before_defaults() -> None:
-    """As `shoal run` sets it."""
+    """The environment is that of `shoal run`."""
     environment = {
         "SHOAL_JOB": "env",
         "SHOAL_COORDINATOR": "a:1, b:2",
@@ -65,7 +65,7 @@ def test_a_spawned_process_that_imports_the_script_does_not_take_the_trainers_pl
 
 
 def test_an_unreachable_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the time that joining may take to find one."""
+    """The error comes within the time limit for finding a coordinator."""
     monkeypatch.setenv("SHOAL_ADMISSION_S", "1")
     with (
         pytest.raises(ShoalError, match=r"within 1 s.*127\.0\.0\.1:1\b"),
@@ -75,7 +75,7 @@ def test_an_unreachable_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_wrong_use_of_a_session_is_refused_and_the_job_goes_on(cluster: LocalCluster) -> None:
-    """One member tries all that is wrong, and trains to the end after it."""
+    """A member tries each wrong use, and then trains to the end."""
     model, optimizer = rank_bodies.model_and_optimizer()
     with shoal.join("refusals", coordinator=cluster.coordinator) as session:
         with pytest.raises(UnknownStrategy, match="'ddp'"):
@@ -104,7 +104,7 @@ def test_wrong_use_of_a_session_is_refused_and_the_job_goes_on(cluster: LocalClu
 
 
 def test_a_plain_backward_is_told_from_session_backward(cluster: LocalCluster) -> None:
-    """It would weigh uneven shares wrongly, so the step is refused instead of taken."""
+    """A plain backward would weight uneven shares wrongly, so the step is refused."""
     model, optimizer = rank_bodies.model_and_optimizer()
     with (
         pytest.raises(InvalidSpec, match=r"session\.backward"),
@@ -117,7 +117,7 @@ def test_a_plain_backward_is_told_from_session_backward(cluster: LocalCluster) -
 
 
 def test_another_model_than_the_jobs_is_refused_and_the_job_goes_on(cluster: LocalCluster) -> None:
-    """The refusal names the field; who was there trains on undisturbed."""
+    """The refusal names the field; the first member trains on undisturbed."""
     model, optimizer = rank_bodies.model_and_optimizer()
     with shoal.join("conflict", coordinator=cluster.coordinator) as session:
         replica, optimizer = session.distribute(model, optimizer)

@@ -12,7 +12,7 @@ from shoal_client.local.cluster import LocalCluster
 
 TOLERANCE = 1e-5
 NUM_MEMBERS = {"ddp": 7, "fsdp": 7, "zero2": 7, "pipeline": 4}
-"""As many as there are layers for a pipeline."""
+"""Number of members; for a pipeline, as many as there are layers."""
 CASES = [
     pytest.param(
         strategy,
@@ -28,11 +28,9 @@ CASES = [
 def test_all_but_one_go_at_once_and_as_many_come_again(
     cluster: LocalCluster, tmp_path: Path, strategy: str, how: str
 ) -> None:
-    """They are told to leave within the same moment, and leave what they have with the one that
-    stays; or they are killed, and what they had of a model that is cut is in a checkpoint.
-
-    Each used to leave its part with one that left as well.
-    """
+    """The members are drained at the same moment, and hand over their state to the one that stays.
+    Or they are killed, and a checkpoint has their parts of a cut model. Regression: each drained
+    member handed its part to one that left, too."""
     killed, num_members = how == "killed", NUM_MEMBERS[strategy]
     run = elastic(
         cluster,

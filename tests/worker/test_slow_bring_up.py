@@ -1,4 +1,4 @@
-"""State that takes longer to arrive than a bring-up may stand still."""
+"""Transfers of state that take longer than the limit for a bring-up without progress."""
 
 import time
 from dataclasses import replace
@@ -12,7 +12,7 @@ from shoal_client.local.cluster import LocalCluster
 
 
 def _joins(cluster: LocalCluster, job: str, transfer_s: float) -> None:
-    """c joins a and b, and takes over their state in no less than so many seconds."""
+    """Let c join a and b, and take over their state in at least `transfer_s`."""
     with Ranks() as ranks:
         run = Slow(
             coordinator=cluster.coordinator,
@@ -32,7 +32,7 @@ def _joins(cluster: LocalCluster, job: str, transfer_s: float) -> None:
         took_s = time.monotonic() - begun_s
         assert took_s > transfer_s
         print(f"c trained {took_s:.1f} s after it was started")
-        # In the generation behind the one that trained, at the step where that stopped.
+        # in the generation after the one that trained, at the step at which that one stopped
         assert first["world_size"] == 3
         assert first["generation"] == 2
         assert first["step"] > 0
@@ -44,12 +44,12 @@ def _joins(cluster: LocalCluster, job: str, transfer_s: float) -> None:
 
 @pytest.mark.long
 def test_a_transfer_of_more_than_twice_the_limit_expels_nobody(quick: LocalCluster) -> None:
-    """The newcomer never forms a generation alone, and nobody's generation is tried again."""
+    """The newcomer never forms a generation alone, and no generation is tried again."""
     _joins(quick, "slow", 2.2 * LIMITS["--join-s"] / 4)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_transfer_of_more_than_a_minute_expels_nobody(cluster: LocalCluster) -> None:
-    """With the limits that a cluster has by default."""
+    """The limits are a cluster's defaults."""
     _joins(cluster, "slow-minute", 66.0)

@@ -1,4 +1,5 @@
-"""A warm standby: a real process that waits, joined and with its model built, for a lost rank."""
+"""Warm standby: a real process that has joined and built its model, and waits to replace a lost
+rank."""
 
 import os
 import signal
@@ -14,8 +15,8 @@ from shoal_client.local.cluster import LocalCluster
 
 
 def test_a_standby_takes_over_the_lost_rank(cluster: LocalCluster, tmp_path: Path) -> None:
-    """It trains in the very next generation, in the rank that was lost, with the state of the
-    survivor; its process was there all along."""
+    """The standby trains in the very next generation, in the rank that was lost, with the
+    survivor's state; its process existed before the loss."""
     gates = {name: tmp_path / name for name in "ab"}
     for gate in gates.values():
         os.mkfifo(gate)

@@ -1,4 +1,4 @@
-"""Everybody who held a job's state is killed: real members, a real coordinator, real signals."""
+"""Kills of all members that hold a job's state: real members, a real coordinator, real signals."""
 
 import signal
 from dataclasses import replace
@@ -24,7 +24,7 @@ def train_until(crew: list[Rank], step: int) -> None:
 
 
 def kill_all(crew: list[Rank]) -> int:
-    """The highest step that one of them reported."""
+    """Kill all members; return the highest step that one of them reported."""
     for rank in crew:
         rank.send_signal(signal.SIGKILL)
     for rank in crew:
@@ -36,7 +36,7 @@ def kill_all(crew: list[Rank]) -> int:
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_all_that_come_after_hear_what_is_gone(cluster: LocalCluster, strategy: str) -> None:
-    """Nobody trains from step 0; the page and the metrics say so too."""
+    """Members do not train from step 0; the page and the metrics report the loss too."""
     run = Run(coordinator=cluster.coordinator, job=f"gone-{strategy}", strategy=strategy)
     with Ranks() as ranks:
         crew = start(ranks, run, "ab")
@@ -65,7 +65,7 @@ def test_all_that_come_after_hear_what_is_gone(cluster: LocalCluster, strategy: 
 def test_a_checkpoint_brings_the_job_back(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """Nobody steps before it, and both steps are told."""
+    """Members take no step before the checkpoint's, and both steps are reported."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"back-{strategy}",
@@ -83,5 +83,5 @@ def test_a_checkpoint_brings_the_job_back(
     events = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
     reasons = [each["reason"] for each in events["events"] if each["kind"] == "went_back"]
     assert len(reasons) <= 1
-    if reasons:  # the step that was heard of last may be that of the checkpoint
+    if reasons:  # the last reported step may be that of the checkpoint
         assert f"from step {first - 1}" in reasons[0]

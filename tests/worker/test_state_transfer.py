@@ -1,4 +1,4 @@
-"""What a member hands to another: the whole state, by name, bit for bit."""
+"""Hand-over of a member's state: complete, by name, bit for bit."""
 
 import copy
 import inspect
@@ -48,13 +48,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_fresh_member_goes_on_exactly_where_the_other_stands(name: str) -> None:
-    """Optimizer state, which the fresh one has none of, and a changed learning rate included."""
+    """Includes optimizer state, of which the fresh member has none, and a changed learning rate."""
     model, optimizer = trained(OPTIMIZERS[name], 3, seed=0)
     other, other_optimizer = trained(OPTIMIZERS[name], 0, seed=1)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * 0.5
     state = ReplicatedState(model, optimizer).capture(3)
-    # As over the wire: what is no tensor goes through JSON.
+    # As over the wire: values that are no tensors go through JSON.
     values = json.loads(json.dumps(state.values))
     ReplicatedState(other, other_optimizer).restore(
         State(step=3, tensors=state.tensors, values=values)
@@ -79,7 +79,7 @@ def test_a_captured_state_is_not_touched_by_later_steps() -> None:
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    """Shape, dtype and name are each told."""
+    """Shape, dtype and name are each reported."""
     model, optimizer = trained(OPTIMIZERS["sgd"], 1, seed=0)
     other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     keeper = ReplicatedState(other, torch.optim.SGD(other.parameters(), lr=0.1))
@@ -99,7 +99,7 @@ def _as_double(state: State) -> State:
 
 
 def test_an_optimizer_with_foreign_parameters_is_refused() -> None:
-    """Nobody would keep those the same on all members."""
+    """Foreign parameters would not be kept the same on all members."""
     model = nn.Linear(2, 2)
     foreign = nn.Parameter(torch.zeros(3))
     with pytest.raises(InvalidSpec, match="not the model's"):
@@ -107,7 +107,7 @@ def test_an_optimizer_with_foreign_parameters_is_refused() -> None:
 
 
 def test_any_dtype_and_shape_crosses_the_group_unchanged(tmp_path: Path) -> None:
-    """Empty tensors, scalars and odd sizes lie in one buffer; two receivers of three members."""
+    """Empty tensors, scalars and odd sizes are in one buffer; two of three members receive."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(rank_bodies.exchange_state, path, rank, 3) for rank in range(3)]
@@ -119,7 +119,7 @@ NUM_BYTES = 100_000
 
 
 def pass_on(source: int, receivers: list[int]) -> tuple[int, bool]:
-    """Bytes that this rank sent, and whether it has what the source has."""
+    """Return the bytes that this rank sent, and True if it has the source's state."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     reset_counts()
@@ -138,7 +138,7 @@ def pass_on(source: int, receivers: list[int]) -> tuple[int, bool]:
 def test_nobody_sends_a_state_more_than_twice(
     monkeypatch: pytest.MonkeyPatch, source: int, receivers: list[int]
 ) -> None:
-    """Who receives passes on; one member, the last but one, has the state already."""
+    """Receivers pass the state on. One member, the last but one, has the state already."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 7_000)
     ranks = run_in_memory(pass_on, 9, source, receivers)
     assert all(same for _, same in ranks)
@@ -154,14 +154,15 @@ class Translator(nn.Module):
 
 
 def test_a_replica_says_that_it_takes_what_the_model_does() -> None:
-    """Frameworks pass on only what a forward pass is declared to take."""
+    """Frameworks pass only the arguments that a forward pass declares."""
     replica = proxy_of(Translator(), nn.Identity)
     assert inspect.signature(replica.forward) == inspect.signature(Translator().forward)
     assert torch.equal(replica(torch.ones(2)), torch.ones(2))
 
 
 def test_a_replica_is_the_model_in_all_but_its_forward_pass() -> None:
-    """Names, keys, mode, attributes; optimizers made from either see the same parameters."""
+    """Names, keys, mode and attributes are the same; optimizers made from either see the same
+    parameters."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout())
     replica = proxy_of(model, nn.Identity)
     assert list(replica.state_dict()) == list(model.state_dict())
@@ -185,7 +186,7 @@ def test_a_replica_is_the_model_in_all_but_its_forward_pass() -> None:
 
 
 def test_a_state_is_captured_into_the_memory_of_the_last() -> None:
-    """So that a round needs no third copy of everything, beside the live one and the last."""
+    """A round needs no third copy of everything, besides the live state and the last one."""
     model, optimizer = trained(OPTIMIZERS["adamw"], 3, seed=0)
     keeper = ReplicatedState(model, optimizer)
     first = keeper.capture(1)
@@ -197,6 +198,6 @@ def test_a_state_is_captured_into_the_memory_of_the_last() -> None:
     assert {name: tensor.data_ptr() for name, tensor in second.tensors.items()} == places
     now = keeper.collect(2).tensors
     assert all(tensor.equal(now[name]) for name, tensor in second.tensors.items())
-    # What is new since then has memory of its own, and what is gone is left out.
+    # New tensors get memory of their own, and tensors that are gone are left out.
     optimizer.state.clear()
     assert keeper.capture(3, second).tensors.keys() == keeper.collect(3).tensors.keys()

@@ -1,4 +1,4 @@
-"""The context of a step is that of one thread, and nothing of it is left when the step ends."""
+"""The context of a step belongs to one thread, and ends with the step."""
 
 import threading
 
@@ -10,7 +10,7 @@ from shoal.step_context import NO_STEP, StepContext, current
 
 
 def test_a_step_sets_all_of_its_context_and_leaves_nothing_of_it() -> None:
-    """Also not on a thread that starts within the step: it computes on no samples of the step."""
+    """A thread started within the step has no context: it computes on no samples of the step."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: list[StepContext] = []

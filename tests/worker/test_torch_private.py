@@ -1,4 +1,4 @@
-"""Which modules may name what torch keeps to itself."""
+"""Modules that may use private names of torch."""
 
 import ast
 import os
@@ -33,7 +33,8 @@ PRIVATE = ROOT / "torch_private"
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:
-    """Dotted names of torch with a part that begins with an underscore, imported or reached."""
+    """Yield dotted names of torch, imported or accessed, with a part that begins with an
+    underscore."""
     aliases: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -89,7 +90,7 @@ def test_nor_does_another_room_reach_into_objects_of_torch() -> None:
 
 
 def reached_into(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Attributes of something else than `self` that objects of torch keep to themselves, but for
+    """Yield private attributes of torch's objects that are accessed on anything but `self`, except
     names that a class of the module has too."""
     names = private_attributes() - set(own_names(tree))
     for node in ast.walk(tree):
@@ -99,7 +100,8 @@ def reached_into(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 @cache
 def private_attributes() -> frozenset[str]:
-    """Of a module, an optimizer, a scheduler, a group and what fully_shard keeps of a module."""
+    """Private attributes of a module, an optimizer, a scheduler, a group, and fully_shard's state
+    of a module."""
     attention = nn.MultiheadAttention(2, 1)
     optimizer = SGD(attention.parameters(), lr=0.1)
     schedules = [LambdaLR(optimizer, lambda step: 1.0), LambdaLR(optimizer, lambda step: 1.0)]
@@ -183,7 +185,8 @@ def test_an_environment_without_numpy_is_refused_by_name(tmp_path: Path) -> None
 
 
 def whole_and_cut() -> tuple[bool, bool]:
-    """Whether a gradient that came whole is given cut, and in the memory that autograd keeps."""
+    """Two predicates of a gradient that came whole: True if it is returned cut, and True if it is
+    in the memory that autograd keeps."""
     mesh = init_device_mesh("cpu", (2,))
     rank = mesh.get_local_rank()
     rows = torch.arange(6.0).view(2, 3)
@@ -199,7 +202,7 @@ def test_a_gradient_that_came_whole_counts_once_on_each_rank() -> None:
 
 
 def columns() -> bool:
-    """Whether the gradient of a weight that is cut by columns, unevenly, is cut as it is."""
+    """True if the gradient of a weight that is cut by columns, unevenly, is cut like the weight."""
     mesh = init_device_mesh("cpu", (2,))
     weight = nn.Parameter(distribute_tensor(torch.ones(2, 3), mesh, [Shard(1)]))
     (local(weight) * 2).sum().backward()
@@ -220,7 +223,7 @@ def derived() -> int:
 
 
 def test_ranks_that_are_threads_leave_the_guard_of_devices_alone() -> None:
-    """Else a second thread ends the process (a CUDA build without a GPU)."""
+    """Otherwise a second thread ends the process, in a CUDA build without a GPU."""
     before = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     for _ in range(2):
         assert run_in_memory(derived, 3) == [1, 1, 1]

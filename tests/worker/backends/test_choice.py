@@ -1,4 +1,4 @@
-"""Which backend is chosen where, and what is said where none fits."""
+"""Choice of a backend from the environment and the device, and errors if none fits."""
 
 from collections.abc import Mapping
 
@@ -32,7 +32,7 @@ OPEN_MPI = {
         (OPEN_MPI, None, True, ("mpi", 5, 8)),
         (OPEN_MPI, "nccl", True, ("nccl", 5, 8)),
         (MPICH, "gloo", False, ("gloo", 1, 2)),
-        # torchrun that was itself started under MPI: its ranks are the ranks.
+        # torchrun was itself started under MPI: torchrun's ranks count.
         ({**MPICH, **TORCHRUN}, None, False, ("gloo", 3, 4)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Addresses of Gloo's ranks in a form that is as short for thousands of ranks as for a few."""
+"""Addresses of Gloo's ranks, compacted: as short for thousands of ranks as for a few."""
 
 import threading
 import tracemalloc
@@ -20,7 +20,8 @@ HEAD = bytes(range(154))
 
 
 def address(world_size: int, rank: int, first: int = 7) -> bytes:
-    """As Gloo writes it: the listener, then the numbers of the pairs, -1 where there is none."""
+    """Return an address as Gloo writes it: the listener, then the number of each pair; -1 for the
+    rank itself."""
     numbers = np.arange(first, first + world_size)
     numbers[rank:] -= 1
     numbers[rank] = -1
@@ -89,7 +90,7 @@ def test_what_is_no_address_is_refused(data: bytes) -> None:
 
 
 class Seen(Store):
-    """A store in which the test sees what ranks have set."""
+    """A store that records what ranks have set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class Seen(Store):
 
 
 def test_gloo_connects_by_them() -> None:
-    """Five ranks in threads; what lies in the store is what they have announced."""
+    """Five ranks in threads connect; the store contains only their announced addresses."""
     seen, sums, alive = Seen(), [], []
 
     def rank_of(rank: int) -> None:

@@ -20,7 +20,7 @@ needs_mpiexec = pytest.mark.skipif(
 
 @pytest.mark.parametrize("how", ["raise", "kill", pytest.param("stop", marks=pytest.mark.long)])
 def test_over_gloo_every_survivor_is_told(tmp_path: Path, how: str) -> None:
-    """Also those who are no neighbours of the one that failed."""
+    """Ranks that are no neighbours of the failed one get the error too."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(failing_ranks.over_gloo, path, rank, 4, how) for rank in range(4)]
@@ -30,7 +30,7 @@ def test_over_gloo_every_survivor_is_told(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_in_memory_every_survivor_is_told(world_size: int) -> None:
-    """The deadline is far away: they are told at once."""
+    """The deadline is an hour away: the error must come at once."""
     errors: dict[int, str] = {}
 
     def body() -> None:
@@ -49,7 +49,8 @@ def test_in_memory_every_survivor_is_told(world_size: int) -> None:
 @pytest.mark.long
 @needs_mpiexec
 def test_under_mpiexec_every_survivor_is_told_of_an_error() -> None:
-    """MPI's launcher would end the others before they can say a word, or they would wait."""
+    """Otherwise MPI's launcher would end the other ranks before they report, or these would
+    wait."""
     ended = run_under_mpiexec(4, "support.collectives.failing_ranks.one_raises", timeout_s=3600)
     assert ended.code != 0
     assert ended.reports.pop(FAILING) == {"raised": "Broken", "text": "on purpose"}
@@ -62,7 +63,7 @@ def test_under_mpiexec_every_survivor_is_told_of_an_error() -> None:
 @pytest.mark.long
 @needs_mpiexec
 def test_under_mpiexec_a_wait_for_a_rank_that_does_not_come_ends_at_its_deadline() -> None:
-    limit_s = round(unhurried(2.0))  # the others come within it
+    limit_s = round(unhurried(2.0))  # the other ranks come within it
     body = "support.collectives.failing_ranks.one_does_not_come"
     ended = run_under_mpiexec(3, body, timeout_s=limit_s)
     assert ended.code != 0
@@ -92,7 +93,7 @@ def test_over_nccl_the_survivor_is_told(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.skipif(bool(lacks_gpus(2)), reason=lacks_gpus(2))
 def test_over_nccl_a_cut_ends_what_hangs_in_two_groups(tmp_path: Path) -> None:
-    """Within seconds, where a collective may take 60 s."""
+    """A cut takes seconds, although a collective may take 60 s."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(failing_ranks.cut_over_nccl, path, rank) for rank in range(2)]

@@ -21,7 +21,8 @@ from shoal.backends.process_group.interface import Seat
 def test_a_collective_that_waits_for_a_lost_peer_raises_as_soon_as_it_is_cut(
     tmp_path: Path, how: str
 ) -> None:
-    """Within two seconds of sixty; a connection that is not the group's goes on working."""
+    """The error comes within two of sixty seconds. A connection that is not the group's goes on
+    working."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(rank_bodies.stuck_collective, path, r, 3, how) for r in range(3)]
@@ -35,7 +36,7 @@ def test_a_collective_that_waits_for_a_lost_peer_raises_as_soon_as_it_is_cut(
 def test_a_bring_up_that_waits_for_a_dead_peer_ends_as_soon_as_it_is_cut(
     tmp_path: Path, dead: int
 ) -> None:
-    """Whether it is the one that calls or the one that is called."""
+    """Holds for a dead peer that connects, and for one that accepts connections."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with Ranks() as ranks:
@@ -48,7 +49,8 @@ def test_a_bring_up_that_waits_for_a_dead_peer_ends_as_soon_as_it_is_cut(
 
 
 def test_fifty_generations_in_one_process_neither_freeze_it_nor_leak(tmp_path: Path) -> None:
-    """Half of them end in the middle of a step. A freeze would last until Gloo's timeout, 60 s."""
+    """Half of the generations end in the middle of a step. A freeze would last until Gloo's
+    timeout, 60 s."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(rank_bodies.many_generations, path, r, 3, 50) for r in range(3)]
@@ -74,7 +76,7 @@ def test_a_collective_that_runs_out_of_time_is_told_from_an_error_of_the_user(
 
 
 def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: Path) -> None:
-    """Else the calls of a generation grow with the square of its ranks."""
+    """Otherwise the store's calls of a generation grow with the square of its ranks."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(rank_bodies.counted_bring_up, path, r, 4) for r in range(4)]
@@ -98,9 +100,9 @@ def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: P
 def test_a_trainer_leaves_what_never_ends_and_its_process_too(
     tmp_path: Path, body: Callable[..., None], arguments: tuple[str, ...]
 ) -> None:
-    """A collective, or a message such as one between the stages of a pipeline; in a step of each
-    kind of layout, and in what comes before it. Another thread waits on, for a minute; neither the
-    trainer nor the exit waits for it."""
+    """The operation is a collective, or a message such as one between pipeline stages, in a step of
+    each kind of layout or before it. Another thread waits for the operation, for a minute. Neither
+    the trainer nor the exit of the process waits for that thread."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(body, path, r, *arguments) for r in range(2)]
@@ -111,7 +113,7 @@ def test_a_trainer_leaves_what_never_ends_and_its_process_too(
 
 
 class FailsAtTheEnd(dist.HashStore):
-    """Goes away when torch has made the group, and sees whether all ranks have."""
+    """A store that fails once torch has made the group and checks that all ranks have."""
 
     reason = ""
 
@@ -127,7 +129,8 @@ class FailsAtTheEnd(dist.HashStore):
 def test_a_bring_up_that_fails_leaves_nothing_of_torch_in_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither its hook for uncaught errors, which torch sets before its last look at the store."""
+    """torch's hook for uncaught errors is removed too, which torch sets before it reads the store
+    for the last time."""
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
     store = FailsAtTheEnd()
     store.reason = "away"

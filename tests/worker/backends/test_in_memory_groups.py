@@ -41,7 +41,8 @@ def group_of(store: SharedStore, rank: int, world_size: int) -> Group:
 
 
 def on_threads(world_size: int, body: Callable[[int], Any]) -> list[Any]:
-    """What `body(rank)` returns on each of so many threads. Raises what the first one raises."""
+    """Results of `body(rank)`, run on `world_size` threads. Raises the first error of any
+    thread."""
     ends: list[Future[Any]] = [Future() for _ in range(world_size)]
 
     def run(rank: int) -> None:
@@ -77,7 +78,8 @@ def test_a_thread_is_a_rank_of_one_generation_after_the_other() -> None:
 
 
 def test_a_collective_under_way_raises_as_soon_as_its_group_is_cut() -> None:
-    """Its limit is ten minutes away. Backends tell such an error from one of the user."""
+    """The collective's limit is ten minutes away. The backend tells this error from one of the
+    user."""
     store, waiting = SharedStore(), threading.Event()
 
     def member(rank: int) -> BaseException | None:
@@ -141,7 +143,8 @@ def test_a_member_in_another_process_is_told_which_backend_it_needs() -> None:
 
 
 def test_a_thread_that_a_rank_started_can_use_its_groups() -> None:
-    """One that writes a checkpoint, say; collectives with a root need torch's tables."""
+    """Threads of a rank write checkpoints, for example. Collectives with a root need torch's tables
+    of ranks."""
 
     def body() -> float:
         group = dist.new_group()
@@ -156,7 +159,8 @@ def test_a_thread_that_a_rank_started_can_use_its_groups() -> None:
 def test_sessions_in_threads_train_together_under_a_real_coordinator(
     cluster: LocalCluster,
 ) -> None:
-    """As one process does; a batch is all there is, so that the order makes no difference."""
+    """The weights are those of one process. A batch is the whole dataset, so the order of samples
+    makes no difference."""
     inputs, targets = torch.arange(24.0).reshape(8, 3) / 24, torch.arange(8.0).reshape(8, 1)
 
     def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -193,7 +197,7 @@ def test_sessions_in_threads_train_together_under_a_real_coordinator(
 
 
 class Overtaken(nn.Linear):
-    """Rank 0 enters its forward pass first, and leaves it first."""
+    """A model of which rank 0 enters the forward pass first, and leaves it first."""
 
     def __init__(self, turns: dict[str, threading.Event]) -> None:
         super().__init__(2, 2)
@@ -220,8 +224,8 @@ def overtaken(turns: dict[str, threading.Event]) -> None:
 
 
 def test_no_forward_pass_of_ranks_goes_on_for_torch_once_they_have_ended() -> None:
-    """Regression: whatever was compiled afterwards was split as for the DDP of such a rank, or
-    failed ("First bucket should be smaller")."""
+    """Regression: models compiled afterwards were split as for the DDP of such a rank, or failed
+    ("First bucket should be smaller")."""
     turns = {name: threading.Event() for name in ("first", "entered", "left")}
     shoal.run_in_memory(overtaken, 2, turns)
     assert DistributedDataParallel._get_active_ddp_module() is None

@@ -1,8 +1,8 @@
-"""Parts of NCCL's groups, on machines without a GPU: Gloo stands for what NCCL carries.
+"""Parts of NCCL's groups, on machines without a GPU: Gloo replaces NCCL's transport.
 
-How torch's NCCL behaves here is read from its ProcessGroupNCCL.cpp and NCCLUtils.cpp (2.9 to 2.13):
+The behaviour of torch's NCCL is read from its ProcessGroupNCCL.cpp and NCCLUtils.cpp (2.9 to 2.13):
 `abort` starts `abortComms` in a thread and waits for it up to the group's limit, then raises
-DistBackendError; the first operation of a group makes its communicator, in a call that holds until
+DistBackendError. The first operation of a group makes its communicator, in a call that blocks until
 all ranks are in it.
 """
 
@@ -50,7 +50,7 @@ from shoal_proto.errors import InvalidSpec
     ],
 )
 def test_what_an_image_exports_does_not_end_a_member_that_goes_on(name: str, value: str) -> None:
-    """It is replaced, and one warning says what was."""
+    """The value is replaced, and one warning names the replaced value."""
     environment = {name: value, "NCCL_DEBUG": "INFO"}
     with structlog.testing.capture_logs() as logs:
         require_survival(environment)
@@ -91,7 +91,8 @@ def test_blocking_waits_are_refused_by_name(name: str, value: str) -> None:
     ],
 )
 def test_what_torch_cannot_read_is_refused_by_name(name: str, value: str, expected: str) -> None:
-    """torch raises for it in each generation, in words that are those of a lost peer."""
+    """torch raises for such a value in each generation, with an error that looks like one of a lost
+    peer."""
     with pytest.raises(InvalidSpec, match=name) as refused:
         require_survival({name: value})
     assert (refused.value.seen, refused.value.expected) == (f"{name}={value}", expected)
@@ -121,7 +122,7 @@ def test_a_variable_without_a_value_is_one_that_is_not_set(name: str, value: str
 
 
 class Backend:
-    """A backend of a group: its abort does this."""
+    """A group's backend whose abort calls `does`."""
 
     def __init__(self, does: Callable[[], Any]) -> None:
         self._does, self.num_aborts = does, 0
@@ -136,7 +137,8 @@ def _fails() -> None:
 
 
 def test_each_group_is_aborted_whatever_becomes_of_the_others() -> None:
-    """One abort hangs, as behind a kernel of a group that waits for a lost peer; one fails."""
+    """The first abort hangs, as after a kernel of a group that waits for a lost peer; the second
+    fails."""
     hang, ended = threading.Event(), threading.Event()
     stuck, failing, last = Backend(hang.wait), Backend(_fails), Backend(ended.set)
     aborts = Aborts()
@@ -153,7 +155,7 @@ def test_each_group_is_aborted_whatever_becomes_of_the_others() -> None:
 
 @pytest.mark.parametrize("body", ["in_a_collective", "in_a_subgroup"])
 def test_a_cut_frees_who_waits_on_the_host(tmp_path: Path, body: str) -> None:
-    """Gloo's part of the group is cut as one on CPUs: a peer that stands still holds nobody up."""
+    """Gloo's part of the group is cut like a group on CPUs: a stopped peer delays nobody."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(nccl_bodies.cut, path, rank, body) for rank in range(2)]
@@ -163,7 +165,8 @@ def test_a_cut_frees_who_waits_on_the_host(tmp_path: Path, body: str) -> None:
 
 
 def test_the_hosts_part_is_a_group_of_the_sessions_own(tmp_path: Path) -> None:
-    """It can be cut, and its ranks share memory for their votes; subgroups are alike."""
+    """The host's part can be cut, and its ranks share memory for their votes. The same holds for
+    subgroups."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(nccl_bodies.host_part, path, rank) for rank in range(2)]
@@ -178,7 +181,7 @@ def test_the_hosts_part_is_a_group_of_the_sessions_own(tmp_path: Path) -> None:
 
 
 def test_generations_follow_each_other_without_a_leak(tmp_path: Path) -> None:
-    """Every second one ends by a cut."""
+    """Half of the generations end by a cut."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(nccl_bodies.generations, path, rank, 20) for rank in range(2)]
@@ -193,8 +196,8 @@ def test_generations_follow_each_other_without_a_leak(tmp_path: Path) -> None:
 
 
 class Alone:
-    """A group whose first operation holds until all ranks are in it, and a peer that never comes:
-    `ncclCommInitRank`."""
+    """A group with a peer that never comes: its first operation blocks until all ranks are in it
+    (`ncclCommInitRank`)."""
 
     def __init__(self) -> None:
         self.entered, self.left = threading.Event(), threading.Event()
@@ -240,11 +243,11 @@ def test_a_bring_up_within_a_communicators_creation_ends_with_a_cut(tmp_path: Pa
         assert crew[0].join() == 0
 
 
-# --- what the watch of a session sees of a device ---
+# --- a session's watch of a device ---
 
 
 class Event:
-    """A point in the work of a device that comes to it when the test says so."""
+    """A device event that the test completes by setting `is_reached`."""
 
     def __init__(self) -> None:
         self.is_reached = False
@@ -299,7 +302,7 @@ def test_a_capture_of_a_graph_is_not_spoiled() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_check_waits_for_every_stream_of_the_device() -> None:
-    """A script may have a collective on a stream of its own."""
+    """A script may run a collective on a stream of its own."""
     done, side = torch.cuda.Event(), torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(200_000_000)
@@ -321,7 +324,7 @@ def test_two_workers_on_the_only_gpu_of_a_host_are_refused_by_name() -> None:
     with pytest.raises(InvalidSpec, match="no GPU for each worker"):
         place.check(0, 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "0"})
     place.check(0, 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
-    # Whoever started it shows it its own.
+    # Whoever started the worker made only its own GPU visible.
     place.check(0, 1, {"CUDA_VISIBLE_DEVICES": "1"})
     LocalRank().check(0, 1, {})
 
@@ -351,7 +354,7 @@ def test_members_on_one_gpu_are_refused_on_all_of_them_before_nccl_is(tmp_path: 
 def test_a_sum_beyond_half_precision_is_no_fault(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is it looked at once more: on a GPU that is a wait for each tensor."""
+    """The values are not checked a second time: on a GPU that is a wait for each tensor."""
 
     def exact(*_: Any) -> Any:
         raise AssertionError("the exact test")

@@ -1,4 +1,4 @@
-"""Who waits on a thread of its own for ranks that have hung up is freed, also where Gloo is not."""
+"""A thread that waits for ranks that have hung up is released, also if Gloo does not release it."""
 
 import socket
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_a_connection_counts_until_either_end_has_hung_up() -> None:
         def count() -> int:
             return count_connected(lambda end: end == own)
 
-        assert count() == 0  # nobody has called
+        assert count() == 0  # no peer has connected
         caller = socket.create_connection(listener.getsockname())
         with caller, listener.accept()[0] as called:
             assert count() == 2  # both ends are of this process

@@ -1,4 +1,5 @@
-"""One Gloo group for all generations, reconfigured by torch: with real processes and signals."""
+"""Reconfiguration, by torch, of one Gloo group for all generations: with real processes and
+signals."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
 TOLERANCE = 1e-5
-"""fp32, a few hundred steps; only the order of additions differs."""
+"""Limit for fp32 after a few hundred steps; only the order of additions differs."""
 NEEDS_RECONFIGURE = pytest.mark.skipif(
     not CAN_RECONFIGURE, reason="torch 2.14 or newer has it: `make test TORCH=2.15.0`"
 )
@@ -37,7 +38,8 @@ NEEDS_RECONFIGURE = pytest.mark.skipif(
 def test_a_group_that_is_reconfigured_over_changes_leaves_no_trace_in_the_weights(
     cluster: LocalCluster, tmp_path: Path, strategy: str, options: dict[str, int]
 ) -> None:
-    """Over a kill, a join and a drain: every generation ran over it, and nobody made another."""
+    """The job goes through a kill, a join and a drain. Every generation runs over the one group,
+    and no member makes another."""
     run = elastic(cluster, strategy, desired_members=3, strategy=strategy, options=options)
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=5, body=reconfigured_bodies.train)
@@ -58,7 +60,7 @@ def test_a_group_that_is_reconfigured_over_changes_leaves_no_trace_in_the_weight
 def test_twenty_generations_of_one_group_neither_freeze_the_process_nor_leak(
     tmp_path: Path,
 ) -> None:
-    """Half of them end in the middle of a step."""
+    """Half of the generations end in the middle of a step."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(reconfigured_bodies.many_generations, path, r, 3, 20) for r in range(3)]
@@ -72,7 +74,8 @@ def test_twenty_generations_of_one_group_neither_freeze_the_process_nor_leak(
 @NEEDS_RECONFIGURE
 @pytest.mark.parametrize("how", ["handle", "before", "behind"])
 def test_where_one_member_cannot_reconfigure_all_make_a_new_group(tmp_path: Path, how: str) -> None:
-    """At once, in that generation; the one after it is reconfigured again."""
+    """The new group is made at once, in that generation; the next generation is reconfigured
+    again."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(reconfigured_bodies.one_fails, path, r, 3, how) for r in range(3)]

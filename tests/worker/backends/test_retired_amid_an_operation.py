@@ -1,4 +1,4 @@
-"""A group that is retired while an operation in it never ends: nobody waits for it."""
+"""A group retired during an operation that never ends: nobody waits for it."""
 
 import subprocess
 import sys
@@ -40,7 +40,8 @@ SCRIPT = """
 
 @pytest.mark.long
 def test_neither_the_trainer_nor_the_end_of_its_process_waits_for_it() -> None:
-    """An interpreter that ends by itself: members that tests fork leave without freeing."""
+    """Runs in an interpreter that ends in the ordinary way: members forked by tests exit without
+    freeing anything."""
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT)],
         capture_output=True,

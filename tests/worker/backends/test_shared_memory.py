@@ -1,4 +1,4 @@
-"""Ranks of one machine meet in memory that they share, and learn when one of them is gone."""
+"""Ranks of one machine meet in shared memory, and learn when one of them is gone."""
 
 import ctypes
 import functools
@@ -23,7 +23,7 @@ from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_what_was_written_before_a_meeting_is_read_behind_it(world_size: int) -> None:
-    """Over many meetings, of numbers of ranks that are powers of two and of others."""
+    """Many meetings, for world sizes that are powers of two and others."""
     sizes = run_on_gloo(world_size, shared_memory_bodies.met, 500)
     assert len(sizes) == world_size
     assert min(sizes) >= 4096
@@ -31,7 +31,8 @@ def test_what_was_written_before_a_meeting_is_read_behind_it(world_size: int) ->
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_words_are_heard_by_all_ranks_through_memory(world_size: int) -> None:
-    """Those of a round of which somebody did not hear are never taken for the next ones."""
+    """Messages of a round that some rank did not receive are never taken for those of the next
+    round."""
     ended = run_on_gloo(world_size, functools.partial(words_told, shares=True), 200)
     assert all("ranks no longer share memory" in each for each in ended)
 
@@ -40,14 +41,14 @@ def test_words_are_heard_by_all_ranks_through_memory(world_size: int) -> None:
 def test_words_that_all_have_told_are_heard_by_all_though_the_meeting_is_cut(
     world_size: int,
 ) -> None:
-    """One that heard them may have committed a step by them, and left: to the others that is a cut.
-    What somebody has not told is heard by nobody."""
+    """A rank that received the messages may have committed a step because of them and left: the
+    others see that as a cut. If one rank has not sent its message, nobody receives the messages."""
     body = shared_memory_bodies.words_told_before_a_cut
-    for heard, then in run_on_gloo(world_size, functools.partial(body, all_tell=True)):
-        assert heard == [[10 + rank] for rank in range(world_size)]
+    for received, then in run_on_gloo(world_size, functools.partial(body, all_tell=True)):
+        assert received == [[10 + rank] for rank in range(world_size)]
         assert "ranks no longer share memory" in then
     *others, last = run_on_gloo(world_size, functools.partial(body, all_tell=False))
-    assert all("ranks no longer share memory" in heard for heard, _ in others)
+    assert all("ranks no longer share memory" in received for received, _ in others)
     assert last[0] == "nothing told"
 
 
@@ -63,7 +64,7 @@ def test_words_that_are_too_long_for_the_memory_are_told_in_another_way_by_all()
 
 @pytest.mark.parametrize("how", ["kill", "kill rank 0", "cut"])
 def test_whoever_waits_is_told_at_once_of_a_lost_rank(tmp_path: Path, how: str) -> None:
-    """The limit is an hour away. Rank 0 passes it on, and its own end is seen by all."""
+    """The limit is an hour away. Rank 0 passes a loss on; the end of rank 0 is seen by all."""
     with Ranks() as ranks:
         body, path = shared_memory_bodies.meets_until_told, str(tmp_path / "store")
         crew = [ranks.start(body, path, rank, 4, how) for rank in range(4)]
@@ -85,7 +86,7 @@ def test_a_rank_that_leaves_in_good_order_is_no_loss() -> None:
 
 
 def test_a_process_that_a_rank_forks_is_no_rank() -> None:
-    """What it lets go of at its end, or by itself, stays with the rank."""
+    """Memory that the child releases, when it ends or earlier, stays with the rank."""
     assert run_on_gloo(3, shared_memory_bodies.meets_after_a_fork) == [""] * 3
 
 
@@ -96,14 +97,14 @@ def test_ranks_that_cannot_all_share_share_nothing() -> None:
 
 
 def test_memory_that_the_system_does_not_give_is_done_without() -> None:
-    """Nobody waits for a rank 0 that has none to hand out."""
+    """Ranks do not wait for a rank 0 that has no memory to share."""
     began_s = time.monotonic()
     assert run_on_gloo(3, shared_memory_bodies.is_shared, -1, 1 << 62) == [False] * 3
     assert time.monotonic() - began_s < 60
 
 
 def is_hung_up(connection: socket.socket) -> bool:
-    """Also with what it had sent unread."""
+    """True if the peer has hung up, also if it left received data unread."""
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -111,16 +112,16 @@ def is_hung_up(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "greeting",
     [opening._GREETING.pack(1, bytes(32)), bytes(3), b""],
     ids=["another key", "half a greeting", "nothing"],
 )
 @pytest.mark.parametrize("num_strangers", [1, 3 * opening.MAX_SILENT // 2])
 def test_a_stranger_gets_no_memory(
-    said: bytes, num_strangers: int, monkeypatch: pytest.MonkeyPatch
+    greeting: bytes, num_strangers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has found the name, but does not know the key. Regression: a rank waited behind one that
-    said nothing, until none had the memory."""
+    """The stranger has found the socket's name but does not know the key. Regression: a rank that
+    connected after a silent stranger waited for it, until no rank had the memory."""
     monkeypatch.setattr(opening, "OPEN_S", 30.0)
     key = bytes(range(32))
     handed: list[object] = []
@@ -138,8 +139,8 @@ def test_a_stranger_gets_no_memory(
         ]
         for stranger in strangers:
             stranger.connect(opening._address(key))
-            if said:
-                stranger.sendall(said)
+            if greeting:
+                stranger.sendall(greeting)
         began_s = time.monotonic()
         opened = opening._receive(key, 1, None)
         maker.join()
@@ -150,7 +151,7 @@ def test_a_stranger_gets_no_memory(
 
 
 def test_a_semaphore_lets_as_many_through_as_were_posted() -> None:
-    """Whether a rank goes to sleep for it, or only looks."""
+    """Holds for a rank that sleeps on the semaphore, and for one that polls."""
     mapped = mmap.mmap(-1, SEMAPHORE_BYTES)
     semaphore = Semaphore(ctypes.addressof(ctypes.c_char.from_buffer(mapped)))
     semaphore.initialise()

@@ -1,4 +1,4 @@
-"""Ranks of one machine tell each other by their connections whether they leave or are lost."""
+"""Ranks of one machine learn from each other's connections if a peer leaves or is lost."""
 
 import socket
 import threading
@@ -8,7 +8,7 @@ from shoal.backends.shared_memory.links import PeerSockets
 
 
 class WaitsToSend(socket.socket):
-    """Sends only once somebody has tried to close it, or is held up in doing so."""
+    """A socket that sends only once its close was attempted, or after half a second."""
 
     def __init__(self, plain: socket.socket) -> None:
         super().__init__(plain.family, plain.type, plain.proto, plain.detach())
@@ -25,7 +25,7 @@ class WaitsToSend(socket.socket):
 
 @dataclass
 class Rank:
-    """What one is told."""
+    """A rank that records the reasons of its losses."""
 
     reasons: list[str] = field(default_factory=list)
     links: PeerSockets | None = None
@@ -35,7 +35,7 @@ class Rank:
 
 
 def test_all_are_told_that_a_rank_leaves_however_fast_one_of_them_goes_on() -> None:
-    """The first that hears of it closes its connection, which ends the watch of rank 0."""
+    """The first rank that learns of it closes its connection, which ends the watch of rank 0."""
     first, second = socket.socketpair(), socket.socketpair()
     leaving, others = Rank(), (Rank(), Rank())
     for rank, (_, own) in zip(others, (first, second), strict=True):

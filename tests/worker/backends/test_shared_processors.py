@@ -1,4 +1,5 @@
-"""Ranks that share memory keep off each other's processors, and go where the user lets them."""
+"""Ranks that share memory avoid each other's processors, within the processors that the user
+allows."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.skipif(len(ALLOWED) < 2, reason="there is one processor
 
 
 def beside_another(taken: int, let_go: bool = True, num_times: int = 1) -> Seen:
-    """A rank comes to run where another one has noted itself, so often: where it is by its own
-    note, and where it may run by then. `let_go`: it may run on both of `ALLOWED`, and not only
-    there."""
+    """Run a rank on processor `taken`, which another rank has noted as its own, `num_times` times.
+    Returns the processor that the rank notes for itself, and those on which it may run afterwards.
+    `let_go`: the rank may run on both of `ALLOWED`, not only on `taken`."""
 
     def run() -> Seen:
         notes = memoryview(bytearray(16)).cast("Q")
@@ -35,7 +36,7 @@ def beside_another(taken: int, let_go: bool = True, num_times: int = 1) -> Seen:
 
 
 def in_a_thread(run: Callable[[], Seen]) -> Seen:
-    """Whose processors are its own affair."""
+    """Call `run` in a new thread, so that the affinity of the test's thread stays as it is."""
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(run).result()
 
@@ -51,7 +52,7 @@ def test_a_rank_that_the_user_holds_to_a_processor_stays_there() -> None:
 
 
 def test_a_rank_that_may_not_move_itself_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under a sandbox that forbids it."""
+    """A sandbox may forbid to set the affinity."""
     asked: list[set[int]] = []
 
     def refuse(_: int, mask: set[int]) -> None:
@@ -73,12 +74,12 @@ def test_a_rank_that_may_not_move_itself_goes_on(monkeypatch: pytest.MonkeyPatch
 
 
 class Interrupt(Exception):
-    """As from a signal's handler of the script."""
+    """An exception raised by a script's signal handler."""
 
 
 class Kernel:
-    """Which processors Linux (from 6.2 on) lets a thread use: those of its cpuset that its user has
-    asked for. What was asked for is kept when the cpuset changes."""
+    """Model of the processors on which Linux (6.2 or newer) lets a thread run: those of its cpuset
+    that its user has asked for. The request is kept when the cpuset changes."""
 
     def __init__(self, cpuset: Iterable[int], asked: set[int] | None = None) -> None:
         self.cpuset = set(cpuset)
@@ -102,7 +103,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """Of a thread in a cpuset of two processors."""
+    """A kernel in which the thread's cpuset has two processors."""
     return installed(Kernel(ALLOWED), monkeypatch)
 
 
@@ -115,14 +116,15 @@ def installed(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def crowded() -> Processors:
-    """Those of a rank that finds another one where the kernel says that it runs."""
+    """Processors of a rank that finds another rank on the processor on which it runs."""
     notes = memoryview(bytearray(16)).cast("Q")
     notes[OTHER] = ALLOWED[0] + 1
     return Processors(notes, OWN)
 
 
 def test_a_rank_that_has_moved_may_use_what_its_cpuset_gets_later(kernel: Kernel) -> None:
-    """As with `docker update --cpuset-cpus`, or when a pod with processors of its own has ended."""
+    """A cpuset grows with `docker update --cpuset-cpus`, or when a pod with processors of its own
+    has ended."""
     crowded().part()
     kernel.cpuset |= {1000, 1001}
     assert kernel.allowed() == {*ALLOWED, 1000, 1001}
@@ -138,7 +140,7 @@ def test_a_rank_that_the_user_holds_to_some_of_a_cpuset_stays_among_them(
 
 
 def test_an_error_amid_a_move_holds_a_rank_nowhere(kernel: Kernel) -> None:
-    """Signals' handlers run between any two calls of the main thread."""
+    """Signal handlers run between any two calls of the main thread."""
     kernel.interrupts = True
     with pytest.raises(Interrupt):
         crowded().part()

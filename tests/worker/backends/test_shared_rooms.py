@@ -1,4 +1,4 @@
-"""Memory that ranks shared in one generation is used again in the next, by nobody too soon."""
+"""Memory that ranks shared in one generation is used again in the next, but never too soon."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from shoal.backends.shared_memory.regions import KeptRegions, MemoryRegion
 def test_those_who_go_on_have_the_same_memory_unless_another_may_write(
     tmp_path: Path, how: str, again: bool
 ) -> None:
-    """One that was halted wakes in the midst of what it wrote, and goes on."""
+    """A halted rank may wake in the midst of a write, and continue it."""
     with Ranks() as ranks:
         body, path = room_bodies.used_again, str(tmp_path / "store")
         crew = [ranks.start(body, path, rank, 3, how) for rank in range(3)]
@@ -58,7 +58,7 @@ def test_rooms_are_taken_in_the_order_in_which_they_were_kept() -> None:
 
 
 def test_fsdp_trains_on_in_the_memory_of_the_generation_before() -> None:
-    """And comes to the weights that one process has."""
+    """Weights are those of one process."""
     for same, difference in run_on_gloo(2, room_bodies.trained_in_generations, 3):
         assert same == [True] * 6
         assert difference < 1e-5

@@ -1,4 +1,4 @@
-"""Training goes on while a checkpoint is written, and hears of it if that failed."""
+"""Training goes on while a checkpoint is written, and gets an error if the write failed."""
 
 import threading
 from dataclasses import replace
@@ -28,7 +28,7 @@ from shoal_proto.errors import CheckpointFailed, InvalidSpec
 
 
 class Gate:
-    """A single rank that waits for the test before it goes on."""
+    """Peers of a single rank, whose `gather` waits for the test."""
 
     rank = 0
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_due_every_so_many_steps(tmp_path):
 
 
 def unreadable(step):
-    """A state with a setting that no reader takes: its unpickler knows numbers and text alone."""
+    """A state with a setting that no reader accepts: its unpickler allows only numbers and text."""
     good = at(step)
     groups = [{**group, "lr": Fraction(1, 10)} for group in good.values["groups"]]
     return replace(good, values={**good.values, "groups": groups})
@@ -181,7 +181,7 @@ def test_every_rank_hears_of_a_failure_at_the_same_step(tmp_path):
 
 
 def test_the_log_has_a_line_a_checkpoint(tmp_path):
-    """Not one a member, and none of those that make room."""
+    """Members other than the first log nothing, and the removal of old checkpoints logs nothing."""
     whole = trained("sgd")
 
     def act(peers):
@@ -197,7 +197,8 @@ def test_the_log_has_a_line_a_checkpoint(tmp_path):
 
 
 def test_a_rank_leaves_to_others_what_it_does_not_write(tmp_path):
-    """And pays for no copy of it; what two ranks offer is written once all the same."""
+    """The rank makes no copy of such entries. Entries that two ranks offer are written once all the
+    same."""
     whole = trained("sgd")
 
     def act(peers):
@@ -244,7 +245,7 @@ def test_a_run_that_starts_again_does_not_mix_with_the_one_before(tmp_path):
 
 
 def test_a_run_may_fall_back_behind_its_own_checkpoints(tmp_path):
-    """After a loss the survivors may go on from a step before the newest one on disk."""
+    """Survivors of a loss may continue from a step before the newest one on disk."""
     with Checkpoints(tmp_path, every_steps=1) as checkpoints:
         for step in (10, 20, 15, 20):
             checkpoints.offer(at(step, trained("sgd", 3) if step == 20 else None))
@@ -252,7 +253,7 @@ def test_a_run_may_fall_back_behind_its_own_checkpoints(tmp_path):
 
 
 def test_a_newcomer_may_be_the_first_rank_of_a_run_that_falls_back(tmp_path):
-    """It has written none of the later ones, but another rank has."""
+    """The newcomer wrote none of the later checkpoints, but another rank did."""
     veteran = Checkpoints(tmp_path, every_steps=1)
     veteran.offer(at(20))
     veteran.close()
@@ -270,7 +271,7 @@ def test_a_newcomer_may_be_the_first_rank_of_a_run_that_falls_back(tmp_path):
 def test_storage_that_does_not_answer_is_waited_for_within_a_limit_and_used_again_after_it(
     tmp_path,
 ):
-    """At most one checkpoint is in flight: until it ends no other one begins."""
+    """The next checkpoint begins only when this one ends: at most one is in progress."""
     gate = Gate()
     checkpoints = Checkpoints(tmp_path, every_steps=1, limit_s=0.05)
     checkpoints.offer(at(1), gate)

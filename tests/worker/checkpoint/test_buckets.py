@@ -46,7 +46,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture(params=["memory", "s3"])
 def place(request: pytest.FixtureRequest) -> str:
-    """The URL of an empty place for checkpoints."""
+    """The URL of an empty location for checkpoints."""
     root = request.getfixturevalue("s3") if request.param == "s3" else "memory://bucket"
     return f"{root}/{secrets.token_hex(4)}/runs"
 
@@ -155,14 +155,15 @@ def test_what_else_lies_at_its_path_is_left_alone(place: str) -> None:
 
 
 class Dead(BaseException):
-    """This process is no more."""
+    """Raised in place of the process' death."""
 
 
 @pytest.mark.parametrize(("keep", "new"), [(1, 2), (2, 1)], ids=["the next one", "the same step"])
 def test_a_writer_that_dies_at_any_call_leaves_a_whole_checkpoint(
     monkeypatch: pytest.MonkeyPatch, keep: int, new: int
 ) -> None:
-    """The old one or the new one; and the next writer removes what is left of the other."""
+    """The whole checkpoint is the old or the new one; the next writer removes the rest of the
+    other."""
     calls_to_live = 0
     kinds = []
     while "lived" not in kinds:
@@ -191,7 +192,7 @@ def test_a_writer_that_dies_at_any_call_leaves_a_whole_checkpoint(
 
 
 def mortal(patch: pytest.MonkeyPatch, calls_to_live: int) -> None:
-    """Let the process die before one of its calls that change what is stored."""
+    """Simulate the death of the process before one of its calls that change the storage."""
     left = [calls_to_live]
 
     def dying(act: Any) -> Any:
@@ -243,7 +244,7 @@ def test_a_file_url_is_a_directory(tmp_path: Any) -> None:
 def test_storage_that_goes_away_is_a_failed_checkpoint(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a disk that is full: training goes on, and the next one is tried."""
+    """The error is handled like a full disk: training goes on, and the next checkpoint is tried."""
     place = f"{s3}/{secrets.token_hex(4)}"
     checkpoints = Checkpoints(place, every_steps=1)
 
@@ -261,7 +262,7 @@ def test_storage_that_goes_away_is_a_failed_checkpoint(
 
 
 def steps_taken(cluster: LocalCluster, place: str, *, num_steps: int = 1000) -> list[int]:
-    """By a lone member of a new job, at most so many."""
+    """Train as the only member of a new job; return the steps taken, at most `num_steps`."""
     model, optimizer = build("sgd", "layers")
     taken = []
     with shoal.join(f"bucket-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:

@@ -1,4 +1,4 @@
-"""Killed at any instant, a writer leaves a whole checkpoint or none."""
+"""A writer killed at any instant leaves a whole checkpoint or none."""
 
 import signal
 
@@ -43,7 +43,7 @@ def test_a_writer_killed_before_any_call_leaves_a_whole_checkpoint(tmp_path, old
 
 
 def test_a_rank_killed_while_writing_leaves_no_checkpoint(tmp_path):
-    """The others go on, and without an error: membership knows what to do."""
+    """The other ranks go on without an error: handling the loss is up to membership."""
     directory = tmp_path / "checkpoints"
     with Checkpoints(directory, every_steps=1) as checkpoints:
         checkpoints.offer(trained("sgd", 1))

@@ -1,4 +1,4 @@
-"""A directory is a complete checkpoint, or it is not there."""
+"""A checkpoint's directory is complete, or it does not exist."""
 
 import pytest
 from support.models.checkpoint_world import names_in

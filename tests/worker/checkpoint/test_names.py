@@ -11,13 +11,13 @@ from shoal.checkpoint.names import OWN, entries_of, groups_of, name_of_tensor, p
 from shoal.checkpoint.writing import write
 from shoal_proto.errors import InvalidSpec
 
-# DCP says so of every single process.
+# DCP warns so in every single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_entries_are_those_of_plain_torch(tmp_path, optimizer_name):
-    """Same keys, shapes, dtypes and paths: whatever reads the one reads the other."""
+    """Keys, shapes, dtypes and paths are the same: a reader of one format reads the other."""
     model, optimizer = make(optimizer_name)
     train(model, optimizer, range(3))
     save(tmp_path / "torch", model, optimizer)
@@ -31,7 +31,7 @@ def test_entries_are_those_of_plain_torch(tmp_path, optimizer_name):
     assert ours.planner_data == theirs.planner_data
     for each in theirs.state_dict_metadata.values():
         if hasattr(properties := getattr(each, "properties", None), "strides"):
-            properties.strides = None  # what torch notes since 2.14, and no reader needs
+            properties.strides = None  # torch writes it since 2.14, and no reader needs it
     assert ours.state_dict_metadata == theirs.state_dict_metadata
 
 

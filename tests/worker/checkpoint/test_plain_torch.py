@@ -1,4 +1,4 @@
-"""Whoever has torch and no Shoal reads Shoal's checkpoints, and trains on as Shoal would."""
+"""Plain torch, without Shoal, reads Shoal's checkpoints and trains on as Shoal would."""
 
 import subprocess
 import sys
@@ -12,7 +12,8 @@ from support.oracles import plain_torch
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """What a process in which Shoal cannot be imported made of checkpoints of three ranks."""
+    """Directory of results from a process that cannot import Shoal and read checkpoints of three
+    ranks."""
     place = tmp_path_factory.mktemp("plain")
     for name in plain_torch.OPTIMIZERS:
         state_shards = [cut(trained(name, 3), 0, rank, 3) for rank in range(3)]

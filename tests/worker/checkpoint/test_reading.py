@@ -1,4 +1,5 @@
-"""Any rank of any layout reads what it needs, and says clearly what it cannot read."""
+"""Ranks of any layout read what they need from a checkpoint; errors say clearly what cannot be
+read."""
 
 import json
 import os
@@ -35,7 +36,7 @@ from shoal_proto.errors import (
     ShapeMismatch,
 )
 
-# DCP says so of every single process.
+# DCP warns so in every single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
@@ -78,7 +79,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, optimizer_name):
 
 
 def test_a_rank_reads_no_more_than_the_parts_it_needs(damaged, whole):
-    """The files of the other ranks hold nothing any more, and nobody notices."""
+    """The files of the other ranks are overwritten with zeros, without any effect."""
     for rank in (1, 2, 3):
         file = damaged / f"__{rank}_0.distcp"
         file.write_bytes(bytes(file.stat().st_size))
@@ -93,7 +94,7 @@ def test_a_rank_reads_no_more_than_the_parts_it_needs(damaged, whole):
     assert torch.equal(found.shards[name].tensor, part.tensor)
 
 
-# --- what plain torch wrote ---
+# --- checkpoints of plain torch ---
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
@@ -161,7 +162,7 @@ def test_another_model_is_refused_by_name(tmp_path, change, error):
         own.fill(read(tmp_path / "torch", own.needs))
 
 
-# --- what is no checkpoint, or not any more ---
+# --- invalid and damaged checkpoints ---
 
 
 def test_a_directory_without_an_index_is_no_checkpoint(tmp_path):
@@ -189,7 +190,7 @@ def test_damage_is_told_with_the_path(damaged, damage, reason):
 
 
 def test_a_single_changed_bit_is_noticed(damaged, whole):
-    """torch.load does not notice."""
+    """torch.load does not notice the change."""
     file = damaged / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     part = cut(whole, 0, 1, 4).shards["model.first.weight"].tensor
@@ -216,7 +217,7 @@ def test_an_index_that_would_run_something_does_not(damaged, tmp_path):
 
 
 class Attribute:
-    """What some releases of Python pickle a member of an enum as, of anything."""
+    """Pickled form of an enum's member in some releases of Python: `getattr` of anything."""
 
     def __init__(self, owner: object, name: object) -> None:
         self._of = (owner, name)
@@ -226,7 +227,7 @@ class Attribute:
 
 
 def with_memory_format(path, value, protocol=pickle.DEFAULT_PROTOCOL):
-    """The index of a checkpoint, with this in the place of each memory format."""
+    """Write the checkpoint's index with `value` in the place of each memory format."""
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, each: object) -> Any:
@@ -238,7 +239,7 @@ def with_memory_format(path, value, protocol=pickle.DEFAULT_PROTOCOL):
 
 
 def test_a_checkpoint_of_a_python_that_pickles_enums_by_their_names_is_read():
-    """Written by Debian 12's Python 3.11.2, with torch 2.13.0."""
+    """The checkpoint was written by Debian 12's Python 3.11.2, with torch 2.13.0."""
     assert b"getattr" in (BY_PYTHON_3_11_2 / ".metadata").read_bytes()
     found = read(BY_PYTHON_3_11_2, everything)
     weight = torch.arange(6.0).reshape(2, 3)
@@ -283,7 +284,7 @@ def test_an_index_that_leads_elsewhere_is_refused(damaged):
 
 
 def test_parts_that_the_index_does_not_have_are_missed(damaged):
-    """DCP itself would leave what was in memory there."""
+    """DCP itself would leave the previous memory contents in these parts."""
     metadata = dcp.FileSystemReader(damaged).read_metadata()
     metadata.state_dict_metadata["model.first.weight"].chunks.pop()
     (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -292,7 +293,7 @@ def test_parts_that_the_index_does_not_have_are_missed(damaged):
 
 
 def test_an_index_with_further_properties_of_tensors_is_read(damaged, whole, monkeypatch):
-    """torch 2.15 writes strides, with which torch 2.13 itself fails."""
+    """torch 2.15 writes strides; torch 2.13 itself fails to read them."""
     plain = TensorProperties.__getstate__
     metadata = dcp.FileSystemReader(damaged).read_metadata()
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Every element of a state is written by exactly one rank."""
+"""Write plans: each element of a state is written by exactly one rank."""
 
 import pytest
 import torch
@@ -46,9 +46,9 @@ def test_each_element_is_written_once_by_the_lowest_rank_that_holds_it(held, wri
     ("held", "error", "reason"),
     [
         ([[TOP], []], InvalidSpec, "no rank holds all of model.w"),
-        ([[TOP], [LEFT]], InvalidSpec, "overlap each other"),
-        # As many elements as the whole has, but some twice and some not at all.
-        ([[TOP], [outline((1, 0), (2, 6))]], InvalidSpec, "overlap each other"),
+        ([[TOP], [LEFT]], InvalidSpec, "cross each other"),
+        # As many elements as the whole tensor has, but some twice and some not at all.
+        ([[TOP], [outline((1, 0), (2, 6))]], InvalidSpec, "cross each other"),
         ([[TOP], [outline((0, 0), (4, 6), shape=(4, 7))]], ShapeMismatch, "rank 1"),
         ([[TOP], [outline((2, 0), (2, 6), dtype=torch.float64)]], DtypeMismatch, "rank 1"),
     ],

@@ -1,4 +1,4 @@
-"""Ranks write one checkpoint together: complete, or absent, and the same answer on all."""
+"""Ranks write one checkpoint together: complete or absent, with the same answer on all ranks."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from shoal.state.optimizer_state import SLOTS, mark_of, take_slots
 from shoal.state.shards import Chunk, StateShard, TensorShard, everything
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 
-# DCP says so of every single process.
+# DCP warns so in every single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
@@ -53,7 +53,7 @@ def test_replicas_write_once(tmp_path):
 
 
 def test_long_tensors_are_written_in_chunks(tmp_path, monkeypatch):
-    """What a reader must have in memory beside the part that it needs is bounded."""
+    """The memory that a reader needs besides its own part is bounded."""
     monkeypatch.setattr(write_plan, "CHUNK_BYTES", 64)
     whole = trained("adamw")
     assert (
@@ -65,7 +65,8 @@ def test_long_tensors_are_written_in_chunks(tmp_path, monkeypatch):
 
 
 def test_plain_values_of_an_optimizer_are_there_for_plain_torch_too(tmp_path):
-    """To the last digit, of their own types, and as torch itself would have flattened them."""
+    """Values are exact to the last digit and keep their types, as if torch itself had flattened
+    them."""
     state = {
         "count": 2**70 + 1,
         "decay": 0.1,
@@ -141,7 +142,8 @@ def test_ranks_at_different_steps_are_refused(tmp_path):
 
 
 def test_disks_that_are_not_shared_are_noticed(tmp_path):
-    """Each rank's path leads to a disk of its own: nobody must believe there is a checkpoint."""
+    """The path of each rank leads to a disk of its own: no rank may believe that there is a
+    checkpoint."""
     whole = trained("sgd")
 
     def act(peers):

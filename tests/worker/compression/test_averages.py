@@ -22,7 +22,7 @@ def twins(world_size: int) -> dict[str, Twin]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_averages_are_those_of_a_slow_twin_and_the_same_everywhere(world_size: int) -> None:
-    """fp32 against loops over numbers, over some steps of error feedback."""
+    """Compares fp32 results with a twin's loops over numbers, over some steps of error feedback."""
     every = shoal.run_in_memory(bodies.average_each, world_size)
     for name, twin in twins(world_size).items():
         for step in range(bodies.NUM_STEPS):
@@ -46,7 +46,7 @@ def test_averages_are_those_of_a_slow_twin_and_the_same_everywhere(world_size: i
 
 @pytest.mark.parametrize("world_size", [1, *WORLD_SIZES])
 def test_nothing_is_lost_though_the_order_of_parameters_changes(world_size: int) -> None:
-    """Without new gradients all that was held back is sent: the sums become those of the
+    """Steps without new gradients send everything held back: the sums become those of the
     gradients."""
     every = shoal.run_in_memory(bodies.drain_each, world_size, 80)
     exact = dict.fromkeys(bodies.SHAPES, 0.0)
@@ -56,7 +56,7 @@ def test_nothing_is_lost_though_the_order_of_parameters_changes(world_size: int)
     for compression in bodies.LOSSY:
         total, _ = every[0][compression.name]
         for name, sums in exact.items():
-            # What is left is less than this part of what there was.
+            # the fraction of the exact sum that may still be held back
             tolerance = 0.02 if compression.name == "one-bit" else 1e-4
             error = float((total[name] - sums).abs().max())
             assert error < tolerance, (compression.name, name, error)
@@ -72,14 +72,15 @@ def test_a_step_that_fails_leaves_nothing_behind(world_size: int) -> None:
 
 
 def test_ranks_that_come_new_get_the_averages_of_those_who_stayed() -> None:
-    """Who stayed has residuals and factors, who comes has none."""
+    """Ranks that stayed have residuals and factors, newcomers have none."""
     every = shoal.run_in_memory(bodies.join_each, 3)
     for compression in bodies.LOSSY:
         assert len({tuple(seen[compression.name]) for seen in every}) == 1
 
 
 def formula(name: str, world_size: int, num_values: int) -> int:
-    """Bytes that a rank sends for a matrix of ten columns and a vector of seven."""
+    """Return the bytes that a rank sends for a matrix of ten columns and a vector of seven
+    values."""
     n, size = world_size, num_values + 7
     share = -(-size // n)
     if name in ("fp16", "bf16"):

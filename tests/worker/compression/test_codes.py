@@ -1,4 +1,4 @@
-"""Codes of blocks, against what a few lines of plain Python make of them."""
+"""Codes of blocks, compared with a few lines of plain Python."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def values_of(scale: float, parts: int = 3, size: int = 48) -> Tensor:
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize("name", CODES)
 def test_a_block_decodes_to_what_the_twin_rounds_it_to(name: str, scale: float, block: int) -> None:
-    """And takes as many bytes as it says."""
+    """The coded block has the size that the code announces."""
     code, values = CODES[name], values_of(scale)
     coded = code.encode(values, block)
     assert coded.dtype == torch.uint8
@@ -35,7 +35,7 @@ def test_a_block_decodes_to_what_the_twin_rounds_it_to(name: str, scale: float, 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-41, 1e-45, 3e38])
 def test_int8_is_never_further_off_than_half_a_step(scale: float) -> None:
-    """Also where the scale itself is rounded, next to zero, or cannot grow."""
+    """Holds too if the scale itself is rounded, next to zero, or cannot grow."""
     values = values_of(1.0).clamp(-1, 1) * scale
     decoded = Int8Code().decode(Int8Code().encode(values, 16), 16)
     steps = values.view(-1, 16).abs().amax(1, keepdim=True) / 127
@@ -63,7 +63,7 @@ def test_a_number_that_is_none_spoils_its_block_and_no_other(name: str, bad: flo
 
 
 def test_signs_are_packed_as_numpy_packs_them() -> None:
-    """The highest bit first."""
+    """The highest bit comes first."""
     values = values_of(1.0, parts=4, size=256)
     codes = OneBitCode().encode(values, 256)[:, 4:]
     assert np.array_equal(codes.numpy(), np.packbits(values.numpy() >= 0, axis=1))
@@ -72,7 +72,7 @@ def test_signs_are_packed_as_numpy_packs_them() -> None:
 @pytest.mark.parametrize("number", [1, 7, 900, SAMPLE])
 @pytest.mark.parametrize("kind", ["spread", "equal", "few", "nan"])
 def test_the_largest_are_those_a_sort_finds(kind: str, number: int) -> None:
-    """Whatever the sample that they are guessed from looks like."""
+    """Holds for any content of the sample from which the threshold is guessed."""
     size = 5 * SAMPLE + 3
     magnitudes = torch.rand(size, generator=torch.Generator().manual_seed(1))
     if kind == "equal":

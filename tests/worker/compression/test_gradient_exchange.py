@@ -1,5 +1,5 @@
-"""A member by itself averages with nobody, and is told the same of its gradients. What is on a GPU
-is looked at when all of it is there."""
+"""Gradients of a lone member are averaged with nobody, but checked like those of several. Gradients
+on a GPU are checked once all of them are there."""
 
 import copy
 from typing import Any
@@ -22,7 +22,7 @@ def _new_model() -> nn.Module:
 
 
 def _trained(model: nn.Module, *, alone: bool, faulty: str = "") -> Tensor:
-    """The weights after two steps; the gradient of one parameter can be made NaN."""
+    """Return the weights after two steps. The gradient of the parameter `faulty` becomes NaN."""
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if alone:
         model, optimizer = shoal.distribute(model, optimizer, "ddp")
@@ -37,7 +37,7 @@ def _trained(model: nn.Module, *, alone: bool, faulty: str = "") -> Tensor:
 
 
 def test_one_rank_trains_as_plain_torch_does() -> None:
-    """Bit for bit: nothing is divided, sent or received."""
+    """The weights are equal bit for bit: nothing is divided, sent or received."""
     (alone,) = shoal.run_in_memory(lambda: _trained(_new_model(), alone=True), 1)
     assert torch.equal(alone, _trained(_new_model(), alone=False))
 
@@ -49,7 +49,7 @@ def test_one_rank_names_the_parameter_whose_gradient_is_not_finite() -> None:
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often a tensor's value is asked for."""
+    """Counter of the reads of a tensor's value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_gradient_on_a_gpu_is_read_while_backward_runs(
     monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
-    """It would wait for the GPU to come so far, and nothing would be sent meanwhile."""
+    """A read would wait for the GPU to come so far, and nothing would be sent meanwhile."""
     _as_on_a_gpu(monkeypatch)
     plain = _new_model()
 
@@ -104,7 +104,7 @@ def test_the_parameter_at_fault_is_named_also_from_a_gpu(
 
 
 def test_buffers_are_given_back_what_they_held_when_the_step_began() -> None:
-    """Also one that a module was given after the first step."""
+    """A buffer that a module got after the first step is restored too."""
     snapshot, model = StepSnapshot(), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
     snapshot.begin(model, {})
     snapshot.settle()

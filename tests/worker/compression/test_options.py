@@ -1,4 +1,4 @@
-"""What users write, and what is refused."""
+"""Options of compressions as users write them, and refusals."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""What is pushed compressed: the bytes are those of the documented format, and stand for what the
-twin reads in them."""
+"""Compressed pushes: the bytes have the documented format, and decode to the twin's values."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -29,7 +28,7 @@ ALL: Mapping[str, Compression] = {
 
 
 def blocks_of(*sizes: tuple[int, ...]) -> list[PushBlock]:
-    """A parameter each, whole."""
+    """Blocks that are each one whole parameter."""
     shapes = [torch.Size(size) for size in sizes]
     return [
         PushBlock(parameter=f"p{i}", offset=0, num_elements=shape.numel(), shape=shape)
@@ -47,7 +46,7 @@ def values_for(blocks: list[PushBlock], seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("name", ALL)
 def test_server_and_twin_read_what_the_encoder_says_it_wrote(name: str) -> None:
-    """To the last bit: the residual is what the server did not get."""
+    """Equal to the last bit: the residual is what the server did not get."""
     encoder = ALL[name].push_encoder()
     sizes = [block.num_elements for block in BLOCKS]
     for seed in range(3):
@@ -79,7 +78,7 @@ def test_top_k_has_the_largest_and_no_other() -> None:
 
 
 def test_what_has_a_low_rank_comes_whole() -> None:
-    """A matrix of rank 4, cut into blocks that begin and end within its rows."""
+    """The matrix of rank 4 is cut into blocks that begin and end within its rows."""
     generator = torch.Generator().manual_seed(1)
     shape = torch.Size([60, 50])
     matrix = torch.randn(60, 4, generator=generator) @ torch.randn(4, 50, generator=generator)

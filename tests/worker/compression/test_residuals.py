@@ -1,4 +1,5 @@
-"""What outlives a step, and what is forgotten with a step that did not happen."""
+"""State of a compression that outlives a step, and state that is discarded with a step that did not
+happen."""
 
 import torch
 
@@ -19,7 +20,7 @@ def test_values_of_a_step_that_is_computed_again_are_forgotten() -> None:
 
 
 def test_values_count_if_others_committed_the_step_that_failed_here() -> None:
-    """The member takes their state over and begins behind it."""
+    """The member takes over the others' state and begins with the next step."""
     carry: StepCarry[int] = StepCarry()
     carry.begin(4)
     carry.put("a", 1)

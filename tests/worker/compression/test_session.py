@@ -1,4 +1,4 @@
-"""Sessions whose gradients are compressed: real members, one of which is killed."""
+"""Sessions with compressed gradients: real members, one of which is killed."""
 
 import signal
 
@@ -26,7 +26,7 @@ def run_of(cluster: LocalCluster, compression: str, member_id: str, fault: str =
 def test_survivors_of_a_kill_end_with_the_same_weights(
     cluster: LocalCluster, compression: str
 ) -> None:
-    """The killed one's residual is lost; training goes on, and learns."""
+    """The killed member's residual is lost; training goes on, and the loss falls."""
     with Ranks() as ranks:
         crew = [
             ranks.start(compression_ranks.train_compressed, run_of(cluster, compression, name, how))

@@ -1,4 +1,4 @@
-"""Digests of Hugging Face's data sets: of their Arrow table, whoever of the members made it."""
+"""Digests of Hugging Face's data sets, taken from their Arrow table: equal on all members."""
 
 import importlib
 import sys
@@ -16,7 +16,7 @@ SIZE = 400
 
 
 class Scalar:
-    """As one of pyarrow's."""
+    """Imitation of one of pyarrow's scalars."""
 
     def __init__(self, value: object) -> None:
         self.is_valid, self._value = value is not None, value
@@ -59,7 +59,7 @@ def scalar(value: Any) -> Scalar:
 
 
 class Table:
-    """As one of the library's."""
+    """Imitation of one of the library's tables."""
 
     def __init__(self, columns: dict[str, list[Any]]) -> None:
         self._columns = columns
@@ -81,7 +81,7 @@ class Table:
 
 
 class StandIn:
-    """As the library's Dataset: a table, and which of its rows are samples."""
+    """Imitation of the library's Dataset: a table, and the indices of the rows that are samples."""
 
     def __init__(self, data: Table, indices: Table | None = None) -> None:
         self.data, self._indices = data, indices
@@ -103,7 +103,7 @@ class StandIn:
 
 
 class Own(Dataset[Any]):
-    """A class of the script's own about one."""
+    """A dataset class of the script's own that wraps another dataset."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -117,7 +117,7 @@ class Own(Dataset[Any]):
 
 @pytest.fixture(params=["stand-in", "library"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The library's Dataset, where it is installed, and what stands for it elsewhere."""
+    """The library's Dataset if it is installed, and an imitation of it."""
     if request.param == "library":
         pytest.importorskip("datasets")
         return importlib.import_module("datasets").Dataset

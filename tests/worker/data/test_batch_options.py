@@ -1,4 +1,4 @@
-"""What is taken from a DataLoader, and which of its settings are refused."""
+"""Settings of a DataLoader that a session adopts, and settings that are refused."""
 
 from typing import Any
 
@@ -24,9 +24,9 @@ from shoal_proto.errors import InvalidSpec
 DATASET = TensorDataset(torch.arange(10))
 
 
-def options(**said: Any) -> BatchOptions:
-    told: dict[str, Any] = {
-        name: said.pop(name, default)
+def options(**given: Any) -> BatchOptions:
+    named: dict[str, Any] = {
+        name: given.pop(name, default)
         for name, default in (
             ("global_batch_size", None),
             ("epochs", 1),
@@ -35,11 +35,11 @@ def options(**said: Any) -> BatchOptions:
             ("collate", None),
         )
     }
-    return BatchOptions.of(**told, options=said)  # type: ignore[arg-type]
+    return BatchOptions.of(**named, options=given)  # type: ignore[arg-type]
 
 
-def order_of(dataset: Any, **said: Any) -> Order:
-    return options(**said).loader(dataset).order
+def order_of(dataset: Any, **given: Any) -> Order:
+    return options(**given).loader(dataset).order
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def order_of(dataset: Any, **said: Any) -> Order:
 def test_a_data_loader_says_what_the_call_does_not(
     loader: DataLoader[Any], expected: dict[str, Any]
 ) -> None:
-    """Its batch size is the global one; what the call says counts more."""
+    """The loader's batch size is the global one; arguments of the call take precedence."""
     found = order_of(loader)
     assert (found.num_samples, found.global_batch_size) == (10, 4)
     assert {name: getattr(found, name) for name in expected} == expected
@@ -101,13 +101,13 @@ def test_a_tuple_of_tensors_is_loaded_by_processes_as_it_is_without() -> None:
     ids=["arrays", "lists", "empty"],
 )
 def test_a_tuple_of_something_else_is_no_dataset(dataset: Any, seen: str) -> None:
-    """Not as many samples as it has parts."""
+    """The tuple would otherwise be a dataset with as many samples as it has parts."""
     with pytest.raises(InvalidSpec, match=f"something other than tensors; saw {seen};"):
         order_of(dataset, global_batch_size=2)
 
 
 def test_an_order_that_was_drawn_is_kept() -> None:
-    """As docs/data.md has it: of a weighted sampler, and of one that makes batches."""
+    """Follows docs/data.md: the order of a weighted sampler, and of one that makes batches."""
     generator = torch.Generator().manual_seed(0)
     weighted = list(WeightedRandomSampler(torch.rand(10).tolist(), 30, generator=generator))
     batches = [[7, 2, 9, 4], [4, 1, 0, 3], [8, 5, 6]]
@@ -148,7 +148,7 @@ def test_what_decides_itself_which_samples_come_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("given", "words"),
     [
         ({"global_batch_size": 4, "num_wrkers": 2}, "has no option num_wrkers.*num_workers"),
         ({"batch_size": 4}, "has no option batch_size.*global_batch_size"),
@@ -177,9 +177,9 @@ def test_what_decides_itself_which_samples_come_is_refused(
         *("size", "seed", "processes", "timeout"),
     ],
 )
-def test_contradictions_are_refused_by_name(said: dict[str, Any], words: str) -> None:
+def test_contradictions_are_refused_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSpec, match=words):
-        order_of(DATASET, **said)
+        order_of(DATASET, **given)
 
 
 def test_a_size_of_0_is_none_of_the_data_loaders_own() -> None:

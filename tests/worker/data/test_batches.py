@@ -31,7 +31,7 @@ orders = st.builds(
 def test_each_sample_comes_once_an_epoch_whatever_the_world_does(
     order: Order, world_sizes: list[int]
 ) -> None:
-    """The world size is another one in each step."""
+    """The world size changes in each step."""
     loader = Loader((torch.arange(order.num_samples),), order)
     seen: dict[int, list[int]] = {}
     for step in range(order.num_steps):
@@ -46,7 +46,7 @@ def test_each_sample_comes_once_an_epoch_whatever_the_world_does(
 
 @given(orders, st.integers(1, 9))
 def test_a_steps_samples_do_not_depend_on_the_world_size(order: Order, world_size: int) -> None:
-    """Ranks in order hold what one process would."""
+    """The shares of all ranks, in order of rank, make up the batch of one process."""
     loader = Loader((torch.arange(order.num_samples),), order)
     for step in range(min(order.num_steps, 4)):
         alone = loader.synchronous(step, 0, 1).indices
@@ -58,7 +58,7 @@ def test_a_steps_samples_do_not_depend_on_the_world_size(order: Order, world_siz
 def test_shares_are_contiguous_and_differ_by_one_at_most(
     start: int, length: int, world_size: int
 ) -> None:
-    """Nothing is left between them."""
+    """The shares have no gaps between them."""
     shares = [share(start, start + length, rank, world_size) for rank in range(world_size)]
     assert shares[0][0] == start
     assert shares[-1][1] == start + length
@@ -71,7 +71,7 @@ def test_shares_are_contiguous_and_differ_by_one_at_most(
 def test_weighted_means_of_the_members_average_to_the_mean_of_the_batch(
     order: Order, world_size: int
 ) -> None:
-    """Uneven shares and members without any included; those hold one sample of weight 0."""
+    """Holds for uneven shares, and for members without samples: they get one sample of weight 0."""
     values = torch.randn(order.num_samples, dtype=torch.float64)
     loader = Loader((values,), order)
     for step in range(min(order.num_steps, 4)):
@@ -111,7 +111,7 @@ class Pairs(Dataset[tuple[int, int]]):
     ids=["tuple", "TensorDataset", "map-style"],
 )
 def test_all_kinds_of_datasets_give_the_same_batches(dataset: Any) -> None:
-    """Tensors as a whole are indexed, items one by one are collated."""
+    """Tensors are indexed as a whole; items are collated one by one."""
     order = Order(num_samples=dataset_size(dataset), global_batch_size=3)
     batch = Loader(dataset, order).synchronous(0, 0, 1)
     assert batch.inputs.tolist() == batch.indices
@@ -119,7 +119,7 @@ def test_all_kinds_of_datasets_give_the_same_batches(dataset: Any) -> None:
 
 
 def test_three_columns_are_two_inputs_and_a_target() -> None:
-    """A single one is an input without target."""
+    """A single column is an input without target."""
     column = torch.arange(4)
     order = Order(num_samples=4, global_batch_size=4, shuffle=False)
     batch = Loader((column, column + 1, column + 2), order).synchronous(0, 0, 1)
@@ -129,7 +129,7 @@ def test_three_columns_are_two_inputs_and_a_target() -> None:
 
 
 class Described(Dataset[Any]):
-    """Samples as a script has them: dicts, tuples or lists."""
+    """A dataset whose samples are what `make` returns: dicts, tuples or lists, as in scripts."""
 
     def __init__(self, make: Callable[[int], Any], *, is_loaded_together: bool = False) -> None:
         self._make = make
@@ -144,7 +144,7 @@ class Described(Dataset[Any]):
 
 
 def rows_of(index: int) -> Tensor:
-    """Two rows: a list of two of them looks like two columns."""
+    """A sample of two rows: a list of two such samples looks like two columns."""
     return torch.full((2, 3), float(index))
 
 
@@ -174,8 +174,8 @@ def only_rows(samples: list[Any]) -> Any:
 def test_a_list_of_a_collate_function_is_inputs_whatever_its_length(
     make: Callable[[int], Any], size: int, num_workers: int
 ) -> None:
-    """Regression: the last sample of each share became the targets, and of one sample no list was
-    left."""
+    """Regression: the last sample of each share became the targets, and nothing was left of a list
+    of one sample."""
     order = Order(num_samples=12, global_batch_size=size, shuffle=False)
     loader = Loader(Described(make), order, as_they_are, loading=Loading(num_workers=num_workers))
     batch = loader.synchronous(1, 0, 1)
@@ -190,7 +190,8 @@ def test_a_list_of_a_collate_function_is_inputs_whatever_its_length(
 def test_torchs_own_collate_goes_by_the_type_of_a_sample(
     size: int, num_workers: int, is_loaded_together: bool
 ) -> None:
-    """It makes a list of tuples, whose last part is the target, and of lists, which have none."""
+    """torch makes a list from tuples, whose last part is the target, and from lists, which have
+    none."""
     order = Order(num_samples=12, global_batch_size=size, shuffle=False)
     for make, has_targets in ((as_pair, True), (as_list, False)):
         loader = Loader(
@@ -218,7 +219,7 @@ def test_torchs_own_collate_goes_by_the_type_of_a_sample(
 def test_lists_are_cut_by_samples_whatever_they_look_like(
     make: Callable[[int], Any], collate: Any, lengths: list[int] | None, size: int
 ) -> None:
-    """Of two samples with two rows each, a list of two tensors looks like two columns."""
+    """A list of two samples with two rows each looks like two columns."""
     order = Order(num_samples=12, global_batch_size=size, shuffle=False)
     loader = Loader(Described(make), order, collate, loading=Loading())
     inputs = loader.synchronous(0, 0, 1).inputs
@@ -233,7 +234,7 @@ def test_lists_are_cut_by_samples_whatever_they_look_like(
 
 
 def test_a_batch_unpacks_and_has_the_names_of_dicts() -> None:
-    """What people write in loops of their own; a name that no sample has is refused by name."""
+    """Scripts unpack batches in loops of their own. A name that no sample has raises KeyError."""
     batch = Batch(inputs=1, targets=2, indices=[0], weight=1.0, step=0, epoch=0)
     inputs, targets = batch
     assert (inputs, targets) == (1, 2)
@@ -249,7 +250,7 @@ def test_a_batch_unpacks_and_has_the_names_of_dicts() -> None:
 
 
 def test_bad_datasets_and_sizes_are_refused_by_name() -> None:
-    """Seen and expected are in the text."""
+    """The text has the value seen and the value expected."""
     with pytest.raises(InvalidSpec, match=r"\[3, 4\]"):
         describe((torch.zeros(3), torch.zeros(4)))
     with pytest.raises(InvalidSpec, match="no length"):
@@ -264,7 +265,7 @@ def test_bad_datasets_and_sizes_are_refused_by_name() -> None:
 
 
 def test_columns_in_a_list_or_dict_are_refused() -> None:
-    """Each of them would be one sample. A list of samples is none of columns."""
+    """Columns would each be one sample. A list of samples is not mistaken for columns."""
     images, labels = torch.zeros(6, 2), torch.zeros(6)
     for columns in ([images, labels], {"image": images, "label": labels}):
         with pytest.raises(InvalidSpec, match=r"\(6, 2\).*tuple of tensors"):

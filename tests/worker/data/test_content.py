@@ -1,4 +1,4 @@
-"""The digest by which members see that their data sets hold the same samples."""
+"""The digest by which members check that their data sets hold the same samples."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +40,7 @@ def drawn(seed: int) -> list[int]:
 
 
 class Own(Dataset[Any]):
-    """As scripts write them: nobody is to call `__getitem__` of it for a digest."""
+    """A dataset class as scripts write it. A digest must not call its `__getitem__`."""
 
     def __init__(self, inputs: Any, targets: Any) -> None:
         self.inputs, self.targets = inputs, targets
@@ -109,7 +109,8 @@ KINDS: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_samples_have_another_digest_and_the_same_ones_the_same(kind: str) -> None:
-    """What members make of the same seed is alike, and what they draw otherwise is not."""
+    """Datasets that members make with the same seed have equal digests; other seeds give other
+    digests."""
     make = KINDS[kind]
     digests = [content_of(make(seed)) for seed in (1, 1, 2, 3)]
     assert digests[0] == digests[1] != ""
@@ -118,7 +119,7 @@ def test_other_samples_have_another_digest_and_the_same_ones_the_same(kind: str)
 
 
 def test_one_other_sample_in_another_order_is_seen_in_a_splits_indices() -> None:
-    """All indices count, not some of them."""
+    """The digest covers all indices, not a sample of them."""
     indices = drawn(1)
     others = [*indices]
     others[401], others[402] = others[402], others[401]
@@ -139,7 +140,7 @@ def test_the_digest_is_of_values_not_of_how_they_lie_in_memory() -> None:
 
 
 def test_last_bits_that_hosts_round_otherwise_are_no_difference() -> None:
-    """A column normalised on another processor has other last bits, and is the same data."""
+    """A column normalised on another processor differs in its last bits, and is the same data."""
     inputs, targets = columns()
     inputs[::3] = 0.0
     noise = 1 + 2e-7 * (torch.rand(inputs.shape) - 0.5)
@@ -158,7 +159,7 @@ def test_what_is_no_number_is_like_itself() -> None:
 
 
 def test_of_what_cannot_be_known_nothing_is_said() -> None:
-    """No sample is asked for, and no value where there is none."""
+    """The digest reads no sample, and no value that does not exist."""
     for unknown in (
         Own([0] * 4, 0)._cache.to("meta")[:, None],
         torch.eye(4).to_sparse(),
@@ -173,8 +174,8 @@ def test_of_what_cannot_be_known_nothing_is_said() -> None:
 
 
 def test_of_a_path_its_name_counts_and_not_where_it_lies() -> None:
-    """A string is one, and so is what pathlib makes; torchvision has both, also in attributes
-    that begin with _."""
+    """A path is a string, or an object of pathlib. torchvision has both, also in attributes that
+    begin with _."""
     names = [f"{index}.png" for index in drawn(1)]
     for kind in (str, Path):
         here, there, other = (
@@ -199,7 +200,7 @@ def test_torchvisions_own_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_cache_that_fills_up_is_no_difference() -> None:
-    """Each member fills its own with the samples of its share."""
+    """Members fill their own caches with the samples of their shares."""
     members = [Own(*columns()) for _ in range(2)]
     for place, member in enumerate(members):
         setattr(member, "cache", [None] * SIZE)  # noqa: B010 - of no class that is known
@@ -208,7 +209,7 @@ def test_a_cache_that_fills_up_is_no_difference() -> None:
 
 
 def test_only_rows_are_read_of_what_lies_in_a_file(tmp_path: Path) -> None:
-    """A hole of the file that is read has memory from then on."""
+    """A page of a sparse file takes memory from its first read on."""
     shape = (1 << 16, 1 << 10)
     lazily = np.memmap(tmp_path / "rows", dtype=np.uint8, mode="w+", shape=shape)
     lazily[0], lazily[-1] = 1, 2
@@ -224,7 +225,7 @@ def _resident_bytes() -> int:
 
 
 def test_what_is_looked_at_is_bounded() -> None:
-    """The number of values does not grow with the data set, nor with what a sample holds."""
+    """The number of values read does not grow with the data set, nor with what a sample holds."""
     deep: Any = [1.0] * 64
     for _ in range(6):
         deep = [deep] * 64
@@ -238,7 +239,7 @@ def test_what_is_looked_at_is_bounded() -> None:
 def test_a_member_with_another_split_is_refused_and_the_others_train_on(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """It would train on samples that are in the others' validation part, without an error."""
+    """The member would train, without an error, on samples in the others' validation part."""
     data = TensorDataset(*rank_bodies.data())
     parts = [
         random_split(data, [40, len(data) - 40], torch.Generator().manual_seed(seed))[0]

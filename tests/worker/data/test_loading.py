@@ -1,4 +1,4 @@
-"""Batches that processes of a DataLoader load ahead, and what is told of those that fail."""
+"""Batches that a DataLoader's processes load ahead, and the errors if such a process fails."""
 
 import os
 import random
@@ -30,7 +30,7 @@ from shoal.torch_private.dataloader import processes_of
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, LoadingFailed, SampleFailed
 
-# A process that hangs is told of soon.
+# The timeout reports a process that hangs soon.
 pytestmark = pytest.mark.timeout(60)
 
 TOLERANCE = 1e-6
@@ -38,7 +38,7 @@ ENDS_S = 30.0
 
 
 class Drawn(Dataset[Any]):
-    """Of each sample its index, and what three generators gave for it."""
+    """Samples made of their index and a number from each of three generators."""
 
     def __len__(self) -> int:
         return 23
@@ -48,7 +48,7 @@ class Drawn(Dataset[Any]):
 
 
 class Failing(Drawn):
-    """One sample cannot be had."""
+    """A dataset in which the code of one sample raises."""
 
     def __getitem__(self, index: int) -> tuple[int, list[float]]:
         if index == 7:
@@ -57,7 +57,7 @@ class Failing(Drawn):
 
 
 class Away(Drawn):
-    """The storage of one sample is away."""
+    """A dataset in which the storage of one sample does not answer."""
 
     def __getitem__(self, index: int) -> tuple[int, list[float]]:
         if index == 7:
@@ -66,7 +66,7 @@ class Away(Drawn):
 
 
 class Killed(Drawn):
-    """A process that loads one of the samples dies of it."""
+    """A dataset of which one sample kills the process that loads it."""
 
     def __getitem__(self, index: int) -> tuple[int, list[float]]:
         if index == 7:
@@ -93,7 +93,8 @@ def loader_of(
 
 
 def taken(loader: Loader, world_sizes: list[int]) -> list[Any]:
-    """All samples of each step, with what was drawn for them; each step cut for another number."""
+    """Take all samples of each step, with the random numbers of each; each step is cut for its own
+    world size."""
     steps = []
     for step, world_size in enumerate(world_sizes):
         shares = [loader.synchronous(step, rank, world_size) for rank in range(world_size)]
@@ -108,7 +109,8 @@ def taken(loader: Loader, world_sizes: list[int]) -> list[Any]:
 
 
 def test_what_is_drawn_for_a_sample_is_the_same_whoever_loads_it() -> None:
-    """On one member or three, in the trainer's process or others, for the first time or again."""
+    """Holds on one member or three, in the trainer's process or others, for the first time or
+    again."""
     with loader_of(Drawn(), 0) as alone, loader_of(Drawn(), 2) as ahead:
         expected = taken(alone, [1] * 15)
         assert taken(ahead, [1] * 15) == expected
@@ -119,7 +121,7 @@ def test_what_is_drawn_for_a_sample_is_the_same_whoever_loads_it() -> None:
         for first in (0, 5, 10)
     ]
     assert all(set(epoch) == set(range(23)) for epoch in by_index)
-    # Another epoch, other draws.
+    # Another epoch, other random numbers.
     assert by_index[0][3] != by_index[1][3]
 
 
@@ -144,7 +146,7 @@ def test_the_generators_of_the_training_are_left_as_they_are() -> None:
 
 
 def test_a_share_of_which_collate_leaves_nothing_is_named() -> None:
-    """By its step and its samples, and not by an index that is out of range alone."""
+    """The error has the step and the samples, not only an index that is out of range."""
     order = Order(num_samples=12, global_batch_size=6, shuffle=False)
 
     def sound(samples: list[int]) -> Any:
@@ -167,7 +169,7 @@ def test_a_share_of_which_collate_leaves_nothing_is_named() -> None:
 def test_a_sample_that_cannot_be_loaded_is_named(
     dataset: Any, error: type[Exception], num_workers: int
 ) -> None:
-    """With the dataset's own error and traceback; batches before it are had."""
+    """The error has the dataset's own error and traceback; earlier batches are delivered."""
     with loader_of(dataset, num_workers) as loader:
         with pytest.raises(
             error, match=r"sample 7 could not be loaded.*(picture|answer)"
@@ -184,7 +186,7 @@ def test_a_process_that_dies_of_a_sample_is_told_of() -> None:
 
 
 def test_a_process_that_is_killed_while_the_trainer_computes_is_started_again() -> None:
-    """Nothing is raised where the trainer is, and the batches are those of before."""
+    """The trainer sees no error, and its batches are the same."""
     with loader_of(Drawn(), 0) as alone, loader_of(Drawn(), 2) as ahead:
         expected = taken(alone, [1] * 8)
         found = taken(ahead, [1] * 3)
@@ -192,7 +194,7 @@ def test_a_process_that_is_killed_while_the_trainer_computes_is_started_again() 
         first, second = processes_of(ahead._samples._iterator)
         for pid in (first, second):
             os.kill(pid, signal.SIGKILL)
-            # Its parent has been told of it, wherever that is.
+            # The parent has learned of the death, in whatever call it was.
             awaited(lambda pid=pid: _is_dead(pid), ENDS_S, f"{pid} is dead")
         found += [_one(ahead, step) for step in range(3, 8)]
         assert found == expected
@@ -252,7 +254,7 @@ def test_batches_ahead_of_an_early_stop_hold_nobody_up() -> None:
 def test_a_job_of_loaded_batches_is_exact_over_a_kill_and_a_join(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """What was drawn for samples is what one process draws; the killed member's processes end."""
+    """The random numbers of samples are those of one process; the killed member's processes end."""
     run = LoadingRun(
         coordinator=cluster.coordinator,
         job=f"loaded-{secrets.token_hex(4)}",
@@ -284,13 +286,13 @@ def test_a_job_of_loaded_batches_is_exact_over_a_kill_and_a_join(
 
 
 def test_the_dataset_of_the_job_is_drawn_upon() -> None:
-    """Else the job's test would show nothing."""
+    """The test of the job needs samples that differ each time."""
     augmented = Augmented()
     assert not torch.equal(augmented[0][0], augmented[0][0])
 
 
 class Stopped(Drawn):
-    """A process that loads one of the samples stands still from then on, alive."""
+    """A dataset of which one sample stops the process that loads it (SIGSTOP)."""
 
     def __getitem__(self, index: int) -> tuple[int, list[float]]:
         if index == 7:
@@ -299,7 +301,7 @@ class Stopped(Drawn):
 
 
 class Slow(Drawn):
-    """Samples that take their time, without a processor's."""
+    """Samples that each sleep for 0.4 s."""
 
     def __getitem__(self, index: int) -> tuple[int, list[float]]:
         time.sleep(0.4)
@@ -307,7 +309,7 @@ class Slow(Drawn):
 
 
 class Unsendable(Drawn):
-    """Samples that no other process can be sent, by this error."""
+    """Samples that raise `error` when they are pickled for another process."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -325,7 +327,7 @@ class _Raises:
 
 
 class Lacking(Drawn):
-    """Memory is at its end."""
+    """Samples that raise `error`, as if memory were exhausted."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -339,7 +341,7 @@ def take_all(loader: Loader) -> int:
 
 
 def test_processes_that_live_and_give_no_sign_are_told_of() -> None:
-    """And ended, though they stand still."""
+    """The stopped process is ended too."""
     with (
         loader_of(Stopped(), 1, silence_s=2.0) as loader,
         pytest.raises(LoadingFailed, match=r"no sample was begun.*silence_s"),
@@ -373,7 +375,7 @@ def test_a_time_limit_for_a_batch_holds_for_processes_that_give_signs() -> None:
 def test_a_batch_that_cannot_be_sent_is_told_of_at_once(
     error: Exception, kind: type[Exception]
 ) -> None:
-    """A thread of multiprocessing meets it, and only prints it."""
+    """A thread of multiprocessing gets the error, and only prints it."""
     with (
         loader_of(Unsendable(error), 1, collate=list) as loader,
         pytest.raises(
@@ -460,7 +462,7 @@ def environment(**more: str) -> dict[str, str]:
 @pytest.mark.sampled()
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_a_long_tmpdir_stands_in_no_batchs_way(tmp_path: Path, context: str) -> None:
-    """Sockets of multiprocessing lie elsewhere then: a path of one has 107 bytes at most."""
+    """multiprocessing's sockets are put elsewhere: a socket's path has at most 107 bytes."""
     directory = tmp_path / ("long" * 30)
     directory.mkdir()
     script = tmp_path / "train.py"

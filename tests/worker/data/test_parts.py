@@ -1,4 +1,4 @@
-"""Cutting what a batch holds: along the samples, or an error that says what cannot be cut."""
+"""Cutting the contents of a batch along the samples; errors name what cannot be cut."""
 
 from collections import UserDict, namedtuple
 from typing import Any
@@ -66,7 +66,7 @@ def test_what_does_not_say_whose_it_is_is_refused(values: Any, seen: str) -> Non
         ((ROWS, torch.ones(4)), 2, None),
         # Time first: sentences of samples, with a mask.
         ((torch.ones(3, 9), torch.ones(3, 9), torch.ones(3, 3)), 9, None),
-        # Of another size each: nodes of graphs, tokens in a row.
+        # Parts of different sizes: nodes of graphs, tokens in a row.
         ((ROWS, torch.ones(9)), 12, None),
         (([{"boxes": ROWS}] * 5, torch.ones(4)), 5, None),
         ((["a", "b"], None), 3, None),
@@ -85,8 +85,8 @@ def test_parts_need_a_step() -> None:
 
 
 class Boxes:
-    """Images of `size` channels (or rows), each with as many boxes: for so many samples, one item a
-    sample looks like one tensor for all of them in each place."""
+    """Images of `size` channels (or rows), each with as many boxes. For `size` samples, one item
+    per sample has the same shape as one tensor for all of them."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -97,14 +97,14 @@ class Boxes:
 
 
 def zipped(samples: list[Any]) -> Any:
-    """As scripts for detection collate."""
+    """Collate as scripts for detection do."""
     return tuple(zip(*samples, strict=True))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seeded", [True, False])
 def test_one_item_a_sample_is_told_from_one_tensor_for_all(size: int, seeded: bool) -> None:
-    """Else a part of three images would be their first channels, and nobody would be told."""
+    """Otherwise a part of three images would be their first channels, without an error."""
     samples = Samples(Boxes(size), zipped, 0, seeded=seeded)
     images, boxes = samples.batch(0, range(4, 4 + size), lambda: True)
     last_images, last_boxes = cut(images, size - 1, size, size), cut(boxes, size - 1, size, size)
@@ -114,7 +114,7 @@ def test_one_item_a_sample_is_told_from_one_tensor_for_all(size: int, seeded: bo
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_tensor_for_all_stays_what_it_is(size: int) -> None:
-    """Of as many fields as there are samples."""
+    """A tuple has as many fields as there are samples."""
 
     def fields(samples: list[Any]) -> Any:
         images = torch.stack([image for image, _ in samples])

@@ -1,4 +1,4 @@
-"""Orders of many samples: a permutation of all of them that is computed a piece at a time."""
+"""Orders of many samples: a permutation that is computed one piece at a time."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ def test_pieces_are_those_of_the_whole() -> None:
 
 
 def test_numbers_and_neighbours_are_spread_as_at_random() -> None:
-    """Chi-square of where numbers go, and of how far neighbours lie apart: 15 degrees of freedom,
-    less than 50 in all but 1 of 80,000 random permutations."""
+    """Chi-square of the positions of numbers, and of the distances between neighbours: 15 degrees
+    of freedom, less than 50 in all but 1 of 80,000 random permutations."""
     size = 1 << 14
     for key in range(20):
         found = KeyedPermutation(size, key)(torch.arange(size))
@@ -39,7 +39,7 @@ def test_other_keys_give_other_permutations() -> None:
 
 
 def test_an_order_of_very_many_samples_needs_no_array_of_them() -> None:
-    """10^12 of them; each epoch has its own."""
+    """The data set has 10^12 samples; each epoch has an order of its own."""
     order = Order(num_samples=10**12, global_batch_size=100_000, num_epochs=2, seed=3)
     epoch, start, stop = order.span(4_000_000)
     first = order.indices(epoch, start, stop)
@@ -50,7 +50,7 @@ def test_an_order_of_very_many_samples_needs_no_array_of_them() -> None:
 
 
 def test_orders_that_are_kept_are_torchs() -> None:
-    """As they were before, so a checkpoint's samples go on."""
+    """Orders are those of earlier releases, so that a checkpoint continues with its samples."""
     assert Order(num_samples=LARGEST_KEPT_ORDER, global_batch_size=1).rule == 1
     small = Order(num_samples=7, global_batch_size=2, seed=1)
     assert sorted(small.indices(0, 0, 7).tolist()) == list(range(7))

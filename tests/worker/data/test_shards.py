@@ -1,4 +1,4 @@
-"""Data sets in shards: each sample once an epoch, and little of them read for nothing."""
+"""Data sets in shards: each sample comes once an epoch, and little is read in vain."""
 
 import io
 import pickle
@@ -30,11 +30,11 @@ from shoal_proto.errors import InvalidSpec, SampleFailed
 
 TOLERANCE = 1e-6
 MAX_MARGIN_STEPS = 2000
-"""A second's steps, on any machine."""
+"""Steps of about a second, on any machine."""
 
 
 class Counted:
-    """Shards of numbers, the first of which is 0; counts what is read of them."""
+    """Shards of consecutive numbers from 0 on; counts what is read of them."""
 
     def __init__(self, lengths: list[int], **options: Any) -> None:
         self.num_opened: Counter[int] = Counter()
@@ -49,14 +49,14 @@ class Counted:
             self.num_read += 1
             yield number
 
-    def loader(self, **said: Any) -> Loader:
-        return loading(self.dataset, **said)
+    def loader(self, **changes: Any) -> Loader:
+        return loading(self.dataset, **changes)
 
 
-def loading(dataset: Any, *, together: bool = True, **said: Any) -> Loader:
-    told = {"global_batch_size": 8, "epochs": 2, "seed": 5, "shuffle": None, "collate": None}
-    options = {name: said.pop(name) for name in list(said) if name not in told}
-    made = BatchOptions.of(**{**told, **said}, options=options)  # type: ignore[arg-type]
+def loading(dataset: Any, *, together: bool = True, **changes: Any) -> Loader:
+    defaults = {"global_batch_size": 8, "epochs": 2, "seed": 5, "shuffle": None, "collate": None}
+    options = {name: changes.pop(name) for name in list(changes) if name not in defaults}
+    made = BatchOptions.of(**{**defaults, **changes}, options=options)  # type: ignore[arg-type]
     return made.loader(dataset, together=together)
 
 
@@ -82,7 +82,7 @@ streams_of_shards = st.fixed_dictionaries(
 def test_each_sample_comes_once_an_epoch_whatever_the_world_does(
     lengths: list[int], options: dict[str, int], batch_size: int, world_sizes: list[int]
 ) -> None:
-    """And it is the one that its index says."""
+    """Indices name the samples that are delivered."""
     counted = Counted(lengths, **options)
     loader = counted.loader(global_batch_size=batch_size)
     seen: dict[int, list[int]] = {}
@@ -94,7 +94,7 @@ def test_each_sample_comes_once_an_epoch_whatever_the_world_does(
             if batch.indices:
                 assert batch.inputs.tolist() == batch.indices
     assert [sorted(indices) for indices in seen.values()] == [list(range(sum(lengths)))] * 2
-    # Of two shards whose samples are hardly mixed, two epochs are alike every other time.
+    # With two shards that are hardly mixed, two epochs are alike every other time.
     if sum(lengths) > 40 and options["shuffle_buffer"] > 4:
         assert seen[0] != seen[1]
 
@@ -117,8 +117,9 @@ def test_members_at_their_own_pace_get_each_sample_once_from_any_ranges(
 
 
 def test_members_and_processes_read_streams_of_their_own() -> None:
-    """Of 4 columns and 2 turns: one of two members reads half of the samples, and one that loads
-    every second batch a quarter, but for what lies at the borders of streams."""
+    """Streams have 4 columns and 2 turns here: one of two members reads half of the samples. A
+    member that loads every second batch reads a quarter, except for samples at the borders of
+    streams."""
     lengths = [100] * 32
     read: list[int] = []
     for num_members, stride in ((1, 1), (2, 1), (4, 2)):
@@ -148,7 +149,7 @@ def test_a_step_that_is_taken_again_is_not_read_again() -> None:
     num_read = counted.num_read
     assert [loader.synchronous(step, 0, 1).inputs.tolist() for step in (8, 9)] == first[8:]
     assert counted.num_read == num_read
-    # One much earlier is, and is the same.
+    # A much earlier step is read again, and gives the same samples.
     assert loader.synchronous(0, 0, 1).inputs.tolist() == first[0]
     assert counted.num_read > num_read
 
@@ -162,12 +163,12 @@ def test_reading_past_samples_keeps_few_of_them() -> None:
     assert counted.num_opened == {0: 1}
 
 
-@pytest.mark.parametrize(("said", "seen"), [(5, "saw more samples"), (7, "saw 6 samples")])
-def test_a_shard_of_another_length_is_refused_by_name(said: int, seen: str) -> None:
-    """One that is longer too: its other samples would never be trained on."""
-    shards = shoal.Shards([range(6), range(2)], lengths=[said, 2])
-    loader = loading(shards, global_batch_size=said + 2)
-    with pytest.raises(SampleFailed, match=rf"shard 0 holds another number.*{seen}.*ected {said}"):
+@pytest.mark.parametrize(("count", "seen"), [(5, "saw more samples"), (7, "saw 6 samples")])
+def test_a_shard_of_another_length_is_refused_by_name(count: int, seen: str) -> None:
+    """A longer shard is refused too: its other samples would never be trained on."""
+    shards = shoal.Shards([range(6), range(2)], lengths=[count, 2])
+    loader = loading(shards, global_batch_size=count + 2)
+    with pytest.raises(SampleFailed, match=rf"shard 0 holds another number.*{seen}.*ected {count}"):
         loader.synchronous(0, 0, 1)
     assert shoal.Shards.count([range(6), range(2)]) == [6, 2]
 
@@ -196,7 +197,7 @@ def test_an_iterable_data_set_is_told_how_to_come_in_shards() -> None:
 
 
 def test_what_decides_the_order_is_compared_and_kept() -> None:
-    """By members, and by those that go on from a checkpoint."""
+    """Members compare these fields, and so does a job that continues from a checkpoint."""
     found = fields_of(streams(), loader_of(24).order)
     assert found["dataset"].startswith("101 samples in 7 shards ")
     assert found["order"] == "3: 3 columns, 2 turns, window 8, batches of 24"
@@ -217,7 +218,8 @@ def test_it_is_a_map_style_data_set_too() -> None:
 
 
 def test_processes_that_load_read_all_samples_and_draw_as_the_trainer_does() -> None:
-    """Though the iterable data sets would split themselves among processes, and draw numbers."""
+    """The iterable data sets themselves would divide their samples among processes, and use random
+    numbers."""
 
     def steps(num_workers: int) -> list[list[float]]:
         loader = Loader(streams(), order, loading=Loading(num_workers=num_workers))
@@ -269,7 +271,7 @@ def test_tar_files_are_read_as_web_dataset_lays_them_out(tmp_path: Path, kind: s
 def test_a_job_on_shards_is_exact_over_a_kill_and_a_join(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Weights are those of one process, and each sample is taken once an epoch."""
+    """The weights are those of one process, and each sample is taken once an epoch."""
     run = shard_run(cluster, desired_members=2)
     with Ranks() as ranks:
         schedule = schedule_of(ranks, run, tmp_path, seed=7)

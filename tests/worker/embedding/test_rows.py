@@ -1,4 +1,4 @@
-"""What a worker does with rows by itself: sort ids, keep rows, add gradients up."""
+"""Rows inside one worker: sorting ids, caching rows, adding up gradients."""
 
 from array import array
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @settings(deadline=None)
 @given(IDS, st.integers(1, 100))
 def test_arrays_are_routed_as_single_ids(ids: list[int], num_shards: int) -> None:
-    """Each id once, to the shard where a client without arrays looks for it."""
+    """Ids are sent once each, to the shard where a client without arrays looks for them."""
     routed, places = route(np.array(ids, np.int64), num_shards)
     assert routed.ids[places].tolist() == ids
     by_shard = {s: routed.ids[start:stop].tolist() for s, start, stop in routed.spans()}
@@ -31,7 +31,7 @@ def test_arrays_are_routed_as_single_ids(ids: list[int], num_shards: int) -> Non
 
 
 def held(ids: list[int], version: int) -> CachedRows:
-    """Rows whose values tell of which id and version they are."""
+    """Rows whose values are their id and version."""
     count = len(ids)
     return CachedRows(
         values=torch.tensor([[float(i), float(version)] for i in ids]).view(-1, 2),
@@ -44,7 +44,7 @@ def held(ids: list[int], version: int) -> CachedRows:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=30), min_size=1, max_size=8))
 def test_what_is_kept_is_the_row_that_was_put_last(puts: list[set[int]]) -> None:
-    """However many ids share the few places: never another row, never an older one."""
+    """Many ids share few slots: the cache never returns another id's row, nor an older one."""
     cache = HotRows(16, 2, torch.float32)
     newest: dict[int, int] = {}
     for version, ids in enumerate(puts, 1):
@@ -61,7 +61,7 @@ def test_what_is_kept_is_the_row_that_was_put_last(puts: list[set[int]]) -> None
 
 
 def test_what_is_too_old_is_not_found() -> None:
-    """By the step at which it was looked up, or by its shard's version then."""
+    """Age is judged by the step of the lookup, and by the shard's version at that time."""
     cache = HotRows(16, 2, torch.float32)
     ids = np.array([3])
     cache.put(ids, held([3], 7), step=5)
@@ -76,7 +76,8 @@ def new_rows(bound: int = 0) -> TableRows:
 
 
 def use(rows: TableRows, births: dict[int, int], version: int) -> torch.Tensor:
-    """A forward pass over these ids; where they are looked up, with these births and version."""
+    """Run a forward pass over the ids of `births`. Rows that are not cached are looked up, with
+    these births and this version."""
     routed, _ = route(np.array(sorted(births), np.int64), 1)
     lookup = rows.begin(routed)
     found: dict[Where, Rows] = {}
@@ -93,13 +94,14 @@ def use(rows: TableRows, births: dict[int, int], version: int) -> torch.Tensor:
 
 
 def by_id(part: Gradients) -> dict[int, tuple[int, float]]:
-    """Birth and gradient."""
+    """Return birth and gradient of each id."""
     columns = (array("q", part.ids), array("Q", part.births), array("f", part.gradients))
     return {i: (b, g) for i, b, g in zip(*columns, strict=True)}
 
 
 def test_gradients_of_several_passes_are_added_up() -> None:
-    """Each row once, on the oldest version of them all; a pass without a backward adds nothing."""
+    """Rows count once each, on the oldest version of all passes; a pass without a backward adds
+    nothing."""
     rows = new_rows()
     rows.begin_step()
     first = use(rows, {1: 0, 2: 4}, version=5)
@@ -114,8 +116,8 @@ def test_gradients_of_several_passes_are_added_up() -> None:
 
 
 def test_a_gradient_on_an_earlier_life_of_a_row_is_left_out() -> None:
-    """The row was taken out and made again between two passes of one step; one that was made
-    between them had its first values before, which are its own."""
+    """Row 1 was removed and made again between two passes of one step. A row that was first made
+    between the passes had its initial values before, which belong to it."""
     rows = new_rows()
     rows.begin_step()
     first = use(rows, {1: 3, 2: 0}, version=5)
@@ -126,7 +128,7 @@ def test_a_gradient_on_an_earlier_life_of_a_row_is_left_out() -> None:
 
 
 def test_what_became_of_rows_is_counted() -> None:
-    """By fate; nothing told of them: all were applied."""
+    """Rows are counted by fate; without fates in the answer, all rows were applied."""
     rows = new_rows()
     for fates in (b"", bytes([RowFate.ROW_FATE_MADE, RowFate.ROW_FATE_EVICTED])):
         rows.begin_step()
@@ -140,7 +142,7 @@ def test_what_became_of_rows_is_counted() -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_refused() -> None:
-    """With the table's name and the row's id."""
+    """The error has the table's name and the row's id."""
     rows = new_rows()
     rows.begin_step()
     value = use(rows, {4: 0, 6: 0}, version=1)

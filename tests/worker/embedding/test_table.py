@@ -1,4 +1,5 @@
-"""Embeddings on parameter servers: trained as torch trains them, whoever holds the rows."""
+"""Embeddings on parameter servers: trained as torch trains them, on whichever servers the rows
+are."""
 
 from collections.abc import Callable, Iterator
 
@@ -28,7 +29,7 @@ LIMITS = Limits(collective_s=20.0, bring_up_s=20.0)
 
 
 class Model(nn.Module):
-    """An embedding, used twice a step, and a dense layer."""
+    """A model of an embedding, used twice a step, and a dense layer."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Model(nn.Module):
 
 
 def ids_of(step: int) -> torch.Tensor:
-    """With duplicates within a sample and between samples."""
+    """Ids of a step, with duplicates within a sample and between samples."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(NUM_IDS, (8, 5), generator=generator)
 
@@ -59,7 +60,7 @@ def servers() -> Iterator[ParameterServers]:
 
 
 def start(servers: ParameterServers, model: nn.Module, *, rank: int = 0) -> AsyncSGD:
-    """A strategy that has entered the first generation; the dense part steps by SGD."""
+    """Return a strategy that has entered the first generation; the dense part steps by SGD."""
     token = servers.admit(f"w{rank}", incarnation=f"i{rank}")
     strategy = AsyncSGD()
     strategy.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -80,7 +81,7 @@ def train(strategy: AsyncSGD, model: nn.Module, steps: range) -> None:
 
 
 def weight_of(strategy: AsyncSGD, table: EmbeddingTable, num_ids: int = NUM_IDS) -> torch.Tensor:
-    """All rows as they are now."""
+    """Return all rows as they are now."""
     strategy.begin_step()
     with torch.no_grad():
         return table(torch.arange(num_ids)).clone()
@@ -98,8 +99,8 @@ OPTIMIZERS: dict[str, tuple[RowOptimizer, Callable[..., torch.optim.Optimizer]]]
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_one_worker_trains_as_torch_alone(servers: ParameterServers, kind: str) -> None:
-    """In place of nn.Embedding(sparse=True) with torch's own optimizer: the same rows and the same
-    dense parameters after every step."""
+    """The table replaces nn.Embedding(sparse=True) with torch's own optimizer: rows and dense
+    parameters are the same after every step."""
     optimizer, alone_optimizer = OPTIMIZERS[kind]
     torch.manual_seed(0)
     table = EmbeddingTable(
@@ -127,7 +128,7 @@ def test_one_worker_trains_as_torch_alone(servers: ParameterServers, kind: str) 
 
 
 def test_gradients_are_those_of_autograd(servers: ParameterServers) -> None:
-    """Checked numerically, through lookups with duplicates and padding."""
+    """Gradients are checked numerically, through lookups with duplicates and padding."""
     table = EmbeddingTable(
         DIM, optimizer=RowSGD(lr=1.0), init=RowNormal(), dtype=torch.float64, padding_idx=3
     )
@@ -153,7 +154,7 @@ def test_gradients_are_those_of_autograd(servers: ParameterServers) -> None:
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_are_those_of_torch(servers: ParameterServers, mode: str) -> None:
-    """Values and gradients, with offsets and with rows of equal length."""
+    """Values and gradients are the same, with offsets and with rows of equal length."""
     bag = EmbeddingBagTable(DIM, mode=mode, optimizer=RowSGD(lr=1.0))
     model = nn.ModuleDict({"bag": bag, "head": nn.Linear(1, 1)})
     strategy = start(servers, model)
@@ -180,7 +181,7 @@ def weight_of_bag(strategy: AsyncSGD, bag: EmbeddingBagTable) -> torch.Tensor:
 
 
 def test_members_share_rows(servers: ParameterServers) -> None:
-    """What one pushed, the other looks up; pushes of both count."""
+    """A member looks up what the other has pushed; the pushes of both count."""
     tables = [EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0)) for _ in range(2)]
     models = [Model(table) for table in tables]
     one, two = (start(servers, model, rank=rank) for rank, model in enumerate(models))
@@ -206,7 +207,8 @@ def test_members_share_rows(servers: ParameterServers) -> None:
 
 
 def test_the_fate_of_each_row_is_told(servers: ParameterServers) -> None:
-    """Rows that are not admitted yet, and rows there is no room for, are counted as such."""
+    """Rows that are not admitted yet, and rows for which a full table has no space, are counted as
+    such."""
     picky = EmbeddingTable(DIM, admission=Admission(min_pushes=2), name="picky")
     small = EmbeddingTable(
         DIM, eviction=Eviction(max_rows=4, oldest_when_full=False), num_shards=1, name="small"
@@ -226,7 +228,7 @@ def test_the_fate_of_each_row_is_told(servers: ParameterServers) -> None:
 
 
 def lookups_of(strategy: AsyncSGD) -> list[int]:
-    """A list that gets the number of rows of each lookup from here on."""
+    """Return a list to which the number of rows of each later lookup is appended."""
     client = strategy._tables._connected()
     asked: list[int] = []
     look_up = client.look_up
@@ -241,8 +243,8 @@ def lookups_of(strategy: AsyncSGD) -> list[int]:
 
 @pytest.mark.parametrize("bound", [0, 2])
 def test_hot_rows_are_kept_within_the_bound(servers: ParameterServers, bound: int) -> None:
-    """Within a step nothing is asked for twice; over steps as long as the bound says, by steps and
-    by updates that were heard of."""
+    """Rows are looked up at most once in a step. Over steps they are cached as long as the bound
+    allows, in steps and in the updates that the worker knows of."""
     table = EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0), staleness_bound=bound, num_shards=1)
     strategy = start(servers, Model(table))
     asked = lookups_of(strategy)
@@ -265,7 +267,7 @@ def test_hot_rows_are_kept_within_the_bound(servers: ParameterServers, bound: in
 
 
 def test_what_is_prefetched_is_there(servers: ParameterServers) -> None:
-    """Rows that were looked up ahead are not asked for again, and the same comes out."""
+    """Rows that were prefetched are not looked up again, and the result is the same."""
     table = EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0), staleness_bound=1)
     strategy = start(servers, Model(table))
     before = weight_of(strategy, table)
@@ -281,7 +283,7 @@ def test_what_is_prefetched_is_there(servers: ParameterServers) -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_refused_with_its_row(servers: ParameterServers) -> None:
-    """Before anything of the step has left."""
+    """The error comes before anything of the step is sent."""
     table = EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0))
     strategy = start(servers, Model(table))
     before = weight_of(strategy, table)
@@ -297,7 +299,8 @@ def test_a_gradient_that_is_not_finite_is_refused_with_its_row(servers: Paramete
 
 
 def test_wrong_uses_are_told(servers: ParameterServers) -> None:
-    """Ids out of range, ids of another dtype, tables that clash or are not connected."""
+    """Errors for ids out of range, ids of another dtype, and tables that conflict or are not
+    connected."""
     table = EmbeddingTable(DIM, num_embeddings=10)
     with pytest.raises(InvalidSpec, match="not connected"):
         table(torch.tensor([1]))
@@ -323,7 +326,7 @@ def test_wrong_uses_are_told(servers: ParameterServers) -> None:
 
 
 def test_a_strategy_that_does_not_push_each_step_refuses_tables() -> None:
-    """Rather than to train without their gradients."""
+    """Otherwise it would train without the tables' gradients."""
     model = Model(EmbeddingTable(DIM))
     with pytest.raises(
         InvalidSpec, match="async-diloco does not train embedding tables; saw items"

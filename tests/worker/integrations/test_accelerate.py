@@ -1,4 +1,4 @@
-"""A script of Hugging Face accelerate, as its users write them, under Shoal's rendezvous."""
+"""A script of Hugging Face accelerate, as its users write it, under Shoal's rendezvous."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ def test_a_lost_node_costs_what_came_after_the_checkpoint(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """Two nodes train, one started by torchrun and one by `accelerate launch`. One is killed, agent
-    and worker. The other goes on from the newest checkpoint, and trains every epoch that is
-    not in it."""
+    and worker. The other continues from the newest checkpoint, and trains every epoch that the
+    checkpoint does not contain."""
     with Agents(
         endpoint=cluster.coordinator,
         job="accelerate-nodes",

@@ -1,4 +1,4 @@
-"""accelerate's loop in a session: exact over a loss, and what it cannot do is refused."""
+"""accelerate's loop in a session: exact over a loss; unsupported calls are refused."""
 
 import secrets
 from collections.abc import Iterator
@@ -32,12 +32,12 @@ TOLERANCE = 1e-6
 
 
 def told_nothing(kind: str, /, **_: Any) -> None:
-    """Nobody looks on."""
+    """Discard the report."""
 
 
 @pytest.fixture(autouse=True)
 def state() -> Iterator[None]:
-    """Accelerators of a process share one."""
+    """Reset the state that all Accelerators of a process share."""
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
@@ -54,7 +54,7 @@ def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
 def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
-    """One of two is killed in the midst of step 6; a third goes on in its place. The weights are
+    """Member b of two is killed in the midst of step 6; a third takes its place. The weights are
     those of accelerate alone."""
     run = Run(
         coordinator=cluster.coordinator,
@@ -122,7 +122,8 @@ def test_what_would_be_one_members_alone_is_refused(
 
 
 def test_trackers_are_finished_and_the_session_goes_on(session: shoal.Session) -> None:
-    """accelerate's own would end the group, which is that of the members."""
+    """accelerate's own `end_training` would destroy the process group, which belongs to the
+    members."""
 
     class Noting(GeneralTracker):
         name, requires_logging_directory = "noting", False
@@ -130,7 +131,7 @@ def test_trackers_are_finished_and_the_session_goes_on(session: shoal.Session) -
 
         @property
         def tracker(self) -> None:
-            """There is none behind it."""
+            """Underlying tracker: none."""
 
         def finish(self) -> None:
             self.is_finished = True

@@ -1,4 +1,4 @@
-"""A Keras model trains over ranks to the weights that one process trains it to."""
+"""A Keras model trained over ranks gets the weights that it gets in one process."""
 
 from itertools import chain
 
@@ -39,7 +39,8 @@ def test_what_was_trained_goes_back_into_the_keras_model():
 
 
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Seeds and counters are whole numbers and are compared as well."""
+    """Largest difference of two states; seeds and counters, which are whole numbers, are compared
+    too."""
     return largest_difference(ours, theirs)
 
 
@@ -50,7 +51,8 @@ def test_fit_equals_one_process_and_ranks_hold_parts():
         for rank in found:
             (weights, state, whole), *split = rank[name]
             assert worst(weights, alone) <= TOLERANCE
-            # Momentum; mean and square; and the gradients that add up. Beside steps and rate.
+            # SGD: momentum. Adam: mean and square. Accumulating: also the sum of gradients. Two
+            # more numbers are the step and the learning rate.
             kinds = {"sgd": 1, "adamw": 2, "clipped": 2, "accumulating": 3}[name]
             assert state - 2 == kinds * sum(-(-size // 2) for size in (42, 7, 35, 5, 15, 3))
             for split_weights, held, _ in split:
@@ -109,7 +111,7 @@ def test_as_a_module_it_trains_under_any_strategy(strategy):
 
 @pytest.mark.long
 def test_as_a_module_its_layers_are_split():
-    """Over three ranks, by which no size divides; each rank's layers are its process' own."""
+    """Sizes are not divisible by three ranks; each rank's layers are those of its own process."""
     done = keras_ranks.training()
     ranks = run_on_gloo(3, train_rank, done, keras_ranks.split)
     assert largest_difference(assemble(ranks), one_process(done)) <= TOLERANCE

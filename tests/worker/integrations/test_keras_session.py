@@ -22,7 +22,8 @@ TOLERANCE = 1e-5  # fp32: members' sums are taken in another order
 
 
 def check(ended: dict[str, Any], optimizer: str) -> None:
-    """The Keras model has weights behind `fit`, and they are those of one process."""
+    """Check that the Keras model has weights after `fit`, and that they are those of one
+    process."""
     weights, loss = bodies.alone(optimizer)
     assert distance(ended["weights"], weights) <= TOLERANCE
     assert ended["loss"] == pytest.approx(loss, abs=TOLERANCE)
@@ -44,8 +45,8 @@ def distance(ours: list[list[float]], theirs: list[list[float]]) -> float:
 def test_fit_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
-    """One of two is killed in the midst of step 6; a third, who stood by, goes on in its place:
-    with that step, or with the first one that is in no copy. Keras counts each step once."""
+    """Member b of two is killed in the midst of step 6, and a standby replaces it: from that step
+    on, or from the first step that is in no copy. Keras counts each step once."""
     run = Fit(
         coordinator=cluster.coordinator,
         job=f"keras-{strategy}",
@@ -90,7 +91,7 @@ def test_fit_of_one_member_is_keras_own(
     kind, ended = events[-1]
     assert kind == "finished"
     assert ended["steps"] == ended["step"] == ended["iterations"] == STEPS
-    # Where members hold the weights, the model takes no memory for them until the end.
+    # If members hold the weights themselves, the model takes no memory for them until the end.
     assert ended["shown"] == [strategy in IN_PLACE] * (STEPS - 1) + [True]
     check(ended, optimizer)
 
@@ -101,7 +102,8 @@ def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "nadam", "adagrad", "scheduled"])
 def test_steps_are_those_of_the_optimizer_and_its_state_goes_on_elsewhere(name: str) -> None:
-    """Half of the steps by one, the others by another member that was handed the state."""
+    """The first member takes half of the steps, and a second one, which gets its state, takes the
+    others."""
     model = bodies.new_model()
     plain, ours = bodies.new_optimizer(name), parameters_of(model)
     steps = KerasSteps(bodies.new_optimizer(name), ours)
@@ -146,13 +148,13 @@ def test_what_a_session_cannot_keep_exact_is_refused(session: shoal.Session) -> 
     model = bodies.new_model()
     with pytest.raises(InvalidSpec, match="built=True compiled=False"):
         session.distribute(model, bodies.new_optimizer("sgd"))
-    for optimizer, said in (
+    for optimizer, message in (
         (keras.optimizers.Adam(clipnorm=1.0), "clipnorm"),
         (keras.optimizers.Adam(gradient_accumulation_steps=2), "global_batch_size"),
         (keras.optimizers.Lamb(), "Lamb"),
     ):
         model.compile(optimizer=optimizer, loss="mse")
-        with pytest.raises(UnsupportedOptimizer, match=said):
+        with pytest.raises(UnsupportedOptimizer, match=message):
             session.distribute(model, optimizer)
     model.compile(optimizer="sgd", loss="mse")
     with pytest.raises(InvalidSpec, match="strategy pipeline"):

@@ -46,7 +46,7 @@ NOBODY = {"coordinator": "", "job": "", "member_id": ""}
 
 
 def say_nothing(kind: str, /, **_: Any) -> None:
-    """These members' steps are of no interest."""
+    """Discard the report."""
 
 
 @pytest.fixture
@@ -98,9 +98,9 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint(
 def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
-    """One of two is killed in the midst of step 6; a third, who stood by, goes on in its place:
-    with that step, or with the first one that is in no copy. Lightning counts the job's steps and
-    epochs on both, and the weights are those of a plain loop."""
+    """Member b of two is killed in the midst of step 6, and a standby replaces it: from that step
+    on, or from the first step that is in no copy. Lightning counts the job's steps and epochs on
+    both members, and the weights are those of a plain loop."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"lightning-{strategy}",
@@ -114,7 +114,7 @@ def test_a_session_goes_on_without_a_lost_member(
     assert [each["trainer_epochs"] for each in (a, c)] == [ORDER.num_epochs] * 2
     if run.validates:
         validated = [data for kind, data in rank.seen if kind == "validated"]
-        # Before the first step, as Lightning does to see that it works, and behind each epoch.
+        # Before the first step, as Lightning's sanity check does, and after each epoch.
         assert validated == [{"step": step, "trains": False} for step in (0, 5, 10, 15)]
         assert c["validated"] == [0, 10, 15], "that of the epoch within which it joined, too"
     for each in (a, c):
@@ -123,7 +123,8 @@ def test_a_session_goes_on_without_a_lost_member(
 
 @pytest.mark.long
 def test_sigterm_drains_a_member(cluster: LocalCluster, tmp_path: Path) -> None:
-    """As in any session, and not as Lightning would have it: the step is finished first."""
+    """The member drains as in any session, and not as Lightning would end: the step is finished
+    first."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     run = Run(
@@ -161,7 +162,7 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"callbacks": [GradientAccumulationScheduler({0: 2})]}, "changes with the epochs"),
         ({"enable_checkpointing": True}, "enable_checkpointing=False"),
@@ -179,9 +180,9 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
     ],
 )
 def test_what_a_session_cannot_keep_exact_is_refused(
-    session: shoal.Session, changes: dict[str, Any], said: str, tmp_path: Path
+    session: shoal.Session, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(InvalidSpec, match=said):
+    with pytest.raises(InvalidSpec, match=message):
         fit(session, Net, default_root_dir=tmp_path, **changes)
 
 
@@ -226,7 +227,7 @@ def test_schedulers_that_look_at_a_metric_are_refused(session: shoal.Session) ->
 def test_bfloat16_is_autocast_and_weights_are_written_by_one_member(
     session: shoal.Session, tmp_path: Path
 ) -> None:
-    """What is written is read by Lightning alone."""
+    """Lightning alone reads the written file."""
     seen: list[bool] = []
 
     class Cast(Net):
@@ -245,8 +246,8 @@ def test_bfloat16_is_autocast_and_weights_are_written_by_one_member(
 
 
 def test_a_metric_is_of_this_member_alone(session: shoal.Session) -> None:
-    """As what `self.log` keeps is. torchmetrics would gather over the members by itself, and all of
-    them would end with an error of torch's if one is lost meanwhile."""
+    """A metric stays local, like the values of `self.log`. torchmetrics would gather it over the
+    members, and if one were lost meanwhile all of them would end with an error of torch's."""
     found: list[bool] = []
 
     class Measured(Net):
@@ -262,7 +263,8 @@ def test_a_metric_is_of_this_member_alone(session: shoal.Session) -> None:
 
 
 def test_who_comes_knows_which_checkpoints_are_kept(session: shoal.Session, tmp_path: Path) -> None:
-    """Else it would keep a worse one as the best, once it has rank 0. Its folder may be another."""
+    """Otherwise a newcomer would keep a worse checkpoint as the best, once it has rank 0. Its
+    directory may differ."""
 
     class Judged(Net):
         def on_train_epoch_end(self) -> None:
@@ -292,8 +294,8 @@ def test_who_comes_knows_which_checkpoints_are_kept(session: shoal.Session, tmp_
 def test_schedules_and_parts_are_those_of_one_process(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """One scheduler by the step and one by the epoch, batches in two parts, a loss and a member
-    that goes on in its place."""
+    """Schedulers step by the step and by the epoch; batches have two parts; a member is lost and
+    replaced."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"lightning-schedules-{strategy}",
@@ -326,7 +328,7 @@ def test_batches_beside_those_that_the_session_has_cut_are_refused(session: shoa
 
 
 class Asking(Net):
-    """Asks the Trainer how long it trains, as for a schedule."""
+    """A module that asks the Trainer for the length of the training, as for a schedule."""
 
     asked: tuple[int | float | None, ...] = ()
 
@@ -372,7 +374,7 @@ def test_two_lengths_are_refused(session: shoal.Session) -> None:
 
 
 class Stopping(Net):
-    """Its loss does not fall, to those who judge it."""
+    """A module that logs a constant value, on which EarlyStopping stops."""
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         self.log("flat", 1.0, on_epoch=True)
@@ -387,7 +389,7 @@ class Stopping(Net):
 def test_a_callback_that_stops_ends_the_job(
     cluster: LocalCluster, callback: Any, steps: int
 ) -> None:
-    """It counts as finished: nobody trains on."""
+    """The job counts as finished: no other member trains on."""
     name = f"lightning-{secrets.token_hex(4)}"
     with shoal.join(name, coordinator=cluster.coordinator) as session:
         elastic = SessionStrategy(session)
@@ -403,7 +405,7 @@ def test_a_callback_that_stops_ends_the_job(
 
 
 class Parts(LightningModule):
-    """An encoder and a decoder, with one optimizer; keeps what its batches are like."""
+    """An encoder and a decoder with one optimizer; records its batches."""
 
     def __init__(self, session: shoal.Session) -> None:
         super().__init__()

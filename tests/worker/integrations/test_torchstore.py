@@ -1,4 +1,4 @@
-"""TorchStore's calls, over versions: a get is of one put, whatever a writer does meanwhile."""
+"""TorchStore's calls, over versions: a get returns one put, whatever a writer does meanwhile."""
 
 import asyncio
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCl
 
 
 def state_of(number: float) -> dict[str, dict[str, torch.Tensor]]:
-    """As a state dict of a model and its parts, nested."""
+    """A nested state dict, of a model and its parts."""
     return {"model": {name: torch.full(shape, number) for name, shape in SHAPES.items()}}
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer in a session: exact over losses, and what it cannot do is refused."""
+"""Hugging Face's Trainer in a session: exact over losses; unsupported settings are refused."""
 
 import secrets
 from collections.abc import Iterator, Mapping
@@ -41,7 +41,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(autouse=True)
 def state() -> Iterator[None]:
-    """Accelerators of a process share one."""
+    """Reset the state that all Accelerators of a process share."""
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
@@ -60,7 +60,8 @@ def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> flo
 
 @pytest.mark.long
 def test_a_member_alone_trains_as_trainer_does(session: shoal.Session) -> None:
-    """Tied weights, parts of steps, losses by token, a schedule, clipping and evaluation."""
+    """The run has tied weights, parts of steps, losses by token, a schedule, clipping and
+    evaluation."""
     trainer = SessionTrainer(session, **inputs_of())
     trainer.train()
     weights, plain = plain_trainer()
@@ -77,8 +78,8 @@ def test_a_member_alone_trains_as_trainer_does(session: shoal.Session) -> None:
 def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
-    """One of two is killed once both have clipped their gradients of step 6, and so agreed on it;
-    a third goes on in its place. Weights and evaluations are those of Trainer alone."""
+    """Member b of two is killed once both have clipped their gradients of step 6, and so agreed on
+    them; a third takes its place. Weights and evaluations are those of Trainer alone."""
     run = Run(
         coordinator=cluster.coordinator, job=f"hf-{strategy}", member_id="", strategy=strategy
     )
@@ -115,7 +116,7 @@ def test_a_callback_ends_the_job(session: shoal.Session) -> None:
 
 @pytest.mark.long
 def test_metrics_of_predictions_stop_the_training(session: shoal.Session) -> None:
-    """Callbacks that export their state have it in the job's."""
+    """The state of callbacks that export it is part of the job's state."""
 
     def accuracy(predicted: Any) -> dict[str, float]:
         assert predicted.predictions.shape[:2] == (10, 8)
@@ -156,7 +157,7 @@ def test_a_loss_of_unknown_weight_is_refused(session: shoal.Session) -> None:
 
 
 class Tagger(torch.nn.Module):
-    """Of a user's own: its forward does not take `num_items_in_batch`."""
+    """A user's own model: its forward does not take `num_items_in_batch`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +170,7 @@ class Tagger(torch.nn.Module):
 
 
 def tagger_of(**changes: Any) -> dict[str, Any]:
-    """With a label of four for each token that is no padding."""
+    """Trainer arguments for `Tagger`: each token that is no padding has one of four labels."""
     inputs = inputs_of(label_smoothing_factor=0.1, max_steps=2, eval_strategy="no", **changes)
     data = [
         {**each, "labels": each["labels"].where(each["labels"] < 0, each["labels"] % 4)}
@@ -181,7 +182,7 @@ def tagger_of(**changes: Any) -> dict[str, Any]:
 def test_a_smoothed_mean_over_labels_has_their_number_as_weight(
     session: shoal.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member's share may be full of padding: its mean counts for as many labels as it has."""
+    """A member's share may be full of padding: its mean has its number of labels as weight."""
     weights: list[Any] = []
     plain = session.backward
 
@@ -202,7 +203,7 @@ def test_a_smoothed_mean_of_each_part_is_refused(session: shoal.Session) -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"save_strategy": "epoch"}, "save_strategy='epoch'.*checkpoints="),
         ({"save_strategy": "epoch", "load_best_model_at_end": True}, "load_best.*save_model"),
@@ -213,16 +214,16 @@ def test_a_smoothed_mean_of_each_part_is_refused(session: shoal.Session) -> None
     ],
 )
 def test_what_a_session_cannot_keep_exact_is_refused(
-    session: shoal.Session, changes: dict[str, Any], said: str
+    session: shoal.Session, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InvalidSpec, match=said):
+    with pytest.raises(InvalidSpec, match=message):
         SessionTrainer(session, **inputs_of(**changes))
 
 
 def test_losses_of_steps_that_are_taken_again_are_counted_once(
     session: shoal.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the mean that is logged, also where the job goes back by several steps."""
+    """The logged mean counts them once, also if the job goes back by several steps."""
     trainer = SessionTrainer(session, **inputs_of(logging_steps=100))
     before: list[float] = []
 
@@ -245,7 +246,7 @@ def test_a_checkpoint_of_trainers_own_is_refused(session: shoal.Session) -> None
 
 
 def translating(directory: Path) -> dict[str, Any]:
-    """What a Seq2SeqTrainer is given whose evaluation generates."""
+    """Arguments of a Seq2SeqTrainer whose evaluation generates."""
     size = {"d_model": 8, "max_position_embeddings": 16, "vocab_size": VOCABULARY, "dropout": 0.0}
     sides: dict[str, Any] = {}
     for side in ("encoder", "decoder"):
@@ -282,9 +283,9 @@ def test_an_evaluation_generates_as_that_of_one_process(
     )
     for each in (plain, elastic):
         each.train()
-    said, expected = (each.evaluate() for each in (elastic, plain))
-    assert said["eval_tokens"] == expected["eval_tokens"]
-    assert said["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
+    found, expected = (each.evaluate() for each in (elastic, plain))
+    assert found["eval_tokens"] == expected["eval_tokens"]
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
 
 
 def test_a_trainer_that_would_not_generate_is_refused(

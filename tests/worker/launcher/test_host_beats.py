@@ -1,4 +1,4 @@
-"""What a launcher says for its workers, as a coordinator takes it: they live, they are halted."""
+"""Reports of a launcher about its workers, as a coordinator takes them: alive, or halted."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from shoal_server.status.views import MemberView
 
 LIMITS = Limits(heartbeat_s=0.4, join_s=14.0)
 HOLD_S = 5
-"""Longer than any silence is borne, and shorter than a step may take."""
+"""Longer than the permitted silence, and shorter than a step may take."""
 assert LIMITS.silence_s < HOLD_S < LIMITS.watchdog_s
 DEADLINE_S = 60.0
 
@@ -47,14 +47,14 @@ sys.exit("another error that followed from it")
 
 
 class Started:
-    """A process and its output; `line` waits for what it says."""
+    """A process and its output; `line` waits for a line of it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.said: list[str] = []
 
     async def line(self, wanted: str) -> str:
-        """The next line with these words."""
+        """Return the next line that contains `wanted`."""
         assert self.process.stdout is not None
         async with asyncio.timeout(DEADLINE_S):
             while raw := await self.process.stdout.readline():
@@ -64,7 +64,7 @@ class Started:
         raise AssertionError(f"{wanted!r} did not come in {self.said}")
 
     async def pid(self) -> int:
-        """The worker's pid, once it is a member."""
+        """Return the worker's pid, once the worker is a member."""
         return int((await self.line("pid ")).rpartition(" ")[2])
 
 
@@ -76,7 +76,7 @@ class World:
         self.started: list[Started] = []
 
     async def start(self, *command: str, hold: bool = False) -> Started:
-        """The worker's script, after `command`."""
+        """Start the worker's script, by `command`."""
         environment = {
             **os.environ,
             "SHOAL_COORDINATOR": self._coordinator.address,
@@ -100,13 +100,13 @@ class World:
         return await self.start(*run, hold=hold)
 
     def member(self, pid: int) -> MemberView | None:
-        """What the status page shows of the process."""
+        """Return the status page's entry for the process."""
         jobs = self._coordinator.coordinator.view.jobs()
         found = [each for job in jobs for each in job.members if each.process.pid == pid]
         return found[0] if found else None
 
     def reasons(self) -> str:
-        """Why which member was lost."""
+        """Return the reasons for which members were removed."""
         board = self._coordinator.coordinator.board
         return "; ".join(each.reason for each in board.events("j") if each.kind == "member_removed")
 
@@ -135,7 +135,8 @@ async def world_in(directory: Path) -> AsyncIterator[World]:
 
 @pytest.mark.long
 async def test_a_worker_that_holds_pythons_lock_is_not_taken_for_lost(tmp_path: Path) -> None:
-    """Its launcher beats for it, with its steps; the same worker without a launcher is lost."""
+    """The launcher sends the worker's heartbeats, with its steps. The same worker without a
+    launcher is lost."""
     async with world_in(tmp_path) as world:
         launched, alone = await world.run(hold=True), await world.start(hold=True)
         launched_pid, alone_pid = await launched.pid(), await alone.pid()
@@ -152,7 +153,8 @@ async def test_a_worker_that_holds_pythons_lock_is_not_taken_for_lost(tmp_path: 
 
 @pytest.mark.long
 async def test_a_halted_launcher_costs_its_workers_nothing(tmp_path: Path) -> None:
-    """SIGSTOP of the launcher: its worker beats by itself for longer than silence is borne."""
+    """The launcher is stopped by SIGSTOP: its worker sends heartbeats itself for longer than the
+    permitted silence."""
     async with world_in(tmp_path) as world:
         launched = await world.run()
         pid = await launched.pid()
@@ -169,8 +171,8 @@ async def test_a_halted_launcher_costs_its_workers_nothing(tmp_path: Path) -> No
 
 @pytest.mark.long
 async def test_a_halted_worker_is_lost_by_its_launchers_word(tmp_path: Path) -> None:
-    """SIGSTOP of the worker: lost as halted and not as silent; when it goes on it is fenced, and
-    its launcher starts it again, a fresh incarnation of the same member."""
+    """The worker is stopped by SIGSTOP: it is lost as halted and not as silent. Once it continues
+    it is fenced, and its launcher starts a new incarnation of the same member."""
     async with world_in(tmp_path) as world:
         launched = await world.run(restarts=1)
         pid = await launched.pid()

@@ -1,6 +1,6 @@
-"""`shoal run` as a user meets it: a process, its workers, its signals, its exit code.
+"""`shoal run` as users see it: a process, its workers, its signals, its exit code.
 
-The coordinator is a gRPC server that takes reports and knows no jobs.
+The coordinator is a gRPC server that receives reports and keeps no jobs.
 """
 
 import ctypes
@@ -71,10 +71,10 @@ class ExitBook(MembershipServicer):
         """Error of the job if its state is lost."""
         self.phase = "running"
         self.has_begun = False
-        """True once a worker was reported on; until then there is no such job."""
+        """True once a worker was reported; until then there is no such job."""
         self.members: tuple[str, ...] = ()
         self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Jobs whose state the launcher asked for."""
+        """Jobs whose state the launcher requested."""
         self.goes_on = False
         """True if a worker that exits with 0 leaves a job that is not finished."""
 
@@ -128,7 +128,7 @@ def book() -> ExitBook:
 
 @contextmanager
 def serving(book: ExitBook, port: int = 0) -> Iterator[str]:
-    """The address of a coordinator that keeps the book."""
+    """Serve a coordinator that records in `book`; yield its address."""
     with futures.ThreadPoolExecutor(2) as answering:
         server = grpc.server(answering)
         add_MembershipServicer_to_server(book, server)
@@ -149,7 +149,8 @@ Run = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def shoal_run(tmp_path: Path, coordinator: str) -> Iterator[Run]:
-    """Starts `shoal run OPTIONS script.py` with the script's text; killed at the end."""
+    """Function that starts `shoal run OPTIONS script.py` with the script's text. Its processes are
+    killed at the end."""
     started: list[subprocess.Popen[str]] = []
 
     def start(
@@ -188,7 +189,7 @@ def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
 
 
 def read_until(process: "subprocess.Popen[str]", wanted: str, count: int = 1) -> list[str]:
-    """Lines up to the `count`-th one that holds `wanted`."""
+    """Return lines up to the `count`-th one that contains `wanted`."""
     lines: list[str] = []
     assert process.stdout is not None
     for line in process.stdout:
@@ -221,7 +222,8 @@ WAIT = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()
 
 
 def test_workers_know_their_job(shoal_run: Run, coordinator: str) -> None:
-    """Each worker has the job, bounds and an id of its own; its lines carry the id."""
+    """The environment of a worker has the job, the bounds and an id of its own; its lines carry the
+    id."""
     code, output = finish(
         shoal_run(SHOW, "-n", "3", "--job", "j", "--min", "2", arguments=("--lr", "1"))
     )
@@ -241,7 +243,7 @@ def test_workers_know_their_job(shoal_run: Run, coordinator: str) -> None:
 def test_a_name_that_is_given_is_kept(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch, workers: str, expected: set[str]
 ) -> None:
-    """$SHOAL_MEMBER_ID names the worker, so that a pod's member is called as the pod is."""
+    """$SHOAL_MEMBER_ID names the worker: the member of a pod has the pod's name."""
     monkeypatch.setenv("SHOAL_MEMBER_ID", "pod")
     code, output = finish(
         shoal_run("import os; print('is', os.environ['SHOAL_MEMBER_ID'])", "-n", workers)
@@ -261,7 +263,8 @@ def test_a_module_is_run_with_m(shoal_run: Run, tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_started_again(shoal_run: Run, book: ExitBook, tmp_path: Path) -> None:
-    """SIGKILL: the exit is reported, the same member id is started again, and the job counts."""
+    """SIGKILL is reported as the exit code, the same member id is started again, and the job
+    completes."""
     os.mkfifo(tmp_path / "again")
     script = f"""
 import os, pathlib, signal
@@ -313,7 +316,8 @@ def test_the_output_of_a_restarted_worker_needs_no_further_open_file(shoal_run: 
 def test_a_failed_worker_is_started_again_only_on_request(
     shoal_run: Run, restart_on: str, runs: int
 ) -> None:
-    """A non-zero exit comes through as the run's code, and is tried again with --restart-on."""
+    """A non-zero exit becomes the run's code. With --restart-on failure the worker is tried
+    again."""
     script = "import sys; print('tried'); sys.exit(5)"
     code, output = finish(
         shoal_run(script, "--max-restarts", "2", "--restart-on", restart_on, "-n", "1")
@@ -325,7 +329,8 @@ def test_a_failed_worker_is_started_again_only_on_request(
 def test_nobody_is_started_again_for_a_job_whose_state_is_lost(
     shoal_run: Run, book: ExitBook
 ) -> None:
-    """It would only hear the same. The reason is the last line, and the run has failed."""
+    """A new worker would only get the same error. The reason is the last line, and the run has
+    failed."""
     book.lost = StateLost("the state of job j is lost", seen="nobody", fix="Run it with --fresh.")
     book.phase = "lost"
     script = "import sys; print('tried'); sys.exit(1)"
@@ -340,7 +345,7 @@ def test_nobody_is_started_again_for_a_job_whose_state_is_lost(
 def test_a_worker_that_was_killed_is_not_started_again_for_a_job_that_is_over(
     shoal_run: Run, book: ExitBook, phase: str
 ) -> None:
-    """The preempted worker's report is answered with what became of the job meanwhile."""
+    """The answer to the report of the killed worker has the job's phase."""
     book.phase = phase
     script = "import os, signal; print('tried', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     code, output = finish(shoal_run(script, "-n", "1", "--job", "j"))
@@ -351,7 +356,7 @@ def test_a_worker_that_was_killed_is_not_started_again_for_a_job_that_is_over(
 
 
 def test_an_error_in_one_worker_is_the_runs_code(shoal_run: Run) -> None:
-    """Others that complete do not hide a worker that failed by itself."""
+    """Other workers that complete do not hide a worker that failed by itself."""
     script = "import os, sys; sys.exit(4 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else 0)"
     code, output = finish(shoal_run(script, "-n", "2"))
     assert code == 4, output
@@ -359,7 +364,7 @@ def test_an_error_in_one_worker_is_the_runs_code(shoal_run: Run) -> None:
 
 @pytest.mark.long
 def test_a_script_for_torchrun_is_told_so(shoal_run: Run) -> None:
-    """torch says only that RANK is not set. Once, and not for each worker."""
+    """torch says only that RANK is not set. The hint comes once, not for each worker."""
     script = "import torch; torch.distributed.init_process_group('gloo')"
     code, output = finish(shoal_run(script, "-n", "2"))
     assert code == 1
@@ -367,7 +372,7 @@ def test_a_script_for_torchrun_is_told_so(shoal_run: Run) -> None:
 
 
 def test_ctrl_c_prints_no_traceback(shoal_run: Run) -> None:
-    """A worker is asked to end as by SIGTERM, wherever its script is."""
+    """The worker is asked to end as by SIGTERM, in whatever line its script is."""
     process = shoal_run("print('here', flush=True); import time; time.sleep(60)", "-n", "2")
     read_until(process, "here", count=2)
     process.send_signal(signal.SIGINT)
@@ -378,7 +383,8 @@ def test_ctrl_c_prints_no_traceback(shoal_run: Run) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_passed_on(shoal_run: Run, number: signal.Signals) -> None:
-    """SIGINT and SIGTERM end every worker, nobody is started again, the code says which."""
+    """SIGINT and SIGTERM end every worker, no worker is started again, and the code names the
+    signal."""
     process = shoal_run(WAIT, "-n", "2")
     lines = read_until(process, " pid ", count=2)
     process.send_signal(number)
@@ -390,7 +396,7 @@ def test_signals_are_passed_on(shoal_run: Run, number: signal.Signals) -> None:
 
 
 def test_halts_are_reported_in_order(shoal_run: Run, book: ExitBook) -> None:
-    """SIGSTOP, SIGCONT, SIGSTOP, SIGKILL: the coordinator hears of each, as they came."""
+    """SIGSTOP, SIGCONT, SIGSTOP, SIGKILL: the coordinator gets a report of each, in this order."""
     process = shoal_run(WAIT, "-n", "1", "--max-restarts", "0")
     pid = int(read_until(process, " pid ")[-1].rpartition(" ")[2])
     steps = (
@@ -420,7 +426,7 @@ slot.claim(token, heartbeat_s=0.05, patience_s=60.0)
 def test_one_call_beats_for_all_who_live(
     shoal_run: Run, book: ExitBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every worker's beat with its steps in each call; not of one that is halted, or ended."""
+    """Heartbeat calls cover every worker, with its steps, except halted and ended workers."""
     monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
 
     def await_beats(*members: str) -> None:
@@ -462,7 +468,7 @@ if number <= int(sys.argv[1]):
 
 
 def test_a_fenced_worker_is_started_again(shoal_run: Run, book: ExitBook) -> None:
-    """Its script failed for another error, which `--restart-on signal` would leave at that."""
+    """The script's own error alone would start nothing again under `--restart-on signal`."""
     book.refused = {f"life-{number}": Fenced("no member any more") for number in (1, 2)}
     code, output = finish(shoal_run(LIVES, "-n", "1", arguments=("2",)))
     assert code == 0, output
@@ -472,7 +478,7 @@ def test_a_fenced_worker_is_started_again(shoal_run: Run, book: ExitBook) -> Non
 
 
 def test_restarts_of_a_fenced_worker_are_bounded(shoal_run: Run, book: ExitBook) -> None:
-    """As often as any other, and no more."""
+    """A fenced worker is started again as often as any other."""
     book.refused = {f"life-{number}": Fenced("no member any more") for number in (1, 2)}
     code, output = finish(shoal_run(LIVES, "--max-restarts", "1", arguments=("2",)))
     assert code == 1, output
@@ -483,7 +489,7 @@ def test_restarts_of_a_fenced_worker_are_bounded(shoal_run: Run, book: ExitBook)
 def test_an_interrupt_while_a_fenced_worker_waits_for_its_restart(
     shoal_run: Run, book: ExitBook
 ) -> None:
-    """Nothing runs and nothing is started: the launcher ends at once."""
+    """The launcher ends at once: no worker runs, and none is started."""
     book.refused = {"life-1": Fenced("no member any more")}
     process = shoal_run(LIVES, "-n", "1", arguments=("1",))
     read_until(process, "started again in")
@@ -496,7 +502,7 @@ def test_an_interrupt_while_a_fenced_worker_waits_for_its_restart(
 def test_a_fenced_worker_without_which_the_job_was_completed(
     shoal_run: Run, book: ExitBook
 ) -> None:
-    """When it is started again there is nothing left to do: the run's code is 0."""
+    """The worker that is started again finds nothing left to do: the run's code is 0."""
     book.refused = {"life-1": Fenced("no member any more"), "life-2": JobFinished("it is over")}
     code, output = finish(shoal_run(LIVES, "-n", "1", arguments=("2",)))
     assert code == 0, output
@@ -520,18 +526,18 @@ def test_a_fenced_worker_without_which_the_job_was_completed(
 def test_what_is_refused_for_good_is_not_tried_again(
     shoal_run: Run, book: ExitBook, error: ShoalError, again: bool
 ) -> None:
-    """Not even with --restart-on failure; what may pass is."""
+    """Final refusals are not tried again even with --restart-on failure; temporary ones are."""
     book.refused = {"life-1": error}
     script = LIVES.replace("while slot.ending is MembershipEnding.UNKNOWN", "while not refused()")
     script = script.replace("number = len", "began_s = time.monotonic()\nnumber = len")
-    # A refusal that may pass leaves no trace on the board: a few beats are enough.
+    # A refusal that may pass leaves no trace on the board: a few heartbeats are enough.
     held = "slot.ending is not MembershipEnding.UNKNOWN or time.monotonic() > began_s + 0.5"
     script = script.replace("slot = BeatSlot", f"refused = lambda: {held}\nslot = BeatSlot")
     code, output = finish(
         shoal_run(script, "--restart-on", "failure", "--max-restarts", "1", arguments=("1",))
     )
     assert ("life 2" in output) == again, output
-    # A job that others have finished is no failure of who stood by.
+    # A job that others have finished is no failure of a standby.
     is_done = again or isinstance(error, JobFinished)
     assert code == (0 if is_done else 1), output
     assert ("was not needed: the job was finished without it" in output) == (is_done and not again)
@@ -539,7 +545,8 @@ def test_what_is_refused_for_good_is_not_tried_again(
 
 @pytest.mark.parametrize("restart_on", ["signal", "failure"])
 def test_a_drained_worker_is_no_failure(shoal_run: Run, restart_on: str) -> None:
-    """Exit code 143 of one worker: not started again, and the job that others complete counts."""
+    """A worker with exit code 143 is not started again, and the job that the others complete
+    counts."""
     script = "import os, sys; sys.exit(143 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else 0)"
     code, output = finish(shoal_run(script, "-n", "2", "--restart-on", restart_on))
     assert code == 0, output
@@ -551,7 +558,8 @@ def test_a_drained_worker_is_no_failure(shoal_run: Run, restart_on: str) -> None
 def test_a_worker_that_ends_before_the_last_batch_has_not_completed_the_job(
     shoal_run: Run, book: ExitBook
 ) -> None:
-    """Its script broke off: who is killed behind it is needed, and the last line says how it is."""
+    """A script ended early. A worker killed after that is still needed, and the last line says that
+    the job is not finished."""
     script = """if 1:
         import os, pathlib, signal
         first = pathlib.Path("first")
@@ -574,7 +582,7 @@ def test_a_worker_that_ends_before_the_last_batch_has_not_completed_the_job(
 @pytest.mark.sampled()
 @pytest.mark.parametrize(("other", "expected"), [(143, 143), (5, 5)])
 def test_a_run_of_drained_workers(shoal_run: Run, other: int, expected: int) -> None:
-    """With all of them drained the run's code is 143; with one that failed it is that one's."""
+    """The run's code is 143 if all workers are drained; if one failed, it is that worker's code."""
     script = "import os, sys; sys.exit(143 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else "
     code, output = finish(shoal_run(f"{script}{other})", "-n", "2"))
     assert code == expected, output
@@ -601,7 +609,7 @@ def deaf():
 
 
 def test_a_halted_worker_that_is_lost_is_replaced(shoal_run: Run, book: ExitBook) -> None:
-    """Nobody needs to wait for a SIGCONT: it would be fenced."""
+    """Waiting for a SIGCONT is useless: the worker would be fenced."""
     script = JOINS + "joins(); show('up'); pathlib.Path('again').exists() and sys.exit()\n"
     script += "pathlib.Path('again').touch(); signal.pause()"
     process = shoal_run(script, "-n", "1", "--job", "j")
@@ -614,7 +622,7 @@ def test_a_halted_worker_that_is_lost_is_replaced(shoal_run: Run, book: ExitBook
 
 
 def test_a_lost_worker_that_does_not_end_is_replaced(shoal_run: Run, book: ExitBook) -> None:
-    """It hangs where it hears nothing, while the job trains: the grace time is all it gets."""
+    """The worker ignores SIGTERM while the job trains: it is killed after the grace time."""
     book.refused = {"first": Fenced("no member any more")}
     script = JOINS.replace("str(os.getpid())", "'again' if os.path.exists('again') else 'first'")
     script += "joins(); os.path.exists('again') and sys.exit()\n"
@@ -626,7 +634,7 @@ def test_a_lost_worker_that_does_not_end_is_replaced(shoal_run: Run, book: ExitB
 
 
 def test_a_halted_worker_that_is_not_lost_is_left_alone(shoal_run: Run, book: ExitBook) -> None:
-    """A stop that is short enough has no effect."""
+    """A short stop has no effect."""
     book.members = ("w",)
     script = JOINS + "slot = joins(); show('up'); signal.sigwait({signal.SIGUSR1}); slot.withdraw()"
     script = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n" + script
@@ -671,7 +679,7 @@ def test_a_launcher_ends_with_its_finished_job(
 def test_a_script_that_has_left_its_finished_job_goes_on(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may save or evaluate for as long as it likes; so may one that is in its next job."""
+    """The script may save or evaluate for any time; so may a script that is in its next job."""
     monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
     script = (
         JOINS
@@ -697,7 +705,8 @@ if member != "w-0":
 def test_a_launcher_ends_with_a_job_that_others_ended(
     shoal_run: Run, book: ExitBook, phase: str
 ) -> None:
-    """Its only worker hangs, and no longer hears of it; a coordinator is asked."""
+    """The only worker hangs and no longer learns of the job's end; the launcher asks a
+    coordinator."""
     book.phase, book.refused = phase, {"w": Fenced("no member any more")}
     script = JOINS.replace("str(os.getpid())", "'w'") + "slot = joins(); deaf()"
     code, output = finish(shoal_run(script, "-n", "1", "--job", "j", "--grace-s", "0.5"))
@@ -709,12 +718,12 @@ def test_a_launcher_ends_with_a_job_that_others_ended(
 def test_a_worker_that_hangs_in_the_kernel_is_left_there(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL does not end it; the launcher ends all the same, and names the process."""
+    """SIGKILL does not end the worker; the launcher ends all the same, and names the process."""
     monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
     any_tracer = "import ctypes; ctypes.CDLL(None).prctl(0x59616d61, ctypes.c_ulong(-1))\n"
     process = shoal_run(any_tracer + JOINS + "deaf()", "-n", "1", "--grace-s", "0.5")
     pid = int(read_until(process, "deaf ")[-1].split()[-1])
-    # The launcher sees the end of a process that is traced only once its tracer has seen it.
+    # The launcher sees the end of a traced process only once its tracer has seen it.
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.ptrace(PTRACE_SEIZE, pid, None, None) == 0, os.strerror(ctypes.get_errno())
     try:
@@ -727,7 +736,7 @@ def test_a_worker_that_hangs_in_the_kernel_is_left_there(
 
 
 def test_workers_may_drain(shoal_run: Run) -> None:
-    """After a SIGTERM a worker ends in its own time and is not killed for it."""
+    """Workers finish in their own time after a SIGTERM, and are not killed."""
     script = """
 import signal, sys
 def drain(number, frame):
@@ -756,7 +765,7 @@ def test_the_grace_time_is_bounded(shoal_run: Run) -> None:
 
 
 def test_a_signal_to_the_process_and_its_group_is_one(shoal_run: Run, tmp_path: Path) -> None:
-    """As `timeout` sends it: workers hand over all the same."""
+    """`timeout` sends both: workers hand over all the same."""
     script = f"""
 import pathlib, signal, sys, time
 def drain(number, frame):
@@ -779,7 +788,7 @@ signal.signal(signal.SIGTERM, drain)
 
 
 def test_a_second_interrupt_kills(shoal_run: Run) -> None:
-    """Workers that do not end on Ctrl-C are killed by the second one."""
+    """Workers that do not end on the first Ctrl-C are killed by the second one."""
     deaf = "import signal; signal.signal(15, lambda *_: print('deaf', flush=True)); "
     process = shoal_run(deaf + WAIT + "\nwhile True: signal.pause()", "-n", "1")
     read_until(process, " pid ")
@@ -792,7 +801,6 @@ def test_a_second_interrupt_kills(shoal_run: Run) -> None:
 
 
 def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
-    """kill -9 of the launcher ends its workers."""
     process = shoal_run(WAIT, "-n", "2")
     lines = read_until(process, " pid ", count=2)
     pids = [int(line.rpartition(" ")[2]) for line in lines if " pid " in line]
@@ -820,7 +828,8 @@ def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
     ],
 )
 def test_bad_options(shoal_run: Run, options: tuple[str, ...], words: str) -> None:
-    """One line that names what was seen and expected, exit code 2, nothing started."""
+    """The error is one line that names what was seen and what is expected. The exit code is 2, and
+    nothing is started."""
     code, output = finish(shoal_run("print('ran')", *options))
     assert code == 2
     assert words in output
@@ -828,7 +837,8 @@ def test_bad_options(shoal_run: Run, options: tuple[str, ...], words: str) -> No
 
 
 def test_workers_are_counted_as_torchrun_users_write_it(shoal_run: Run) -> None:
-    """And a script that is none of Shoal's is told that its processes trained by themselves."""
+    """A script that does not use Shoal also gets a note that its processes trained by
+    themselves."""
     code, output = finish(shoal_run("print('ran')", "--nnodes", "1", "--nproc-per-node", "2"))
     assert code == 0, output
     assert output.count("] ran") == 2
@@ -847,7 +857,7 @@ def test_as_many_workers_as_the_host_has_cores_or_gpus(monkeypatch: pytest.Monke
 def test_a_syntax_error_is_reported_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, as Python reports it."""
+    """The error appears once, as Python reports it."""
     monkeypatch.delenv("SHOAL_COORDINATOR", raising=False)
     script = tmp_path / "train.py"
     script.write_text("print('ran')\nfor batch in\n")
@@ -861,7 +871,7 @@ def test_a_syntax_error_is_reported_before_anything_starts(
 
 
 def test_a_missing_script() -> None:
-    """The path is named; exit code 2."""
+    """The path is named; the exit code is 2."""
     command = [sys.executable, "-m", "shoal_client", "run", "/no/such.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 2
@@ -871,7 +881,8 @@ def test_a_missing_script() -> None:
 def test_a_run_waits_for_a_coordinator_as_long_as_it_is_told_to(
     shoal_run: Run, book: ExitBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says at once that nobody is there, and for how long it waits; then it begins."""
+    """The launcher says at once that no coordinator answers, and for how long it waits; later it
+    begins."""
     monkeypatch.setenv("SHOAL_ADMISSION_S", "600")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

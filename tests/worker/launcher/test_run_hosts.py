@@ -62,7 +62,8 @@ with shoal.join() as session:
 
 @pytest.fixture(scope="module")
 def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a coordinator, which is on loopback and not known as such."""
+    """Address of a coordinator that listens on loopback, at an address that the launcher does not
+    recognise as loopback."""
     config = LocalClusterConfig(
         directory=tmp_path_factory.mktemp("cluster"),
         num_parameter_servers=0,
@@ -78,7 +79,8 @@ Run = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def run_hosts(tmp_path: Path) -> Iterator[Run]:
-    """Starts `shoal run --hosts HOSTS OPTIONS train.py ARGUMENTS` in a folder with an odd name."""
+    """Function that starts `shoal run --hosts HOSTS OPTIONS train.py ARGUMENTS` in a folder with an
+    odd name."""
     started: list[subprocess.Popen[str]] = []
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text(SSH)
@@ -123,7 +125,7 @@ def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
 
 
 def pids_of(process: "subprocess.Popen[str]", number: int) -> dict[str, tuple[int, int]]:
-    """The process ids of the hosts' workers and of their launchers, once so many have begun."""
+    """Return the pids of each host's worker and launcher, once `number` hosts have begun."""
     found: dict[str, tuple[int, int]] = {}
     assert process.stdout is not None
     for line in process.stdout:
@@ -179,7 +181,8 @@ def test_bad_hosts_are_refused_before_anything_starts(
     options: tuple[str, ...],
     words: str,
 ) -> None:
-    """One line, exit code 2. A name cannot become an option of ssh or a command."""
+    """The error is one line, with exit code 2. A name cannot become an option of ssh or a
+    command."""
     monkeypatch.delenv("SHOAL_COORDINATOR", raising=False)
     (tmp_path / "train.py").touch()
     assert main(["run", *options, str(tmp_path / "train.py")]) == 2
@@ -191,8 +194,8 @@ def test_bad_hosts_are_refused_before_anything_starts(
 def test_each_host_has_a_launcher_with_its_number_of_workers(
     run_hosts: Run, coordinator: str, tmp_path: Path
 ) -> None:
-    """Arguments, folder and variables arrive as they are; hosts that cannot be used are named, and
-    the others train without them."""
+    """Arguments, folder and variables arrive unchanged. Unusable hosts are named, and the others
+    train without them."""
     arguments = ("--lr", "1 2", "it's", "$(id)", "-n")
     code, output = finish(
         run_hosts(
@@ -252,7 +255,7 @@ def test_ctrl_c_ends_all_hosts(run_hosts: Run, coordinator: str) -> None:
 
 
 def test_nothing_on_a_host_outlives_the_command(run_hosts: Run, coordinator: str) -> None:
-    """The connection's end is noticed, also after a SIGKILL of this end."""
+    """A host notices the end of the connection, also after a SIGKILL of the command."""
     run = run_hosts(WAIT, "a,b", "--coordinator", coordinator)
     pids = pids_of(run, 2)
     run.kill()
@@ -273,7 +276,8 @@ def test_a_lost_host_is_named_and_the_others_go_on(run_hosts: Run, coordinator: 
 @pytest.mark.long
 @pytest.mark.long
 def test_hosts_train_with_a_cluster_and_keys_of_the_run(run_hosts: Run, tmp_path: Path) -> None:
-    """Keys are in a folder that only the user can read, for this job alone, and are removed."""
+    """Keys are in a folder that only the user can read; they are for this job alone, and are
+    removed."""
     code, output = finish(run_hosts(TRAIN, "a,b:2", "--ps", "0", "--job", "digits"))
     assert code == 0, output
     assert "job digits is finished" in output

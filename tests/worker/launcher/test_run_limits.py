@@ -1,4 +1,4 @@
-"""The time limits of `shoal run`: of the cluster that it starts, and of no other."""
+"""Time limits of `shoal run`: accepted for a cluster that it starts, refused for any other."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from shoal_client.cli import main
 def test_limits_of_a_coordinator_that_stands_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
-    """At once, with exit code 2, before the coordinator is asked for."""
+    """The refusal comes at once, with exit code 2, before any call to the coordinator."""
     script = tmp_path / "train.py"
     script.touch()
     stands = ["--coordinator", "127.0.0.1:9"]

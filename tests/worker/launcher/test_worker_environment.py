@@ -1,4 +1,4 @@
-"""What `shoal run` adds to the environment of a worker, and what it leaves as the user set it."""
+"""Environment of a worker: what `shoal run` adds, and what it leaves as the user set it."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def environment(**given: str) -> dict[str, str]:
 
 
 def test_what_is_set_stays() -> None:
-    """Threads and the thresholds of glibc's malloc, each by itself."""
+    """Holds for threads and for each threshold of glibc's malloc on its own."""
     mine = environment(MALLOC_TRIM_THRESHOLD_="1", OMP_NUM_THREADS="7")
     assert mine["MALLOC_TRIM_THRESHOLD_"] == "1"
     assert mine["OMP_NUM_THREADS"] == "7"
@@ -34,7 +34,7 @@ def test_what_is_set_stays() -> None:
     ],
 )
 def test_malloc_is_left_to_who_chose_it(given: dict[str, str], is_set: bool) -> None:
-    """Thresholds are set for glibc's own malloc where nobody else has."""
+    """Thresholds are set only for glibc's own malloc, and only if the user has not set them."""
     found = environment(**given)
     assert {key: found[key] for key in KEPT_MEMORY if key in found} == (
         KEPT_MEMORY if is_set else {}
@@ -42,7 +42,7 @@ def test_malloc_is_left_to_who_chose_it(given: dict[str, str], is_set: bool) -> 
 
 
 def test_each_worker_is_told_which_of_its_host_it_is() -> None:
-    """Also where the launcher has such a variable itself: it may be a rank of something else."""
+    """A launcher's own LOCAL_RANK does not count: it may be a rank of something else."""
     config = RunConfig(
         job="j",
         coordinators=["127.0.0.1:1"],
@@ -64,7 +64,7 @@ def test_each_worker_is_told_which_of_its_host_it_is() -> None:
         (0, 1, 8, 0),
         (5, 8, 8, 5),
         (1, 2, 8, 1),
-        (3, 4, 1, 0),  # who started it shows it its own only
+        (3, 4, 1, 0),  # whoever started it made only its own GPU visible
         (1, 4, 2, None),
         (3, 4, 2, None),
     ],

@@ -1,4 +1,4 @@
-"""Buffers that forward passes compute from a member's own samples are told by name."""
+"""Warnings, by name, for buffers that forward passes compute from a member's own samples."""
 
 from typing import Any
 
@@ -15,7 +15,8 @@ from ..strategies import test_equality as equality
 
 
 class Counting(nn.Module):
-    """Has seen the samples of a queue, and normalises them."""
+    """A model that keeps the last sample it has seen in a queue, counts its passes and normalises
+    its inputs."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rows of ranks that have unequal numbers of them, and the gradients that come back."""
+"""Gathering rows of ranks with unequal numbers of them, and the gradients that come back."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from shoal.layouts.gathered_rows import UNKNOWN, RowGathers, Share
 from shoal_proto.errors import InvalidSpec
 
 SIZES = (2, 0, 1)
-"""Samples by rank; a rank without any has a row all the same."""
+"""Samples by rank; a rank without samples has one row all the same."""
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.int64, torch.bool),
@@ -22,7 +22,7 @@ DTYPES = [
 
 
 WAYS = [True, False]
-"""From rank to rank, or as rows on a GPU by a collective."""
+"""True: messages from rank to rank. False: a collective, as for rows on a GPU."""
 
 
 def gathers_of(
@@ -45,7 +45,7 @@ def rows_of(rank: int, dtype: torch.dtype) -> Tensor:
 def gathered(dtype: torch.dtype, by_messages: bool = True) -> None:
     rank = dist.get_rank()
     gathers = gathers_of(rank, by_messages=by_messages)
-    # In another order in memory than its shape says.
+    # Memory in another order than the shape says.
     own = rows_of(rank, dtype).transpose(1, 2).contiguous().transpose(1, 2)
     trains = dtype.is_floating_point or dtype.is_complex
     own.requires_grad_(trains)
@@ -82,7 +82,7 @@ def halves(by_messages: bool) -> None:
 
 @pytest.mark.parametrize("by_messages", WAYS)
 def test_gradients_in_halves_are_rounded_once(by_messages: bool) -> None:
-    """256 and 1 are 256 in bfloat16, and 256 and 2 are 258."""
+    """The sum 256 + 1 is 256 in bfloat16, and 256 + 2 is 258."""
     run_in_memory(halves, 3, by_messages)
 
 
@@ -116,7 +116,7 @@ def test_tensors_that_do_not_fit_together_are_refused_on_all_ranks(what: str) ->
 
 
 def test_unequal_rows_of_batches_of_the_scripts_own_are_refused() -> None:
-    """Members' losses weigh alike there, however many rows they are of."""
+    """Members' losses have equal weights there, whatever their numbers of rows."""
     words = "unequal numbers of rows.*m0: 1 rows, each.*m1: 2 rows"
     run_in_memory(refused, 2, lambda rank: torch.ones(1 + rank, 2), words, (UNKNOWN, UNKNOWN))
 
@@ -156,11 +156,11 @@ def by_torch(same: bool) -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_torchs_own_gathering_is_refused_where_sizes_differ(same: bool) -> None:
-    """Not where a script pads its tensors."""
+    """A script that pads its tensors is not refused."""
     run_in_memory(by_torch, 2, same)
 
 
 def test_rows_are_waited_for_where_messages_are_done_before_they_come() -> None:
-    """As NCCL's are; and no two ranks wait for each other to receive."""
+    """NCCL's messages behave like this. No two ranks wait for each other to receive."""
     with late_groups():
         run_in_memory(gathered, 3, torch.float32, timeout_s=10.0)

@@ -1,4 +1,5 @@
-"""Every world size gets a mesh that uses all its ranks; what the user fixed is kept to."""
+"""Meshes: every world size gets one that uses all its ranks and respects the sizes fixed by the
+user."""
 
 import pytest
 from support.models import tensor_models as models
@@ -45,7 +46,7 @@ def test_every_world_size_has_a_mesh_that_suits_the_model(world_size):
         (8, {"data": 1}, (4, 1, 2)),
         (6, {"tensor": 6}, (1, 1, 6)),
         (8, {"pipeline": 2, "data": 2, "tensor": 2}, (2, 2, 2)),
-        # 4 GiB of state: as many copies as can be held.
+        # 4 GiB of state: as many copies as fit in memory.
         (8, {"max_rank_bytes": 4 * GIB}, (1, 8, 1)),
         (8, {"max_rank_bytes": 2 * GIB}, (2, 4, 1)),
         (8, {"max_rank_bytes": GIB}, (2, 2, 2)),
@@ -59,7 +60,7 @@ def test_the_mesh_of_a_world_size(world_size, fixed, expected):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fixed", "said"),
+    ("world_size", "fixed", "message"),
     [
         (6, {"tensor": 4}, r"6 ranks.*tensor=4.*world size 6.*expected 4, 8, 12 or another mul"),
         (9, {"pipeline": 2, "data": 2}, r"pipeline=2 data=2, together 4; expected 4, 8, 12"),
@@ -68,9 +69,9 @@ def test_the_mesh_of_a_world_size(world_size, fixed, expected):
     ],
 )
 def test_fixed_sizes_that_do_not_divide_are_named_with_world_sizes_that_fit(
-    world_size, fixed, said
+    world_size, fixed, message
 ):
-    with pytest.raises(InvalidSpec, match=said):
+    with pytest.raises(InvalidSpec, match=message):
         mesh_for(world_size, facts(stages=2, splits=2), FixedSizes(**fixed))
 
 

@@ -1,4 +1,4 @@
-"""Ranks that split layers find out whether they computed with different ones."""
+"""Ranks that split layers detect that they computed with different layers."""
 
 import random
 from collections.abc import Sequence
@@ -20,14 +20,15 @@ from shoal.layouts.layer_exchanges import (
 LAYERS = ["inner", "first", "second", "outer"]
 
 
-def after(deeds: Sequence[int], *, peers: Sequence[int] = (0, 1)) -> LayerExchanges:
-    """A rank that has met its peers for these since its step began."""
+def after(layers: Sequence[int], *, peers: Sequence[int] = (0, 1)) -> LayerExchanges:
+    """Return the exchanges of a rank that has met its peers for these layers since its step
+    began."""
     exchanges = LayerExchanges()
     exchanges.among(peers)
     sites = [exchanges.site(name) for name in LAYERS]
     exchanges.begin()
-    for deed in deeds:
-        sites[deed].value()
+    for layer in layers:
+        sites[layer].value()
     return exchanges
 
 
@@ -39,25 +40,25 @@ def record_of(exchanges: LayerExchanges) -> ExchangeRecord:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_who_does_the_same_is_never_taken_to_differ_however_far_it_came(seed: int) -> None:
-    """What is lost between ranks, or late, leaves one of them behind the others: whoever is cut off
-    from its peers for minutes is not refused when its network is there again."""
+    """Messages that are lost or late leave one rank behind the others: a rank that is cut off for
+    minutes is not refused once its network works again."""
     drawn = random.Random(seed)
-    deeds = drawn.choices(range(len(LAYERS)), k=drawn.randrange(1, 3 * MAX_RECORDED))
-    counts = [drawn.randrange(1, len(deeds) + 1) for _ in range(3)]
-    assert difference({str(n): record_of(after(deeds[:n])) for n in counts}) is None
+    layers = drawn.choices(range(len(LAYERS)), k=drawn.randrange(1, 3 * MAX_RECORDED))
+    counts = [drawn.randrange(1, len(layers) + 1) for _ in range(3)]
+    assert difference({str(n): record_of(after(layers[:n])) for n in counts}) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_who_waits_in_another_place_of_the_same_pass_differs(seed: int) -> None:
-    """Ranks meet one by one, whatever for: who has done with fewer layers waits at the end of its
-    passes while the others wait for it in one more."""
+    """Ranks meet one by one, in any exchange. A rank that is done with fewer layers waits at the
+    end of its passes, while the others wait for it in one more layer."""
     drawn = random.Random(seed)
-    deeds = drawn.choices(range(len(LAYERS)), k=drawn.randrange(2, 3 * MAX_RECORDED))
-    without = [*deeds]
-    del without[drawn.randrange(len(deeds))]
+    layers = drawn.choices(range(len(LAYERS)), k=drawn.randrange(2, 3 * MAX_RECORDED))
+    without = [*layers]
+    del without[drawn.randrange(len(layers))]
     shorter = after(without)
     shorter.end()
-    found = difference({"a": record_of(after(deeds)), "b": record_of(shorter)})
+    found = difference({"a": record_of(after(layers)), "b": record_of(shorter)})
     assert found is not None
     assert found["a"] != found["b"]
 
@@ -70,7 +71,7 @@ def test_the_first_difference_is_told_by_the_names_of_layers() -> None:
 
 
 def test_steps_are_not_compared_with_earlier_ones() -> None:
-    """What a rank told in a wait that ended well says nothing of the next one."""
+    """A record from a wait that ended well says nothing about the next step."""
     later = after([0])
     later.begin()
     later.note(2)
@@ -79,7 +80,7 @@ def test_steps_are_not_compared_with_earlier_ones() -> None:
 
 def test_what_is_kept_no_longer_counts_in_the_word_of_a_step() -> None:
     many = [number % len(LAYERS) for number in range(2 * MAX_KEPT)]
-    words = [after(deeds).summary() for deeds in (many, many, [1, *many[1:]], many[:-1])]
+    words = [after(layers).summary() for layers in (many, many, [1, *many[1:]], many[:-1])]
     assert words[0] == words[1]
     assert len(set(words)) == 3
     assert max(words).bit_length() == WORD_BITS
@@ -87,7 +88,7 @@ def test_what_is_kept_no_longer_counts_in_the_word_of_a_step() -> None:
 
 
 def test_ranks_are_compared_with_those_that_they_split_layers_with() -> None:
-    """Two groups, each with samples of its own, and one rank that splits no layers."""
+    """Two groups have samples of their own; a further rank splits no layers."""
     first = [after([0, 1], peers=(0, 1)).summary() for _ in range(2)]
     second = [after([0, 2], peers=(2, 3)).summary() for _ in range(2)]
     assert ranks_that_differ([*first, *second, 0]) == ()
@@ -105,7 +106,7 @@ def test_where_models_are_split_among_different_ranks_nothing_is_told() -> None:
 
 
 def test_a_whole_parameter_without_a_gradient_is_told_by_its_name() -> None:
-    """Frozen ones have none anywhere."""
+    """Frozen parameters have no gradient on any rank."""
     parameters = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in "ab"})
     parameters["frozen"] = nn.Parameter(torch.zeros(2), requires_grad=False)
     parameters["a"].grad = torch.zeros(2)

@@ -1,4 +1,4 @@
-"""A step on local parts does to parameters and state what the optimizer does to DTensors."""
+"""A step on local parts changes parameters and state as the optimizer does with DTensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +23,8 @@ MAKE: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 
 def _trained(name: str, strategy: Strategy, step: Callable[[optim.Optimizer], Any]) -> list[Any]:
-    """Each tensor of parameters and state after three steps, with the way it is laid out."""
-    # Five rows over three ranks: the last one holds one, and none of the layer of two.
+    """Return each tensor of parameters and state after three steps, with its placement."""
+    # Five rows over three ranks: the last one holds one row, and no row of the layer of two.
     model: nn.Module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     for parameter in model.parameters():  # ranks are threads here, and share a generator
         parameter.data = torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
@@ -49,7 +49,7 @@ def _shown(value: Any) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("name", MAKE)
 def test_a_local_step_is_the_step_of_the_whole(name: str) -> None:
-    """Bit for bit, and what was a DTensor is one again."""
+    """Values are equal bit for bit, and former DTensors are DTensors again."""
 
     def body() -> tuple[list[Any], list[Any]]:
         strategy = shoal.FSDP(min_group_bytes=0)

@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank of a mesh stops all of them in the same step."""
+"""A gradient that is not finite on one rank of a mesh: all ranks stop in the same step."""
 
 import functools
 from typing import Any
@@ -32,7 +32,7 @@ ARRANGEMENTS: dict[str, tuple[int, LayoutStrategy]] = {
 
 
 def after_backward(strategy: LayoutStrategy, model: Any = models.gpt) -> Layout:
-    """The layout of this rank, which has its own gradients of a step."""
+    """Return the layout of this rank, which has its own gradients of a step."""
     world = this_world()
     training = Training(
         model=model, optimizer=models.momentum, data=models.tokens, loss=models.next_token
@@ -45,7 +45,7 @@ def after_backward(strategy: LayoutStrategy, model: Any = models.gpt) -> Layout:
 
 
 def gradients(layout: Layout) -> dict[str, Tensor]:
-    """This rank's parts."""
+    """Return this rank's parts of the gradients."""
     found: dict[str, Any] = {name: p.grad for name, p in layout.parameters.items()}
     return {
         name: grad.to_local() if isinstance(grad, DTensor) else grad
@@ -55,7 +55,7 @@ def gradients(layout: Layout) -> dict[str, Tensor]:
 
 
 def raised_by(layout: Layout) -> str:
-    """What the check raises."""
+    """Return the error that the check raises, as text."""
     try:
         layout.check()
     except (NonFiniteGradient, GenerationBroken) as error:
@@ -65,7 +65,7 @@ def raised_by(layout: Layout) -> str:
 
 
 def one_fault(strategy: LayoutStrategy, faulty: int, *, clips: bool) -> str:
-    """Rank `faulty` has an infinity in the last of its gradients."""
+    """Return the check's error if rank `faulty` has an infinity in the last of its gradients."""
     layout = after_backward(strategy)
     if dist.get_rank() == faulty:
         list(gradients(layout).values())[-1].view(-1)[0] = torch.inf
@@ -78,7 +78,7 @@ def one_fault(strategy: LayoutStrategy, faulty: int, *, clips: bool) -> str:
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_a_fault_of_any_rank_is_told_to_all(name: str, clips: bool) -> None:
-    """Regression: whoever did not see it took the step."""
+    """Regression: ranks that did not see the fault took the step."""
     world_size, strategy = ARRANGEMENTS[name]
     for faulty in (0, world_size - 1):
         errors = shoal.run_in_memory(
@@ -112,7 +112,8 @@ def test_all_ranks_are_asked_by_one_message_also_where_gradients_are_clipped(
 
 
 def told_elsewhere(strategy: LayoutStrategy, faulty: int) -> tuple[str, int]:
-    """What the check raises where another message has carried what each rank found."""
+    """Return the check's error, and the number of calls, if another message has carried the
+    findings of each rank."""
     layout = after_backward(strategy)
     check = layout.non_finite_check
     assert layout.faults_are_own
@@ -148,7 +149,7 @@ def test_stages_with_a_parameter_in_common_tell_of_their_sum_behind_it() -> None
 
 
 def too_large_together(strategy: LayoutStrategy, shared: str) -> str:
-    """Two ranks have finite gradients whose sum is not."""
+    """Return the check's error if the gradients of two ranks are finite and their sum is not."""
     layout = after_backward(strategy, models.tied_gpt)
     if shared in layout.parameters:
         gradients(layout)[shared].fill_(torch.finfo(torch.float32).max)
@@ -157,7 +158,7 @@ def too_large_together(strategy: LayoutStrategy, shared: str) -> str:
 
 
 def test_a_sum_that_overflows_in_two_stages_is_told_to_the_one_between() -> None:
-    """The first and the last of them use one parameter."""
+    """The first and the last of three stages use one parameter."""
     holder = shoal.run_in_memory(
         lambda: list(after_backward(Pipeline(microbatches=2), models.tied_gpt).parameters), 3
     )
@@ -169,7 +170,7 @@ def test_a_sum_that_overflows_in_two_stages_is_told_to_the_one_between() -> None
 
 
 def test_a_lone_rank_is_told_which_parameter() -> None:
-    (heard,) = shoal.run_in_memory(
+    (error,) = shoal.run_in_memory(
         functools.partial(one_fault, TensorParallel(min_split_bytes=0), 0, clips=False), 1
     )
-    assert heard.startswith("NonFiniteGradient: the gradient of ")
+    assert error.startswith("NonFiniteGradient: the gradient of ")

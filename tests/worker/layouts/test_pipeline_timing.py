@@ -16,7 +16,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 class Slow(nn.Linear):
-    """Small, and busy all the same."""
+    """A small layer that takes long."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(100):
@@ -66,7 +66,7 @@ def test_a_small_slow_layer_weighs_by_its_time_and_not_by_its_bytes():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"balance": "time"}, "no example.*Give example="),
         ({"balance": "luck"}, "balance is unknown; saw 'luck'"),
@@ -75,8 +75,8 @@ def test_a_small_slow_layer_weighs_by_its_time_and_not_by_its_bytes():
         ({"copies": -1}, "copies"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_at_once(options, said):
-    with pytest.raises(InvalidSpec, match=said):
+def test_options_that_make_no_sense_are_refused_at_once(options, message):
+    with pytest.raises(InvalidSpec, match=message):
         Pipeline(**options)
 
 

@@ -1,4 +1,4 @@
-"""BatchNorm over all members: what one process computes of the whole batch."""
+"""BatchNorm over all members: the results of one process with the whole batch."""
 
 from collections.abc import Sequence
 
@@ -62,7 +62,7 @@ def trained_alone(kind: str) -> dict[str, Tensor]:
 
 
 def trained(strategy_name: str, kind: str) -> dict[str, Tensor]:
-    """Of a rank, as a session has its strategy train."""
+    """Return the weights of a rank after training as a session's strategy does."""
     strategy = find_strategy(strategy_name)
     assert isinstance(strategy, SynchronousStrategy)
 
@@ -93,7 +93,7 @@ def trained(strategy_name: str, kind: str) -> dict[str, Tensor]:
     ],
 )
 def test_members_normalise_the_whole_batch(strategy: str, world_size: int, kind: str) -> None:
-    """Shares differ in size; the last batch of an epoch leaves one of three members without."""
+    """Shares differ in size; in the last batch of an epoch one of three members has no samples."""
     assert any(loader().order.span(step)[2] % SIZE for step in range(NUM_STEPS))
     expected = trained_alone(kind)
     for ours in run_in_memory(trained, world_size, strategy, kind):
@@ -101,7 +101,8 @@ def test_members_normalise_the_whole_batch(strategy: str, world_size: int, kind:
 
 
 def _gradients(sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of a rank's share: outputs and gradients of the inputs, of a loss that is a mean over all."""
+    """Compute a rank's share of a mean loss over all samples: return its outputs and its gradients
+    of the inputs."""
     inputs = data()[0][: sum(sizes)].clone().requires_grad_()
     factors = torch.arange(1.0, inputs.numel() + 1).view_as(inputs).sin()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -125,7 +126,7 @@ def _gradients(sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("sizes", [[3, 4], [5, 0, 2]])
 def test_outputs_and_gradients_are_those_of_the_whole(sizes: Sequence[int]) -> None:
-    """Also where a member has nothing: the sample that it computes with does not count."""
+    """Holds if a member has no samples: the sample with which it computes does not count."""
     inputs = data()[0][: sum(sizes)].clone().requires_grad_()
     factors = torch.arange(1.0, inputs.numel() + 1).view_as(inputs).sin()
     expected = nn.BatchNorm1d(6)(inputs)
@@ -149,7 +150,7 @@ def test_it_evaluates_and_trains_outside_of_a_step_as_before() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_waits_for_what_collectives_bring(strategy: str) -> None:
-    """Also where they are done before, as NCCL's are."""
+    """Holds if collectives seem done before their values arrive, as with NCCL."""
     expected = run_in_memory(trained, 3, strategy, "2d")
     with late_groups():
         late = run_in_memory(trained, 3, strategy, "2d")

@@ -1,4 +1,4 @@
-"""A loss on a GPU is looked at with the step's gradients, and stops all ranks in the same step."""
+"""A loss on a GPU is checked with the step's gradients, and stops all ranks in the same step."""
 
 from dataclasses import replace
 from functools import partial
@@ -35,8 +35,8 @@ ARRANGEMENTS: dict[str, tuple[int, LayoutStrategy]] = {
 
 
 def error_after(strategy: LayoutStrategy, value: float, faulty: frozenset[int]) -> str:
-    """Error that a rank gets after a pass with finite gradients and, on the faulty ranks, a loss
-    of this value."""
+    """Return a rank's error after a pass with finite gradients and, on the faulty ranks, a loss of
+    this value."""
     world = replace(this_world(), makes_passes=True)
     training = Training(
         model=models.gpt, optimizer=models.momentum, data=models.tokens, loss=models.next_token

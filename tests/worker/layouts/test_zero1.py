@@ -1,4 +1,5 @@
-"""ZeRO-1: equal to one process, whatever the optimizer, and its state really spread."""
+"""ZeRO-1: equal to one process with any optimizer, and each rank holds only its part of the
+state."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,11 +26,12 @@ from shoal.state.shards import MODEL, OPTIM, StateShard
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 
 TOLERANCE = 1e-5
-"""fp32; only the order of additions differs."""
+"""Limit for fp32; only the order of additions differs."""
 
 
 class Net(nn.Module):
-    """Sizes that divide by nothing, one that dwarfs the rest, a buffer, a tie, a frozen part."""
+    """A model with indivisible sizes, one very large parameter, a buffer, a tie and a frozen
+    part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +51,7 @@ class Net(nn.Module):
 
 
 class HalfUsed(nn.Module):
-    """One of two layers takes part in the loss."""
+    """A model of two layers, one of which takes part in the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class HalfUsed(nn.Module):
 
 
 class TwoDtypes(nn.Module):
-    """Half of it computes in double precision."""
+    """A model with half of its layers in double precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class TwoDtypes(nn.Module):
 
 
 class Matrices(nn.Module):
-    """Has no parameter of another kind."""
+    """A model whose parameters are all matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 
 def two_groups(kind: Callable[..., torch.optim.Optimizer], parameters: Any) -> Any:
-    """The first parameter learns at a rate of its own."""
+    """Make an optimizer in which the first parameter has a learning rate of its own."""
     first, *rest = list(parameters)
     return kind([{"params": [first], "lr": 0.003}, {"params": rest}])
 
@@ -103,7 +105,7 @@ def two_groups(kind: Callable[..., torch.optim.Optimizer], parameters: Any) -> A
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": partial(two_groups, partial(torch.optim.SGD, lr=0.05, momentum=0.9)),
     "adamw": partial(two_groups, partial(torch.optim.AdamW, lr=0.01)),
-    # Its state is of rows and columns: what becomes of an element depends on the others.
+    # Its state is per row and column: the update of an element depends on the others.
     "adafactor": partial(torch.optim.Adafactor, lr=0.01),
     "muon": partial(torch.optim.Muon, lr=0.01),
 }
@@ -123,7 +125,7 @@ def training_of(optimizer: str = "sgd", **changes: Any) -> Training:
 
 def check_equal(state_shards: list[StateShard], training: Training) -> None:
     ours, theirs = assemble(state_shards), one_process(training)
-    # A tied parameter is held once; in a state_dict it is there under both its names.
+    # A layout holds a tied parameter once; a state_dict has it under both names.
     theirs = {name: tensor for name, tensor in theirs.items() if name in ours}
     assert largest_difference(ours, theirs) < TOLERANCE
 
@@ -132,32 +134,33 @@ def check_equal(state_shards: list[StateShard], training: Training) -> None:
     ("optimizer", "world_size"), [("sgd", 2), ("adamw", 4), ("adafactor", 2), ("adafactor", 3)]
 )
 def test_equal_to_one_process(optimizer: str, world_size: int) -> None:
-    """Batches of 7 divide by no number of ranks."""
+    """Batches of 7 are not divisible by these numbers of ranks."""
     training = training_of(optimizer, num_steps=50)
     check_equal(run_in_memory(train_rank, world_size, training, Zero1Layout), training)
 
 
 def test_whole_matrices_of_one_owner_each_are_equal_to_one_process() -> None:
-    """What Muon updates a matrix with comes from all of its elements."""
+    """Muon's update of a matrix depends on all its elements."""
     training = training_of("muon", model=Matrices, num_steps=50)
     check_equal(run_in_memory(train_rank, 2, training, Zero1Layout), training)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_replicated_equal_to_one_process(world_size: int) -> None:
-    """The plain data-parallel layout."""
+    """Tests the plain data-parallel layout."""
     training = training_of("adamw", accumulate=2)
     check_equal(run_in_memory(train_rank, world_size, training, ReplicatedLayout), training)
 
 
 def test_accumulated_gradients_count_once_a_step() -> None:
-    """Two backward passes, then one step: what other ranks own must not add up over steps."""
+    """Two backward passes, then one step: gradients owned by other ranks must not add up over
+    steps."""
     training = training_of("adamw", accumulate=2)
     check_equal(run_in_memory(train_rank, 3, training, Zero1Layout), training)
 
 
 def test_ranks_that_own_nothing_take_part() -> None:
-    """Five ranks, four parameters."""
+    """Five ranks share four parameters."""
     training = training_of("sgd", model=TwoDtypes, num_steps=10)
     state_shards = run_in_memory(train_rank, 5, training, Zero1Layout)
     owning = [
@@ -168,13 +171,13 @@ def test_ranks_that_own_nothing_take_part() -> None:
 
 
 def test_dtypes_may_be_mixed() -> None:
-    """They share an owner's memory."""
+    """Parameters of both dtypes share an owner's memory."""
     training = training_of("adamw", model=TwoDtypes)
     check_equal(run_in_memory(train_rank, 2, training, Zero1Layout), training)
 
 
 def test_a_parameter_without_gradient_stays_if_that_is_meant() -> None:
-    """And is otherwise noticed: its bucket is never complete."""
+    """A model without the option is refused: the parameter's bucket is never complete."""
     training = training_of(model=HalfUsed, num_steps=10)
     lay_out = partial(Zero1Layout, find_unused_parameters=True)
     check_equal(run_in_memory(train_rank, 3, training, lay_out), training)
@@ -183,7 +186,7 @@ def test_a_parameter_without_gradient_stays_if_that_is_meant() -> None:
 
 
 def on_this_rank(training: Training, num_steps: int) -> LaidOutTraining:
-    """The training after so many steps."""
+    """Return the training after `num_steps` steps."""
     world = this_world()
     rank = LaidOutTraining(training, Zero1Layout, world)
     for step in range(num_steps):
@@ -192,7 +195,8 @@ def on_this_rank(training: Training, num_steps: int) -> LaidOutTraining:
 
 
 def state_bytes(training: Training) -> tuple[int, int]:
-    """(bytes of the optimizer's state, bytes of the gradients left) on this rank after 3 steps."""
+    """Return the bytes of the optimizer's state and of the gradients left on this rank after 3
+    steps."""
     rank = on_this_rank(training, 3)
     state = rank.binding.optimizer.state.values()
     slots = [t for s in state for t in s.values() if isinstance(t, Tensor) and t.ndim]
@@ -202,7 +206,7 @@ def state_bytes(training: Training) -> tuple[int, int]:
 
 
 class Even(nn.Module):
-    """Eight parameters of one size."""
+    """A model of eight parameters of one size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,14 +221,14 @@ class Even(nn.Module):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_each_rank_keeps_its_part_of_the_optimizer_state(world_size: int) -> None:
-    """Two moments of AdamW, 37 x 37 floats a layer; and no gradients but those of its own."""
+    """AdamW has two moments, of 37 x 37 floats a layer; a rank keeps no gradients but its own."""
     found = run_in_memory(state_bytes, world_size, training_of("adamw", model=Even))
     layers = 8 // world_size
     assert found == [(layers * 2 * 37 * 37 * 4, layers * 37 * 37 * 4)] * world_size
 
 
 def clipped_norms(training: Training) -> list[float]:
-    """The norm of all gradients in each of three steps, clipped."""
+    """Return the norm of all gradients in each of three clipped steps."""
     rank = on_this_rank(training, 0)
     norms: list[float] = []
     rank.binding.optimizer.register_step_pre_hook(
@@ -236,7 +240,7 @@ def clipped_norms(training: Training) -> list[float]:
 
 
 def test_the_norm_of_gradients_is_that_of_all_of_them() -> None:
-    """Each is counted by its owner."""
+    """Gradients are counted by their owners."""
     training = training_of()
     alone, *_ = run_in_memory(clipped_norms, 1, training)
     for norms in run_in_memory(clipped_norms, 3, training):
@@ -244,7 +248,7 @@ def test_the_norm_of_gradients_is_that_of_all_of_them() -> None:
 
 
 class Small(nn.Module):
-    """Two parameters, in double precision: of three ranks one owns nothing."""
+    """A model of two parameters in double precision: one of three ranks owns nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +267,7 @@ def test_a_rank_that_owns_nothing_clips_with_the_others() -> None:
 
 
 def poisoned(training: Training) -> str:
-    """What a rank is told when the second rank's loss is not a number."""
+    """Return the class of a rank's error if the second rank's loss is NaN."""
     rank = on_this_rank(training, 3)
     rank.layout.step = 3
     factor = float("nan") if dist.get_rank() == 1 else 1.0
@@ -276,7 +280,7 @@ def poisoned(training: Training) -> str:
 
 
 def test_who_made_a_gradient_not_a_number_is_told_so() -> None:
-    """Not the owner of the parameter, who may be another."""
+    """The owner of the parameter may be another rank."""
     errors = run_in_memory(poisoned, 3, training_of())
     assert errors == ["GenerationBroken", "NonFiniteGradient", "GenerationBroken"]
 
@@ -290,12 +294,12 @@ def released(training: Training) -> bool:
 
 
 def test_a_released_layout_holds_no_reducer() -> None:
-    """It would hold the group."""
+    """A reducer would keep the group alive."""
     assert run_in_memory(released, 2, training_of()) == [False, False]
 
 
 def test_every_parameter_is_held_by_all_and_counted_by_one() -> None:
-    """Buffers and frozen parameters too."""
+    """Includes buffers and frozen parameters."""
 
     def counted() -> tuple[set[str], set[str], set[str]]:
         layout = on_this_rank(training_of(), 1).layout
@@ -324,12 +328,12 @@ def test_every_parameter_is_held_by_all_and_counted_by_one() -> None:
     ],
 )
 def test_parameters_are_spread_by_their_bytes(sizes: list[int], n: int, owners: list[int]) -> None:
-    """Largest first, to whom has least."""
+    """Parameters go, largest first, to the rank that has the fewest bytes."""
     assert partition(sizes, n) == owners
 
 
 def test_one_piece_of_memory_keeps_values_apart_and_their_order() -> None:
-    """Writing a parameter writes the piece; a transposed one stays transposed."""
+    """Writing to a parameter writes to the piece; a transposed parameter stays transposed."""
     transposed = nn.Parameter(torch.zeros(3, 5).t())
     image = nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
     gaps = nn.Parameter(torch.zeros(4, 4)[:, :2])
@@ -354,6 +358,6 @@ def test_one_piece_of_memory_keeps_values_apart_and_their_order() -> None:
 
 
 def test_a_bucket_has_a_size() -> None:
-    """Zero megabytes are none."""
+    """A size of zero is refused."""
     with pytest.raises(InvalidSpec, match="bucket_mb"):
         run_in_memory(train_rank, 1, training_of(), partial(Zero1Layout, bucket_mb=0))

@@ -1,4 +1,4 @@
-"""What lives before the first generation is not gone through by Python's collector again."""
+"""Objects from before the first generation are excluded from Python's later garbage collections."""
 
 import gc
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from shoal.session.distribution import LongLivedObjects
 
 
 class Loop:
-    """Refers to itself."""
+    """An object that refers to itself."""
 
     num_left = 0
 

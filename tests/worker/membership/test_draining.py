@@ -1,4 +1,4 @@
-"""The wish to drain as a script states and sees it, in one process."""
+"""Requests to drain, made by a script or a signal and seen by the script, in one process."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def _sigterm_as_by_default() -> Iterator[None]:
 
 
 def train(session: shoal.Session) -> Iterator[int]:
-    """Yields after each step of a training that does not end by itself."""
+    """Yield after each step of a training that does not end by itself."""
     replica, _ = session.distribute(*rank_bodies.model_and_optimizer())
     for batch in session.batches(rank_bodies.data(), global_batch_size=10, epochs=10_000):
         with session.step() as step:
@@ -38,7 +38,7 @@ def train(session: shoal.Session) -> Iterator[int]:
 
 
 def test_a_script_that_learns_of_a_spot_notice_drains_itself(cluster: LocalCluster) -> None:
-    """It sees Drained with the reason, between two steps, and may catch it."""
+    """The script gets Drained with the reason, between two steps, and may catch it."""
     with (
         pytest.raises(shoal.Drained, match="spot notice") as raised,
         shoal.join("drains-itself", coordinator=cluster.coordinator) as session,
@@ -48,7 +48,7 @@ def test_a_script_that_learns_of_a_spot_notice_drains_itself(cluster: LocalClust
                 session.drain("spot notice")
     assert raised.value.code == 143
     assert isinstance(raised.value, SystemExit)
-    # The job was not completed by that, and its state is gone: nobody begins it anew unasked.
+    # That did not complete the job, and its state is gone: a new start needs to be asked for.
     with (
         pytest.raises(StateLost, match="--fresh"),
         shoal.join("drains-itself", coordinator=cluster.coordinator) as session,
@@ -57,7 +57,7 @@ def test_a_script_that_learns_of_a_spot_notice_drains_itself(cluster: LocalClust
 
 
 def test_sigterm_is_taken_as_a_wish_only_while_the_session_lasts(cluster: LocalCluster) -> None:
-    """Afterwards it ends the process again."""
+    """SIGTERM ends the process again after the session."""
     with (
         pytest.raises(shoal.Drained, match="SIGTERM"),
         shoal.join("drains-by-signal", coordinator=cluster.coordinator) as session,
@@ -111,7 +111,7 @@ finally:
 
 @contextmanager
 def training(unwinds: str = "pass") -> Iterator["subprocess.Popen[str]"]:
-    """A script that trains alone, with this line behind its session."""
+    """Start a script that trains alone, with the line `unwinds` after its session."""
     text = TRAINS.replace("UNWINDS", unwinds)
     environment = {key: value for key, value in os.environ.items() if "SHOAL_" not in key}
     with subprocess.Popen(
@@ -138,7 +138,8 @@ def read_until(process: "subprocess.Popen[str]", wanted: str) -> None:
 
 
 def told_twice(process: "subprocess.Popen[str]", between: str = "") -> int:
-    """The exit code after two SIGTERMs, the second one once the script has said `between`."""
+    """Send two SIGTERMs, the second one after the script has printed `between`; return the exit
+    code."""
     read_until(process, "trains")
     process.send_signal(signal.SIGTERM)
     if between:
@@ -167,14 +168,15 @@ def test_two_sigterms_at_once_are_one_wish() -> None:
     ids=["as-the-session-left-it", "put-back", "by-default", "own"],
 )
 def test_a_second_sigterm_does_not_end_a_script_that_unwinds(unwinds: str) -> None:
-    """It saves what it has, wherever the repetition finds it, whatever handler it has put back."""
+    """The script may save its work, in whatever line the second signal arrives and whatever handler
+    it has put back."""
     with training(unwinds=f"{unwinds}show('unwinds'); time.sleep(1.0)") as process:
         assert told_twice(process, "unwinds") == 143
 
 
 @pytest.mark.long
 def test_a_handler_that_is_put_back_while_the_order_is_fresh_takes_the_next_one() -> None:
-    """A script that handles the signal by itself behind its session goes on doing so."""
+    """A script that handles the signal itself after its session goes on doing so."""
     later = "signal.signal(signal.SIGTERM, own); time.sleep(SAME_ORDER_S + 0.2); show('later')"
     with training(unwinds=f"{later}; idle()") as process:
         assert told_twice(process, "later") == 7
@@ -183,19 +185,19 @@ def test_a_handler_that_is_put_back_while_the_order_is_fresh_takes_the_next_one(
 @pytest.mark.sampled()
 @pytest.mark.parametrize("hangs", ["hang()", "time.sleep(30)"], ids=["in-c", "in-python"])
 def test_a_second_sigterm_that_comes_later_ends_the_process(hangs: str) -> None:
-    """One that cannot be drained can still be stopped, wherever its main thread hangs."""
+    """A process that cannot be drained can still be stopped, wherever its main thread hangs."""
     with training(unwinds=f"show('late'); {hangs}") as process:
         read_until(process, "trains")
         process.send_signal(signal.SIGTERM)
         read_until(process, "late")
-        time.sleep(SAME_ORDER_S + 0.2)  # what is tried: a signal that comes so late
+        time.sleep(SAME_ORDER_S + 0.2)  # the test needs a signal that comes so late
         process.send_signal(signal.SIGTERM)
         assert process.wait(30.0) == -signal.SIGTERM
 
 
 @pytest.mark.long
 def test_a_member_that_waits_to_be_admitted_leaves_when_it_is_told_to() -> None:
-    """Nothing needs it yet. A repetition does not kill it on its way out."""
+    """The job does not need this member yet. A second signal does not kill it on its way out."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -224,10 +226,10 @@ def test_a_member_that_waits_to_be_admitted_leaves_when_it_is_told_to() -> None:
 
 
 def test_a_script_that_handles_sigterm_itself_keeps_its_handler() -> None:
-    """Whether it was there first or came later."""
+    """Holds for a handler set before the session, and for one set during it."""
 
     def own(number: int, frame: object) -> None:
-        """The script's."""
+        """Handler of the script."""
 
     drain_signal = DrainSignal(lambda reason: None)
     signal.signal(signal.SIGTERM, own)
@@ -241,7 +243,8 @@ def test_a_script_that_handles_sigterm_itself_keeps_its_handler() -> None:
 
 
 def test_a_handler_of_a_session_that_is_over_asks_nobody_to_drain() -> None:
-    """Lightning's Trainer puts back what it found, if need be after the session has ended."""
+    """Lightning's Trainer puts back the handler that it found, possibly after the session has
+    ended."""
     asked: list[str] = []
     over, next_one = DrainSignal(asked.append), DrainSignal(asked.append)
     over.install()
@@ -264,7 +267,8 @@ def test_a_handler_of_a_session_that_is_over_asks_nobody_to_drain() -> None:
 def test_a_forked_process_is_ended_by_a_signal_that_came_as_it_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A pool that sent it would wait for ever for one that took it for a wish to drain."""
+    """Otherwise a pool that sent the signal would wait forever for a process that took it as a
+    request to drain."""
     drain_signal, trainer, set_handler = (
         DrainSignal(lambda reason: None),
         os.getpid(),
@@ -290,7 +294,7 @@ def test_a_forked_process_is_ended_by_a_signal_that_came_as_it_began(
 
 
 def test_members_agree_on_the_kind_of_their_devices(cluster: LocalCluster) -> None:
-    """It is among the fields that all of them must have in common, as validators see them."""
+    """The kind of device is among the fields that all members share, and that validators see."""
     fields: dict[str, str] = {}
 
     def look(roster: shoal.Roster) -> None:

@@ -1,4 +1,4 @@
-"""The background reporter against a real status endpoint, and against none."""
+"""The background reporter with a real status endpoint, and without one."""
 
 import socket
 import ssl
@@ -34,7 +34,7 @@ PATIENT_S = 60.0
 
 
 class Board(StatusBoard):
-    """A board that a test's thread can wait on."""
+    """A board with a condition on which a test's thread can wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Board(StatusBoard):
 
 @contextmanager
 def endpoint(board: Board, port: int = 0) -> Iterator[StatusServer]:
-    """The status endpoint of a coordinator with one job."""
+    """Serve the status endpoint of a coordinator with one job."""
     world = World(board=board)
     world.put(status_world.job())
     with status_world.endpoint(world, port) as server:
@@ -74,14 +74,14 @@ def board() -> Board:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An endpoint on a machine that is busy may answer as late as it likes."""
+    """Set long limits: an endpoint on a busy machine may answer late."""
     for name in health_reports._LIMITS:
         monkeypatch.setitem(health_reports._LIMITS, name, PATIENT_S)
 
 
 @pytest.mark.usefixtures("patient")
 def test_the_first_update_is_reported_at_once(board: Board) -> None:
-    """A page shows a member as soon as it has something to say; numbers of numpy are taken too."""
+    """The page shows a member from its first update on. Numbers of numpy are accepted too."""
     with endpoint(board) as server, reporter(server.url) as health:
         health.update(HealthFigures(step=int(np.int64(3)), loss=np.float32(0.5), device="cpu"))  # type: ignore[arg-type]
         (report,) = board.wait_for(1)
@@ -91,7 +91,7 @@ def test_the_first_update_is_reported_at_once(board: Board) -> None:
 
 
 def test_the_newest_wins_and_the_last_is_sent_on_close(board: Board) -> None:
-    """Of many updates within an interval one report is made, with what each field said last."""
+    """The updates within an interval make one report, with the last value of each field."""
     with endpoint(board) as server:
         with reporter(server.url) as health:
             health.update(HealthFigures(step=0, samples_per_s=10.0))
@@ -122,7 +122,7 @@ def test_a_diverged_loss_gets_through(board: Board, loss: float, shown: str) -> 
 
 
 def test_training_is_not_held_up_by_a_silent_coordinator() -> None:
-    """With a peer that accepts and never answers, updates stay instant and close is bounded."""
+    """The peer accepts and never answers: updates return at once, and close is bounded."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         health = reporter(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.01)
         health.update(HealthFigures(step=0))
@@ -140,7 +140,8 @@ def test_training_is_not_held_up_by_a_silent_coordinator() -> None:
 
 @pytest.mark.long
 def test_an_outage_is_counted_and_told_once(board: Board) -> None:
-    """Many failures make one line in the log, recovery another, and reports go on by themselves."""
+    """Many failures make one line in the log, and recovery another. Reports resume by
+    themselves."""
     with endpoint(board) as server:
         port, url = server.port, server.url
     with structlog.testing.capture_logs() as lines, reporter(url, 0.01) as health:
@@ -161,7 +162,7 @@ def test_an_outage_is_counted_and_told_once(board: Board) -> None:
 
 
 def test_a_refusal_is_counted_and_told_in_the_servers_words(board: Board) -> None:
-    """A replaced process learns it from the log and is not disturbed otherwise."""
+    """A replaced process learns of it from the log and is not disturbed otherwise."""
     with (
         structlog.testing.capture_logs() as lines,
         endpoint(board) as server,
@@ -190,7 +191,7 @@ def test_names_are_quoted_and_an_empty_url_waits(board: Board) -> None:
 
 
 def test_no_thread_is_left_behind() -> None:
-    """Close ends the thread, also when nothing was ever reported."""
+    """Close ends the thread even if nothing was ever reported."""
     before = threading.active_count()
     reporter("http://127.0.0.1:1").close()
     assert threading.active_count() == before
@@ -199,8 +200,8 @@ def test_no_thread_is_left_behind() -> None:
 def test_no_fork_finds_the_reporter_within_openssl(
     board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that loads batches, forked while another thread held OpenSSL's locks, hung. Here
-    with a certificate that is read anew and a connection that is made anew, on that thread."""
+    """Regression: a loading process hung that was forked while another thread held OpenSSL's locks.
+    Here the reporter's thread reads a certificate again and makes a new connection."""
     folder = CertificateFolder(tmp_path)
     folder.init()
     used: list[tuple[str, bool]] = []
@@ -238,6 +239,5 @@ def test_no_fork_finds_the_reporter_within_openssl(
 
 
 def test_an_interval_of_nothing_is_refused() -> None:
-    """The message names the value."""
     with pytest.raises(ValueError, match="interval_s is 0"):
         reporter("http://127.0.0.1:1", 0)

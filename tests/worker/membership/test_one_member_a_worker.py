@@ -1,4 +1,4 @@
-"""A worker is one member: a second process of it that joins is refused by name."""
+"""A worker is one member: its second process that joins is refused by name."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ input()
 
 @pytest.mark.long
 def test_what_a_worker_spawns_does_not_take_its_place() -> None:
-    """Regression: with torch.multiprocessing.spawn left in a script, as many processes as it starts
+    """Regression: with torch.multiprocessing.spawn left in a script, all processes that it starts
     were the same member, and replaced each other until the job was done."""
     with BeatBoard(1) as board:
         environment = {"SHOAL_BEATS": board.address(0), "SHOAL_MEMBER_ID": "w0"}

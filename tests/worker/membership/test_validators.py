@@ -1,4 +1,4 @@
-"""Validators of a script's own: their verdict is everybody's, in bounded time."""
+"""A script's own validators: their verdict holds for all members, and comes in bounded time."""
 
 import threading
 from collections.abc import Iterator
@@ -48,7 +48,8 @@ def rejections(function: validators.Validator, limit_s: float = LIMIT_S) -> list
 
 
 def test_a_validator_sees_the_roster_and_what_it_rejects_is_told_under_its_name() -> None:
-    """Members by rank, this member's own place, and what all agree in."""
+    """The roster has the members by rank, this member's own entry, and the fields on which all
+    agree."""
     seen: list[shoal.Roster] = []
 
     def rejects(roster: shoal.Roster) -> shoal.Reject:
@@ -72,7 +73,8 @@ def test_a_validator_sees_the_roster_and_what_it_rejects_is_told_under_its_name(
 
 
 def test_a_validator_that_raises_or_returns_something_else_rejects() -> None:
-    """With what it was, so that its author finds it; the end of the process is none of its."""
+    """The rejection names the error or the value, for the validator's author. SystemExit does not
+    end the process."""
 
     def raises(roster: shoal.Roster) -> None:
         raise KeyError("scratch")
@@ -86,7 +88,7 @@ def test_a_validator_that_raises_or_returns_something_else_rejects() -> None:
 
 
 def test_a_validator_that_does_not_end_rejects_in_time_and_is_asked_no_more() -> None:
-    """The others' verdicts count; no thread is left behind for each roster."""
+    """The other validators' verdicts count, and no further thread is started for later rosters."""
     end, asked = threading.Event(), []
 
     def hangs(roster: shoal.Roster) -> None:
@@ -107,7 +109,8 @@ def test_a_validator_that_does_not_end_rejects_in_time_and_is_asked_no_more() ->
 
 
 def test_a_name_is_one_validators() -> None:
-    """Another function under it is refused, the same one is not; a session's own come on top."""
+    """A second function with the same name is refused; registering the same one again is not. A
+    session's own validators are added to those."""
     shoal.validator("scratch")(accepts)
     assert shoal.validator("scratch")(accepts) is accepts
     with pytest.raises(InvalidSpec, match=r"two validators have the name 'scratch'.*accepts"):
@@ -129,7 +132,8 @@ def test_a_name_is_one_validators() -> None:
 
 
 def test_what_one_member_rejects_all_are_refused_with(cluster: LocalCluster) -> None:
-    """Nobody starts; the same error names the validator, the member and what it saw."""
+    """Members do not start. The error, the same on all, names the validator, the member and the
+    value that it saw."""
     with Ranks() as ranks:
         crew = [
             ranks.start(
@@ -152,7 +156,7 @@ def test_what_one_member_rejects_all_are_refused_with(cluster: LocalCluster) -> 
 
 
 def test_a_newcomer_without_the_jobs_validators_is_refused(cluster: LocalCluster) -> None:
-    """Its acceptance would say less than that of the others; they train on."""
+    """The newcomer's acceptance would mean less than that of the others, which train on."""
     model, optimizer = rank_bodies.model_and_optimizer()
     own = shoal.join("own-validators", coordinator=cluster.coordinator, validators=[accepts])
     with own as session:

@@ -17,7 +17,7 @@ SEED = 7
 
 
 class Net(nn.Module):
-    """Layers that are made in the order in which they are named; two of them share a weight."""
+    """A model whose layers are made in the order of their names; two names are one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tied(Net):
 
 
 class Rotary(nn.Module):
-    """A buffer that is computed, and not in the state."""
+    """A module with a computed buffer that is not in the state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ def made_at_once(made: type[nn.Module]) -> dict[str, Tensor]:
 
 
 def recipe(made: type[nn.Module]) -> dict[str, Tensor]:
-    """What the docs say that one process does."""
+    """Initialise a model as the docs say that one process does."""
     model = on_meta(made).to_empty(device="cpu")
     if isinstance(model, Tied):
         model.head.weight = model.embed.weight  # `to_empty` makes two of it
     torch.manual_seed(SEED)
 
-    def reset(module: nn.Module) -> None:  # `apply` comes to children first, and to each once
+    def reset(module: nn.Module) -> None:  # `apply` calls children first, and each once
         if id(module) not in known:
             known.add(id(module))
             for name in ("reset_parameters", "_reset_parameters"):
@@ -151,7 +151,7 @@ def test_an_optimizer_keeps_the_parameters_and_generators_stay_as_they_are() -> 
 
 
 def test_buffers_are_made_and_parameters_stay() -> None:
-    """Also those that no state has, which no other member could give."""
+    """Buffers that are in no state are made too: no other member could send them."""
     model = nn.Sequential(on_meta(Rotary), on_meta(nn.BatchNorm1d, 3))
     give_buffers(model)
     assert model[0].rates.tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -168,7 +168,7 @@ def test_a_model_that_is_on_a_device_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "text"),
     [
         (Bare, r"module '1', a Bare, cannot initialise .*; saw scale, and no method reset"),
         (InitialisedAsAWhole, r"module '1', a InitialisedAsAWhole, has .*; saw init_weights"),
@@ -176,11 +176,11 @@ def test_a_model_that_is_on_a_device_is_left_alone() -> None:
         (Loose, r"module '1', a Loose, has a tensor .*; saw the attribute rates"),
     ],
 )
-def test_what_cannot_initialise_itself_is_refused_by_name(made: type[nn.Module], said: str) -> None:
+def test_what_cannot_initialise_itself_is_refused_by_name(made: type[nn.Module], text: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), on_meta(made))
-    with pytest.raises(InvalidSpec, match=said):
+    with pytest.raises(InvalidSpec, match=text):
         give_buffers(model)
-    with pytest.raises(InvalidSpec, match=said):
+    with pytest.raises(InvalidSpec, match=text):
         initialise(model, torch.device("cpu"), SEED)
 
 

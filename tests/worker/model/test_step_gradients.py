@@ -1,4 +1,4 @@
-"""A step begins without gradients, whatever the optimizer is."""
+"""A step begins without gradients, with any optimizer."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from shoal.model.gradients import StepGradients
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer that does something of its own where gradients are dropped."""
+    """An optimizer with a `zero_grad` of its own."""
 
     num_calls = 0
 
@@ -53,7 +53,7 @@ def test_what_a_script_has_put_in_the_place_of_zero_grad_is_called() -> None:
 
 
 def test_no_profiler_is_told_of_it() -> None:
-    """It takes several times as long to tell one, in each step."""
+    """A profiler's record takes several times as long, in each step."""
     model = with_gradients()
     gradients = StepGradients(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.1))
     with torch.profiler.profile() as profile:

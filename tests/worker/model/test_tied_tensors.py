@@ -1,4 +1,4 @@
-"""Which names a model's tensors have, and which tensors share memory without being one."""
+"""Names of a model's tensors, and tensors that share memory without being one."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def test_first_and_further_names_are_together_those_of_the_state_dict() -> None:
 
 
 def test_copies_without_weights_are_tied_like_the_model_each_time() -> None:
-    """A session makes one in each generation; the model's own weights are gone by then."""
+    """A session makes a copy in each generation; the model's own weights are gone by then."""
     model, optimizer = tied_models.knotted(0)
     meta_model = MetaModel(model, optimizer)
     for _ in range(2):
@@ -81,11 +81,11 @@ def test_memory_that_parameters_share_is_found(other: Callable[[Tensor], Tensor]
 
 
 def test_neighbours_in_memory_and_true_ties_are_let_through() -> None:
-    """As cuDNN lays the weights of an LSTM, and as columns of one matrix lie."""
+    """cuDNN lays the weights of an LSTM like this, and columns of one matrix lie like this."""
     memory = torch.zeros(6, 4)
     one = nn.Parameter(memory[:3])
     for other in (nn.Parameter(memory[3:]), one, torch.ones(()), nn.Parameter(torch.empty(0))):
         refuse_hidden_ties(Two(one, other))
     refuse_hidden_ties(Two(nn.Parameter(memory[:, :2]), nn.Parameter(memory[:, 2:])))
-    # Of buffers nothing is trained.
+    # Buffers are not trained.
     refuse_hidden_ties(Two(memory, memory[0]))

@@ -1,4 +1,4 @@
-"""Which parameters are trained is looked at in each step, also behind many without a change."""
+"""The trained parameters are checked in each step, even after many steps without a change."""
 
 from collections.abc import Callable
 
@@ -48,7 +48,7 @@ def test_a_change_is_refused_behind_steps_without_one(change: str) -> None:
 
 
 def test_parameters_that_are_gathered_are_those_that_were_cut() -> None:
-    """A forward pass between two steps leaves whole ones in the place of rows."""
+    """A forward pass between two steps leaves whole parameters in the place of their rows."""
 
     def body() -> None:
         model = _model()

@@ -1,4 +1,4 @@
-"""What plans of stages, splits and meshes say beforehand is what ranks then hold and move."""
+"""Plans of stages, splits and meshes predict what ranks then hold and move."""
 
 import functools
 from collections.abc import Iterable
@@ -46,14 +46,15 @@ def training(model, optimizer=pipeline_models.adamw, batch_size=12) -> Training:
 
 
 def memory(tensors: Iterable[Tensor]) -> int:
-    """Of the storages that the tensors lie in, each once."""
+    """Bytes of the storages of the tensors, each counted once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}
     return sum(storages.values())
 
 
 def measured(done: Training, strategy: LayoutStrategy) -> dict[str, Any]:
-    """Bytes that a rank holds when the optimizer steps, and what that step moves."""
+    """Return the bytes that a rank holds when the optimizer steps, and the bytes that this step
+    moves."""
     world = this_world()
     trained = LaidOutTraining(done, strategy.lay_out, world)
     trained.step(0)
@@ -71,7 +72,8 @@ def measured(done: Training, strategy: LayoutStrategy) -> dict[str, Any]:
     trained.step(1)
     moved = counts()
     if trained.layout.faults_are_own:
-        # Here by a message of its own; in a session it goes with the agreement on the step.
+        # Here the faults have a message of their own; in a session they go with the vote on the
+        # step.
         calls, num_bytes = moved["all_reduce"]
         message = world.world_size * torch.float32.itemsize
         moved = moved | {"all_reduce": Count(calls - 1, num_bytes - message)}
@@ -116,7 +118,7 @@ def test_figures_of_stages(model, optimizer, microbatches):
     ],
 )
 def test_figures_of_splits(model, world_size):
-    """Pairs, modules on their own, embeddings, attention; sizes that do not divide."""
+    """Includes pairs, single modules, embeddings and attention, with indivisible sizes."""
     check(training(model), TensorParallel(min_split_bytes=0), world_size)
 
 
@@ -139,7 +141,7 @@ def test_figures_of_splits_that_the_user_chose():
     ],
 )
 def test_figures_of_meshes(sizes, model):
-    """Shares of unequal size, which also make different numbers of micro-batches."""
+    """Shares have unequal sizes, which also make different numbers of micro-batches."""
     pipeline, data, tensor = sizes
     strategy = Hybrid(
         pipeline=pipeline, data=data, tensor=tensor, min_split_bytes=0, microbatches=2

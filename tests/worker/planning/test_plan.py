@@ -1,4 +1,4 @@
-"""What a plan says of memory and traffic is what is measured and counted in real steps."""
+"""A plan's memory and traffic are those measured and counted in real steps."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, in bytes."""
+    """Measurements of one rank, in bytes."""
 
     parameters: int
     gradients: int
@@ -63,14 +63,14 @@ class Measured:
 
 
 def memory(tensors: Iterable[Tensor]) -> int:
-    """Of the storages that the tensors lie in, each once."""
+    """Bytes of the storages of the tensors, each counted once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}
     return sum(storages.values())
 
 
 class Watch:
-    """Looks at gathered parameters while layers compute, and at gradients as they are reduced."""
+    """Measures gathered parameters while layers compute, and gradients while they are reduced."""
 
     def __init__(self, layout: ShardedLayout) -> None:
         self._layout = layout
@@ -97,7 +97,7 @@ class Watch:
 
 
 class Watched(ReduceScatter):
-    """torch's own, watched."""
+    """torch's own reduce-scatter, watched."""
 
     def __init__(self, inner: Any, watch: Watch) -> None:
         self._inner, self._watch = (inner._inner if isinstance(inner, Watched) else inner), watch
@@ -112,8 +112,8 @@ class Watched(ReduceScatter):
 
 
 class Gradients:
-    """Bytes of the gradients' memory before a step's `reduce`, and what is there of it when the
-    optimizer steps, whether or not a parameter still points to it."""
+    """Bytes of the gradients' memory before a step's `reduce`, and the part of it that still exists
+    when the optimizer steps, whether or not a parameter points to it."""
 
     def __init__(self, layout: Any) -> None:
         self.before = self.held = 0
@@ -123,7 +123,7 @@ class Gradients:
             gradients = (p.grad for p in layout.plain.parameters() if p.grad is not None)
             local = (g.to_local() if isinstance(g, DTensor) else g for g in gradients)
             storages = (gradient.untyped_storage() for gradient in local)
-            # Not held themselves.
+            # Weak references keep no gradient alive.
             sizes = {StorageWeakRef(each): each.nbytes() for each in storages}
             self.before = sum(sizes.values())
             reduce()
@@ -144,7 +144,7 @@ def lay_out(strategy: Any, model: nn.Module, world: World) -> Any:
 
 
 def measure(training: Training, kind: type[Any], options: dict[str, Any]) -> Measured:
-    """The third step: torch has settled by then."""
+    """Measure the third step: torch has settled by then."""
     group = dist.group.WORLD
     assert group is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -215,7 +215,7 @@ def test_figures_of_models_that_are_hard_to_cut(model: Any) -> None:
 
 
 class ManyLayers(nn.Sequential):
-    """A thousand small ones, still small enough to be gathered 40 times."""
+    """A model of a thousand small layers, large enough for 40 gathered groups."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(5, 5, bias=False) for _ in range(1000)))
@@ -234,7 +234,7 @@ def gathers_in_forward() -> int:
 
 
 def test_a_thousand_layers_are_gathered_at_most_fifty_times() -> None:
-    """In groups of 25 layers: with the default, so small a model is one group."""
+    """Groups have 25 layers. With the default size, so small a model would be one group."""
     with torch.device("meta"):
         planned = shoal.plan(ManyLayers(), FSDP(min_group_bytes=2500), world_size=2)
     counted = run_in_memory(gathers_in_forward, 2)
@@ -264,7 +264,7 @@ def titles_of(*groups: tuple[str, int]) -> list[str]:
 
 
 def test_layers_that_repeat_are_one_row() -> None:
-    """Where only one number tells them apart, and there are three or more in a row."""
+    """Three or more layers in a row are folded if only one number tells them apart."""
     blocks = [(f"h.{i}.{name}", size) for i in range(4) for name, size in (("fc", 8), ("out", 4))]
     assert titles_of(("wte", 9), *blocks, ("head", 9)) == ["wte", "h.0-3.fc", "h.0-3.out", "head"]
     assert titles_of(("h.0", 1), ("h.1", 1)) == ["h.0", "h.1"]

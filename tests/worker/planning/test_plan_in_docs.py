@@ -1,4 +1,4 @@
-"""The plan that the documents show is the one that their lines print."""
+"""The plan shown in the docs is the one that their lines print."""
 
 import re
 from pathlib import Path

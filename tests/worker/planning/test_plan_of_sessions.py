@@ -1,4 +1,4 @@
-"""What a plan says of a step is what members of a real session count in one."""
+"""A plan's traffic of a step is the traffic that members of a real session count."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,7 +32,7 @@ def built() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def member(coordinator: str, name: str, model: nn.Module, strategy: Strategy) -> dict[str, Count]:
-    """What one member, a thread of this process, counts in a step."""
+    """Return the traffic of a step of one member, a thread of this process."""
     optimizer = models.adamw(model.parameters())
     found: dict[str, Count] = {}
     with shoal.join(
@@ -69,12 +69,12 @@ def test_a_step_of_a_session_moves_what_the_plan_says(cluster: LocalCluster, nam
         {each.kind: Count(*plan.moved(each.kind, rank)) for each in plan.ranks[rank].collectives}
         for rank in range(NUM_MEMBERS)
     ]
-    # What a session's members tell each other of the step itself is not in the plan.
+    # A plan does not include the vote of a session's members.
     for each in planned:
         calls, num_bytes = each.get("all_reduce", Count(0, 0))
         accord = NUM_MEMBERS * NUM_WORDS * torch.int64.itemsize
-        # Members with the same samples also say first into how many parts they cut them.
+        # Members with the same samples also agree, in a message before, on the number of parts.
         messages = 2 if STRATEGIES[name]().shares_samples else 1
         each["all_reduce"] = Count(calls + messages, num_bytes + messages * accord)
-    # Which thread is which rank is the coordinator's choice.
+    # The coordinator decides the rank of each thread.
     assert sorted(counted, key=str) == sorted(planned, key=str)

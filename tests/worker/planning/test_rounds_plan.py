@@ -1,4 +1,4 @@
-"""What a plan of local SGD and DiLoCo says beforehand is what members then hold and move."""
+"""Plans of local SGD and DiLoCo predict what members then hold and move."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,13 +20,14 @@ EVERY_STEPS = 3
 
 
 def memory(tensors: Iterable[Tensor]) -> int:
-    """Of the storages that the tensors lie in, each once."""
+    """Bytes of the storages of the tensors, each counted once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 def trained(training: Training, kind: type[LocalSGD]) -> dict[str, Any]:
-    """What a member holds after its second round, and what the steps of that round moved."""
+    """Return the bytes that a member holds after its second round, and the traffic of that round's
+    steps."""
     strategy = kind(every_steps=EVERY_STEPS)
     model, optimizer = training.build()
     dist.barrier()

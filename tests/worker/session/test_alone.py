@@ -1,4 +1,4 @@
-"""A script without a cluster: `python train.py` trains it in its one process."""
+"""A script without a cluster: `python train.py` trains in its one process."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ STEPS = EPOCHS * -(-NUM_SAMPLES // BATCH)
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a run of this process."""
+    """Result of a run of this process."""
 
     steps: int
     weights: dict[str, Tensor]
@@ -52,7 +52,7 @@ def train(
     stop_after: int = 0,
     validators: tuple[object, ...] = (),
 ) -> Trained:
-    """The README's loop."""
+    """Run the README's loop."""
     batches = []
     model, optimizer = model_and_optimizer()
     with shoal.join(validators=validators) as session:  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_optional_fields_of_the_proposal_are_kept_beside_those_of_the_samples() 
 def test_what_was_trained_is_there_before_the_error_of_a_last_checkpoint(
     tmp_path: Path, strategy: str
 ) -> None:
-    """The batches end, and what the script does behind them is done; then the session fails."""
+    """The batches end and the script's code after them runs; then the session fails."""
     directory = tmp_path / "checkpoints"
     trained = Trained(0, {}, ())
     model, optimizer = model_and_optimizer()
@@ -99,7 +99,7 @@ def test_what_was_trained_is_there_before_the_error_of_a_last_checkpoint(
 
 
 def plain(batches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """The same batches, without Shoal."""
+    """Train with the same batches, without Shoal."""
     model, optimizer = model_and_optimizer()
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -122,7 +122,8 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_loop_trains_by_itself(strategy: str) -> None:
-    """Without a server, each sample once an epoch, to the weights of a loop without Shoal."""
+    """The process trains without a server. Samples come once an epoch, and the weights are those of
+    a loop without Shoal."""
     trained = train(strategy)
     assert trained.steps == STEPS == len(trained.batches)
     seen = torch.cat([inputs for inputs, _ in trained.batches[: STEPS // EPOCHS]])
@@ -159,7 +160,7 @@ def test_what_needs_servers_is_refused_by_name(strategy: str) -> None:
     ],
 )
 def test_several_do_not_each_train_alone(environment: dict[str, str]) -> None:
-    """A cluster's settings without its address are a mistake, and no wish to train alone."""
+    """A cluster's settings without its address are a mistake, and no request to train alone."""
     with pytest.raises(InvalidSpec, match="no coordinator was named"):
         read_config({"job": "j"}, environment)
     assert read_config({"job": "j"}, environment | {"SHOAL_COORDINATOR": "h:1"}).coordinators
@@ -174,7 +175,7 @@ def test_a_validator_is_asked_when_nobody_else_is_there() -> None:
 
 
 def test_sigterm_drains_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
-    """The process takes one step more and ends with 143; the next run goes on from that step."""
+    """The process takes one more step and ends with 143; the next run continues from that step."""
     checkpoints = shoal.Checkpoints(tmp_path, every_steps=2)
     with pytest.raises(shoal.Drained) as ended:
         train("fsdp", checkpoints=checkpoints, stop_after=4)
@@ -188,7 +189,8 @@ def test_sigterm_drains_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
 
 
 def test_dropout_within_layers_is_told_of_by_name() -> None:
-    """What they drop differs with the number of members, which no dropout module's does."""
+    """The dropout inside such layers depends on the number of members, unlike that of a dropout
+    module."""
     model = nn.TransformerEncoderLayer(8, 2, 16)
     recurrent = nn.ModuleDict(
         {"two": nn.LSTM(6, 8, 2, dropout=0.1), "one": nn.GRU(8, 8), "plain": nn.Dropout(0.1)}
@@ -204,8 +206,8 @@ def test_dropout_within_layers_is_told_of_by_name() -> None:
 def test_a_checkpoint_has_what_the_script_does_to_weights_behind_its_step(
     tmp_path: Path, strategy: str
 ) -> None:
-    """As it clips them, or lets a teacher follow them, where plain torch is done with its step. The
-    last one, too."""
+    """A script may clip weights, or update a teacher, after the step. This applies to the last step
+    too."""
     model, optimizer = model_and_optimizer()
     checkpoints = shoal.Checkpoints(tmp_path, every_steps=STEPS // 3)
     with shoal.join() as session:
@@ -225,7 +227,8 @@ def test_a_checkpoint_has_what_the_script_does_to_weights_behind_its_step(
 
 
 def _resumed(directory: Path, strategy: str, epochs: int, **settings: Any) -> list[str]:
-    """What is told of settings, of a run with a scheduler that goes on where there is something."""
+    """Run a job with a scheduler, from its checkpoint if there is one. Returns the log lines on
+    replaced settings."""
     torch.manual_seed(5)
     model: nn.Module = nn.Linear(6, 2)
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), **settings)
@@ -247,7 +250,8 @@ def _resumed(directory: Path, strategy: str, epochs: int, **settings: Any) -> li
 def test_settings_of_the_script_that_a_checkpoint_replaces_are_told(
     tmp_path: Path, strategy: str
 ) -> None:
-    """And none where the script is as it was, whose rates a scheduler has moved since."""
+    """The log has no line if the script is unchanged, although a scheduler has changed the rates
+    since."""
     assert not _resumed(tmp_path, strategy, 2, lr=0.1)
     assert not _resumed(tmp_path, strategy, 3, lr=0.1)
     (line,) = _resumed(tmp_path, strategy, 4, lr=0.2, amsgrad=True)
@@ -258,7 +262,8 @@ def test_settings_of_the_script_that_a_checkpoint_replaces_are_told(
 
 
 def test_a_session_that_was_not_entered_distributes_nothing() -> None:
-    """It would wait for a first generation of which it is no member. Nor does one that is left."""
+    """The session would wait for a first generation of which it is no member. A session that was
+    left is refused too."""
     model, optimizer = model_and_optimizer()
     session = shoal.join()
     with pytest.raises(InvalidSpec, match=r"distribute outside a session.*with shoal\.join"):

@@ -1,5 +1,5 @@
-"""Fewer members than the job's minimum are left in a call between two steps: they finish it, and
-train on with those who come in their place."""
+"""Calls between two steps in which fewer members than the job's minimum are left: they finish the
+call, and train on with the members that replace the lost ones."""
 
 import secrets
 import threading
@@ -29,11 +29,12 @@ SIZE = 3
 
 
 class Killed(Exception):
-    """Ends a member where a signal would."""
+    """Ends a member as a signal would."""
 
 
 Call = Callable[[Session, Any, Callable[[], None]], float]
-"""(session, model, lose): a call between two steps, with `lose` within it or right before it."""
+"""A call between two steps, of (session, model, lose). It calls `lose` within or right before the
+call."""
 
 
 def evaluate(session: Session, model: Any, lose: Callable[[], None]) -> float:
@@ -52,12 +53,12 @@ def all_reduce(session: Session, model: Any, lose: Callable[[], None]) -> float:
 def state_dict(session: Session, model: Any, lose: Callable[[], None]) -> float:
     lose()
     assert session.state_dict()
-    # A second call behind the same step: made by the same members.
+    # A second call after the same step is made by the same members.
     return float(session.all_reduce(NUM_SAMPLES, "max"))
 
 
 _before_confirm = threading.local()
-"""`lose`, called once by the member whose thread this is when all have the result of a call."""
+"""`lose` of the member on this thread: called once, when all have the result of a call."""
 
 
 def confirming(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +72,11 @@ def confirming(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evaluate_and_sum(session: Session, model: Any, lose: Callable[[], None]) -> float:
-    """Lost where all have the result, and none knows of the others: then a second call."""
+    """A member is lost when all have the result and none knows that the others have it. Then comes
+    a second call."""
 
     def lose_paused() -> None:
-        # Until it is gone no change is begun: the joiner is not put off with one that fails.
+        # Until it is gone no change begins: the joiner is not delayed by a change that fails.
         session._controller.pause("on its way out", WAIT_S)
         lose()
         session._controller.resume()
@@ -85,8 +87,8 @@ def evaluate_and_sum(session: Session, model: Any, lose: Callable[[], None]) -> 
 
 
 class Crew:
-    """Members of one job with a minimum of two, as threads of this process. Those who are to make
-    the call amid training go on until three train again, as long as that takes."""
+    """Members of one job with a minimum of two, as threads of this process. Members that make the
+    call during training go on until three train again."""
 
     def __init__(self, cluster: LocalCluster, call: Call, threads: ThreadPoolExecutor) -> None:
         self._coordinator = cluster.coordinator
@@ -95,7 +97,7 @@ class Crew:
         self._threads = threads
         self.lost = threading.Semaphore(0)
         self.gate = threading.Event()
-        """Opens when those who are to die may."""
+        """Set once the members that are to die may die."""
 
     def start(self, name: str, *, dies: bool = False, at_end: bool = False) -> Future[Any]:
         return self._threads.submit(self._train, name, dies, at_end)
@@ -136,7 +138,7 @@ class Crew:
 def test_the_last_one_in_a_call_finishes_it_and_trains_on_with_joiners(
     cluster: LocalCluster, call: Call
 ) -> None:
-    """They are not used up meanwhile, and no step is taken below the minimum."""
+    """Joiners do not fail meanwhile, and no step is taken with fewer members than the minimum."""
     with ThreadPoolExecutor(5) as threads:
         crew = Crew(cluster, call, threads)
         crew.gate.set()
@@ -167,8 +169,8 @@ def test_an_evaluation_behind_the_last_step_ends_with_one_that_is_left(
 def test_who_waits_to_join_keeps_out_of_the_next_call_behind_the_same_step_too(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the generation begins nobody is in a call: whether all have the last one's result is
-    found out there, on the way to the next."""
+    """Members are in no call when the generation begins. On the way to the next call they find out
+    if all have the last one's result."""
     confirming(monkeypatch)
     with ThreadPoolExecutor(4) as threads:
         crew = Crew(cluster, evaluate_and_sum, threads)

@@ -1,4 +1,4 @@
-"""Members that differ are refused with the first entry that differs, as a script has it."""
+"""Members that differ are refused with the first entry that differs, named as in the script."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,8 @@ def with_buffer(size: int) -> Given:
 
 
 def in_groups(rates: list[float]) -> Given:
-    """A group for each of many parameters, as with rates that fall from layer to layer."""
+    """A model with many parameters, each in a group of its own, as with rates that fall from layer
+    to layer."""
     model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in rates))
     groups = [{"params": [p], "lr": lr} for p, lr in zip(model.parameters(), rates, strict=True)]
     return model, torch.optim.AdamW(groups)
@@ -73,7 +74,8 @@ def test_the_first_entry_that_differs_is_named(
     expected: list[str],
     request: pytest.FixtureRequest,
 ) -> None:
-    """A name, a buffer, a setting of one of many groups; and an order, which a set gives."""
+    """Differences of a name, of a buffer, of a setting of one of many groups, and of order, as a
+    set causes."""
     job = f"differ-{request.node.callspec.id}"
     with shoal.join(job, coordinator=cluster.coordinator, member_id="one") as session:
         session.distribute(*one())
@@ -89,7 +91,7 @@ def test_the_first_entry_that_differs_is_named(
 
 
 def test_an_optimizer_of_many_groups_is_proposed(cluster: LocalCluster) -> None:
-    """Its settings have more characters than a field of a proposal may have."""
+    """The optimizer's settings have more characters than a field of a proposal may have."""
     model, optimizer = in_groups(RATES)
     with shoal.join("groups", coordinator=cluster.coordinator) as session:
         model, optimizer = session.distribute(model, optimizer)

@@ -1,4 +1,4 @@
-"""What a script sees of a step in which its member has no samples: nothing to count."""
+"""Steps in which a member has no samples: its script has nothing to count."""
 
 import secrets
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +15,11 @@ from shoal_client.local.cluster import LocalCluster
 
 WAIT_S = 60.0
 NUM_SAMPLES, NUM_MEMBERS = 5, 3
-"""By three a step: the second step has a member without samples."""
+"""Numbers that leave one member without samples in the second step, if a step has three samples."""
 
 
 class Skipping(nn.Module):
-    """Leaves its inner layer out at random, and counts what it has seen."""
+    """A model that skips its inner layer at random, and counts the samples that it has seen."""
 
     seen: Tensor
 
@@ -37,7 +37,7 @@ class Skipping(nn.Module):
 
 
 def members(cluster: LocalCluster, strategy: Any, *, in_one_call: bool) -> list[dict[str, Any]]:
-    """By rank, what each member saw in the second step."""
+    """Return, by rank, what each member saw in the second step."""
     job = f"counted-{secrets.token_hex(4)}"
     inputs = torch.arange(float(NUM_SAMPLES))[:, None]
     torch.manual_seed(0)
@@ -88,8 +88,8 @@ def members(cluster: LocalCluster, strategy: Any, *, in_one_call: bool) -> list[
 def test_a_member_without_samples_has_nothing_to_count(
     cluster: LocalCluster, strategy: str, in_one_call: bool
 ) -> None:
-    """It repeats the first sample of the step, drawing what is drawn for that; its loss is of no
-    sample, and it logs none."""
+    """The member repeats the first sample of the step, with the same random numbers. It reports a
+    loss of no sample, and logs none."""
 
     def made() -> Any:
         if strategy == "ddp":

@@ -1,4 +1,4 @@
-"""A call between two steps fails on the last member that is left in it."""
+"""A call between two steps that fails on the last member left in it."""
 
 import secrets
 import threading
@@ -24,11 +24,11 @@ AT_STEP = 2
 
 
 class Killed(Exception):
-    """Ends a member where a signal would."""
+    """Ends a member as a signal would."""
 
 
 class Failing:
-    """A job of two, one of which is lost in an evaluation, which then fails on the other."""
+    """A job of two members: one is lost in an evaluation, which then fails on the other."""
 
     def __init__(self, cluster: LocalCluster, error: Exception, *, caught: bool) -> None:
         self._cluster = cluster
@@ -36,7 +36,7 @@ class Failing:
         self._caught = caught
         self.job = f"failing-{secrets.token_hex(4)}"
         self.alone = threading.Event()
-        """Set when one is left, in the call that is about to fail."""
+        """Set once one member is left, in the call that is about to fail."""
         self.joins = threading.Event()
 
     def train(self, name: str) -> int:
@@ -90,7 +90,7 @@ ERRORS = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("of the scr
 def failed(
     cluster: LocalCluster, error: Exception, *, caught: bool
 ) -> tuple[Future[int], Future[int]]:
-    """What the one that is left, and one that waits to join, come to."""
+    """Return the outcomes of the member that is left, and of one that waits to join."""
     job = Failing(cluster, error, caught=caught)
     with ThreadPoolExecutor(3) as threads:
         left, lost = (threads.submit(job.train, name) for name in "ab")

@@ -1,5 +1,5 @@
-"""A GradScaler that is registered with the session does what it does in torch's own loop, on all
-members together."""
+"""A GradScaler registered with the session works as in torch's own loop, on all members
+together."""
 
 import secrets
 from collections.abc import Callable
@@ -34,7 +34,8 @@ def scaler() -> torch.amp.GradScaler:
 
 
 def loss_of(outputs: Tensor, batch: Batch) -> Tensor:
-    """Infinite gradients on the one member that has the batch's second sample."""
+    """Return a loss with infinite gradients on the one member that has the batch's second
+    sample."""
     loss = cross_entropy(outputs, batch.targets)
     place = 1 - batch.first
     if batch.step in OVERFLOWS and 0 <= place < len(batch.indices):
@@ -43,7 +44,7 @@ def loss_of(outputs: Tensor, batch: Batch) -> Tensor:
 
 
 def by_torch(max_norm: float) -> tuple[dict[str, Tensor], float]:
-    """torch's own loop in one process: weights and scale."""
+    """Train by torch's own loop in one process; return weights and scale."""
     model, optimizer = equality.build("sgd", 0)
     own, loader = scaler(), equality.loader()
     for step in range(NUM_STEPS):
@@ -109,7 +110,7 @@ Body = Callable[[Session, Any, Any, torch.amp.GradScaler, shoal.Batch], None]
 
 
 def run(cluster: LocalCluster, strategy: Any, body: Body, own: torch.amp.GradScaler) -> None:
-    """A lone member's two steps."""
+    """Take two steps as a lone member."""
     model, optimizer = equality.build("sgd", 0)
     plain = equality.loader()
     assert isinstance(plain, Loader)
@@ -132,7 +133,7 @@ def scaled(
 
 
 def test_a_session_takes_scaled_losses_of_a_registered_scaler(cluster: LocalCluster) -> None:
-    """And moves the scale on."""
+    """The scale grows after each step."""
     own = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     run(cluster, "fsdp", scaled, own)
     assert own.get_scale() == 32.0

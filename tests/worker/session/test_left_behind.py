@@ -1,4 +1,4 @@
-"""A session that failed leaves nothing in its process: the next one works."""
+"""Sessions that failed leave nothing in their process: the next session works."""
 
 import os
 
@@ -33,7 +33,7 @@ def test_nothing_is_left_under_any_strategy(strategy: str, place: str) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_state_that_cannot_be_handed_over_fails_one_session_only() -> None:
-    """Found within the first step, before its commit; then five folds train."""
+    """The error comes within the first step, before its commit; then five sessions train."""
     model, optimizer = failing_sessions.model_and_optimizer("state")
     with pytest.raises(UnsupportedOptimizer, match="cannot be handed"):
         train(model, optimizer, "zero1")
@@ -62,7 +62,7 @@ def test_a_model_that_was_never_laid_out_is_the_scripts_again(place: str) -> Non
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 @pytest.mark.usefixtures("alone")
 def test_a_model_whose_weights_a_session_has_taken_is_refused_by_name(strategy: str) -> None:
-    """It would be trained from first values that its modules draw anew."""
+    """The model would be trained from initial values that its modules draw anew."""
     model, optimizer = failing_sessions.model_and_optimizer()
     with pytest.raises(Planned):
         train(model, optimizer, "zero1", "between")
@@ -86,7 +86,7 @@ def test_a_refused_model_may_be_followed_by_another_in_the_same_session() -> Non
 
 @pytest.mark.usefixtures("alone")
 def test_what_fails_on_the_way_out_does_not_hide_the_scripts_own_error() -> None:
-    """KeyboardInterrupt, say, which a script catches by its class."""
+    """The script may catch its own error, such as KeyboardInterrupt, by its class."""
     model, optimizer = failing_sessions.model_and_optimizer("state")
     optimizer.state[next(model.parameters())].clear()
     with pytest.raises(KeyboardInterrupt):

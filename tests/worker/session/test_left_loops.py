@@ -1,5 +1,5 @@
-"""A script leaves its loop before the last batch, and a member is lost behind it: what the others
-ask for is of the step that was reached, or they are told that it is lost."""
+"""A script leaves its loop before the last batch, and a member is lost after that. Calls of the
+others return the state of the step that was reached, or raise an error that this state is lost."""
 
 import secrets
 from collections.abc import Callable
@@ -19,14 +19,15 @@ from shoal_proto.errors import StateLost
 
 WAIT_S = 60.0
 STEPS = 3
-"""The newest copy of what a member holds is of step 1, or still of step 0."""
+"""Steps taken. The newest copy of what a member holds is of step 1 or 0."""
 Train = Callable[[shoal.Batch], None]
 Loop = Callable[[Session, Any, Train], Any]
-"""(session, batches, train): trains on so many batches, and leaves; what the script keeps."""
+"""A loop of (session, batches, train): trains on some batches and leaves. Returns what the script
+keeps."""
 
 
 class Killed(Exception):
-    """Ends a member where a signal would."""
+    """Ends a member as a signal would."""
 
 
 def stops(session: Session, batches: Any, train: Train) -> None:
@@ -65,7 +66,7 @@ def fails_in_its_own_code(session: Session, batches: Any, train: Train) -> None:
 
 
 def goes_back_in_the_loop(session: Session, batches: Any, train: Train) -> None:
-    """It measures the model first, which a member is lost in."""
+    """Measure the model before the break; member c is lost in that call."""
     for batch in batches():
         train(batch)
         if session.step_number == STEPS:
@@ -101,7 +102,7 @@ def member(cluster: LocalCluster, job: str, strategy: Any, loop: Loop, act: Any)
 
 
 def crew(cluster: LocalCluster, strategy: Any, loop: Loop, act: Any) -> list[Any]:
-    """What three threads have come to."""
+    """Return the results or errors of three members, threads of this process."""
     made = [build("sgd", "layers") for _ in range(3)]
     run = member(cluster, f"left-{secrets.token_hex(4)}", strategy, loop, act)
     with ThreadPoolExecutor(3) as threads:
@@ -117,8 +118,8 @@ def saves(session: Session, name: str) -> int:
 
 
 def are_known(survivors: list[Any]) -> None:
-    """The first of them to find out leaves, and another one may be told that it is left with less
-    than a whole state."""
+    """Check that the survivors report a lost state. The first member that finds out leaves, and
+    then the other one may report that less than a whole state is left."""
     assert all(isinstance(each, StateLost) for each in survivors), survivors
     wanted = ("the others hold step", f"expected step {STEPS}")
     assert any(all(part in str(each) for part in wanted) for each in survivors), survivors
@@ -155,7 +156,8 @@ def is_lost_at_the_end(session: Session, name: str) -> int:
 def test_a_stopped_job_ends_with_the_step_that_was_reached(
     cluster: LocalCluster, strategy: Any
 ) -> None:
-    """Where that is lost, it has not finished: nobody takes an earlier one for its result."""
+    """The job has not finished if the state of that step is lost: no earlier state counts as its
+    result."""
     *survivors, lost = crew(cluster, strategy, stops, is_lost_at_the_end)
     assert isinstance(lost, Killed)
     if strategy is shoal.DDP:

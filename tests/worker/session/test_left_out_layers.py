@@ -1,5 +1,5 @@
-"""Members that split layers wait for each other for ever where one leaves a layer out: they are
-told of which layer each is, at once, and not by a limit after which all of it comes again."""
+"""Members that split layers wait for each other forever if one leaves a layer out. They are refused
+at once, with the layer at which each waits, instead of breaking at a time limit again and again."""
 
 import secrets
 from collections.abc import Iterator, Mapping
@@ -36,8 +36,9 @@ def test_a_layer_that_one_member_leaves_out_is_refused_by_all_of_them(
     in_evaluation: bool,
     left_out: frozenset[int],
 ) -> None:
-    """In the generation in which it is left out. Regression: each generation broke by the limit of
-    a collective, and the next one took the same step again, without end."""
+    """The refusal comes in the generation in which the layer is left out. Regression: each
+    generation broke by the limit of a collective, and the next one took the same step again,
+    without end."""
     strategy = "hybrid" if options is HYBRID else "tensor"
     for each in refused(cluster, (strategy, options), names, left_out, in_evaluation):
         assert "split layers among them computed with different layers" in each
@@ -61,7 +62,8 @@ def test_members_that_gather_nothing_with_the_one_that_left_it_out_are_told_too(
     ranks: tuple[int, int],
     in_evaluation: bool,
 ) -> None:
-    """Regression: they waited for others to come, or trained on with those that came back."""
+    """Regression: these members waited for others to come, or trained on with those that came
+    back."""
     refusals = refused(cluster, strategy, "abcd", frozenset({1}), in_evaluation)
     assert len(set(refusals)) == 1
     assert "computed with different layers at the same time" in refusals[0]
@@ -76,7 +78,7 @@ def refused(
     left_out: frozenset[int],
     in_evaluation: bool,
 ) -> list[str]:
-    """What each is told in the generation in which b leaves something out."""
+    """Return the refusal of each member, in the generation in which b leaves something out."""
     run = LeavingOut(
         coordinator=cluster.coordinator,
         job=f"left-out-{secrets.token_hex(4)}",
@@ -114,8 +116,9 @@ def hosts() -> Iterator[RoutedHosts]:
 def test_members_that_are_cut_off_from_each_other_are_not_refused(
     quick: LocalCluster, hosts: RoutedHosts, directions: int
 ) -> None:
-    """For longer than a collective may take, while both reach the coordinator: whoever waits
-    tells for which layers it has met the other. They train on once they reach each other again."""
+    """The members are cut off for longer than a collective may take, while both reach the
+    coordinator: a waiting member reports for which layers it has met the other. They train on once
+    they reach each other again."""
     job = f"cut-off-{secrets.token_hex(4)}"
     run = LeavingOut(
         coordinator="",
@@ -128,7 +131,7 @@ def test_members_that_are_cut_off_from_each_other_are_not_refused(
         batch_size=24,
     )
     with Network() as network, Ranks() as ranks:
-        # Without TLS a coordinator is on loopback only.
+        # Without TLS a coordinator listens on loopback only.
         (coordinator,) = network.wire(quick.coordinator, address=hosts.here.address).endpoints
         members = []
         for name in "ab":

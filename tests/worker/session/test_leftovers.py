@@ -1,7 +1,7 @@
-"""A loss under which a script, or a receiver, comes upon what an aborted collective left.
+"""Losses after which a script, or a receiver, reads what an aborted collective left.
 
-Members are threads. Their groups say that they were aborted as NCCL's do: where collectives end
-well with half of a result, errors of any kind come of it.
+Members are threads. Their groups report that they were aborted, as NCCL's do: there collectives
+return normally with part of a result, which causes errors of any kind.
 """
 
 import json
@@ -28,7 +28,7 @@ NUM_STEPS = 6
 
 
 class Killed(Exception):
-    """Ends a member where a signal would."""
+    """Ends a member as a signal would."""
 
 
 def check(seat: InMemorySeat) -> None:
@@ -41,8 +41,8 @@ def is_lost(session: Session, generation: int) -> bool | None:
 
 
 def survivor(cluster: LocalCluster, error: Exception) -> int:
-    """How many steps a member has taken that meets the error in a step in which the only other one
-    is lost."""
+    """Return the number of steps of a member that gets the error in a step in which the only other
+    member is lost."""
     job, met = f"leftovers-{secrets.token_hex(4)}", threading.Event()
 
     def train(name: str) -> int:

@@ -1,4 +1,4 @@
-"""Loops over `batch.parts` in a session: what they train, and which of them are refused."""
+"""Loops over `batch.parts` in a session: trained results, and refused loops."""
 
 import secrets
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Body = Callable[[Session, Any, shoal.Batch], None]
 
 
 def run(cluster: LocalCluster, strategy: str, body: Body, num_steps: int = 3) -> dict[str, Tensor]:
-    """A lone member's steps; its model afterwards."""
+    """Take a lone member's steps; return its model's state."""
     model, optimizer = build("sgd", "layers")
     job = f"parts-{secrets.token_hex(4)}"
     with shoal.join(job, coordinator=cluster.coordinator) as session:
@@ -42,7 +42,7 @@ def backward(session: Session, model: Any, batch: shoal.Batch) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parts_train_what_the_whole_batch_trains(cluster: LocalCluster, strategy: str) -> None:
-    """Also in one call for both passes, which returns the mean over a part's samples."""
+    """Includes one call for both passes, which returns the mean over a part's samples."""
 
     def whole(session: Session, model: Any, batch: shoal.Batch) -> None:
         session.forward_backward(batch, cross_entropy)
@@ -135,7 +135,7 @@ def test_loops_that_train_something_else_are_refused(
 
 
 def test_dropout_does_not_depend_on_how_a_batch_is_cut(cluster: LocalCluster) -> None:
-    """What a sample drops follows from its place in the global batch."""
+    """The random numbers of a sample follow from its position in the global batch."""
 
     drawn: dict[int, Tensor] = {}
     for num_parts in (1, 5):
@@ -155,7 +155,8 @@ def test_dropout_does_not_depend_on_how_a_batch_is_cut(cluster: LocalCluster) ->
 
 
 def test_a_loss_is_weighed_by_its_tokens(cluster: LocalCluster) -> None:
-    """Every third sample is padding: parts have other numbers of tokens, but each counts alike."""
+    """A third of the samples is padding: parts have different numbers of tokens, and each token
+    counts alike."""
 
     def targets_of(batch: shoal.Batch) -> Tensor:
         padding = torch.tensor(batch.indices) % 3 == 0
@@ -170,7 +171,7 @@ def test_a_loss_is_weighed_by_its_tokens(cluster: LocalCluster) -> None:
             loss = cross_entropy(model(part.inputs), targets)
             session.backward(loss, weight=(targets != -100).sum())
 
-    # Where members have whole batches, a loss needs no weight.
+    # If members have whole batches, a loss needs no weight.
     expected, found = run(cluster, "tensor", whole), run(cluster, "fsdp", in_parts)
     for name, tensor in expected.items():
         assert torch.allclose(found[name], tensor, rtol=0, atol=1e-6), name

@@ -1,4 +1,4 @@
-"""A model that a script makes on the meta device trains as the same one made on the host."""
+"""A model made on the meta device trains like the same model made on the host."""
 
 import secrets
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ def trained_on_the_host() -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-# Threads share a generator: under "ddp" each member makes the weights, under "fsdp" one of all.
+# Threads share a generator: under "ddp" each member makes the weights, under "fsdp" only one does.
 @pytest.mark.parametrize(("strategy", "num_members"), [("ddp", 1), ("fsdp", 2)])
 def test_it_trains_as_the_same_model_made_on_the_host(
     cluster: LocalCluster, strategy: str, num_members: int
@@ -65,7 +65,7 @@ def test_it_trains_as_the_same_model_made_on_the_host(
 
 
 def test_what_averages_a_model_without_weights_is_refused_by_name() -> None:
-    """It would copy the weights into nothing."""
+    """The average would copy the weights to tensors without memory."""
     with torch.device("meta"):
         averaged = AveragedModel(layers())
     registered = RegisteredState()

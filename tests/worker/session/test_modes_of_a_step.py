@@ -1,4 +1,4 @@
-"""A step that is taken again is taken in the modes in which it began."""
+"""A step that is taken again runs in the modes in which it first began."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_a_block_that_is_left_while_the_script_evaluates_leaves_no_mode_behind(
     strategy: str,
 ) -> None:
     """Regression: a member was lost while a script sampled from its model between `eval()` and
-    `train()`; the others took that step again without dropout, on statistics of other batches."""
+    `train()`. The others took that step again without dropout, with statistics of other batches."""
     inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
     model = Net()
     model.frozen.eval()

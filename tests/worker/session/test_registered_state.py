@@ -1,4 +1,5 @@
-"""`session.register`: schedulers and averages count committed steps, whoever came when."""
+"""`session.register`: schedulers and averages count committed steps on all members, also on
+joiners."""
 
 import secrets
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ TOLERANCE = 1e-6
 
 
 class Metric:
-    """Counts what the script tells it."""
+    """A total to which the script adds."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -75,7 +76,7 @@ def check_as_one_process(finished: Any, run: Registering) -> None:
 def test_schedule_and_average_are_those_of_one_process_after_a_kill_and_a_join(
     cluster: LocalCluster, tmp_path: Path, kind: str, strategy: str, behind: bool
 ) -> None:
-    """Steps that are taken again count once, and the joiner begins where the others are."""
+    """Steps that are taken again count once, and the joiner begins with the others' state."""
     run = registering(cluster, strategy, behind=behind)
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=5, body=registered_bodies.train)
@@ -88,7 +89,7 @@ def test_schedule_and_average_are_those_of_one_process_after_a_kill_and_a_join(
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_they_go_on_from_a_checkpoint(cluster: LocalCluster, tmp_path: Path, strategy: str) -> None:
-    """With what the script did behind the checkpoint's last step, which is part of it."""
+    """The checkpoint includes what the script did after its last step."""
     run = registering(cluster, strategy, behind=True, checkpoints=str(tmp_path / "checkpoints"))
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=6, body=registered_bodies.train)
@@ -108,8 +109,8 @@ def lone(cluster: LocalCluster, **options: Any) -> shoal.Session:
 def test_a_schedule_of_several_steps_in_the_block_as_behind_optimizer_step(
     cluster: LocalCluster,
 ) -> None:
-    """The rate of the step under way is not changed by a call in its block; a schedule that is made
-    of others steps those itself."""
+    """A call within the step's block does not change the rate of that step. A schedule made of
+    others steps those itself."""
     model, optimizer = build("sgd", "layers")
     phases = [LinearLR(optimizer, 0.1, total_iters=2), ExponentialLR(optimizer, 0.5)]
     schedule = SequentialLR(optimizer, phases, [2])
@@ -137,7 +138,7 @@ def test_a_schedule_of_several_steps_in_the_block_as_behind_optimizer_step(
 def test_a_schedule_or_average_that_is_not_registered_is_refused_by_its_name(
     cluster: LocalCluster,
 ) -> None:
-    """It would count on where a step did not happen, and begin anew on who joins."""
+    """An unregistered object would count a step that did not happen, and begin anew on a joiner."""
     model, optimizer = build("sgd", "layers")
     other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
     schedule, elsewhere = ExponentialLR(optimizer, 0.9), ExponentialLR(other, 0.9)
@@ -159,7 +160,8 @@ def test_a_schedule_or_average_that_is_not_registered_is_refused_by_its_name(
 def test_an_average_of_a_part_of_the_model_is_taken_once_the_optimizer_has_stepped(
     cluster: LocalCluster,
 ) -> None:
-    """As one of the whole model, by whatever name of the argument; and it must be registered."""
+    """Holds as for an average of the whole model, for any name of the argument. The average must be
+    registered."""
     model, optimizer = build("sgd", "layers")
     part, other = model[0], torch.nn.Linear(2, 2)
     average, unknown, elsewhere = AveragedModel(part), AveragedModel(part), AveragedModel(other)
@@ -181,7 +183,7 @@ def test_an_average_of_a_part_of_the_model_is_taken_once_the_optimizer_has_stepp
 def test_an_average_of_weights_that_are_cut_is_refused_in_the_first_step(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """Not by an error of torch's once the optimizer has stepped."""
+    """The error is not one of torch's after the optimizer has stepped."""
     model, optimizer = build("sgd", "layers")
     average = AveragedModel(model)
     with lone(cluster) as session:
@@ -218,7 +220,7 @@ def test_what_comes_too_late_or_where_nothing_is_committed_together_is_refused(
 
 
 def member(coordinator: str, job: str, own: float) -> str:
-    """One of two threads: counts this a step; what it is told at the end."""
+    """Train as one of two threads that adds `own` in each step; return the total or the error."""
     model, optimizer = build("sgd", "layers")
     metric = Metric()
     try:
@@ -253,14 +255,14 @@ def test_state_that_is_one_members_alone_is_an_error_by_name_on_all(
 
 
 class Breaking(Metric):
-    """Takes no state, by an error of its own."""
+    """Takes no state: it raises an error of its own."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total.append(state["total"])  # type: ignore[attr-defined]
 
 
 def test_an_object_that_does_not_take_its_state_is_named() -> None:
-    """Whatever it raises."""
+    """Applies to any error that it raises."""
     registered = RegisteredState()
     registered.add("count", Breaking())
     registered.keep()
@@ -282,7 +284,7 @@ def test_an_object_that_does_not_tell_its_state_is_named() -> None:
 def test_a_schedule_that_counts_a_members_own_steps_is_told_where_members_train_apart(
     cluster: LocalCluster, given: bool
 ) -> None:
-    """Three members would take it a third as far as it goes, with exit code 0."""
+    """The schedule would go a third of its way with three members, and the exit code would be 0."""
     model, optimizer = build("sgd", "layers")
     schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
     strategy = shoal.AsyncSGD(schedule=schedule if given else None)

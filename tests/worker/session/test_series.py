@@ -1,4 +1,4 @@
-"""What `session.series` and the calls of plain scripts refuse, before anything is sent."""
+"""Refusals of `session.series` and of the calls of plain scripts, before anything is sent."""
 
 import pytest
 import torch

@@ -26,11 +26,11 @@ from shoal_proto.errors import InvalidSpec
 WAIT_S = 60.0
 TOLERANCE = 1e-12
 Passes = Callable[[Session, Any, shoal.Batch], Any]
-"""What a member does in each step, and returns to the test."""
+"""Passes of a member in each step; the result goes to the test."""
 
 
 def member(job: str, passes: Passes, **how: Any) -> list[Any]:
-    """What was returned in each step, and the weights behind the last one."""
+    """Train as a member; return the results of all steps, and the weights after the last one."""
     strategy, data = how.pop("strategy", "ddp"), how.pop("data", contrastive_members.samples())
     model, optimizer = contrastive_members.build(dropped=how.pop("dropped", 0.0))
     with shoal.join(job, **how) as session:
@@ -43,7 +43,7 @@ def member(job: str, passes: Passes, **how: Any) -> list[Any]:
 
 
 def crew(cluster: LocalCluster, num_members: int, passes: Passes, **how: Any) -> list[Any]:
-    """What each member came to, as a thread of this process."""
+    """Return the results or errors of all members, threads of this process."""
     job = f"gather-{secrets.token_hex(4)}"
     how |= {"coordinator": cluster.coordinator, "backend": "in-memory"}
     with ThreadPoolExecutor(num_members) as threads:
@@ -62,7 +62,7 @@ def backward(session: Session, model: Any, batch: shoal.Batch) -> None:
     contrastive_members.take(session, model, batch)
 
 
-# --- what it trains ---
+# --- training ---
 
 
 @pytest.mark.parametrize("num_members", [1, 3])
@@ -82,13 +82,13 @@ def test_a_loss_in_forward_backward_may_gather(cluster: LocalCluster) -> None:
 
 
 def counted(batch: shoal.Batch) -> Tensor:
-    """The rows that the loss is of: not the first thirty of a batch."""
+    """Select the rows that count in the loss: all but the first thirty of a batch."""
     return (batch.first + torch.arange(len(batch.inputs)) >= 30).double()
 
 
 def test_rows_of_a_member_whose_loss_weighs_nothing_are_trained(cluster: LocalCluster) -> None:
-    """The first member's rows are what the others' losses compare theirs to. By itself it has a
-    mean over nothing, which is no number."""
+    """The others' losses compare their rows with the first member's. The first member's own loss is
+    a mean over nothing: NaN."""
 
     def passes(session: Session, model: Any, batch: shoal.Batch) -> float:
         outputs = model(batch.inputs)
@@ -111,8 +111,8 @@ def test_rows_of_a_member_whose_loss_weighs_nothing_are_trained(cluster: LocalCl
 
 
 def in_parts(session: Session, model: Any, batch: shoal.Batch) -> None:
-    """As docs/contrastive.md has it: features without gradients first, and what the loss asks of
-    them; then each part with that."""
+    """Train in parts as docs/contrastive.md does: first features without gradients, and the loss's
+    gradients of these; then each part with its gradients."""
     with torch.no_grad():
         every = session.gather(model(batch.inputs))
     every.requires_grad_()
@@ -126,7 +126,7 @@ def in_parts(session: Session, model: Any, batch: shoal.Batch) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_batch_in_parts_is_trained_as_the_whole_one(cluster: LocalCluster, strategy: str) -> None:
-    """With what dropout drops."""
+    """Dropout drops the same values."""
     (expected,) = crew(cluster, 1, backward, dropped=0.3)
     assert difference(expected[-1], contrastive_members.by_one_process()) > 1e-3
     for found in crew(cluster, 3, in_parts, dropped=0.3, strategy=strategy):
@@ -156,8 +156,8 @@ FAULTS = ["forward", "backward"]
 def test_a_step_is_taken_anew_when_a_member_is_killed_in_it(
     cluster: LocalCluster, strategy: str, fault: str
 ) -> None:
-    """While the others wait for its rows, or for the gradients that it has of theirs: they are 64
-    over 3, and over 2 behind that."""
+    """The kill comes while the others wait for its rows, or for its gradients of their rows. The
+    shares are 64 over 3, and then 64 over 2."""
     run = Contrastive(
         coordinator=cluster.coordinator,
         job=f"gather-{secrets.token_hex(4)}",
@@ -183,7 +183,7 @@ def test_a_step_is_taken_anew_when_a_member_is_killed_in_it(
             assert (1, False) in tried
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 def check_refused(ends: list[Any], words: str) -> None:
@@ -198,7 +198,7 @@ def check_refused(ends: list[Any], words: str) -> None:
 def test_members_that_call_it_unequally_often_are_told_of_each_other(
     cluster: LocalCluster, strategy: str, where: str
 ) -> None:
-    """In the generation in which they do, and not when a collective has run out of time."""
+    """The error comes in that generation, and not only when a collective has run out of time."""
 
     def passes(session: Session, model: Any, batch: shoal.Batch) -> None:
         outputs = model(batch.inputs)
@@ -222,8 +222,8 @@ def test_members_that_call_it_unequally_often_are_told_of_each_other(
 def test_processes_that_call_it_unequally_often_in_their_first_step_are_told(
     cluster: LocalCluster, strategy: str, often: int
 ) -> None:
-    """Over Gloo, where members tell each other of a step by a collective of the same group: what
-    is gathered is not taken for another collective's, which would end a process."""
+    """Gloo carries the vote on a step in the same group. A gathering is not mistaken for another
+    collective, which would terminate a process."""
     run = Contrastive(
         coordinator=cluster.coordinator,
         job=f"gather-{secrets.token_hex(4)}",
@@ -268,7 +268,7 @@ def by_a_layer(session: Session, outputs: Tensor) -> None:
 def test_torchs_own_gathering_of_unequal_shares_is_refused(
     cluster: LocalCluster, gather: Callable[[Session, Tensor], None]
 ) -> None:
-    """Before a member hands in what another one has no room for."""
+    """The refusal comes before a member sends more than another one has memory for."""
 
     def passes(session: Session, model: Any, batch: shoal.Batch) -> None:
         gather(session, model(batch.inputs).detach())
@@ -303,7 +303,7 @@ def test_parts_are_refused() -> None:
 
 
 def test_it_is_refused_outside_a_step() -> None:
-    """In an evaluation each member has samples of its own, and some have more batches."""
+    """Members have samples of their own in an evaluation, and some have more batches."""
     model, optimizer = contrastive_members.build()
     with shoal.join("") as session:
         model, optimizer = session.distribute(model, optimizer)

@@ -1,5 +1,5 @@
-"""What members do together between two steps: evaluations, sums, the whole model. Each sample
-counts once, and the loss of a member ends nobody else."""
+"""Calls of all members between two steps: evaluations, sums, the whole model. Each sample counts
+once, and the loss of a member ends no other member."""
 
 import math
 import secrets
@@ -36,11 +36,11 @@ from shoal_proto.errors import InvalidSpec
 
 WAIT_S = 60.0
 Body = Callable[[Session, Any, int], Any]
-"""(session, model, step): what a member does behind a step, and returns to the test."""
+"""Calls of a member after a step, of (session, model, step); the result goes to the test."""
 
 
 def crew(cluster: LocalCluster, num_members: int, body: Body, **options: Any) -> list[Any]:
-    """What `body` returned behind each step on each member, a thread of this process."""
+    """Return the results of `body` after each step, for each member (a thread of this process)."""
     job = f"shared-{secrets.token_hex(4)}"
 
     def member() -> Any:
@@ -70,7 +70,8 @@ def crew(cluster: LocalCluster, num_members: int, body: Body, **options: Any) ->
 def test_an_evaluation_counts_each_sample_once_on_three_members(
     cluster: LocalCluster, strategy: str, source: str
 ) -> None:
-    """101 samples by 5 on 3 members: shares differ, and the last batch leaves some without."""
+    """101 samples in batches of 5 on 3 members: shares differ, and in the last batch some members
+    have none."""
     given: Any = data()
     if source == "loader":
         given = DataLoader(TensorDataset(*data()), batch_size=BATCH, shuffle=True)
@@ -94,7 +95,7 @@ def test_an_evaluation_counts_each_sample_once_on_three_members(
 def test_a_member_that_leaves_in_an_evaluation_takes_only_itself_out(
     cluster: LocalCluster,
 ) -> None:
-    """The others begin again: what they had summed up with it is let go of."""
+    """The others begin again, without the sums that included the lost member's."""
     failing = threading.Lock()
 
     def body(session: Session, model: Any, step: int) -> Any:
@@ -113,7 +114,7 @@ def test_a_member_that_leaves_in_an_evaluation_takes_only_itself_out(
 def test_a_loss_in_a_scripts_own_forward_pass_says_where_it_would_begin_again(
     cluster: LocalCluster,
 ) -> None:
-    """It ends the script: nobody but the script could make the pass once more."""
+    """The loss ends the script: only the script could run the pass again."""
 
     def body(session: Session, model: Any, step: int) -> Any:
         if session.rank == 1 and step == 1:
@@ -154,8 +155,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def test_nan_of_any_member_is_the_largest_and_the_smallest(
     op: Reduction, values: Sequence[float]
 ) -> None:
-    """Of tensors of each dtype and of numbers, on all members, as in torch.max. Gloo takes either
-    of a number and NaN. Elements beside it are as ever."""
+    """Holds for tensors of each dtype and for numbers, on all members, as in torch.max. Gloo
+    returns either the number or NaN. Other elements are reduced as usual."""
     given: list[dict[str, Any]] = [{"number": value} for value in values]
     for rank, (value, each) in enumerate(zip(values, given, strict=True)):
         each |= {str(kind): torch.tensor([value, -value, rank], dtype=kind) for kind in FLOATS}
@@ -170,7 +171,7 @@ def test_nan_of_any_member_is_the_largest_and_the_smallest(
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 def test_integers_of_all_sizes_do_not_wrap(op: Reduction) -> None:
-    """They are reduced as int64, as in torch.sum; a mean is a float."""
+    """Integers are reduced as int64, as in torch.sum; a mean is a float."""
     largest = {
         dtype: torch.iinfo(dtype).max
         for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)
@@ -180,7 +181,7 @@ def test_integers_of_all_sizes_do_not_wrap(op: Reduction) -> None:
         for dtype, value in largest.items():
             name, (seen,) = found[str(dtype)]
             assert name == ("torch.float32" if op == "mean" else "torch.int64")
-            # What float32 can tell apart; all else is exact.
+            # float32 limits the precision of a mean; everything else is exact.
             expected = pytest.approx(value, rel=1e-7) if op == "mean" else value
             assert seen == (3 * value if op == "sum" else expected)
 
@@ -199,7 +200,7 @@ def test_infinities_of_both_signs_add_up_to_nan_and_too_large_a_sum_to_infinity(
 
 
 def test_scalars_of_numpy_are_numbers() -> None:
-    """Also those of a measure, and on members that have none of a batch."""
+    """Includes values of a measure, and members that have no samples of a batch."""
     given = {"loss": np.float32(1.5), "hits": np.int64(3), "all": np.bool_(True)}
     for found in run_on_gloo(2, reduced, "sum", [given] * 2):
         assert found == {"loss": 3.0, "hits": 6, "all": 2}
@@ -260,7 +261,7 @@ def refusals() -> list[Any]:
 
 
 def test_a_value_for_each_sample_is_refused_and_not_spread_over_another_batch() -> None:
-    """Five samples by four: torch would add the last one to each of the others."""
+    """Batches have four and one samples: torch would broadcast the last value over the others."""
 
     def measure(batch: Batch) -> Any:
         return {"each": batch.inputs}
@@ -274,7 +275,7 @@ def test_a_value_for_each_sample_is_refused_and_not_spread_over_another_batch() 
 def test_members_that_do_not_do_the_same_are_told_what_each_does(
     cluster: LocalCluster, body: Body, words: str
 ) -> None:
-    """All of them, at once; nothing hangs."""
+    """Members all get the error, at once; none hangs."""
     found = crew(cluster, 2, body)
     assert all(isinstance(each, InvalidSpec) for each in found), found
     for each in found:
@@ -283,7 +284,7 @@ def test_members_that_do_not_do_the_same_are_told_what_each_does(
 
 
 def test_where_such_calls_stand_is_told(cluster: LocalCluster) -> None:
-    """Before the first batch a joiner would be alone in one; within a step it is no place."""
+    """A joiner would make the call alone before the first batch; within a step it is refused."""
     model, optimizer = build("sgd", "layers")
     job = f"shared-{secrets.token_hex(4)}"
     with shoal.join(job, coordinator=cluster.coordinator) as session:
@@ -291,7 +292,7 @@ def test_where_such_calls_stand_is_told(cluster: LocalCluster) -> None:
         with pytest.raises(InvalidSpec, match=r"session\.all_reduce before the first batch"):
             session.all_reduce(1)
         batches = session.batches(data(), global_batch_size=101)
-        # To know its rank is not to be where the others are.
+        # A member that knows its rank is not yet where the others are.
         assert session.rank == 0
         with pytest.raises(InvalidSpec, match=r"session\.all_reduce before the first batch"):
             session.all_reduce(1)
@@ -338,8 +339,8 @@ def test_ranks_hold_before_the_first_batch(cluster: LocalCluster) -> None:
 def test_a_call_of_one_member_alone_is_refused_by_all_of_them(
     cluster: LocalCluster, call: str, strategy: str
 ) -> None:
-    """With where each stands, in the generation in which it is made: long before a collective's
-    limit, which would end it and have it made again."""
+    """The refusal says where each member waits. It comes in the generation of the call, long before
+    a collective's limit, which would break the generation and repeat the call."""
     run = Evaluating(
         coordinator=cluster.coordinator,
         job=f"lone-{secrets.token_hex(4)}",
@@ -367,7 +368,7 @@ def test_a_call_of_one_member_alone_is_refused_by_all_of_them(
 def test_survivors_of_a_kill_between_two_steps_go_on(
     cluster: LocalCluster, fault: str, strategy: str
 ) -> None:
-    """They have the metrics of all samples, and of the model that they then go on with."""
+    """The survivors have the metrics of all samples, and of the model with which they continue."""
     run = Evaluating(
         coordinator=cluster.coordinator,
         job=f"between-{secrets.token_hex(4)}",
@@ -390,21 +391,22 @@ def test_survivors_of_a_kill_between_two_steps_go_on(
         ends = [member.expect("finished") for member in members[:2]]
         assert ends == [{"step": 5}] * 2
         for member in members[:2]:
-            looked = [told for kind, told in member.seen if kind == "looked"]
+            looked = [report for kind, report in member.seen if kind == "looked"]
             assert looked[-1]["step"] == 5
             assert looked[-1]["total"] == 2
-            checked = [told for told in looked if told["same"]]
-            for told in checked:
-                evaluation_bodies.check(told)
-            # Behind that step too, if not at first then when it was taken again.
-            assert {told["step"] for told in checked} >= {3, 5}
+            checked = [report for report in looked if report["same"]]
+            for report in checked:
+                evaluation_bodies.check(report)
+            # After that step too: if not at first, then when it was taken again.
+            assert {report["step"] for report in checked} >= {3, 5}
             assert member.join() == 0
-        seen = [[told for kind, told in m.seen if kind == "looked"] for m in members[:2]]
+        seen = [[report for kind, report in m.seen if kind == "looked"] for m in members[:2]]
         assert seen[0] == seen[1]
 
 
 def gated(cluster: LocalCluster, gate: Path) -> Evaluating:
-    """Three members train three steps, and measure only once the gate is there."""
+    """Return a run in which three members train three steps, and measure once the file `gate`
+    exists."""
     return Evaluating(
         coordinator=cluster.coordinator,
         job=f"between-{secrets.token_hex(4)}",
@@ -417,7 +419,7 @@ def gated(cluster: LocalCluster, gate: Path) -> Evaluating:
 
 
 def measuring(ranks: Ranks, run: Evaluating) -> list[Rank]:
-    """The three, amid their evaluation."""
+    """Start the three members; return them during their evaluation."""
     body = evaluation_bodies.train_until_joined
     crew = [ranks.start(body, replace(run, member_id=name)) for name in "abc"]
     for member in crew:
@@ -429,7 +431,8 @@ def measuring(ranks: Ranks, run: Evaluating) -> list[Rank]:
 def test_a_joiner_keeps_out_of_an_evaluation_that_begins_again_and_comes_in_behind_it(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """It waits when a member is killed, so the next generation has it: its script is elsewhere."""
+    """The joiner waits when a member is killed, so the next generation includes it, but its script
+    is elsewhere."""
     run = gated(cluster, tmp_path / "gate")
     with Ranks() as ranks:
         body = evaluation_bodies.train_until_joined
@@ -450,7 +453,7 @@ def test_a_joiner_keeps_out_of_an_evaluation_that_begins_again_and_comes_in_behi
 def test_one_that_is_left_of_an_evaluation_below_the_minimum_ends_it_and_trains_with_joiners(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Two of three are killed in it, and two come in their place before it begins again."""
+    """Two of three members are killed in it, and two replace them before it begins again."""
     run = replace(gated(cluster, tmp_path / "gate"), min_members=2)
     with Ranks() as ranks:
         body = evaluation_bodies.train_until_joined

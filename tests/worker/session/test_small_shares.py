@@ -1,4 +1,4 @@
-"""Shares of one sample: BatchNorm cannot train in them, and members are told before they come."""
+"""Shares of one sample: BatchNorm cannot train on them, and members are warned in advance."""
 
 import secrets
 from pathlib import Path
@@ -38,7 +38,7 @@ def warnings_of(session_of: Any) -> list[dict[str, Any]]:
 def test_members_are_warned_at_the_beginning(
     cluster: LocalCluster, kind: str, options: dict[str, Any], is_told: bool
 ) -> None:
-    """Of layers with one value of each sample in a channel; images have many."""
+    """The warning is about layers with one value per sample and channel; images have many."""
     job = f"small-{secrets.token_hex(4)}"
     options = {"max_members": 3, **options}
     found = warnings_of(lambda: train(cluster.coordinator, job, kind, num_steps=1, **options))
@@ -51,7 +51,7 @@ def test_members_are_warned_at_the_beginning(
 
 
 def test_an_error_of_batchnorm_names_the_remedies(cluster: LocalCluster) -> None:
-    """Torch's own tells of sizes alone."""
+    """torch's own error names only sizes."""
     model = Norms("flat")
     text = r"single sample, in step 0.*drop_last=True.*global_batch_size.*sync_batchnorm=True"
     with (
@@ -66,7 +66,7 @@ def test_an_error_of_batchnorm_names_the_remedies(cluster: LocalCluster) -> None
 
 
 def test_a_newcomer_too_many_does_not_end_the_job(cluster: LocalCluster, tmp_path: Path) -> None:
-    """It is refused by the members that know, and they train to the end."""
+    """The members that know of the limit refuse it, and they train to the end."""
     job, gate = f"small-{secrets.token_hex(4)}", str(tmp_path / "gate")
     with Ranks() as ranks:
         first = ranks.start(train_member, cluster.coordinator, job, gate)

@@ -1,5 +1,5 @@
-"""What a script does by itself in a step of a session: refused by name where it would train
-something else, and left alone where it does not."""
+"""A script's own operations in a step of a session: refused by name if they would train something
+else, and left alone otherwise."""
 
 import secrets
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from shoal_proto.errors import InvalidSpec
 TOGETHER = ("ddp", "zero1", "zero2", "fsdp", "tensor", "hybrid", "local-sgd", "diloco")
 APART = ("async-sgd", "bsp", "async-diloco")
 Body = Callable[[Session, Any, torch.optim.Optimizer, shoal.Batch], None]
-"""(session, model, optimizer, batch): what the script does with one batch."""
+"""Script code for one batch, of (session, model, optimizer, batch)."""
 
 
 def run(cluster: LocalCluster, strategy: str, body: Body, num_steps: int = 3) -> dict[str, Tensor]:
-    """A lone member's steps; its model afterwards."""
+    """Take a lone member's steps; return its model's state."""
     model, optimizer = build("sgd", "layers")
     job = f"guard-{secrets.token_hex(4)}"
     with shoal.join(job, coordinator=cluster.coordinator) as session:
@@ -61,7 +61,7 @@ def test_a_second_step_on_a_batch_is_refused(cluster: LocalCluster, strategy: st
 def test_a_script_that_steps_the_optimizer_is_told_who_does(
     cluster: LocalCluster, strategy: str, place: str
 ) -> None:
-    """Else each gradient is applied twice."""
+    """Otherwise each gradient would be applied twice."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
@@ -78,8 +78,9 @@ def test_a_script_that_steps_the_optimizer_is_told_who_does(
 def test_a_loss_with_weights_that_each_member_would_train_by_itself_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """As of a margin that is learned, with an optimizer that the session does not know of: the
-    members' would drift apart. One that nobody steps, as of a teacher, is left alone."""
+    """A loss may have a learned margin, for example, with an optimizer unknown to the session: the
+    members' margins would drift apart. Weights that no optimizer steps, as of a teacher, are left
+    alone."""
     margin, teacher = nn.Linear(5, 5), nn.Linear(5, 5)
     of_margin = torch.optim.SGD(margin.parameters(), lr=0.1)
 
@@ -104,8 +105,8 @@ def test_a_loss_with_weights_that_each_member_would_train_by_itself_is_refused(
 def test_an_optimizer_of_the_model_that_was_not_distributed_is_refused(
     cluster: LocalCluster, strategy: str, place: str
 ) -> None:
-    """As of a script with one for matrices and one for all else: where the model is cut or copied
-    it trained nothing, and elsewhere a member that joins had none of its state."""
+    """A script may have one optimizer for matrices and one for the rest. If the model is cut or
+    copied, the second one trained nothing; otherwise a joining member had none of its state."""
     model, _ = build("sgd", "layers")
     matrices = torch.optim.SGD([each for each in model.parameters() if each.ndim > 1], lr=0.02)
     others = torch.optim.Adam([each for each in model.parameters() if each.ndim < 2])
@@ -126,7 +127,8 @@ def test_an_optimizer_of_the_model_that_was_not_distributed_is_refused(
 
 
 def test_an_optimizer_of_an_optimizer_is_its_own_business(cluster: LocalCluster) -> None:
-    """As sharpness-aware minimisation and Lookahead are written: the outer one is distributed."""
+    """Sharpness-aware minimisation and Lookahead are written like this: the outer optimizer is
+    distributed."""
 
     class Outer(torch.optim.Optimizer):
         def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -156,8 +158,8 @@ def test_an_optimizer_of_an_optimizer_is_its_own_business(cluster: LocalCluster)
 def test_gradients_that_a_script_drops_before_they_train_anything_are_refused(
     cluster: LocalCluster, strategy: str, dropped_by: str, to_none: bool
 ) -> None:
-    """`loss.backward(); optimizer.step(); optimizer.zero_grad()`, with the middle one left out:
-    no parameter moves, and no error says so."""
+    """A script from which only `optimizer.step()` was removed calls `zero_grad` after its backward
+    pass: no parameter moves, and no error says so."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
@@ -172,8 +174,9 @@ def test_gradients_that_a_script_drops_before_they_train_anything_are_refused(
 def test_gradients_that_the_script_drops_between_two_passes_or_in_part_are_its_own_business(
     cluster: LocalCluster, to_none: bool
 ) -> None:
-    """As of sharpness-aware minimisation, whose first pass only says where the second one is; of
-    layers that are not trained yet; and behind the step."""
+    """Sharpness-aware minimisation drops the first pass's gradients, which only say where the
+    second pass is. Others drop the gradients of layers that are not trained yet, or drop gradients
+    after the step."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
@@ -203,7 +206,7 @@ def test_a_loop_of_batches_for_each_epoch_is_told_how_there_is_one(cluster: Loca
 
 
 def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalCluster) -> None:
-    """Of a script with a loop for each epoch, only the first would train."""
+    """A script with a loop for each epoch would train in the first loop only."""
 
     def loop(session: shoal.Session, model: nn.Module, batches: Any) -> None:
         for batch in batches:
@@ -214,7 +217,7 @@ def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalC
     with shoal.join(f"guard-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
         model, optimizer = session.distribute(model, optimizer)
         batches = session.batches(data(), global_batch_size=24, epochs=1)
-        for batch in batches:  # a loop that was left is none that came to its end
+        for batch in batches:  # a loop that was left did not come to its end
             with session.step():
                 session.backward(loss_of(session, model, batch))
             break
@@ -224,7 +227,7 @@ def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalC
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (lambda model, optimizer: (optimizer, model), "as its model is none; saw torch.optim"),
         (lambda model, _: (model, model.parameters()), "as its optimizer is none; saw builtins"),
@@ -235,17 +238,17 @@ def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalC
 )
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 def test_what_is_no_model_or_optimizer_is_refused_by_its_type(
-    cluster: LocalCluster, given: Any, said: str, strategy: str
+    cluster: LocalCluster, given: Any, message: str, strategy: str
 ) -> None:
     with (
         shoal.join(f"guard-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session,
-        pytest.raises(InvalidSpec, match=said),
+        pytest.raises(InvalidSpec, match=message),
     ):
         session.distribute(*given(*build("sgd", "layers")), strategy=strategy)
 
 
 def test_the_optimizer_is_the_scripts_own_behind_the_session(cluster: LocalCluster) -> None:
-    """And so it is where the session ended with an error."""
+    """Holds too if the session ended with an error."""
     kept = []
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
@@ -259,7 +262,8 @@ def test_the_optimizer_is_the_scripts_own_behind_the_session(cluster: LocalClust
 
 @pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline", *APART])
 def test_a_scaled_loss_is_refused(cluster: LocalCluster, strategy: str) -> None:
-    """Nobody would unscale its gradients. Also of what else was made of it since."""
+    """The session does not unscale gradients without the scaler. Values computed from the scaled
+    loss are refused too."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 
     def loss_function(outputs: Any, targets: Any) -> Tensor:
@@ -274,7 +278,7 @@ def test_a_scaled_loss_is_refused(cluster: LocalCluster, strategy: str) -> None:
 
 
 def test_a_scaler_that_steps_the_optimizer_is_refused(cluster: LocalCluster) -> None:
-    """Whether it scales or is switched off."""
+    """Applies also to a scaler that is switched off."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
@@ -287,7 +291,7 @@ def test_a_scaler_that_steps_the_optimizer_is_refused(cluster: LocalCluster) -> 
 
 
 def test_a_subclass_that_scales_by_itself_is_refused_too(cluster: LocalCluster) -> None:
-    """As that of torch.distributed.fsdp does."""
+    """The scaler of torch.distributed.fsdp is such a subclass."""
 
     class Own(torch.amp.GradScaler):
         def scale(self, outputs: Any) -> Any:
@@ -307,9 +311,9 @@ def test_a_subclass_that_scales_by_itself_is_refused_too(cluster: LocalCluster) 
 def test_what_trains_what_the_script_says_is_left_alone(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """A loss times two; a scaler that is switched off, or another model's; a sum of losses of two
-    forward passes; gradients asked for by autograd.grad; hooks; clipping; forward passes without
-    gradients in a step and between steps."""
+    """Accepted: a loss times two; a scaler that is switched off, or another model's; a sum of
+    losses of two forward passes; gradients from autograd.grad; hooks; clipping; forward passes
+    without gradients in a step and between steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     other = nn.Linear(20, 1)
     of_other = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -321,7 +325,7 @@ def test_what_trains_what_the_script_says_is_left_alone(
             outputs = model(inputs)
             outputs.register_hook(seen.append)
             loss = cross_entropy(outputs, batch.targets)
-            if strategy in ("ddp", "local-sgd"):  # what shards its model has it in backward once
+            if strategy in ("ddp", "local-sgd"):  # sharded weights are gathered in backward once
                 assert torch.autograd.grad(loss, inputs, retain_graph=True)[0].any()
             again = cross_entropy(model(batch.inputs), batch.targets)
             off = torch.amp.GradScaler("cpu", enabled=False)
@@ -346,7 +350,7 @@ def test_what_trains_what_the_script_says_is_left_alone(
 def test_a_backward_pass_beside_the_sessions_is_refused(
     cluster: LocalCluster, strategy: str, order: str
 ) -> None:
-    """It leaves out by how much this member's share of the batch counts."""
+    """The script's own pass leaves out the weight of this member's share of the batch."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
@@ -362,7 +366,8 @@ def test_a_backward_pass_beside_the_sessions_is_refused(
 
 
 class Idle(nn.Module):
-    """Has a layer that no loss depends on, and looks up rows with or without sparse gradients."""
+    """A model with a layer that no loss depends on, and a table of rows with or without sparse
+    gradients."""
 
     def __init__(self, *, sparse: bool, idle: bool) -> None:
         super().__init__()
@@ -390,7 +395,7 @@ def train_alone(cluster: LocalCluster, strategy: str, model: nn.Module) -> None:
 def test_a_parameter_that_the_loss_does_not_depend_on_is_named(
     cluster: LocalCluster, strategy: str, kind: str
 ) -> None:
-    """With the option of the strategy in use that allows it."""
+    """The error names the option of the strategy in use that allows such parameters."""
     text = rf"saw idle\.weight, idle\.bias.*shoal\.{kind}\(find_unused_parameters"
     with pytest.raises(InvalidSpec, match=text):
         train_alone(cluster, strategy, Idle(sparse=False, idle=True))
@@ -418,7 +423,8 @@ def test_layers_with_sparse_gradients_are_refused_at_once(strategy: str) -> None
 def test_layers_that_scale_down_the_rows_that_a_pass_uses_are_refused_at_once(
     strategy: str, layer: Any
 ) -> None:
-    """Regression: under ddp and zero1 each member trained other weights, by its own samples."""
+    """Regression: under ddp and zero1 each member trained other weights, depending on its own
+    samples."""
     model = nn.Sequential(layer(9, 4, max_norm=1.0), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InvalidSpec, match=r"max_norm of 0;.*without max_norm"):
@@ -433,7 +439,7 @@ def test_layers_that_scale_down_the_rows_that_a_pass_uses_are_refused_at_once(
 def test_layers_that_divide_gradients_by_the_frequency_of_an_index_are_refused_at_once(
     strategy: str, layer: Any
 ) -> None:
-    """Regression: each member divided by how often an index occurs in its own share."""
+    """Regression: each member divided by the frequency of an index in its own share."""
     model = nn.Sequential(layer(9, 4, scale_grad_by_freq=True), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InvalidSpec, match=r"scale_grad_by_freq of 0;.*scale_grad_by_freq=False"):
@@ -454,7 +460,8 @@ def bag_by_frequency(rows: Tensor, weight: Tensor, **_: Any) -> Tensor:
 def test_functions_that_divide_gradients_by_frequency_are_refused_in_the_first_step(
     cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor], whole_pass: bool
 ) -> None:
-    """Members at their own pace train on their own batches, as one process does."""
+    """Members under local-sgd train on their own batches, as one process does, and are not
+    refused."""
     if strategy == "local-sgd":
         assert trained_with_limits(cluster, strategy, look_up, whole_pass) == 2
     else:
@@ -463,7 +470,7 @@ def test_functions_that_divide_gradients_by_frequency_are_refused_in_the_first_s
 
 
 class Limited(nn.Module):
-    """Looks up rows of a weight of its own, by a function of torch's."""
+    """A layer that looks up rows of its own weight, by a function of torch's."""
 
     def __init__(self, look_up: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -477,7 +484,8 @@ class Limited(nn.Module):
 def trained_with_limits(
     cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor], whole_pass: bool = False
 ) -> int:
-    """How many steps were committed of a model that limits the norms of rows in its forward."""
+    """Return the number of committed steps of a model that limits the norms of rows in its forward
+    pass."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(Limited(look_up), nn.LazyLinear(2))
     rows = torch.arange(24).view(12, 2) % 9
@@ -500,7 +508,8 @@ def trained_with_limits(
 def test_functions_that_scale_down_the_rows_that_a_pass_uses_are_refused_at_once(
     cluster: LocalCluster, strategy: str, look_up: Callable[..., Tensor]
 ) -> None:
-    """As layers are: members would train other weights, each by its own samples."""
+    """Functions are refused like layers: each member would train other weights, depending on its
+    own samples."""
     with pytest.raises(InvalidSpec, match=r"max_norm of a parameter|writes to 0\.weight"):
         trained_with_limits(cluster, strategy, look_up)
 
@@ -512,7 +521,7 @@ def test_functions_that_scale_down_rows_are_a_members_own_where_members_train_ap
 
 
 def test_an_error_without_a_text_is_told_by_its_name_alone() -> None:
-    """What the others are told of a member that Ctrl-C ended has no colon before nothing."""
+    """The reason for a member that Ctrl-C ended has no colon before an empty text."""
     assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert reason_of(ValueError("bad")) == "ValueError: bad"
 
@@ -522,7 +531,8 @@ def test_an_error_without_a_text_is_told_by_its_name_alone() -> None:
 def test_a_layer_that_is_to_be_trained_from_some_step_on_is_refused(
     cluster: LocalCluster, strategy: str, at_step: int
 ) -> None:
-    """Else each member trains it with gradients of its own, and a joiner not at all."""
+    """Otherwise each member would train the layer with gradients of its own, and a joiner not at
+    all."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         if batch.step == at_step:
@@ -557,7 +567,7 @@ def test_a_derivative_of_a_derivative_is_refused_where_weights_are_let_go(
 def test_gradients_of_the_inputs_are_the_scripts_to_ask_for(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """As adversarial training does: they change nothing in those of the step."""
+    """Adversarial training does so. These gradients do not change those of the step."""
 
     def plain(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
@@ -578,7 +588,7 @@ def test_gradients_of_the_inputs_are_the_scripts_to_ask_for(
 def test_parameters_that_an_optimizer_is_given_on_the_way_are_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """A member that joins behind that step would not train them."""
+    """A member that joins after that step would not train them."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         if batch.step == 2:
@@ -590,7 +600,7 @@ def test_parameters_that_an_optimizer_is_given_on_the_way_are_refused(
     kept: list[torch.optim.Optimizer] = []
     with pytest.raises(InvalidSpec, match=r"other parameters, after 2 committed.*grad = None"):
         run(cluster, strategy, body)
-    # Behind the session it is the script's again.
+    # After the session the optimizer is the script's again.
     kept[0].add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     assert len(kept[0].param_groups) == 2
 
@@ -600,7 +610,7 @@ def test_parameters_that_an_optimizer_is_given_on_the_way_are_refused(
 def test_parameters_that_are_taken_out_of_an_optimizer_on_the_way_are_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """A member that joins behind that step would go on training them."""
+    """A member that joins after that step would go on training them."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         group = optimizer.param_groups[0]
@@ -630,7 +640,8 @@ def widen(model: nn.Module) -> None:
 def test_parameters_of_another_dtype_or_shape_are_refused(
     cluster: LocalCluster, strategy: str, change: Callable[[nn.Module], None]
 ) -> None:
-    """The same objects as before, and other members' gradients are not of their kind."""
+    """The parameters are the same objects as before, but other members' gradients do not fit
+    them."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
@@ -661,7 +672,7 @@ def test_a_model_that_is_cut_and_gets_another_dtype_is_refused(
 def test_a_layer_that_takes_the_place_of_another_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """No optimizer has it, and each member one of its own."""
+    """The new layer is in no optimizer, and each member has one of its own."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         if batch.step == 1:
@@ -679,7 +690,7 @@ def test_a_layer_that_takes_the_place_of_another_is_refused(
 def test_a_parameter_that_takes_the_place_of_another_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """No optimizer has it, and what is laid out computes with the former one."""
+    """The new parameter is in no optimizer, and the layout computes with the former one."""
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         if batch.step == 0:
@@ -707,7 +718,8 @@ def test_a_part_of_the_model_is_of_the_models_own_class(
 
 
 def test_clipping_by_torch_is_refused_where_it_measures_a_part(cluster: LocalCluster) -> None:
-    """A stage's gradients have a norm of their own; elsewhere torch's clipping is right."""
+    """A stage's gradients have a norm of their own; under other strategies torch's clipping is
+    right."""
 
     def clips(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
@@ -731,7 +743,7 @@ def test_clipping_by_torch_is_refused_where_it_measures_a_part(cluster: LocalClu
 def test_clipping_within_the_optimizers_step_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """Where each member steps its own parameters, or parts of them."""
+    """Refused if each member steps its own parameters, or parts of them."""
 
     def clips(optimizer: Any, *_: Any) -> None:
         own = [each for group in optimizer.param_groups for each in group["params"]]

@@ -1,4 +1,4 @@
-"""`session.stop`: the job ends where the script says, on all members behind the same step."""
+"""`session.stop`: the job ends where the script says, after the same step on all members."""
 
 import secrets
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from shoal_proto.errors import InvalidSpec, JobFinished
 WAIT_S = 60.0
 BATCH = 24
 Body = Callable[[Session, Any, shoal.Batch], bool]
-"""Trains on the batch and stops at some time; whether the script leaves its loop."""
+"""Trains on the batch, and stops at some step. Returns True if the script leaves its loop."""
 
 
 def train(session: Session, model: Any, batch: shoal.Batch) -> None:
@@ -29,7 +29,7 @@ def train(session: Session, model: Any, batch: shoal.Batch) -> None:
 
 
 def one_calls_between_steps(session: Session, model: Any, batch: shoal.Batch) -> bool:
-    """The others have begun the next step when they learn of it."""
+    """Call `stop` on one member: the others have begun the next step when they learn of it."""
     with session.step():
         train(session, model, batch)
     if session.is_first and session.step_number == 3:
@@ -54,9 +54,9 @@ def all_leave_the_loop(session: Session, model: Any, batch: shoal.Batch) -> bool
 
 
 def crew(cluster: LocalCluster, job: str, body: Body, strategy: Any) -> list[Any]:
-    """Where each of three threads has come to, and with which model."""
+    """Return the step and the model of each of three members, threads of this process."""
 
-    # Threads of a process share its generator: each gets what was made before.
+    # Threads of a process share its generator, so models are made before.
     made = [build("sgd", "layers") for _ in range(3)]
 
     def member(model: Any, optimizer: Any) -> Any:
@@ -87,7 +87,7 @@ def crew(cluster: LocalCluster, job: str, body: Body, strategy: Any) -> list[Any
 def test_the_job_ends_finished_behind_the_same_step_on_all_members(
     cluster: LocalCluster, strategy: Any, body: Body
 ) -> None:
-    """With the model of one process that stops there: no step is taken behind it."""
+    """The model is that of one process that stops there: no further step is taken."""
     job = f"stop-{secrets.token_hex(4)}"
     found = crew(cluster, job, body, strategy)
     model, optimizer = build("sgd", "layers")

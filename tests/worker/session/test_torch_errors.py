@@ -1,4 +1,4 @@
-"""Errors that torch raises in a step reach the script in terms of what it can do about them."""
+"""Errors that torch raises in a step reach the script with a remedy."""
 
 import secrets
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 class Within(torch.autograd.Function):
-    """Computes a block again in the backward pass, by means of its own, as some libraries do."""
+    """Recomputes a block in the backward pass by its own means, as some libraries do."""
 
     @staticmethod
     def forward(ctx: Any, block: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
@@ -79,14 +79,14 @@ def written(session: Session, model: Any, inputs: Tensor) -> None:
 def test_a_gradient_that_comes_twice_in_a_pass_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """With what computes a block again in one pass, and a strategy that does not mind."""
+    """The error names a recomputation in one pass, and a strategy that supports this one."""
     with pytest.raises(InvalidSpec, match=r"gradient twice.*use_reentrant=False.*'fsdp'"):
         run(cluster, strategy, within)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_a_second_pass_of_a_graph_is_refused(cluster: LocalCluster, strategy: str) -> None:
-    """Torch's error names an option of its own backward()."""
+    """torch's error names an option of its own backward()."""
     with pytest.raises(InvalidSpec, match=r"sum of the losses to session\.backward"):
         run(cluster, strategy, freed)
 
@@ -99,7 +99,7 @@ def test_a_tensor_that_was_written_to_is_told(cluster: LocalCluster, strategy: s
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_a_frozen_model_among_several_is_refused(cluster: LocalCluster, strategy: str) -> None:
-    """Torch's wrapper is made of one that trains; the refusal comes before any generation."""
+    """torch's DDP needs a model that trains. The refusal comes before any generation."""
     student, teacher = Net(), Net().requires_grad_(False)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     job = f"errors-{secrets.token_hex(4)}"

@@ -1,5 +1,5 @@
-"""DistributedDataParallel left in a script: it would bring gradients together that the session
-brings together already."""
+"""DistributedDataParallel left in a script: it would reduce gradients that the session reduces
+already."""
 
 import secrets
 from collections.abc import Iterator
@@ -36,7 +36,8 @@ def job() -> str:
 def test_a_wrapper_around_what_was_distributed_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
-    """Before the first batch too, where torch would ask for its own process group."""
+    """The refusal comes before the first batch too, where torch would ask for its own process
+    group."""
     model, optimizer = build("sgd", "layers")
     with shoal.join(job(), coordinator=cluster.coordinator) as session:
         model, optimizer = session.distribute(model, optimizer, strategy=strategy)
@@ -57,7 +58,7 @@ def test_in_a_step_so_is_one_around_the_scripts_own_module_or_a_part_of_it(
                 for each in whole:
                     with pytest.raises(InvalidSpec, match=REFUSED):
                         DistributedDataParallel(each)
-                # A model of its own is the script's business.
+                # A separate model is the script's own.
                 DistributedDataParallel(nn.Linear(2, 2))
                 session.backward(cross_entropy(model(batch.inputs), batch.targets))
 

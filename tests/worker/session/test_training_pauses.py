@@ -1,4 +1,4 @@
-"""What a member says of the time that it did not train."""
+"""Reports of a member on the time during which it did not train."""
 
 import pytest
 
@@ -6,7 +6,8 @@ from shoal.session.step_reports import TrainingPauses
 
 
 def test_a_pause_is_what_comes_on_top_of_a_usual_step() -> None:
-    """From the last commit in one generation to the first in the next, in commits a second."""
+    """A pause is measured from the last commit of one generation to the first of the next; here a
+    step takes a second."""
     pauses = TrainingPauses()
     for step in range(1, 6):
         assert pauses.committed(1, step, float(step)) is None
@@ -19,7 +20,7 @@ def test_a_pause_is_what_comes_on_top_of_a_usual_step() -> None:
 
 
 def test_steps_that_are_taken_again_are_lost() -> None:
-    """From a checkpoint of step 90, say: the next one that is committed is the 91st."""
+    """Example: after a return to the checkpoint of step 90, the next committed step is the 91st."""
     pauses = TrainingPauses()
     pauses.committed(1, 100, 1.0)
     pause = pauses.committed(2, 91, 2.0)

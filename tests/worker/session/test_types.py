@@ -1,4 +1,4 @@
-"""What a user's editor and type checker know of what `session.distribute` returns."""
+"""Types of the values that `session.distribute` returns, as editors and type checkers see them."""
 
 import subprocess
 import sys

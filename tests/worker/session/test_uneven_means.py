@@ -1,5 +1,5 @@
-"""A loss that is a mean over something else than samples says of how many, or it is refused:
-members with other shares of a batch would train another one."""
+"""A loss that is a mean over something else than samples needs a weight, or is refused: members
+with other shares of a batch would train another loss."""
 
 import secrets
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def ignoring(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def padded(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Each class a token, of which a sample has as many as its target says."""
+    """Loss over padded tokens: a sample has as many tokens as its target says."""
     tokens = torch.where(torch.arange(5) < targets[:, None], targets[:, None], -100)
     return cross_entropy(outputs[:, None].expand(-1, 5, -1).flatten(0, 1), tokens.flatten())
 
@@ -44,24 +44,24 @@ def by_class(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def smoothed(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Deep in a sum of losses."""
+    """An uneven mean deep inside a sum of losses."""
     more = outputs.square().mean() + outputs.abs().mean()
     return 2 * cross_entropy(outputs, targets, ignore_index=2, label_smoothing=0.1) / 3 + more
 
 
 def of_some(outputs: Tensor, targets: Tensor) -> Tensor:
-    """As of a task that only some samples have a label for."""
+    """Loss of a task for which only some samples have a label."""
     return cross_entropy(outputs[targets > 0], targets[targets > 0])
 
 
 def shifted(outputs: Tensor, targets: Tensor) -> Tensor:
-    """As language models do it: of each sample the last place is ignored."""
+    """Loss of a language model: the last position of each sample is ignored."""
     tokens = pad(targets[:, None].expand(-1, 4), (0, 1), value=-100)
     return cross_entropy(outputs[:, None].expand(-1, 5, -1).flatten(0, 1), tokens.flatten())
 
 
 def in_turn(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The same with the samples behind the places."""
+    """Same loss as `shifted`, with positions first and samples second."""
     tokens = pad(targets[:, None].expand(-1, 4), (0, 1), value=-100)
     return cross_entropy(outputs.expand(5, -1, -1).flatten(0, 1), tokens.T.flatten())
 
@@ -79,14 +79,14 @@ def sum_with_smoothed_labels(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def variational(outputs: Tensor, targets: Tensor) -> Tensor:
-    """As the losses of variational autoencoders are written."""
+    """Loss as those of variational autoencoders are written."""
     wanted = one_hot(targets, 5).to(outputs)
     distance = binary_cross_entropy_with_logits(outputs, wanted, reduction="sum")
     return distance - 0.5 * torch.sum(1 + outputs - outputs.exp())
 
 
 def shrinking(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A sum over anything else is no loss of samples."""
+    """A sum over something else, in addition to a mean over samples."""
     return cross_entropy(outputs, targets) + 0.1 * mse_loss(
         outputs, torch.zeros_like(outputs), reduction="sum"
     ) / len(targets)
@@ -97,13 +97,13 @@ def whole(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def by_sample(outputs: Tensor, targets: Tensor) -> Tensor:
-    """As a detector's: the mean over a sample's boxes, and then over samples."""
+    """Loss as of a detector: the mean over a sample's boxes, then over samples."""
     boxes = zip(outputs, targets, strict=True)
     return torch.stack([cross_entropy(o.expand(2, -1), t.expand(2)) for o, t in boxes]).mean()
 
 
 def train(cluster: LocalCluster, strategy: str, take: Callable[[Session, Any, Any], None]) -> None:
-    """A lone member's first step: what is refused does not depend on who else is there."""
+    """Take a lone member's first step: refusals do not depend on the other members."""
     model, optimizer = build("sgd", "layers")
     with shoal.join(f"mean-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
         model, optimizer = session.distribute(model, optimizer, strategy=strategy)
@@ -220,7 +220,7 @@ def test_a_part_is_looked_at_by_itself(cluster: LocalCluster) -> None:
 
 
 class SomeUnreadable(torch.utils.data.Dataset[Any]):
-    """One sample in five is None."""
+    """A dataset in which one sample in five is None."""
 
     def __len__(self) -> int:
         return len(data()[0])
@@ -235,7 +235,7 @@ def readable(samples: list[Any]) -> Any:
 
 
 def outputs_squared(outputs: Tensor, _: Tensor) -> Tensor:
-    """In it nothing tells how many samples it is a mean over."""
+    """A loss that does not show the number of samples of its mean."""
     return outputs.square().mean()
 
 
@@ -262,7 +262,7 @@ def test_samples_that_collate_leaves_out_are_refused(
 
 
 def test_with_a_weight_samples_may_be_left_out(cluster: LocalCluster) -> None:
-    """Whatever the number of members, the job trains the mean over those that there are."""
+    """The job trains the mean over the existing samples with any number of members."""
 
     def body(session: Session, model: Any, batch: shoal.Batch) -> None:
         loss = outputs_squared(model(batch.inputs), batch.targets)
@@ -287,7 +287,7 @@ def test_with_a_weight_samples_may_be_left_out(cluster: LocalCluster) -> None:
     ends = []
     for num_members in (1, 3):
         job = f"mean-{secrets.token_hex(4)}"
-        # Threads of a process share its generator: each gets what was made before.
+        # Threads of a process share its generator, so models are made before.
         made = [build("sgd", "layers") for _ in range(num_members)]
         with ThreadPoolExecutor(num_members) as threads:
             threads_of = [threads.submit(member, job, num_members, each) for each in made]

@@ -1,4 +1,4 @@
-"""What a rank shows of the snapshots that it keeps."""
+"""Snapshots that a rank keeps, as it shows them."""
 
 import torch
 
@@ -11,7 +11,7 @@ def travels(name: str) -> bool:
 
 
 def test_a_snapshot_is_shown_only_once_all_names_of_its_step_are_known() -> None:
-    """A peer that was lost before it told its own may have had what no other rank has."""
+    """A peer lost before it sent its names may have held tensors that no other rank has."""
     own = {"model.a": TensorShard.whole(torch.ones(3))}
     slot = StepCopies()
     slot.take(StateShard(step=1, shards=own), travels)
@@ -25,7 +25,7 @@ def test_a_snapshot_is_shown_only_once_all_names_of_its_step_are_known() -> None
 
 
 def test_a_snapshot_that_comes_with_all_names_is_shown_at_once() -> None:
-    """As the one with which a generation begins."""
+    """A generation begins with such a snapshot."""
     own = {"model.a": TensorShard.whole(torch.ones(3))}
     slot = StepCopies()
     slot.take(StateShard(step=0, shards=own, elsewhere=frozenset({"model.b"})), travels)

@@ -1,4 +1,4 @@
-"""What ranks tell each other of their holdings: as it was said, or refused."""
+"""Inventories that ranks exchange: received unchanged, or refused."""
 
 import json
 import zlib
@@ -59,13 +59,13 @@ def announced(draw: st.DrawFn) -> Inventory:
 @given(announced())
 @settings(max_examples=100, deadline=None)
 def test_an_inventory_arrives_as_it_was_sent(sent: Inventory) -> None:
-    """Names, shapes, dtypes, boxes, steps, values to the last digit."""
+    """Covers names, shapes, dtypes, chunks, steps, and values to the last digit."""
     assert from_json(unpack(pack(to_json(sent)), 0), 0) == sent
     assert from_message(to_message(sent), 0) == sent
 
 
 def test_what_is_announced_of_holdings() -> None:
-    """Empty boxes are not; scalars are."""
+    """Empty chunks are left out; scalars are included."""
     shards = {
         W: TensorShard(
             shape=(4, 3), chunk=Chunk(offsets=(1, 0), sizes=(2, 3)), tensor=torch.zeros(2, 3).half()
@@ -89,7 +89,7 @@ def test_what_is_announced_of_holdings() -> None:
 def test_holdings_that_contradict_each_other_are_refused(
     other: torch.Tensor, error: type[Exception]
 ) -> None:
-    """Whichever step they are of."""
+    """Applies to holdings of any steps."""
     held = [
         StateShard(step=step, shards={W: TensorShard.whole(tensor)})
         for step, tensor in enumerate((torch.zeros(4), other))
@@ -99,7 +99,7 @@ def test_holdings_that_contradict_each_other_are_refused(
 
 
 def test_a_dtype_that_cannot_travel_is_refused_by_name() -> None:
-    """Before anything is said to anybody."""
+    """The error comes before anything is sent."""
     odd = torch.zeros(2, dtype=torch.uint16)
     with pytest.raises(UnsupportedOptimizer, match=r"model\.w.*uint16"):
         inventory_of([StateShard(step=0, shards={W: TensorShard.whole(odd)})])
@@ -137,7 +137,7 @@ MALFORMED: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", MALFORMED)
 def test_what_is_no_inventory_is_refused_with_the_rank_that_sent_it(what: str) -> None:
-    """Nothing a peer says is taken on trust."""
+    """Content from a peer is never trusted."""
     content = unpack(pack(MALFORMED[what]), 2)
     with pytest.raises(MalformedMessage, match="rank 2"):
         from_json(content, 2)
@@ -155,7 +155,8 @@ DAMAGED: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
 @pytest.mark.parametrize("part", ["table", "listings"])
 def test_a_damaged_message_is_refused(damage: Callable[[bytes], bytes], part: str) -> None:
-    """In its table of names or behind it, or with a table that ends behind the message."""
+    """The damage is in the table of names, after it, or in the table's length, which exceeds the
+    message."""
     table, listings = zlib.compress(b'[["model.w","float32",[4]]]', 1), pack([])
     if part == "table":
         table = damage(table)
@@ -169,13 +170,13 @@ def test_a_damaged_message_is_refused(damage: Callable[[bytes], bytes], part: st
 
 @pytest.mark.parametrize("what", DAMAGED)
 def test_damaged_bytes_are_refused(what: str) -> None:
-    """Compression and JSON are both judged."""
+    """Compression and JSON are both checked."""
     with pytest.raises(MalformedMessage, match="rank 1"):
         unpack(DAMAGED[what](pack([1, 2, 3])), 1)
 
 
 def test_a_message_does_not_unfold_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small it is as it comes."""
+    """The received message may be small."""
     monkeypatch.setattr(inventories, "MAX_TEXT_BYTES", 1 << 16)
     with pytest.raises(MalformedMessage, match="65536 bytes"):
         unpack(zlib.compress(b" " * (1 << 17)), 0)
@@ -190,8 +191,8 @@ def test_tensors_that_are_always_named_together_are_one_set() -> None:
 
 
 def test_tensors_of_a_shape_are_gone_through_once_for_all_ranks() -> None:
-    """Ranks that hold rows of many tensors: three million chunks for a thousand ranks of a large
-    model are those of a few shapes."""
+    """Ranks hold rows of many tensors: the three million chunks that a thousand ranks have of a
+    large model are those of a few shapes."""
     shapes = {
         f"model.{layer}.{shape[0]}": shape for layer in range(50) for shape in ((8, 2), (16,))
     }

@@ -1,4 +1,4 @@
-"""Where an optimizer's counts of steps are put back: where its kernels look for them."""
+"""An optimizer's step counts are restored to the device on which its kernels read them."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from shoal.state.replicated import beside
     ],
 )
 def test_counts_go_where_the_optimizer_reads_them(setting: dict[str, object], device: str) -> None:
-    """With the parameter under kernels that read them there, else on the host."""
+    """Counts go to the parameter's device if the kernels read them there, otherwise to the host."""
     parameters = [nn.Parameter(torch.empty(2, device="meta")), nn.Parameter(torch.empty(2))]
     optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], lr=0.1)
     optimizer.param_groups[0].update(setting)

@@ -1,4 +1,4 @@
-"""What a member offers after a loss: nothing that could be taken for a whole state and is none."""
+"""States that a member offers after a loss: none that looks whole and is not."""
 
 import itertools
 import threading
@@ -21,7 +21,7 @@ def state_shard(step: int, *names: str, elsewhere: tuple[str, ...] = ()) -> Stat
 
 
 def kept(started: StateShard, live: StateShard) -> PeerCheckpoints:
-    """A member of three, without copies, after a generation."""
+    """Return the peer checkpoints of one of three members after a generation, without copies."""
     peer_checkpoints = PeerCheckpoints(copies=0, every_steps=1)
     peer_checkpoints.start(started, ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
     peer_checkpoints.stop(lambda: live)
@@ -29,7 +29,8 @@ def kept(started: StateShard, live: StateShard) -> PeerCheckpoints:
 
 
 def test_a_live_state_is_no_use_where_nobody_knows_what_a_lost_member_held() -> None:
-    """The optimizer's state came with the first step; of its names a lost owner's are unknown."""
+    """The optimizer's state came with the first step; the names of a lost owner's part are
+    unknown."""
     peer_checkpoints = kept(state_shard(0, "model.w"), state_shard(1, "model.w", "optim.w/m"))
     assert peer_checkpoints.held(ME | {"b"}) == []
 
@@ -46,8 +47,8 @@ def test_a_live_state_says_what_else_there_was_at_its_start() -> None:
 
 
 def test_a_live_state_says_what_others_have_begun_to_keep_since() -> None:
-    """Regression: the first gradient of a layer came behind the last copy, its owner was lost, and
-    the others went on with a new state for it."""
+    """Regression: the first gradient of a layer came after the last copy, its owner was lost, and
+    the others continued with a new state for it."""
     started = state_shard(8, "model.w", "optim.w/m", "optim.w/v", elsewhere=("optim.v/m",))
     peer_checkpoints = PeerCheckpoints(copies=0, every_steps=1)
     peer_checkpoints.start(started, ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
@@ -67,7 +68,8 @@ def test_of_an_optimizer_that_keeps_nothing_nothing_is_missed() -> None:
 
 
 def test_what_an_update_has_taken_away_is_missed() -> None:
-    """A member whose update was cut short is there, and what it held behind the step is not."""
+    """A member whose update was interrupted is still there, but the state that it held after the
+    step is not."""
     peer_checkpoints = PeerCheckpoints(copies=0, every_steps=1)
     peer_checkpoints.start(state_shard(0, "model.w"), ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
     peer_checkpoints.stop_within_update(1, frozenset({"optim.w/m"}))
@@ -77,7 +79,8 @@ def test_what_an_update_has_taken_away_is_missed() -> None:
 
 
 def test_what_a_member_had_alone_outlives_a_joiner_that_is_lost_at_once() -> None:
-    """Regression: the joiner took its part of the state with it. Copies make it superfluous."""
+    """Regression: the joiner took its part of the state with it. Copies make that part
+    superfluous."""
 
     def body() -> tuple[list[int], bool]:
         peer_checkpoints = PeerCheckpoints(copies=1, every_steps=1)
@@ -98,7 +101,8 @@ def test_what_a_member_had_alone_outlives_a_joiner_that_is_lost_at_once() -> Non
 
 
 def held_after_a_drain(leaving: tuple[int, ...]) -> set[str]:
-    """Names of what this member has after all four have handed over; each had a tensor alone."""
+    """Return the names that this member holds after all four have handed over; each had one tensor
+    alone."""
     names = [f"model.{each}" for each in range(4)]
     own = names[dist.get_rank()]
     others = tuple(name for name in names if name != own)
@@ -114,8 +118,8 @@ def held_after_a_drain(leaving: tuple[int, ...]) -> set[str]:
 
 
 def test_one_that_leaves_and_one_that_is_lost_right_behind_it_take_nothing_along() -> None:
-    """Regression: with a member that left went its copies of what another had, and until the others
-    had made new ones the loss of that one lost the state of the job."""
+    """Regression: a leaving member took along its copies of another member's tensors. Until the
+    others had made new copies, the loss of that member lost the state of the job."""
     for leaver in range(4):
         ranks = run_in_memory(held_after_a_drain, 4, (leaver,))
         for lost in set(range(4)) - {leaver}:
@@ -127,7 +131,8 @@ def test_one_that_leaves_and_one_that_is_lost_right_behind_it_take_nothing_along
 
 @pytest.mark.parametrize("leaving", list(itertools.combinations(range(4), 3)))
 def test_any_number_that_leave_at_once_leave_all_they_have(leaving: tuple[int, ...]) -> None:
-    """Regression: they left it with each other, and the state of the job was lost with them."""
+    """Regression: leaving members gave their copies to each other, and the state of the job was
+    lost with them."""
     (stays,) = set(range(4)) - set(leaving)
     ranks = run_in_memory(held_after_a_drain, 4, leaving)
     assert ranks[stays] == {f"model.{rank}" for rank in range(4)}
@@ -135,7 +140,8 @@ def test_any_number_that_leave_at_once_leave_all_they_have(leaving: tuple[int, .
 
 
 def test_the_end_waits_for_the_copy_under_way() -> None:
-    """Regression: its thread freed a tensor as the interpreter ended, and the process aborted."""
+    """Regression: the copying thread freed a tensor as the interpreter ended, and the process
+    aborted."""
     closing = threading.Event()
 
     def body() -> bool:
@@ -172,7 +178,8 @@ def test_before_the_first_step_there_is_nothing_but_the_model() -> None:
 
 
 def test_a_generation_begins_without_the_connections_for_copies() -> None:
-    """They are made with its first copy, once, so that nobody who stands still waits for them."""
+    """Connections are made once, with the first copy, so that no member waits for them if another
+    one stops."""
 
     def body() -> list[int]:
         made: list[dist.ProcessGroup] = []

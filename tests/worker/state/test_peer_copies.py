@@ -1,4 +1,4 @@
-"""Copies in host memory: what peers keep, and what is left of it when a rank is lost."""
+"""Copies in host memory: what peers keep, and what is left after the loss of a rank."""
 
 import os
 from collections import Counter
@@ -19,8 +19,9 @@ from shoal_proto.errors import InvalidSpec
 
 @pytest.mark.parametrize("num_copies", [1, 2])
 def test_each_keeps_the_last_two_steps_of_itself_and_of_those_before(num_copies: int) -> None:
-    """Bit for bit, though training goes on at once; in the same memory again and again; what is
-    on every rank anyway stays at home; and each knows the names of what only others hold."""
+    """Copies are equal bit for bit, though training goes on at once, and use the same memory again
+    and again. State that every rank has is not copied. Each rank knows the names of tensors that
+    only others hold."""
     for seen in run_on_gloo(3, copies_bodies.offer_steps, num_copies):
         assert seen["wrong"] == []
         assert seen["memory is used again"]
@@ -35,8 +36,8 @@ hosts_of_ranks = st.lists(st.sampled_from("abcde"), min_size=1, max_size=24)
 
 @given(hosts_of_ranks, st.integers(0, 3))
 def test_copies_lie_on_other_hosts_where_that_is_possible(hosts: list[str], copies: int) -> None:
-    """Ranks of a host are next to each other as a rule, and are lost with it. Each is given as many
-    copies as it gives."""
+    """Ranks of a host are usually neighbours, and are lost together. Each rank receives as many
+    copies as it sends."""
     found = targets_of(hosts, copies)
     num_copies = min(copies, len(hosts) - 1)
     given: Counter[int] = Counter()
@@ -48,7 +49,8 @@ def test_copies_lie_on_other_hosts_where_that_is_possible(hosts: list[str], copi
     if num_copies:
         largest = max(Counter(hosts).values())
         apart = sum(hosts[targets[0]] != hosts[rank] for rank, targets in enumerate(found))
-        # Of a host with more than half of the ranks only so many find a rank elsewhere.
+        # If a host has more than half of the ranks, only so many of its ranks find a rank
+        # elsewhere.
         assert apart == min(len(hosts), 2 * (len(hosts) - largest))
 
 
@@ -60,13 +62,13 @@ def test_on_hosts_of_eight_the_loss_of_one_leaves_a_copy_of_all() -> None:
 
 
 def test_copies_are_kept_over_ranks_that_are_threads_too() -> None:
-    """The group of a notebook."""
+    """Threads form the group of a notebook."""
     for seen in run_in_memory(copies_bodies.offer_steps, 3, 2):
         assert seen["wrong"] == []
 
 
 def test_a_generations_copies_remain_until_the_next_has_a_complete_one() -> None:
-    """Also over one that has made none; a rank that is alone needs none."""
+    """Holds over a generation that made no copy. A rank that is alone needs none."""
     for seen in run_on_gloo(2, copies_bodies.over_generations):
         assert seen == {
             "before its first copy": [4, 5],
@@ -80,13 +82,14 @@ def test_a_generations_copies_remain_until_the_next_has_a_complete_one() -> None
 
 
 def test_what_may_be_complete_everywhere_outlives_generations_that_end_at_once() -> None:
-    """Nobody knows what others have let go of for it; and no more is kept than can be needed."""
+    """A rank does not know which copies the others have discarded for it; and no more is kept than
+    can be needed."""
     for seen in run_on_gloo(2, copies_bodies.interrupted_generations):
         assert seen == [[3], [3, 4], [3, 4, 5], [3, 4, 5, 6], [3, 5, 6, 7]]
 
 
 def test_ranks_that_copy_different_steps_are_told() -> None:
-    """Copies of different steps are worth nothing together."""
+    """Copies of different steps are useless together."""
     first, second = run_on_gloo(2, copies_bodies.different_steps)
     assert first.startswith("InternalError")
     assert "step 6 on rank 1" in first
@@ -97,7 +100,7 @@ def test_ranks_that_copy_different_steps_are_told() -> None:
 def test_a_rank_lost_in_the_midst_of_a_copy_leaves_the_step_before(
     tmp_path: Path, stops: bool
 ) -> None:
-    """Half a copy never shows; the survivors hold a whole step and go on from it, as two."""
+    """Half a copy never shows; the two survivors hold a whole step and continue from it."""
     gates = [gate(tmp_path / f"gate{rank}") for rank in range(3)]
     with Ranks() as ranks:
         path = str(tmp_path / "store")
@@ -117,8 +120,8 @@ def test_a_rank_lost_in_the_midst_of_a_copy_leaves_the_step_before(
 
 
 def test_giving_copies_up_waits_for_no_peer(tmp_path: Path) -> None:
-    """Not for one that has stopped; who waits for a copy is freed, and the thread ends when the
-    group is cut."""
+    """A stopped peer delays nothing either: a member that waits for a copy is freed, and the thread
+    ends when the group is cut."""
     opened = gate(tmp_path / "gate")
     with Ranks() as ranks:
         path = str(tmp_path / "store")
@@ -134,13 +137,13 @@ def test_giving_copies_up_waits_for_no_peer(tmp_path: Path) -> None:
 
 
 def gate(path: Path) -> str:
-    """A named pipe: who reads it waits until the test has opened it too."""
+    """Make a named pipe: its reader waits until the test has opened it too."""
     os.mkfifo(path)
     return str(path)
 
 
 def test_settings_out_of_range_are_refused() -> None:
-    """Before anything is started."""
+    """The refusal comes before anything is started."""
     assert run_in_memory(refusals, 1) == [["copies=-1 every_steps=1", "copies=1 every_steps=0"]]
 
 

@@ -1,4 +1,4 @@
-"""State over real groups: ranks get what they need, from any cut to any other."""
+"""Resharding over real groups: ranks get what they need, from any cut to any other."""
 
 import pytest
 from support.collectives import state_bodies
@@ -20,21 +20,21 @@ CHANGES = [
 
 @pytest.mark.parametrize("shared_bytes", [0, 4096])
 def test_a_state_goes_over_from_any_cut_to_any_other(shared_bytes: int) -> None:
-    """Bit for bit, in every dtype, also where sizes do not divide and with a bucket for each part;
-    in memory of its own, or borrowed, and in both cases what is held stays as it is. Through memory
-    that the ranks share it goes in many rounds, as boxes are smaller than most tensors."""
+    """State is equal bit for bit in every dtype, with indivisible sizes, and with a bucket for each
+    part. It arrives in memory of its own or in borrowed memory; held state stays unchanged. Through
+    shared memory it goes in many rounds, as slots are smaller than most tensors."""
     for differences in run_on_gloo(4, state_bodies.reshard_all, CHANGES, shared_bytes):
         assert differences == {}
 
 
 @pytest.mark.parametrize("shared_bytes", [0, 1 << 20])
 def test_a_large_tensor_goes_over_in_many_messages(shared_bytes: int) -> None:
-    """Rows, which are sent from where they lie, and columns, which are packed."""
+    """Rows are sent from their place in memory; columns are packed."""
     assert run_on_gloo(3, state_bodies.reshard_large, shared_bytes) == [True] * 3
 
 
 def test_little_is_said_where_nothing_must_travel() -> None:
-    """One collective where each rank has everything, two where each has its part."""
+    """Ranks make one collective if each has everything, two if each has its part."""
     for calls in run_on_gloo(3, state_bodies.count_calls):
         assert calls == {
             "each has all": {"all_gather": 1},
@@ -44,7 +44,7 @@ def test_little_is_said_where_nothing_must_travel() -> None:
 
 
 def test_ranks_refuse_alike_and_go_on_together() -> None:
-    """Each error is raised on all ranks, and the group is usable afterwards."""
+    """Errors are raised on all ranks, and the group is usable afterwards."""
     for errors in run_on_gloo(2, state_bodies.refused):
         assert errors == {
             "lost": "StateLost",

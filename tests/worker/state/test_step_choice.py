@@ -1,4 +1,4 @@
-"""Which step ranks go on from: the newest that is whole on them together."""
+"""Choice of the step from which ranks continue: the newest that is whole on them together."""
 
 from collections.abc import Sequence
 
@@ -74,7 +74,7 @@ CASES: dict[str, tuple[list[Inventory], int]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_newest_whole_step_is_chosen(case: str) -> None:
-    """With the values and the names of that step."""
+    """The choice has the values and the names of that step."""
     inventories, step = CASES[case]
     chosen = choose(inventories)
     assert chosen.step == step
@@ -83,7 +83,7 @@ def test_the_newest_whole_step_is_chosen(case: str) -> None:
 
 
 def test_who_holds_what_is_told_by_box() -> None:
-    """A rank that holds a box twice, live and as a copy, counts once."""
+    """A rank that holds a chunk twice, live and as a copy, counts once."""
     chosen = choose([rank(at(3, w=TOP), at(3, w=TOP)), rank(at(3, w=BOTTOM), at(3, w=TOP))])
     assert chosen.holders == {W: {TOP: [0, 1], BOTTOM: [1]}}
     assert not chosen.on_each(2)
@@ -91,7 +91,7 @@ def test_who_holds_what_is_told_by_box() -> None:
 
 
 def test_a_lost_state_is_told_with_its_first_missing_parts() -> None:
-    """And with every step that was looked at."""
+    """The error also lists every step that was considered."""
     inventories = [
         rank(at(9, w=TOP, b=WHOLE[B]), at(7, w=LEFT, b=WHOLE[B])),
         rank(at(9, [M], w=TOP)),
@@ -106,7 +106,7 @@ def test_a_lost_state_is_told_with_its_first_missing_parts() -> None:
 
 
 def test_many_missing_parts_are_not_all_named() -> None:
-    """Three for each step."""
+    """Three are named for each step."""
     names = [f"model.{index}" for index in range(50)]
     with pytest.raises(StateLost) as lost:
         choose([rank(at(1, names, b=WHOLE[B]))])
@@ -114,7 +114,7 @@ def test_many_missing_parts_are_not_all_named() -> None:
 
 
 def test_members_that_hold_nothing_have_lost_the_state() -> None:
-    """As when all that knew it are gone."""
+    """The state is lost when all members that knew it are gone."""
     with pytest.raises(StateLost, match="hold nothing"):
         choose([rank(), rank()])
 
@@ -124,7 +124,7 @@ def test_members_that_hold_nothing_have_lost_the_state() -> None:
     [(Meta((4, 7), torch.float32), ShapeMismatch), (Meta((4, 6), torch.half), DtypeMismatch)],
 )
 def test_ranks_that_contradict_each_other_are_refused(meta: Meta, error: type[Exception]) -> None:
-    """By the name of the tensor."""
+    """The error names the tensor."""
     other = Inventory(metas={W: meta}, listings=[])
     with pytest.raises(error, match=W):
         choose([rank(at(1, w=TOP)), other])
@@ -132,7 +132,7 @@ def test_ranks_that_contradict_each_other_are_refused(meta: Meta, error: type[Ex
 
 @st.composite
 def worlds(draw: st.DrawFn) -> list[Inventory]:
-    """Up to four ranks with boxes anywhere of two tensors, at up to three steps."""
+    """Draw up to four ranks with arbitrary chunks of two tensors, at up to three steps."""
     inventories = []
     for _ in range(draw(st.integers(1, 4))):
         listings = []
@@ -153,7 +153,7 @@ def worlds(draw: st.DrawFn) -> list[Inventory]:
 
 
 def slowly(inventories: list[Inventory]) -> int | None:
-    """Element by element."""
+    """Choose the step by checking every element."""
     listings = [listing for inventory in inventories for listing in inventory.listings]
     for step in sorted({listing.step for listing in listings}, reverse=True):
         known = {n for o in listings if o.step <= step or W in o.chunks for n in o.chunks}
@@ -173,7 +173,7 @@ def slowly(inventories: list[Inventory]) -> int | None:
 @given(worlds())
 @settings(max_examples=150, deadline=None)
 def test_the_choice_is_that_of_looking_at_every_element(inventories: list[Inventory]) -> None:
-    """For boxes that lie anyhow."""
+    """Chunks are arbitrary."""
     try:
         chosen: int | None = choose(inventories).step
     except StateLost:

@@ -1,4 +1,4 @@
-"""Who sends what: every rank gets exactly what it needs, from ranks that have it."""
+"""Transfer plans: every rank gets exactly what it needs, from ranks that have it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MEGABYTE = 1 << 20
 
 @dataclass(frozen=True)
 class World:
-    """What ranks hold and need, by rank; float32 throughout."""
+    """Chunks that ranks hold and need, by rank; float32 throughout."""
 
     shapes: Mapping[str, tuple[int, ...]]
     held: Sequence[Mapping[str, Sequence[Chunk]]]
@@ -42,7 +42,7 @@ class World:
         return [plan(chosen, self.needs, rank, stripe_bytes=stripe_bytes) for rank in ranks]
 
     def has(self, rank: int, part: NamedChunk) -> bool:
-        """Whether the part lies in one box that the rank holds."""
+        """True if the part lies in one chunk that the rank holds."""
         chunks = self.held[rank].get(part.name, ())
         return any(chunk.overlap(part.chunk) == part.chunk for chunk in chunks)
 
@@ -50,7 +50,8 @@ class World:
 def world(
     shapes: Mapping[str, tuple[int, ...]], before: tuple[str, int], after: tuple[str, int]
 ) -> World:
-    """Held by the first ranks in one way, needed by the first in another."""
+    """Return a world whose first ranks hold the state cut in one way, and whose first ranks need it
+    cut in another."""
     num_ranks = max(before[1], after[1])
 
     def chunks(how: str, rank: int, size: int) -> dict[str, Chunk]:
@@ -65,7 +66,7 @@ def world(
 
 
 def check(given: World, plans: Sequence[TransferPlan]) -> None:
-    """What must hold of every plan."""
+    """Check what must hold for every plan."""
     for rank, own in enumerate(plans):
         filled = {n: np.zeros(given.shapes[n], int) for n in given.needs[rank]}
         for part in own.kept:
@@ -108,14 +109,15 @@ CHANGES = [
 def test_any_cut_becomes_any_other(
     before: tuple[str, int], after: tuple[str, int], stripe_bytes: int
 ) -> None:
-    """Sizes that do not divide, fewer rows than ranks, scalars; however fine the stripes."""
+    """The state has indivisible sizes, fewer rows than ranks, and scalars; stripes have any
+    size."""
     given = world(SHAPES, before, after)
     check(given, given.plans(stripe_bytes))
 
 
 @pytest.mark.parametrize("how", ["whole", "rows", "columns"])
 def test_nothing_travels_where_each_has_what_it_needs(how: str) -> None:
-    """The same ranks, the same cut."""
+    """Holds for the same ranks with the same cut."""
     given = world(SHAPES, (how, 3), (how, 3))
     plans = given.plans()
     check(given, plans)
@@ -123,7 +125,7 @@ def test_nothing_travels_where_each_has_what_it_needs(how: str) -> None:
 
 
 def test_what_a_rank_has_in_one_box_it_keeps_in_one() -> None:
-    """Although others hold the same in other boxes."""
+    """Holds although other ranks have the same elements in other chunks."""
     given = world({"a": (8, 8)}, ("rows", 4), ("rows", 4))
     held = [*given.held[:3], {"a": [Chunk.whole((8, 8)), *given.held[3]["a"]]}]
     needs = [{}, {}, {}, {"a": Chunk.whole((8, 8))}]
@@ -143,7 +145,7 @@ def test_what_a_rank_has_in_one_box_it_keeps_in_one() -> None:
     ids=lambda shapes: next(iter(shapes)),
 )
 def test_those_who_hold_the_same_share_the_sending(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """24 MB to one newcomer from three: a third each, to a stripe and a row or so."""
+    """Three ranks send 24 MB to one newcomer: a third each, within about a stripe and a row."""
     given = world(shapes, ("whole", 3), ("whole", 4))
     plans = given.plans(MEGABYTE // 4)
     check(given, plans)
@@ -153,7 +155,7 @@ def test_those_who_hold_the_same_share_the_sending(shapes: Mapping[str, tuple[in
 
 
 def test_several_newcomers_are_served_by_different_ranks() -> None:
-    """Even of a state that is smaller than a stripe."""
+    """Holds even for a state that is smaller than a stripe."""
     given = world({"a": (4, 4)}, ("whole", 3), ("whole", 6))
     plans = given.plans()
     check(given, plans)
@@ -161,7 +163,7 @@ def test_several_newcomers_are_served_by_different_ranks() -> None:
 
 
 def test_no_part_is_larger_than_two_stripes() -> None:
-    """So that a message has a bound, also where a row is longer than a stripe."""
+    """A message is bounded, even if a row is longer than a stripe."""
     shapes = {"a": (3, 1000, 9), "b": (100_000,), "c": (1, 2, 50_000)}
     given = world(shapes, ("whole", 1), ("whole", 2))
     plans = given.plans(10_000)
@@ -171,7 +173,7 @@ def test_no_part_is_larger_than_two_stripes() -> None:
 
 @st.composite
 def anyhow(draw: st.DrawFn) -> World:
-    """Boxes that lie anyhow, and needs within what is held by anybody."""
+    """Arbitrary chunks, and needs within what the ranks hold together."""
     num_ranks = draw(st.integers(1, 4))
     extents = st.lists(st.integers(1, 6), max_size=3).map(tuple)
     shapes = {name: draw(extents) for name in ("a", "b")}
@@ -201,5 +203,5 @@ def anyhow(draw: st.DrawFn) -> World:
 @given(anyhow(), st.integers(1, 200))
 @settings(max_examples=150, deadline=None)
 def test_each_gets_every_element_once_from_one_that_has_it(given: World, stripe: int) -> None:
-    """Element by element, for boxes that overlap in any way."""
+    """Elements are checked one by one, for chunks that overlap in any way."""
     check(given, given.plans(stripe))

@@ -1,5 +1,5 @@
-"""Members that would take a step in different ways are told so by name, all of them, before it is
-committed by any."""
+"""Members that would take a step in different ways are all refused, by name, before any member
+commits it."""
 
 import secrets
 import signal
@@ -36,7 +36,7 @@ def steps(cluster: LocalCluster, strategy: str, **changes: Any) -> Steps:
 
 
 def told(schedule: Schedule, error: str) -> list[str]:
-    """What each member raises."""
+    """Check that all members raise `error` with one text; return the texts."""
     found = []
     for rank in schedule.alive:
         _, data = rank.expect_any("raised")
@@ -47,7 +47,8 @@ def told(schedule: Schedule, error: str) -> list[str]:
 
 
 def all_refused(run: Steps, directory: Path, error: str) -> tuple[str, set[int]]:
-    """What all three members are told, and the steps that any of them committed before."""
+    """Return the error's text, the same on all three members, and the steps that any of them
+    committed before."""
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, directory, seed=1, body=step_bodies.train)
         for _ in range(3):
@@ -72,8 +73,8 @@ def check_weights(finished: Mapping[str, Any], run: Steps, *, scheduled: bool) -
 def test_unequal_numbers_of_passes_are_refused_by_name(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """With how many each made. Nobody commits the step: without the further passes of one member
-    its gradients are others."""
+    """The error has each member's number of passes. No member commits the step: without the
+    additional passes of one member its gradients would be wrong."""
     run = steps(cluster, strategy, parts="more on the first")
     text, steps_before = all_refused(run, tmp_path, "UnequalPasses")
     assert "4 or more by" in text
@@ -99,7 +100,7 @@ def test_parts_of_a_fixed_size_are_refused_where_shares_differ(
 def test_equal_numbers_of_passes_add_up_to_the_gradient_of_the_batch(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """Parts weighed by their samples: the result is that of one process."""
+    """Parts are weighted by their samples: the result is that of one process."""
     options = {"options": {"every_steps": 1}} if strategy == "local-sgd" else {}
     run = steps(cluster, strategy, parts="fixed number", batch_size=34)
     run = replace(run, **options)
@@ -117,7 +118,7 @@ def test_equal_numbers_of_passes_add_up_to_the_gradient_of_the_batch(
 def test_a_member_lost_between_two_parts_of_a_step(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """No part of it counts: the others take it again, cut for those that are left."""
+    """The others take the whole step again, cut for the members that are left."""
     run = steps(cluster, strategy, parts="by the session", batch_size=34, in_one_call=False)
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
@@ -134,7 +135,7 @@ def test_a_member_lost_between_two_parts_of_a_step(
 def test_a_scaler_goes_back_with_a_step_and_to_who_joins(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """Its scale is that of as many committed steps, and scaling changes no weight."""
+    """The scale is that of as many committed steps, and scaling changes no weight."""
     run = steps(cluster, strategy, scales=True, batch_size=34, in_one_call=False)
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
@@ -151,7 +152,8 @@ def test_a_scaler_goes_back_with_a_step_and_to_who_joins(
 def test_hyperparameters_that_differ_are_refused_by_field_and_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """In the first step (under local SGD: round) in which they do, which nobody commits."""
+    """The refusal comes in the first step (under local SGD: round) in which they differ; no member
+    commits it."""
     run = steps(cluster, strategy, rates="own")
     text, steps_before = all_refused(run, tmp_path, "HyperparametersDiffer")
     assert "in step 5;" in text
@@ -173,7 +175,7 @@ def test_hyperparameters_that_differ_are_refused_by_field_and_member(
 def test_members_that_clip_to_different_norms_are_refused_by_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, clips: str
 ) -> None:
-    """So where one does not clip at all: each would apply other gradients."""
+    """The same holds if one member does not clip at all: each would apply other gradients."""
     run = steps(cluster, strategy, clips=clips)
     text, steps_before = all_refused(run, tmp_path, "HyperparametersDiffer")
     assert "in step 5;" in text
@@ -187,7 +189,7 @@ def test_members_that_clip_to_different_norms_are_refused_by_member(
 def test_one_member_may_ask_for_the_norm_alone(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """As the one that logs does: to clip to infinity changes nothing."""
+    """A member that logs may ask for it: clipping to infinity changes nothing."""
     run = steps(cluster, strategy, clips="asks for the norm")
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
@@ -200,7 +202,7 @@ def test_one_member_may_ask_for_the_norm_alone(
 def test_a_member_that_drops_a_gradient_alone_is_named(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """As a script does that skips a step in which its own loss is large."""
+    """A script may drop gradients to skip a step in which its own loss is large."""
     run = steps(cluster, strategy, clips="drops")
     text, steps_before = all_refused(run, tmp_path, "InvalidSpec")
     assert "different parameters in step 5;" in text
@@ -213,7 +215,8 @@ def test_a_member_that_drops_a_gradient_alone_is_named(
 def test_a_schedule_that_a_joiner_began_anew_is_told(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """Its first step is right: its groups are those of the others. Its own schedule is not."""
+    """The joiner's first step is right, because it has the others' groups. Its own schedule is
+    not."""
     run = steps(
         cluster,
         strategy,
@@ -269,7 +272,7 @@ def test_a_schedule_that_counts_committed_steps_survives_losses(
 def test_a_step_that_is_taken_again_with_another_rate_is_refused(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """A schedule that is stepped whether or not the step happened has counted it twice."""
+    """A schedule that is stepped even if the step did not happen has counted it twice."""
     run = steps(cluster, strategy, rates="schedule", batch_size=24, desired_members=2)
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=4, body=step_bodies.train)

@@ -1,4 +1,4 @@
-"""What a script had done to its model and its optimizer before it distributed them counts."""
+"""Changes that a script made to its model and its optimizer before it distributed them count."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,14 +31,14 @@ def weights_of(
     loader: Callable[[], Loader] = equality.loader,
     manner: Manner | None = None,
 ) -> tuple[Mapping[str, Tensor], list[Mapping[str, Tensor]]]:
-    """Of one process, and of each of three ranks."""
+    """Return the weights of one process, and of each of three ranks."""
     run = replace(equality.run_of("sgd"), build=build, loader=loader, num_steps=NUM_STEPS)
     run = replace(run, manner=manner or run.manner)
     return by_one_process(run), run_in_memory(by_a_rank, 3, run, made)
 
 
 def that_has_stepped(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The optimizer's state, as of a checkpoint that plain torch has loaded."""
+    """Build an optimizer with a state, as if plain torch had loaded it from a checkpoint."""
     model, optimizer = equality.build(kind, seed)
     state: dict[str, Tensor]
     for parameter in model.parameters():
@@ -70,7 +70,7 @@ def test_parameter_servers_refuse_an_optimizer_that_has_stepped() -> None:
 
 
 def of_the_last_layer(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Others require gradients, and are in no optimizer."""
+    """Build an optimizer of the last layer only; other layers require gradients too."""
     model, _ = equality.build("sgd", seed)
     layers = model.get_submodule("layers")
     assert isinstance(layers, nn.Sequential)
@@ -78,7 +78,8 @@ def of_the_last_layer(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class ForgetsAll(torch.optim.SGD):
-    """What `session.step()` begins with: no gradient of the model's is left."""
+    """An optimizer that drops all gradients of the model, as `session.step()` does at its
+    beginning."""
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, lr=0.05)
@@ -90,7 +91,8 @@ class ForgetsAll(torch.optim.SGD):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_that_no_optimizer_takes_do_not_add_up(strategy: str) -> None:
-    """They count in the norm; a member that joins has none of earlier steps."""
+    """Gradients without an optimizer count in the norm; a joining member has none of earlier
+    steps."""
 
     def forgetting(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model, optimizer = of_the_last_layer(seed)
@@ -105,7 +107,8 @@ def test_gradients_that_no_optimizer_takes_do_not_add_up(strategy: str) -> None:
 
 
 class Odd(nn.Module):
-    """A parameter and a buffer of nothing, and a buffer with one number in the place of seven."""
+    """A model with a parameter and a buffer without elements, and a buffer that expands one number
+    to seven."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +140,7 @@ def test_tensors_without_elements_are_in_the_state_dict(strategy: str) -> None:
 
 
 def test_a_session_gives_an_expanded_buffer_memory_of_its_own() -> None:
-    """A state that a member takes over is written into it."""
+    """A state that a member takes over is written into the buffer."""
     model = Odd()
     model.register_buffer("tied", model.get_buffer("mask"))
     with shoal.join() as session:
@@ -178,7 +181,7 @@ def test_weights_that_lie_channels_last(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "pipeline"])
 def test_hooks_on_gradients_of_parameters_are_refused(strategy: str) -> None:
-    """Clamping what one member's samples give is not clamping what the batch gives."""
+    """Clamping the gradient of one member's samples differs from clamping that of the batch."""
     model, optimizer = equality.build("sgd", 0)
     next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
     with pytest.raises(InvalidSpec, match=r"hooks of the script's.* of idle"):
@@ -186,7 +189,7 @@ def test_hooks_on_gradients_of_parameters_are_refused(strategy: str) -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a number beside its state, on which its steps depend."""
+    """An optimizer whose steps depend on a number outside of its state."""
 
     count = 0
 
@@ -202,7 +205,7 @@ def test_an_optimizer_with_a_state_of_its_own_is_refused(strategy: str) -> None:
 
 
 class WithExtraState(nn.Linear):
-    """Its state_dict holds a number that is no tensor."""
+    """A layer whose state_dict holds a number that is no tensor."""
 
     def get_extra_state(self) -> dict[str, int]:
         return {"passes": 3}

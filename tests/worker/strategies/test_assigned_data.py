@@ -1,4 +1,4 @@
-"""What a script assigns to the `.data` of its parameters counts, as it does in one process."""
+"""Values that a script assigns to the `.data` of its parameters count, as in one process."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ from shoal.strategies.synchronous.strategy import SynchronousStrategy
 
 NUM_STEPS = 5
 Places = Sequence[tuple[int, bool]]
-"""Before or behind the backward pass of which steps."""
+"""Steps, each with True or False for before or after the backward pass."""
 
 
 @torch.no_grad()
@@ -49,7 +49,8 @@ def by_one_process(model: nn.Module, optimizer: Optimizer, assigns: Assigns) -> 
 
 
 def by_a_rank(name: str, kind: str, assigns: Assigns) -> dict[str, Tensor]:
-    """Between two steps, and in a step before and behind its backward pass."""
+    """Train as a rank that assigns between two steps, and in a step before and after its backward
+    pass."""
     model, optimizer = equality.build(kind, 0)
     strategy = equality.made(name, 2)()
     assert isinstance(strategy, SynchronousStrategy)
@@ -78,7 +79,8 @@ def by_a_rank(name: str, kind: str, assigns: Assigns) -> dict[str, Tensor]:
 def test_what_is_assigned_counts_on_every_member(
     strategy: str, kind: str, assigns: Assigns
 ) -> None:
-    """Regression: under zero1 owners sent, and others received, what lay in the memory before."""
+    """Regression: under zero1 owners sent, and others received, the previous contents of the
+    memory."""
     expected = by_one_process(*equality.build(kind, 0), assigns)
     for ours in run_in_memory(by_a_rank, 2, strategy, kind, assigns):
         assert difference(ours, expected) < equality.TOLERANCE

@@ -1,5 +1,5 @@
-"""Models that are compiled before they are distributed, or behind: compiled once, and trained to
-the weights of one process."""
+"""Models compiled before or after they are distributed: compiled once, and trained to the weights
+of one process."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ STRATEGIES: dict[str, Callable[[], SynchronousStrategy]] = {
 
 
 class Net(nn.Module):
-    """A pair of layers that is split, a norm, and a part that nothing splits."""
+    """A model with a pair of layers that is split, a norm, and a layer that is not split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 def chain() -> nn.Module:
-    """A model whose own class is torch's."""
+    """Return a model whose own class is torch's."""
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 5))
 
 
@@ -62,8 +62,8 @@ def _lived(
     take: Callable[[Batch], None],
     compiler: CountingCompiler,
 ) -> tuple[list[int], dict[str, Tensor]]:
-    """Three generations of five steps each: how many graphs were compiled by the end of each; the
-    weights then."""
+    """Take five steps in each of three generations. Returns the number of graphs compiled by the
+    end of each generation, and the final weights."""
     found, loader = [], equality.loader()
     for number in (1, 2, 3):
         states = {} if number == 1 else dict.fromkeys(members, pb.STATE_ACTION_KEEP)
@@ -80,7 +80,8 @@ def _lived(
 def _trained(
     make: Callable[[], nn.Module], name: str, compiled: str
 ) -> tuple[list[int], dict[str, Tensor]]:
-    """How many graphs were compiled by the end of each of three generations; the weights then."""
+    """Return the number of graphs compiled by the end of each of three generations, and the final
+    weights."""
     torch.manual_seed(0)
     model, compiler, strategy = make(), CountingCompiler(), STRATEGIES[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -116,7 +117,7 @@ def test_a_later_generation_compiles_nothing(
         pytest.skip("torch compiles nothing around what fully_shard hooks on to classes of its own")
     torch.compiler.reset()
     ((found, weights),) = run_in_memory(_trained, 1, make, name, compiled)
-    # The first one has batches of both sizes.
+    # The first generation has batches of both sizes.
     assert found[0] > 0
     assert found[1:] == [found[0]] * 2
     ((_, expected),) = run_in_memory(_trained, 1, make, name, "no")
@@ -132,8 +133,8 @@ CASES = [("ddp", "behind"), ("fsdp", "before"), ("pipeline", "before")]
 def test_changes_of_members_compile_nothing_anew(
     cluster: LocalCluster, tmp_path: Path, case: tuple[str, str]
 ) -> None:
-    """Once both numbers of members have been seen, kills and joins compile nothing in those that
-    stay; the weights are those of one process, which compiles nothing."""
+    """Once both numbers of members have been seen, kills and joins compile nothing in the members
+    that stay. The weights are those of one process that compiles nothing."""
     strategy, compiled = case
     options = {"min_split_bytes": 0} if strategy == "tensor" else {}
     run = elastic(
@@ -158,20 +159,20 @@ def test_changes_of_members_compile_nothing_anew(
         check_no_trace(schedule, run, 1e-5)
     assert stayed
     for rank in stayed[:1]:
-        if strategy == "pipeline":  # Each stage that it came to hold, of two and of three.
+        if strategy == "pipeline":  # each stage that it came to hold, of two and of three
             assert 0 < _graphs(rank) <= 2 + 3
         else:
             assert _graphs(rank) == before[rank] > 0
 
 
 def _graphs(rank: Rank) -> int:
-    """How many this member had compiled by its last step."""
+    """Return the number of graphs that this member had compiled by its last step."""
     rank.catch_up()
     return max(data["graphs"] for kind, data in rank.seen if kind == "committed")
 
 
 def _piped(original: nn.Module, name: str, compiled: str) -> tuple[list[int], dict[str, Tensor]]:
-    """As `_trained`, where passes go through stages."""
+    """Train in stages; return the same as `_trained`."""
     model, compiler = copy.deepcopy(original), CountingCompiler()
     strategy: SynchronousStrategy = (
         shoal.Pipeline(copies=0, microbatches=2)
@@ -196,7 +197,7 @@ def _piped(original: nn.Module, name: str, compiled: str) -> tuple[list[int], di
 
 
 class Nested(nn.Module):
-    """A list of blocks, of which one is cut further where there are few."""
+    """A model of blocks, one of which is cut further if there are few blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +245,8 @@ def test_a_wrapper_around_a_distributed_model_of_stages_is_refused_in_its_first_
 
 
 def test_dropout_of_a_compiled_model_draws_by_place() -> None:
-    """Another step, other masks, those of the model as it is: and nothing is compiled for them."""
+    """Masks change with the step and are those of the uncompiled model; nothing is compiled for
+    them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 5))
     key_dropout(model)

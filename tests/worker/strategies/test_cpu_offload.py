@@ -1,4 +1,4 @@
-"""`cpu_offload`: what is cut lies on the host, and trains to the weights of one process."""
+"""`cpu_offload`: cut parameters are on the host, and train to the weights of one process."""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +44,8 @@ def test_equal_to_one_process_with_clipping_and_accumulation(strategy: str) -> N
 
 
 def _places() -> list[tuple[bool, str, int]]:
-    """Of each parameter: whether torch is to offload it, where it lies, and how much of it."""
+    """Return for each parameter: if torch is to offload it, its device, and the number of ranks
+    times its part."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
     with torch.device("meta"):
         meta = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
@@ -65,7 +66,7 @@ def _places() -> list[tuple[bool, str, int]]:
 
 
 def test_torch_is_told_to_offload_each_parameter() -> None:
-    """On a CPU that moves nothing, and no memory is pinned: torch refuses to without a GPU."""
+    """The offload moves nothing on a CPU and pins no memory: torch refuses to pin without a GPU."""
     assert CPUOffloadPolicy().pin_memory
     for found in run_in_memory(_places, 2):
         assert found == [(True, "cpu", 1)] * 4
@@ -74,7 +75,7 @@ def test_torch_is_told_to_offload_each_parameter() -> None:
 def _state_elsewhere() -> tuple[str, str, torch.dtype, torch.Size]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
-    # In place of a GPU's mesh and the host: another device than the mesh's.
+    # The other device stands for the host, while the mesh would be a GPU's.
     local = torch.empty(2, 3, dtype=torch.float64, device="meta")
     placed = placed_like(parameter, local)
     return placed.to_local().device.type, placed.device.type, placed.dtype, placed.shape

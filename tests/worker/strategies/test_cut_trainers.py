@@ -1,4 +1,4 @@
-"""A trainer whose group was cut is freed from whatever it comes to wait for, at any time."""
+"""A trainer whose group was cut is released from any wait, at any time."""
 
 import threading
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from shoal_proto.v1.membership_pb2 import Limits
 
 
 class DeafBackend:
-    """Its groups do not end what was begun in them when they are cut, as Gloo's may not."""
+    """A backend whose groups do not end running operations when they are cut, as Gloo's may not."""
 
     name = "deaf"
     is_watched = True
@@ -35,7 +35,7 @@ class DeafBackend:
         return group
 
     def cut(self, reason: str) -> None:
-        """Nothing ends."""
+        """Ends nothing."""
 
     def check(self) -> None:
         """See `Group`."""
@@ -51,7 +51,7 @@ class DeafBackend:
 
 
 class Cut:
-    """A generation whose group is open, and which is over."""
+    """A generation that is over, with an open group."""
 
     def __init__(self) -> None:
         self.backend, self.group = DeafBackend(), GenerationGroup()
@@ -61,7 +61,7 @@ class Cut:
         self.group.cut(1)
 
     def wait(self) -> None:
-        """In a collective that never ends."""
+        """Wait in a collective that never ends."""
         waiter = AbortableWaiter(self.opened)
         assert "did not end" in waiter.new_completion().wait()
 
@@ -78,14 +78,15 @@ def freeing() -> list[threading.Thread]:
 
 
 def test_a_trainer_that_comes_late_to_a_group_that_is_cut_is_freed() -> None:
-    """It was in the script's own code when the others were; and then again."""
+    """The trainer was in the script's own code when the others were released; later it waits
+    again."""
     cut = Cut()
     for _ in range(3):
         cut.wait()
     assert cut.backend.kept == 3
     thread, *others = freeing()
     assert not others
-    cut.group.cut(1)  # by another thread that has heard of it
+    cut.group.cut(1)  # by another thread that has learned of it
     assert freeing() == [thread]
     cut.group.release()
     thread.join(10)
@@ -93,12 +94,12 @@ def test_a_trainer_that_comes_late_to_a_group_that_is_cut_is_freed() -> None:
 
 
 def test_a_trainer_that_does_not_stop_is_told_of_with_where_it_is() -> None:
-    """Once: whoever finds it expelled for a hang can look what it did."""
+    """The line shows where the trainer is, for the analysis of its expulsion because of a hang."""
     with capture_logs() as logs:
         cut = Cut()
         (thread,) = freeing()
         while len(logs) < 4:
-            cut.wait()  # stands for code that it does not come back from
+            cut.wait()  # stands for code that does not return
         cut.group.release()
         thread.join(10)
     (line,) = [each for each in logs if each["event"] == "trainer_has_not_stopped"]

@@ -1,4 +1,5 @@
-"""The watch of a session finds a device that stands in a collective, wherever the trainer waits."""
+"""The watch of a session finds a device that is stuck in a collective, wherever the trainer
+waits."""
 
 import threading
 import time
@@ -14,7 +15,7 @@ LIMIT_S = 0.4
 
 
 class Watched:
-    """A trainer in the script's own code, whose device stands since the beginning."""
+    """A trainer in the script's own code, whose device is stuck from the beginning."""
 
     def __init__(self, held_until_s: Callable[[], float]) -> None:
         self.hung, self.looked = threading.Event(), threading.Semaphore(0)
@@ -46,7 +47,7 @@ def test_a_device_that_stands_for_too_long_is_a_hang() -> None:
     assert watched.hung.wait(unhurried(10.0))
     watched.watch.close()
     assert "did not finish" in watched.watch.hang_in(3)
-    # The member waits for others: it is not the one that holds them up.
+    # The member waits for others: it is not the one that delays them.
     assert all(each.waits for each in watched.doing)
 
 

@@ -1,5 +1,5 @@
-"""Members that split layers compute each of them together: where one takes another layer than its
-peers, what they add up is of both, and no error would tell of it."""
+"""Members that split layers compute each layer together: if one takes another layer than its peers,
+they add up values of both, and no error of torch's would say so."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ IDS = ["tensor", "hybrid", "fsdp-tensor"]
 def test_layers_in_another_order_are_refused(
     made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str, transport: str
 ) -> None:
-    """On all members, before the step is taken. Regression: it was trained into the weights of
-    both layers, and evaluations told of it as of a result."""
+    """Members all refuse, before the step is taken. Regression: the sum was trained into the
+    weights of both layers, and evaluations returned it as a result."""
     for refusal in run_on_gloo(world_size, refused_to, (1,), made, "order", where, transport):
         assert "split layers among them computed with different layers" in refusal
         assert "at the outputs of twins.0.2" in refusal
@@ -41,7 +41,7 @@ def test_layers_in_another_order_are_refused(
 def test_a_layer_that_is_not_split_and_is_left_out_by_one_is_refused(
     made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, transport: str
 ) -> None:
-    """Regression: Gloo ended the process that was sent more gradients than it waited for."""
+    """Regression: Gloo terminated the process that received more gradients than it expected."""
     refusals = run_on_gloo(world_size, refused_to, (1,), made, "norm", "a step", transport)
     for refusal in refusals:
         assert "without a gradient of norm.weight" in refusal

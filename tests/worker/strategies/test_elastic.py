@@ -1,6 +1,6 @@
-"""Each strategy over kills, joins and drains: the result is that of one process.
+"""Kills, joins and drains under each strategy: the result is that of one process.
 
-Real members, a real coordinator, real signals; the changes are drawn from a seed.
+Members, coordinator and signals are real; the changes are drawn from a seed.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from support.processes.ranks import Ranks
 from shoal_client.local.cluster import LocalCluster
 
 TOLERANCE = 1e-5
-"""fp32, a few hundred steps; only the order of additions differs."""
+"""Limit for fp32 after a few hundred steps; only the order of additions differs."""
 CASES: list[Any] = [
     ("ddp", {}, "sgd"),
     ("zero1", {}, "adamw"),
@@ -35,7 +35,7 @@ def test_changes_leave_no_trace_in_the_weights(
     case: tuple[str, Mapping[str, Any], str],
     num_more: int,
 ) -> None:
-    """A kill, a join and a drain, and as many more changes that the seed draws."""
+    """The changes are a kill, a join and a drain, and `num_more` changes drawn from the seed."""
     strategy, options, optimizer = case
     run = elastic(
         cluster,
@@ -84,8 +84,8 @@ def test_copies_that_are_cut_over_members_leave_no_trace(
 def test_split_layers_that_are_cut_over_members_leave_no_trace(
     cluster: LocalCluster, tmp_path: Path, more: Mapping[str, Any]
 ) -> None:
-    """Two rows of two splits, then three rows, and again: what the killed one held is a part of
-    rows of a part of layers, and comes from a copy."""
+    """Two rows of two splits, then three rows, and again. The killed member held a part of the rows
+    of a part of the layers, which comes from a copy."""
     run = elastic(
         cluster,
         "split",
@@ -108,8 +108,9 @@ def test_split_layers_that_are_cut_over_members_leave_no_trace(
 def test_a_mesh_that_changes_its_shape_leaves_no_trace(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Two stages of two splits, then three stages, and again: nobody has all of anything, so what
-    the killed one held comes from a copy. The even mesh of copies, with more changes: nightly."""
+    """Two stages of two splits, then three stages, and again. No member has all of anything, so
+    the killed member's part comes from a copy. The even mesh of copies, with more changes, is
+    nightly."""
     run = elastic(
         cluster,
         "mesh",

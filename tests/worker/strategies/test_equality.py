@@ -1,7 +1,7 @@
-"""Every synchronous strategy trains to the weights that one process trains to, in 50 steps.
+"""Synchronous strategies train to the weights that one process trains to, in 50 steps.
 
 The members' shares of a batch differ in size, as do their parts of each parameter, and one
-parameter gets no gradient. Local SGD has no such twin in one process: see `test_local_sgd`.
+parameter gets no gradient. Local SGD is compared with replicas in `local_sgd/test_strategy`.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +20,13 @@ from shoal.data.order import Order
 from shoal.strategies.base import Strategy
 
 TOLERANCE = 1e-5
-"""fp32; only the order of additions differs."""
+"""Limit for fp32; only the order of additions differs."""
 NUM_SAMPLES = 47
 
 
 class Net(nn.Module):
-    """Widths that divide by nothing, one below the number of ranks, and what nothing uses."""
+    """A model of indivisible widths, one of them below the number of ranks, and with an unused
+    parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Net(nn.Module):
 
 
 class InHalf(nn.Module):
-    """Computes in bf16 while the weights that are trained stay in fp32."""
+    """Wrapper that computes in bf16 while the trained weights stay in fp32."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ def build(optimizer: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def loader() -> Loader:
-    """Batches of 10 and, at the end of an epoch, of 7."""
+    """Return batches of 10 and, at the end of an epoch, of 7."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
     order = Order(num_samples=NUM_SAMPLES, global_batch_size=10, num_epochs=20)
@@ -95,14 +96,14 @@ STRATEGIES: Mapping[str, Callable[..., Strategy]] = {
 }
 TWO_DIMENSIONS = ("hsdp", "fsdp-tensor")
 WORLDS = [
-    # Two by two come first: in other worlds of this size these are as "fsdp".
+    # Two by two come first: with other small world sizes these are like "fsdp".
     ("hsdp", 4),
     ("fsdp-tensor", 4),
     *((n, size) for n in STRATEGIES if n not in TWO_DIMENSIONS for size in (2, 3, 4)),
     *(("fsdp-tensor", 2), ("hsdp", 6), ("fsdp-tensor", 6), ("hybrid", 8)),
 ]
 MESHES = {2: (1, 1, 2), 3: (3, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)}
-"""Of "hybrid": stages, copies, splits."""
+"""Stages, copies and splits of "hybrid", by world size."""
 
 
 def made(strategy: str, world_size: int, **options: str) -> Callable[[], Strategy]:
@@ -118,7 +119,7 @@ def made(strategy: str, world_size: int, **options: str) -> Callable[[], Strateg
 def test_equal_with_clipping_and_accumulation(
     strategy: str, world_size: int, optimizer: str
 ) -> None:
-    """Every fifth step accumulates over two passes; most norms are clipped."""
+    """A fifth of the steps accumulate over two passes; most norms are clipped."""
     clipped = Manner(max_norm=0.1)
     expected = by_one_process(run_of(optimizer, manner=clipped))
     assert difference(expected, by_one_process(run_of(optimizer))) > 1e-2, "clipping does nothing"
@@ -134,12 +135,12 @@ PARTS_OF_STAGES = (2, 2, 2, 2, 1)
 @pytest.mark.sampled("strategy")
 @pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
 def test_equal_in_mixed_precision(strategy: str, world_size: int) -> None:
-    """Layers compute in bf16, by the strategy's own means if it has some, else by autocast.
+    """Layers compute in bf16, by the strategy's own means if it has some, otherwise by autocast.
 
-    A gradient is rounded to 8 bits in each part of the batch that is computed by itself. One
-    process that computes the same parts rounds the same, so that fp32's tolerance holds. Where
-    layers are split, what they add up is rounded before, and a mesh has parts of many sizes: there
-    the tolerance is one of these roundings, 2^-7, of how far the weights have moved.
+    A gradient is rounded to 8 bits in each part of the batch that is computed separately. One
+    process that computes the same parts rounds the same, so fp32's tolerance holds. If layers are
+    split, their summands are rounded before the sum, and a mesh has parts of many sizes: the
+    tolerance is then one of these roundings, 2^-7, of the distance that the weights have moved.
     """
     optimizer = "adamw" if world_size == 3 else "sgd"
     single = by_one_process(run_of(optimizer))

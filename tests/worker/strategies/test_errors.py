@@ -33,8 +33,8 @@ def run_of(cluster: LocalCluster, strategy: str, num_members: int) -> Elastic:
 
 
 def lose_all_but_one(schedule: Schedule) -> None:
-    """One member after the other raises: in forward, in backward, in the optimizer; and one that
-    joins then, behind it."""
+    """Lose one member after the other, by an error in forward, in backward and in the optimizer;
+    then one more member joins and raises in a hook."""
     *early, late = PLACES
     faulty = [
         schedule.add(fault=place, at_step=12 * (number + 1)) for number, place in enumerate(early)
@@ -94,7 +94,8 @@ def test_whoever_raises_in_a_round_leaves_and_the_others_train_it_again(
 
 
 def fate(rank: Rank, before: int) -> Mapping[str, Any]:
-    """What becomes of a member: it raises, or commits in a later generation than `before`."""
+    """Follow a member until it raises, or commits in a later generation than `before`; return that
+    report."""
     while True:
         kind, data = rank.expect_any("raised", "committed")
         if kind == "raised" or data["generation"] > before:
@@ -106,9 +107,9 @@ def fate(rank: Rank, before: int) -> Mapping[str, Any]:
 def test_a_gradient_that_is_not_finite_stops_the_step_of_all(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """Though the loss is finite, and only some members' parts of the gradient are hit: nobody
-    commits the step. Whoever is at fault is told so, as is every member that computed with
-    what it was given of that; all others train on."""
+    """The loss is finite, and only some members' parts of the gradient are hit: no member commits
+    the step. The member at fault gets the error, as does every member that computed with its
+    values; all others train on."""
     num_members = 4 if strategy == "fsdp-tensor" else 3
     run = run_of(cluster, strategy, num_members)
     with Ranks() as ranks:
@@ -125,7 +126,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_of_all(
         errors = [each["error"] for each in fates if each["kind"] == "raised"]
         assert set(errors) <= {"NonFiniteGradient"}, fates
         if strategy == "fsdp-tensor":
-            # The other one of its tensor group, which has the same samples.
+            # It is the other member of its tensor group, which has the same samples.
             assert len(errors) == 1
             (peer,) = [rank for rank, each in zip(others, fates, strict=True) if "error" in each]
             schedule.alive.remove(peer)

@@ -1,5 +1,5 @@
-"""A member that is killed where the others have the least of its state: in the job's first step,
-and behind the last batch, when there is no step left that could be taken again."""
+"""Kills of a member when the others have the least of its state: in the job's first step, and after
+the last batch, when no step is left that could be taken again."""
 
 import signal
 from collections.abc import Mapping
@@ -52,8 +52,8 @@ def test_the_result_is_that_of_one_process_though_one_is_killed(
 def test_a_call_behind_the_last_batch_gives_no_earlier_model(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Without copies the state goes back to a checkpoint, and the loop that would train on from
-    there is over."""
+    """The state goes back to a checkpoint, since there are no copies, but the loop that would train
+    on from there is over."""
     run = elastic(
         cluster,
         "goes-back",

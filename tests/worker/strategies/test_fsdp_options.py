@@ -1,4 +1,4 @@
-"""What the sharded strategies accept, before anything runs."""
+"""Options and optimizers that the sharded strategies accept, checked before anything runs."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 
 
 class Own(torch.optim.SGD):
-    """One of the user's, which may look at anything."""
+    """A user's optimizer, which may read any state."""
 
 
 def model() -> nn.Module:
@@ -58,7 +58,7 @@ TELLING = sorted(ELEMENTWISE - {torch.optim.ASGD}, key=lambda kind: kind.__name_
 
 
 def test_an_optimizer_that_cannot_step_on_the_meta_device_is_told_of() -> None:
-    """ASGD looks at its own numbers in a step; it trains all the same."""
+    """ASGD reads its own numbers in a step; it trains all the same."""
     built = model()
     optimizer = torch.optim.ASGD(built.parameters(), lr=0.1)
     FSDP().check(built, optimizer)
@@ -68,7 +68,7 @@ def test_an_optimizer_that_cannot_step_on_the_meta_device_is_told_of() -> None:
 
 @pytest.mark.parametrize("kind", TELLING)
 def test_state_of_each_elementwise_optimizer_can_be_told(kind: Any) -> None:
-    """Of as many elements as this rank has, and perhaps a count of steps."""
+    """State of as many elements as this rank has, and perhaps a count of steps."""
     built = model()
     optimizer = kind(built.parameters(), lr=0.1)
     first, second = shoal.plan(built, "zero2", world_size=2, optimizer=optimizer).ranks
@@ -141,7 +141,8 @@ def test_what_split_layers_cannot_do_is_refused_by_name() -> None:
 def test_what_gradients_are_summed_up_in_by_themselves(
     as_stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It depends on the release of torch; members of two that differ do not train together."""
+    """The dtype depends on the release of torch; members of releases that differ do not train
+    together."""
     monkeypatch.setattr(layout, "REDUCES_AS_STORED", as_stored)
     stored, narrow = torch.float32, torch.bfloat16
     summed = {

@@ -1,4 +1,4 @@
-"""A contrastive loss that gathers the features of all members, as scripts for DDP have it."""
+"""A contrastive loss that gathers the features of all members, as scripts for DDP do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,8 @@ STRATEGIES = {
 
 
 class Gather(torch.autograd.Function):
-    """As in the implementations of SimCLR: what each rank's loss asks of a feature is summed."""
+    """Gathering as in implementations of SimCLR: a feature's gradients from all ranks' losses are
+    summed."""
 
     @staticmethod
     def forward(context: Any, own: Tensor) -> tuple[Tensor, ...]:
@@ -41,7 +42,7 @@ class Gather(torch.autograd.Function):
 
 
 def contrastive(features: Tensor, others: Tensor) -> Tensor:
-    """With the other samples of the global batch as negatives."""
+    """Contrastive loss with the other samples of the global batch as negatives."""
     own, keys = (nn.functional.normalize(each) for each in (features, features.roll(1, 1) + others))
     first, every = 0, keys
     if dist.is_initialized():

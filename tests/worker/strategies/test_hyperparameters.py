@@ -1,4 +1,4 @@
-"""What an optimizer's groups say is looked at in each step, also where nothing seems to change."""
+"""Settings of an optimizer's groups are checked in each step, even if nothing seems to change."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
-"""Over groups like NCCL's, whose collectives are done before they have brought anything.
+"""Training over groups like NCCL's, whose collectives are done before they have delivered anything.
 
-`support.collectives.late_groups` says how: what is read without waiting for the work is what was
-there before.
+`support.collectives.late_groups` describes them: a read that does not wait for the work returns the
+previous contents.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
-    # Several buckets.
+    # a small size, for several buckets
     "ddp": partial(shoal.DDP, bucket_mb=1e-4),
     "zero1": partial(shoal.Zero1, copies=0),
     "zero2": partial(shoal.Zero2, copies=0),
@@ -87,7 +87,7 @@ CLIPPED = [name for name in STRATEGIES if not name.startswith(("local-sgd", "dil
     [*((name, False) for name in STRATEGIES), *((name, True) for name in CLIPPED)],
 )
 def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> None:
-    """So the weights are bit for bit those of a group whose collectives end when they are done."""
+    """The weights are bit for bit those of a group whose collectives end when they are done."""
     run = Run(
         build=build,
         loader=loader,
@@ -104,7 +104,7 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
 
 @pytest.mark.parametrize("strategy", OF_FOUR)
 def test_nothing_is_read_too_early_where_some_ranks_meet(strategy: str) -> None:
-    """Ranks of a copy, of the same rows, of a layer, and stages next to each other."""
+    """Includes ranks of a copy, of the same rows and of a layer, and neighbouring stages."""
     run = Run(build=build, loader=loader, loss=loss, num_steps=4)
     expected = run_in_memory(by_a_rank, 4, run, OF_FOUR[strategy])
     with late_groups():
@@ -117,15 +117,15 @@ _making = threading.Lock()
 
 
 def _tied(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Of one rank after the other: it draws from torch's one generator."""
+    """Build the model of one rank after the other, since ranks share torch's generator."""
     with _making:
         return tied_models.knotted(seed)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_stages_that_share_a_weight_do_not_wait_for_each_other(schedule: str) -> None:
-    """Both send their part of its gradient, and neither takes the other's before its own is
-    taken."""
+    """Stages both send their part of the gradient; a send completes only when the other stage
+    receives it."""
     run = Run(
         build=_tied,
         loader=tied_models.loader,
@@ -141,8 +141,8 @@ def test_stages_that_share_a_weight_do_not_wait_for_each_other(schedule: str) ->
 
 
 def steps_of_a_cut_member(strategy: SynchronousStrategy, where: str) -> tuple[int, bool]:
-    """How many steps a rank has committed whose group is cut in its second one, on rank 0; and
-    whether it has a state to offer then."""
+    """Return the number of steps committed by a rank whose group is cut in the second step, on rank
+    0; and True if the rank then has a state to offer."""
     run = Run(build=build, loader=loader, loss=loss)
     group, armed = LateRunGroup(), [False]
 
@@ -168,7 +168,7 @@ def steps_of_a_cut_member(strategy: SynchronousStrategy, where: str) -> tuple[in
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp with powersgd", "zero1", "zero2", "fsdp"])
 def test_no_step_is_committed_with_half_of_a_collective(strategy: str) -> None:
-    """All members say that they take it, and what is left of an aborted message are numbers."""
+    """Members all vote for the step, and an aborted message leaves numbers that look valid."""
     with late_groups():
         cut, _ = run_in_memory(
             lambda: steps_of_a_cut_member(STRATEGIES[strategy](), "in the passes"), 2
@@ -178,7 +178,8 @@ def test_no_step_is_committed_with_half_of_a_collective(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "tensor"])
 def test_what_an_aborted_collective_left_is_no_gradient_of_a_member(strategy: str) -> None:
-    """It may be anything; a member that took it for a fault of its own would leave its job."""
+    """The contents may be anything; a member that took them for a fault of its own would leave its
+    job."""
     with late_groups(left=float("nan")):
         cut, _ = run_in_memory(
             lambda: steps_of_a_cut_member(STRATEGIES[strategy](), "in the passes"), 2
@@ -187,7 +188,7 @@ def test_what_an_aborted_collective_left_is_no_gradient_of_a_member(strategy: st
 
 
 def test_half_of_an_update_is_nobodys_state() -> None:
-    """ZeRO-1 sends behind the update what each owner has updated."""
+    """ZeRO-1 sends each owner's updates after the update."""
     with late_groups():
         cut, other = run_in_memory(
             lambda: steps_of_a_cut_member(STRATEGIES["zero1"](), "in the update"), 2
@@ -197,9 +198,9 @@ def test_half_of_an_update_is_nobodys_state() -> None:
 
 
 def round_of_a_cut_member(made: Callable[[], Strategy]) -> tuple[int, str, bool]:
-    """Of a rank in a round of two steps, with the group cut in the second one, on rank 0: the step
-    agreed on last, the error of the round's end, and True if the rank has then the weights that it
-    began with."""
+    """Run a round of two steps, with the group cut in the second one, on rank 0. Returns the
+    step agreed on last, the error at the round's end, and True if the rank then has its initial
+    weights."""
     run = Run(build=build, loader=loader, loss=loss)
     group, armed, strategy, raised = LateRunGroup(), [False], made(), ""
     assert isinstance(strategy, shoal.LocalSGD)
@@ -225,7 +226,7 @@ def round_of_a_cut_member(made: Callable[[], Strategy]) -> tuple[int, str, bool]
 @pytest.mark.parametrize("left", [0.0, float("nan")], ids=["numbers", "nan"])
 @pytest.mark.parametrize("strategy", ["local-sgd", "local-sgd with int8", "diloco"])
 def test_no_round_is_agreed_on_with_half_of_a_mean(strategy: str, left: float) -> None:
-    """Members of one agreed step send each other nothing: they would differ for good."""
+    """Members with the same agreed step send each other no state: they would differ for good."""
     with late_groups(left):
         cut, other = run_in_memory(lambda: round_of_a_cut_member(STRATEGIES[strategy]), 2)
     assert cut == (0, "GenerationBroken", True)
@@ -234,7 +235,8 @@ def test_no_round_is_agreed_on_with_half_of_a_mean(strategy: str, left: float) -
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "diloco"])
 def test_a_bring_up_that_was_cut_on_the_device_brings_no_state(strategy: str) -> None:
-    """Its last message goes over the host, and may arrive before what is on the device has."""
+    """The last message of the bring-up goes over the host, and may arrive before the contents of
+    the device."""
 
     def body() -> bool:
         made, group = STRATEGIES[strategy](), LateRunGroup()

@@ -1,5 +1,5 @@
-"""Layers that are trained from some step on: their gradients are dropped until then, and every
-strategy trains as one process does whose parameters require no gradient before."""
+"""Layers that are trained from some step on: their gradients are dropped until then. Every strategy
+trains like one process whose parameters require no gradient before."""
 
 from collections.abc import Callable
 from dataclasses import replace

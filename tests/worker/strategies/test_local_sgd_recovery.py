@@ -19,7 +19,7 @@ from support.training.local_sgd_bodies import LocalRun, num_steps_of, twin_of
 from shoal_client.local.cluster import LocalCluster
 
 TOLERANCE = 1e-5
-"""fp32, some dozens of steps; only the order of additions differs."""
+"""Limit for fp32 after some dozens of steps; only the order of additions differs."""
 
 
 def run_of(cluster: LocalCluster, **changes: Any) -> LocalRun:
@@ -59,9 +59,10 @@ def check_equal_to_the_twin(
 def test_changes_leave_no_trace_but_who_trained_which_round(
     cluster: LocalCluster, tmp_path: Path, strategy: str, optimizer: str, num_more: int
 ) -> None:
-    """Kills, joins and drains drawn from a seed. The twin is told who was there, and no more.
+    """Kills, joins and drains are drawn from a seed. The twin knows only the members of each round.
 
-    In double precision: there are thousands of rounds, in each of which fp32 rounds otherwise.
+    Numbers are in double precision: there are thousands of rounds, and in each of them fp32 would
+    round differently.
     """
     with Ranks() as ranks:
         run = run_of(
@@ -97,7 +98,7 @@ def test_changes_leave_no_trace_but_who_trained_which_round(
 def test_survivors_go_back_to_the_last_meeting_and_train_its_round_again(
     cluster: LocalCluster, strategy: str, fault: str, at_step: int
 ) -> None:
-    """Wherever in a round the loss is; at step 9 the others wait at its end."""
+    """The loss may come anywhere in a round; at step 9 the others wait at its end."""
     with Ranks() as ranks:
         run = run_of(cluster, strategy=strategy)
         crew = [
@@ -120,7 +121,7 @@ def test_survivors_go_back_to_the_last_meeting_and_train_its_round_again(
 def test_a_planned_change_ends_the_round_where_the_generation_stops(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """One joins, another drains, within one long round: no step is trained twice."""
+    """A member joins and another drains within one long round: no step is trained twice."""
     with Ranks() as ranks:
         run = run_of(cluster, desired_members=2, every_steps=10_000, epochs=400)
         held = HeldMembers(ranks, local_sgd_bodies.train, run, tmp_path, at_step=7)

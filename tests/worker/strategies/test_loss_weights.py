@@ -1,5 +1,5 @@
 """Losses that are means over tokens train to the weights of one process, which takes the mean over
-all tokens of the global batch, whoever has how many of them."""
+all tokens of the global batch, however these are distributed over members."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,8 @@ IGNORED = -100
 
 
 class Padded(Loader):
-    """Seven samples of ten are padding, and in one step all of a member's."""
+    """A loader in which seven samples of ten are padding, and in one step all samples of a
+    member."""
 
     def synchronous(self, step: int, index: int, count: int) -> Batch:
         batch = super().synchronous(step, index, count)
@@ -47,8 +48,8 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def masked_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The same, as scripts write it that have a mask: without tokens, 0 is divided by 0 in both
-    directions."""
+    """Same loss as scripts with a mask write it: without tokens, forward and backward divide 0 by
+    0."""
     mask = (targets != IGNORED).float()
     each = nn.functional.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
     return (each * mask).sum() / mask.sum()
@@ -73,7 +74,7 @@ def step_by_tokens(
 def by_tokens(
     made: Callable[[], Strategy], num_parts: int, max_norm: float, loss: LossFunction = loss
 ) -> dict[str, Tensor]:
-    """The weights of a rank."""
+    """Return the weights of a rank after training."""
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
     share = entered(equality.run_of("sgd"), strategy)
@@ -112,7 +113,7 @@ def test_what_divides_by_no_tokens_counts_for_nothing(strategy: str) -> None:
 
 
 def by_tokens_alone(max_norm: float) -> dict[str, Tensor]:
-    """Of one process, on whole batches."""
+    """Return the weights of one process, trained on whole batches."""
     model, optimizer = equality.build("sgd", 0)
     batches = loader()
     for step in range(NUM_STEPS):
@@ -125,7 +126,7 @@ def by_tokens_alone(max_norm: float) -> dict[str, Tensor]:
 
 
 def refused(made: Callable[[], Strategy], weights: list[float | None]) -> str:
-    """What a rank is told whose loss has this weight."""
+    """Return the refusal of a rank whose loss has its weight of `weights`."""
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
     share = entered(equality.run_of("sgd"), strategy)
@@ -148,15 +149,15 @@ def refused(made: Callable[[], Strategy], weights: list[float | None]) -> str:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("weights", "words"),
     [([3.0, None], "have a weight, others have none"), ([0.0, 0.0], "weigh nothing")],
 )
 def test_weights_that_do_not_go_together_are_refused_on_all(
-    strategy: str, weights: list[float | None], said: str
+    strategy: str, weights: list[float | None], words: str
 ) -> None:
     found = run_in_memory(refused, 2, equality.made(strategy, 2), weights)
     assert len(set(found)) == 1
-    assert said in found[0]
+    assert words in found[0]
 
 
 @pytest.mark.parametrize("strategy", [shoal.DDP, shoal.Zero1])

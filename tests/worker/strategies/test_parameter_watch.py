@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool,
 
 @pytest.fixture(params=["host", "device"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`device`: as if to look at a tensor were to wait."""
+    """Location of tensors. `device`: as if reading a tensor required a wait."""
     if request.param == "device":
         monkeypatch.setattr(parameter_watch, "is_on_host", lambda tensor: False)
 

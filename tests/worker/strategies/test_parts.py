@@ -31,7 +31,7 @@ from . import test_equality as equality
 
 TOLERANCE = 1e-5
 CUT = (3, 3, 1, 4, 4)
-"""Parts of each step, over and over: also of 7 samples on 3 members, in 4 parts."""
+"""Parts of each step, repeated. This includes 7 samples on 3 members, in 4 parts."""
 WORLDS = [
     *(("ddp", 2), ("ddp", 3), ("zero1", 3), ("zero2", 3), ("fsdp", 2), ("fsdp", 3)),
     *(("tensor", 2), ("fsdp-tensor", 4), ("pipeline", 2), ("hybrid", 4)),
@@ -40,7 +40,7 @@ WORLDS = [
 
 @pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
 def test_parts_add_up_to_the_gradient_of_the_batch(strategy: str, world_size: int) -> None:
-    """With clipping, which needs the norm of all parts together."""
+    """Clipping needs the norm of all parts together."""
     clipped = Manner(max_norm=0.1)
     expected = by_one_process(equality.run_of("sgd", manner=clipped, num_steps=15))
     cut = Manner(max_norm=0.1, parts_of_session=CUT)
@@ -50,7 +50,7 @@ def test_parts_add_up_to_the_gradient_of_the_batch(strategy: str, world_size: in
 
 
 class Recomputed(nn.Module):
-    """Layers whose activations are computed once more in backward."""
+    """A model whose blocks are recomputed in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def recomputed(seed: int, *, keeps: bool = False) -> tuple[nn.Module, torch.opti
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_activation_checkpointing_changes_nothing(strategy: str) -> None:
-    """In parts as well."""
+    """Holds for batches in parts, too."""
     plain = equality.run_of("sgd", num_steps=8)
     expected = by_one_process(replace(plain, build=partial(recomputed, keeps=True)))
     run = replace(plain, build=recomputed, manner=Manner(parts_of_session=(3, 1)))
@@ -88,7 +88,7 @@ def test_activation_checkpointing_changes_nothing(strategy: str) -> None:
 
 
 def _bytes_reduced(strategy_of: Callable[[], Strategy], num_parts: Sequence[int]) -> list[int]:
-    """By step."""
+    """Return the bytes reduced in each step."""
     strategy = strategy_of()
     assert isinstance(strategy, SynchronousStrategy)
     run = equality.run_of("sgd")
@@ -106,8 +106,8 @@ def _bytes_reduced(strategy_of: Callable[[], Strategy], num_parts: Sequence[int]
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_gradients_are_reduced_once_a_step(strategy: str) -> None:
-    """But in the first step that is cut, whose first part is reduced by itself. What members tell
-    each other besides is 32 bytes each."""
+    """Exception: in the first step that is cut, the first part is reduced separately. The other
+    messages of members have 32 bytes each."""
     messages = 4 * 32 * 2
     for found in run_in_memory(_bytes_reduced, 2, equality.made(strategy, 2), [1, 3, 3, 4, 4, 1]):
         once, twice, *others, last = found
@@ -117,7 +117,8 @@ def test_gradients_are_reduced_once_a_step(strategy: str) -> None:
 
 
 def _refused(strategy_of: Callable[[], Strategy], ways: Sequence[Sequence[int]]) -> tuple[str, int]:
-    """What a rank is told whose steps are cut in its own way, and what it has committed by then."""
+    """Return the refusal of a rank that cuts steps as its `ways` say, and the steps that it has
+    committed by then."""
     strategy = strategy_of()
     assert isinstance(strategy, SynchronousStrategy)
     run, own = equality.run_of("sgd"), ways[dist.get_rank()]
@@ -143,20 +144,21 @@ WAYS = [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ways", "said"),
+    ("strategy", "ways", "words"),
     [
         *((strategy, *way) for strategy in ("ddp", "zero1", "fsdp") for way in WAYS),
-        # What is sent between layers has the shape of a part.
-        *(("tensor", ways, said.replace("saw 1 by", "saw 1 or more by")) for ways, said in WAYS),
-        *(("pipeline", ways, said.replace("saw 1 by", "saw 1 or more by")) for ways, said in WAYS),
+        # Values sent between layers have the shape of a part.
+        *(("tensor", ways, text.replace("saw 1 by", "saw 1 or more by")) for ways, text in WAYS),
+        *(("pipeline", ways, text.replace("saw 1 by", "saw 1 or more by")) for ways, text in WAYS),
     ],
 )
 def test_members_that_cut_a_step_differently_are_told(
-    strategy: str, ways: Sequence[Sequence[int]], said: str
+    strategy: str, ways: Sequence[Sequence[int]], words: str
 ) -> None:
-    """All of them, before any commits the step; whether or not the step before was cut."""
+    """Members all get the error before any commits the step, whether or not the step before was
+    cut."""
     errors = run_in_memory(_refused, 2, equality.made(strategy, 2), ways)
     assert len(set(errors)) == 1
     text, num_committed = errors[0]
-    assert said in text
+    assert words in text
     assert num_committed == len(ways[0]) - 1

@@ -1,7 +1,7 @@
-"""Passes of many kinds under ddp and zero1, with the weights of one process in the end.
+"""Passes of many kinds under ddp and zero1 train to the weights of one process.
 
-Several forward passes of one loss, parts of the model in turn, and blocks that are computed again
-in the backward pass.
+A loss may need several forward passes, parts of the model in turn, or blocks that are recomputed in
+the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,13 +28,14 @@ NUM_SAMPLES, BATCH, NUM_STEPS, WORLD_SIZE = 47, 10, 12, 3
 
 @dataclass
 class Outputs:
-    """What torch's search for outputs does not look into: it has no tensor as a field."""
+    """An object in which torch's search for outputs finds no tensor, because no field is one."""
 
     found: Callable[[], Tensor]
 
 
 class Net(nn.Module):
-    """With a layer whose buffers change in each forward pass, and are needed in backward."""
+    """A model with a layer whose buffers change in each forward pass, and are needed in
+    backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,13 +64,13 @@ def square(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def two_heads(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
-    """A pass forward and backward for each."""
+    """Two losses, each with a forward and a backward pass of its own."""
     yield square(model(inputs, "head 0"), targets)
     yield square(model(inputs, "head 2"), -targets)
 
 
 def two_losses(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
-    """Two forward passes ahead of two backward passes."""
+    """Two forward passes before two backward passes."""
     one, other = (model(inputs + shift, "all") for shift in (0, 1))
     yield square(one, targets)
     yield other.square().mean()
@@ -86,7 +87,7 @@ def unseen(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
 
 
 def reentrant(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
-    """A block that is used twice, and computed again in the backward pass."""
+    """A loss of a block that is used twice, and recomputed in the backward pass."""
     yield square(model(inputs, "reentrant"), targets)
 
 
@@ -95,13 +96,13 @@ def again(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
 
 
 def in_part(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
-    """The second pass leaves out what the first one has reached."""
+    """Two passes, the second of which leaves out parameters of the first."""
     yield from reentrant(model, inputs, targets)
     yield square(model(inputs, "head 1"), targets)
 
 
 def penalised(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
-    """A loss that has the gradient of the outputs in it."""
+    """A loss that includes the gradient of the outputs."""
     inputs = inputs.clone().requires_grad_()
     outputs = model(inputs, "all")
     (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
@@ -110,12 +111,12 @@ def penalised(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
 
 Passes = Callable[[Any, Tensor, Tensor], Iterator[Tensor]]
 SOME: tuple[Passes, ...] = (two_heads, one_loss, unseen)
-"""These leave parameters without a gradient."""
+"""Passes that leave parameters without a gradient."""
 ALL: tuple[Passes, ...] = (two_losses, reentrant, again, penalised)
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-    # Ranks are threads, which have torch's own generator in common.
+    # Ranks are threads, which share torch's own generator.
     model, generator = Net().double(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -167,7 +168,8 @@ STRATEGIES = {"ddp": shoal.DDP, "zero1": shoal.Zero1}
 @pytest.mark.parametrize("passes", [*SOME, in_part, *ALL])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_passes_are_as_in_one_process(strategy: str, passes: Passes) -> None:
-    """With the option for parameters without a gradient, and without where there are none."""
+    """Runs with the option for parameters without a gradient, and also without it if there are
+    none."""
     expected = by_one_process(passes)
     for unused in (True, False) if passes in ALL else (True,):
         made_of = partial(STRATEGIES[strategy], find_unused_parameters=unused)
@@ -177,7 +179,7 @@ def test_passes_are_as_in_one_process(strategy: str, passes: Passes) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_later_pass_that_leaves_parameters_out_is_refused(strategy: str) -> None:
-    """They have gradients, of the first pass."""
+    """The parameters have gradients, from the first pass."""
     kind = STRATEGIES[strategy]
     text = rf"earlier pass.*shoal\.{kind.__name__}\(find_unused_parameters=True\)"
     with pytest.raises(InvalidSpec, match=text):
@@ -187,7 +189,8 @@ def test_a_later_pass_that_leaves_parameters_out_is_refused(strategy: str) -> No
 @pytest.mark.parametrize("passes", SOME)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_without_a_gradient_are_named(strategy: str, passes: Passes) -> None:
-    """With the option of the strategy that allows them, in the first pass that leaves them out."""
+    """The error names the strategy's option that allows them, in the first pass that leaves them
+    out."""
     kind = STRATEGIES[strategy]
     text = rf"saw .*heads\.\d\.weight.*shoal\.{kind.__name__}\(find_unused_parameters=True\)"
     with pytest.raises(InvalidSpec, match=text):

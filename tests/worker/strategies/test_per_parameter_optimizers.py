@@ -1,4 +1,4 @@
-"""Strategies whose members step some of the parameters each take no optimizer that may need all."""
+"""Strategies whose members each step some of the parameters refuse optimizers that may need all."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ STRATEGIES: dict[str, type[LayoutStrategy]] = {
 
 
 class ClipsAll(torch.optim.SGD):
-    """Scales the gradients to a common norm by itself, within its step."""
+    """An optimizer that scales the gradients to a common norm within its step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -30,13 +30,13 @@ class ClipsAll(torch.optim.SGD):
 
 
 class ByTensor(torch.optim.SGD):
-    """One of the user's that says of itself what it needs."""
+    """A user's optimizer that declares what it needs."""
 
     per_parameter = True
 
 
 class Inherits(ByTensor):
-    """Says nothing of itself."""
+    """An optimizer that declares nothing itself."""
 
 
 def model() -> nn.Module:
@@ -48,7 +48,7 @@ def model() -> nn.Module:
 def test_an_optimizer_that_may_need_all_parameters_is_refused(
     strategy: str, kind: type[torch.optim.SGD]
 ) -> None:
-    """A member would take the norm of those that it owns: other weights, and no error."""
+    """A member would take the norm of only those that it owns: other weights, and no error."""
     built = model()
     optimizer = kind(built.parameters(), lr=0.1)
     with pytest.raises(UnsupportedOptimizer, match=kind.__name__) as refused:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps that is no tensor goes everywhere as it is, or is refused at once."""
+"""State of an optimizer that is no tensor is transferred unchanged, or refused at once."""
 
 import enum
 import json
@@ -39,7 +39,7 @@ class Word(str, enum.Enum):  # noqa: UP042 - `str` of the other is its value
 
 
 class Degrees(float):
-    """A number of the user's own."""
+    """A user's own number."""
 
 
 SAME: dict[str, Any] = {
@@ -71,7 +71,7 @@ CONVERTED: list[tuple[Any, Any]] = [
 
 
 class Dispatching(torch.Tensor):
-    """Has no elements of its own, as the 8-bit state of some libraries."""
+    """A tensor without elements of its own, like the 8-bit state of some libraries."""
 
     @staticmethod
     def __new__(cls) -> "Dispatching":
@@ -107,7 +107,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 
 def taken(value: Any) -> Any:
-    """What comes of a value that goes to another member."""
+    """Return the value as another member receives it."""
     slots = take_slots({"odd": value}, "0.weight", torch.optim.SGD([torch.ones(1)]))
     values = json.loads(json.dumps(dict(slots.values)))
     return put_slots(Slots(tensors=slots.tensors, values=values))["odd"]
@@ -135,7 +135,7 @@ def test_what_cannot_arrive_is_refused_by_name(name: str) -> None:
 
 
 def test_keys_of_one_parameter_that_read_alike_are_refused_by_name() -> None:
-    """A checkpoint joins them by dots."""
+    """A checkpoint joins keys by dots."""
     state = {"odd": {"b": 0.1}, "odd.b": torch.ones(1)}
     with pytest.raises(UnsupportedOptimizer, match=r"two entries named 'odd\.b'"):
         take_slots(state, "0.weight", torch.optim.SGD([torch.ones(1)]))
@@ -162,7 +162,7 @@ def train(
     num_epochs: int,
     each_step: Callable[[torch.optim.Optimizer, int], None] = lambda _, __: None,
 ) -> torch.optim.Optimizer:
-    """Two steps an epoch, by this process alone."""
+    """Take two steps an epoch, in this process alone."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = make(model.parameters())
@@ -174,13 +174,13 @@ def train(
             with session.step():
                 outputs = model(batch.inputs)
                 session.backward(nn.functional.cross_entropy(outputs, batch.targets))
-        # A layout's parameters are not the script's any more when the session is over.
+        # After the session, a layout's parameters are not the script's any more.
         return optimizer
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
 def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    """What torch makes of a number."""
+    """Dtype that torch gives to a number."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(request.param)
     yield request.param
@@ -193,7 +193,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 def test_training_goes_on_from_a_checkpoint_with_the_very_values(
     strategy: str, tmp_path: Path
 ) -> None:
-    """The optimizer looks at them in each step."""
+    """The optimizer checks the values in each step."""
     counts = []
 
     def note(optimizer: torch.optim.Optimizer, _: int) -> None:
@@ -216,7 +216,7 @@ def test_values_go_from_strategy_to_strategy(first: str, second: str, tmp_path: 
 
 @pytest.mark.parametrize("strategy", ALONE)
 def test_settings_stay_what_they_were(strategy: str, tmp_path: Path) -> None:
-    """A schedule by NumPy, and tensors of any dtype, among them."""
+    """Settings include a schedule by NumPy, and tensors of any dtype."""
     found: list[dict[str, Any]] = []
     settings = {
         "lr": np.interp(1, [0, 4], [0.0, 0.1]),
@@ -255,13 +255,13 @@ def test_plain_torch_finds_the_values(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
         dcp.load(state, checkpoint_id=complete(tmp_path)[2])
     own = state["optim"]["state"]["0.weight"]
-    # Torch makes keys of dictionaries text on the way.
+    # torch turns keys of dictionaries into text on the way.
     assert own["table"].pop("5") == "five"
     assert {key: own[key] for key in expected} == expected
     assert all(bool(each.abs().sum()) for each in own["history"])
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 @pytest.mark.parametrize("at_step", [0, 3])
@@ -269,7 +269,7 @@ def test_plain_torch_finds_the_values(tmp_path: Path) -> None:
 def test_a_value_that_cannot_be_carried_is_refused_in_its_first_step(
     strategy: str, at_step: int
 ) -> None:
-    """Without a checkpoint, and without a newcomer, as with them."""
+    """The refusal needs neither a checkpoint nor a newcomer."""
     steps: list[int] = []
     with pytest.raises(UnsupportedOptimizer, match=r"state 'odd' of 1\.bias: a set"):
         train(

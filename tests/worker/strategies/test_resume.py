@@ -1,4 +1,4 @@
-"""A job that lost every member goes on from its newest checkpoint, under whatever strategy."""
+"""Jobs that lost every member continue from their newest checkpoint, under any strategy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_a_checkpoint_of_one_strategy_and_world_size_is_read_by_another(
 def test_training_goes_on_where_checkpoints_cannot_be_written(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """The result is there, and then the error that the last checkpoint failed with."""
+    """The result is delivered, and then the error of the last checkpoint."""
     directory = tmp_path / "checkpoints"
     run = elastic(
         cluster, "unwritten", desired_members=2, strategy="fsdp", checkpoints=str(directory)

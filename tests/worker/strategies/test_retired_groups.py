@@ -1,4 +1,4 @@
-"""What a generation that is over leaves behind: no connection, no thread."""
+"""Generations that are over leave nothing behind: no connection, no thread."""
 
 import gc
 from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def in_use() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
+    """Count the descriptors and threads of this process."""
     own = Path("/proc/self")
     return len(list((own / "fd").iterdir())), len(list((own / "task").iterdir()))
 
@@ -74,7 +74,7 @@ def live_for_a_generation(strategy: SynchronousStrategy, number: int, batches: L
 @pytest.mark.sampled()
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_generation_leaves_no_descriptor_and_no_thread(name: str) -> None:
-    """Without Python's collector of what refers to itself, which nobody knows when it comes."""
+    """Python's garbage collector is disabled: its time is unpredictable."""
     strategy = STRATEGIES[name]()
     strategy._new_group = partial(new_group, strategy)  # type: ignore[method-assign]
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -89,7 +89,7 @@ def test_a_generation_leaves_no_descriptor_and_no_thread(name: str) -> None:
         before = in_use()
         for number in range(2, 6):
             live_for_a_generation(strategy, number, batches)
-        # A thread that Python has joined may be on its way out still.
+        # A thread that Python has joined may still be ending.
         awaited(lambda: in_use() <= before, 10, "nothing is left")
     finally:
         gc.enable()

@@ -1,5 +1,5 @@
-"""Layers that some members leave out in a step: what is gathered and reduced group by group would
-be paired with others' groups, and trained into weights without an error."""
+"""Layers that some members leave out in a step: collectives of one group would be paired with those
+of another, and trained into weights without an error."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ REFUSAL = (
 
 
 class Routed(nn.Module):
-    """Has two experts of one shape; computes with one of them, chosen by the rank."""
+    """A model of two experts of one shape. It computes with one of them, chosen by the rank."""
 
     def __init__(self, *, by_rank: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def one_step(strategy_name: str, by_rank: bool) -> None:
 @pytest.mark.parametrize("by_rank", [True, False], ids=["one left out by each", "one by all"])
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp", "tensor", "hybrid"])
 def test_layers_that_some_members_leave_out_are_refused(strategy: str, by_rank: bool) -> None:
-    """On all of them, before any takes the step. One that all leave out is no fault."""
+    """Members all refuse, before any takes the step. An expert that all leave out is no fault."""
     run_in_memory(one_step, 2, strategy, by_rank)
 
 
@@ -85,8 +85,9 @@ def test_layers_that_some_members_leave_out_are_refused(strategy: str, by_rank: 
 def test_a_layer_that_one_member_leaves_out_is_refused_where_memory_is_shared(
     made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str
 ) -> None:
-    """On all members, by name, in a step and in an evaluation. Regression: some ended with an
-    InternalError; in an evaluation members waited for ever, or computed with another's rows."""
+    """Members all refuse by name, in a step and in an evaluation. Regression: some ended with an
+    InternalError; in an evaluation members waited forever, or computed with another layer's
+    rows."""
     # Ranks that split layers together work on the same samples.
     ranks = (0, 1) if made[0] is FSDPTensor else (1,)
     for refusal in run_on_gloo(world_size, refused_to, ranks, made, where):
@@ -108,7 +109,7 @@ def test_a_layer_that_one_member_leaves_out_is_refused_where_memory_is_shared(
 def test_a_layer_that_one_member_leaves_out_is_refused_over_gloo(
     made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str
 ) -> None:
-    """Regression: Gloo ended the process that was sent more than it waited for, and the others
+    """Regression: Gloo terminated the process that received more than it expected, and the others
     trained on without it."""
     ranks = (0, 1) if made[0] is FSDPTensor else (1,)
     for refusal in run_on_gloo(world_size, refused_to, ranks, made, where, "tcp"):
@@ -119,7 +120,8 @@ def test_a_layer_that_one_member_leaves_out_is_refused_over_gloo(
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_layer_that_one_copy_of_the_model_leaves_out_is_refused(transport: str) -> None:
-    """Its ranks agree with each other, and average what they sum with those of the other copy."""
+    """The copy's ranks agree with each other, and average their sums with those of the other
+    copy."""
     made = (HSDP, {"shard": 2})
     for refusal in run_on_gloo(4, refused_to, (2, 3), made, "drop in a step", transport):
         assert "computed with different layers" in refusal

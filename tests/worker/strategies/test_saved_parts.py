@@ -1,4 +1,4 @@
-"""A member that has a part of the model does not hand it out as if it were the whole."""
+"""A member that has a part of the model does not pass it off as the whole."""
 
 import pickle
 
@@ -15,7 +15,7 @@ WORLD_SIZE = 2
 
 
 def shown_to_script(name: str) -> None:
-    """What a rank gives to a script that saves on it alone."""
+    """Check what a rank gives to a script that saves only on that rank."""
     strategy = equality.made(name, WORLD_SIZE)()
     assert isinstance(strategy, LayoutStrategy)
     entered(equality.run_of("sgd"), strategy)
@@ -34,7 +34,8 @@ def shown_to_script(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid"])
 def test_a_script_that_saves_its_model_saves_the_whole_or_is_refused(name: str) -> None:
-    """Regression: `torch.save(model.state_dict())` on the first rank kept that rank's part."""
+    """Regression: `torch.save(model.state_dict())` on the first rank saved only that rank's
+    part."""
     run_in_memory(shown_to_script, WORLD_SIZE, name)
 
 

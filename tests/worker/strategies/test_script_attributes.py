@@ -1,5 +1,5 @@
-"""What a script sets on the modules of its model stays there in the next generation, whose modules
-are others; and buffers that no state holds do not change in a step."""
+"""Attributes that a script sets on the modules of its model stay in the next generation, whose
+modules are new. Buffers that no state holds may not change in a step."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 
 
 class Scaled(nn.Module):
-    """Keeps the positions that it has needed so far, as a cache of angles does."""
+    """A model that caches the positions needed so far, like a cache of angles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Scaled(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its passes where its state_dict does not show it."""
+    """A model that counts its passes in a buffer outside of its state_dict."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Members whose scripts wait for each other in different places find out, and nobody else does."""
+"""Members whose scripts wait for each other at different points find out, and no others do."""
 
 from dataclasses import replace
 
@@ -22,7 +22,8 @@ def crew(store: dist.Store) -> list[ScriptPoints]:
 
 
 def waited(members: list[ScriptPoints], *places: ScriptPoint) -> list[bool]:
-    """Who finds its wait in vain, while each waits at its place for longer and longer."""
+    """Let each member wait at its place for longer and longer. True for a member that finds its
+    wait to be in vain."""
     found = [False] * len(members)
     for waited_s in LONG_S:
         for rank, (each, place) in enumerate(zip(members, places, strict=True)):
@@ -63,7 +64,7 @@ def test_a_short_wait_writes_nothing() -> None:
 
 
 def test_who_has_gone_on_is_not_held_to_where_it_was() -> None:
-    """A wait that ended well leaves nothing behind for the next one to be compared with."""
+    """A wait that ended well leaves nothing with which the next one could be compared."""
     store = dist.HashStore()
     members = crew(store)
     assert not members[0].look(STEP, LOOK_AFTER_S)
@@ -73,16 +74,16 @@ def test_who_has_gone_on_is_not_held_to_where_it_was() -> None:
     assert waited(members, replace(CALL, what=""), CALL, CALL) == [False] * 3
 
 
-def splitting(store: dist.Store, deeds: list[list[int]]) -> list[ScriptPoints]:
-    """Members that split layers and have met for these in one step; -1 ends their passes."""
+def splitting(store: dist.Store, layers: list[list[int]]) -> list[ScriptPoints]:
+    """Return members that split layers and have met for these in one step; -1 ends their passes."""
     found = []
-    for rank, own in enumerate(deeds):
+    for rank, own in enumerate(layers):
         exchanges = LayerExchanges()
-        exchanges.among(range(len(deeds)))
+        exchanges.among(range(len(layers)))
         sites = [exchanges.site(name) for name in ("first", "second", "third")]
         exchanges.begin()
-        for deed in own:
-            sites[deed].value() if deed >= 0 else exchanges.end()
+        for layer in own:
+            sites[layer].value() if layer >= 0 else exchanges.end()
         found.append(
             ScriptPoints(store, GENERATION, rank, MEMBERS, exchanges=exchanges, read_within_s=0.0)
         )
@@ -90,7 +91,8 @@ def splitting(store: dist.Store, deeds: list[list[int]]) -> list[ScriptPoints]:
 
 
 def stood(members: list[ScriptPoints]) -> list[bool]:
-    """Who finds its wait in vain, while no limit runs, as somebody is paused."""
+    """Let members wait while no limit runs, as in a pause. True for a member that finds its wait to
+    be in vain."""
     found = [False] * len(members)
     for stood_s in LONG_S:
         for rank, each in enumerate(members):
@@ -100,7 +102,7 @@ def stood(members: list[ScriptPoints]) -> list[bool]:
 
 
 def test_a_layer_that_one_member_leaves_out_is_found_by_all() -> None:
-    """Each member waits for the others in the same step; its passes have ended for one of them."""
+    """Members wait for each other in the same step; the passes of one of them have ended."""
     members = splitting(dist.HashStore(), [[0, 1, 2], [0, 2, -1], [0, 1, 2]])
     assert stood(members) == [True] * 3
     for each in members:
@@ -109,7 +111,7 @@ def test_a_layer_that_one_member_leaves_out_is_found_by_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "deeds",
+    "layers",
     [
         pytest.param([[0, 1], [0, 1], [0, 1]], id="the same layer"),
         pytest.param([[0, 1, 2], [0], [0, 1]], id="what is sent is lost on the way"),
@@ -117,9 +119,9 @@ def test_a_layer_that_one_member_leaves_out_is_found_by_all() -> None:
         pytest.param([[], [0, 1], [0]], id="one that did not come to any"),
     ],
 )
-def test_members_that_a_network_holds_up_are_not_refused(deeds: list[list[int]]) -> None:
-    """However long it does."""
-    assert stood(splitting(dist.HashStore(), deeds)) == [False] * 3
+def test_members_that_a_network_holds_up_are_not_refused(layers: list[list[int]]) -> None:
+    """Holds for any length of the delay."""
+    assert stood(splitting(dist.HashStore(), layers)) == [False] * 3
 
 
 def test_who_waits_shortly_tells_nothing_of_layers() -> None:
@@ -130,7 +132,8 @@ def test_who_waits_shortly_tells_nothing_of_layers() -> None:
 
 
 def test_it_is_found_before_a_short_limit_ends_the_generation() -> None:
-    """Regression: with a limit of 4 s some members heard of it, and others began anew without."""
+    """Regression: with a limit of 4 s some members learned of it, and others began anew without
+    it."""
     store, limit_s = dist.HashStore(), 4.0
     members = [
         ScriptPoints(store, GENERATION, rank, MEMBERS, limit_s=limit_s, read_within_s=0.0)
@@ -139,6 +142,6 @@ def test_it_is_found_before_a_short_limit_ends_the_generation() -> None:
     found = [False] * len(members)
     for look in range(1, 11):
         for rank, (each, place) in enumerate(zip(members, (STEP, CALL, STEP), strict=True)):
-            # They look a few times a second, and did not all come at the same time.
+            # They check a few times a second, and did not all come at the same time.
             found[rank] |= each.look(place, look * limit_s / 20 + rank * 0.1)
     assert found == [True] * 3

@@ -1,5 +1,5 @@
-"""What becomes of a call between two steps when its generation is over: confirmed, or made anew by
-those who are in it, with nobody else in their way."""
+"""Calls between two steps whose generation is over: confirmed, or made again by the members that
+are in the call, with no other member in their way."""
 
 import pytest
 
@@ -9,7 +9,8 @@ STEP = 7
 
 
 def met(*positions: tuple[int, ScriptPosition]) -> list[str]:
-    """How each goes on: "again" (its call), "on", or "away"; `(step, position)` of each."""
+    """Let members meet, each as `(step, position)`. Returns how each continues: "again" (with its
+    call), "on", or "away"."""
     positions_in_words = [position.words(step, has_state=step >= 0) for step, position in positions]
     found = []
     for step, position in positions:
@@ -38,7 +39,8 @@ def test_a_call_is_made_anew_by_all_who_are_in_it() -> None:
     "other", [(-1, at(0)), (STEP - 1, at(0)), (STEP, at(1, "returned"))], ids=str
 )
 def test_who_is_not_in_the_call_keeps_out_of_it(other: tuple[int, ScriptPosition]) -> None:
-    """A joiner, a member that did not commit the step, and one that has the result already."""
+    """The other member is a joiner, one that did not commit the step, or one that has the result
+    already."""
     assert met((STEP, at(1, "in")), other) == ["again", "away"]
 
 
@@ -49,7 +51,7 @@ def test_a_result_that_anybody_has_confirmed_is_everybodys() -> None:
 
 
 def test_a_result_that_all_have_is_confirmed_when_they_meet() -> None:
-    """Also for who joins then, and for who has just come to the step."""
+    """Holds for a joiner, and for a member that has just reached the step."""
     crew = [at(1, "returned"), at(1, "returned")]
     joiner, behind = at(0), at(3)
     assert met(*((STEP, each) for each in crew), (-1, joiner), (STEP - 1, behind)) == ["on"] * 4
@@ -68,7 +70,8 @@ def test_a_committed_step_settles_what_was_before_it() -> None:
 
 
 def test_a_wish_to_stop_reaches_all_who_meet_and_holds_where_it_was_said() -> None:
-    """Also where the state goes back for it: the steps in between are taken again, and no more."""
+    """The state may go back for it: then the steps in between are taken again, and no further
+    ones."""
     crew = [at(0), at(0), at(0)]
     crew[1].stop(STEP, "enough")
     assert met((STEP, crew[0]), (STEP - 3, crew[1]), (-1, crew[2])) == ["on"] * 3

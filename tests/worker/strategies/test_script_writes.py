@@ -1,4 +1,4 @@
-"""What a script writes to weights and buffers in a step is taken back if it does not happen."""
+"""A script's writes to weights and buffers in a step are undone if the step does not happen."""
 
 import secrets
 import signal
@@ -30,12 +30,13 @@ WORLDS = [
     *(("hsdp", 4), ("fsdp-tensor", 4)),
 ]
 FREES = {"zero2": (False,), "fsdp": (False, True), "hsdp": (False,), "fsdp-tensor": (False,)}
-"""Their weights are gathered for a pass, and let go of."""
+"""Strategies whose weights are gathered for a pass and then freed; values of `past_count` to
+test."""
 Writes = Callable[[nn.Module], None]
 
 
 class WithTeacher(equality.Net):
-    """Beside what is trained, weights that follow it."""
+    """A model with trained weights, and a teacher that follows them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class WithTeacher(equality.Net):
 
 
 class Cooling(nn.Module):
-    """Puts another tensor in the place of its buffer, as scripts write it."""
+    """A layer that replaces its buffer by another tensor, as scripts do."""
 
     heat: Tensor
 
@@ -70,12 +71,12 @@ def run() -> Run:
 
 
 def nothing(_: nn.Module) -> None:
-    """A script like most."""
+    """Write nothing, like most scripts."""
 
 
 @torch.no_grad()
 def perturb(model: nn.Module) -> None:
-    """As sharpness-aware minimisation does between its two passes."""
+    """Write as sharpness-aware minimisation does between its two passes."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.add_(0.1)
@@ -83,7 +84,7 @@ def perturb(model: nn.Module) -> None:
 
 @torch.no_grad()
 def perturb_together(model: nn.Module) -> None:
-    """The same by one call, which torch does not count where members have parts."""
+    """Write the same by one call, which torch does not count if members have parts."""
     trained = [each for each in model.parameters() if each.requires_grad]
     for is_part in (True, False):
         alike = [each for each in trained if isinstance(each, DTensor) == is_part]
@@ -92,7 +93,7 @@ def perturb_together(model: nn.Module) -> None:
 
 
 def follow(model: nn.Module) -> None:
-    """As a teacher does, past what torch counts."""
+    """Update a teacher, past torch's count of writes."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data.mul_(0.9)
@@ -105,7 +106,7 @@ def clip(model: nn.Module) -> None:
 
 
 class Member:
-    """One rank, which takes steps in which the script writes."""
+    """A rank that takes steps in which the script writes."""
 
     def __init__(self, name: str, world_size: int, **options: int) -> None:
         strategy = equality.made(name, world_size, **options)()
@@ -115,7 +116,7 @@ class Member:
         self._batches = equality.loader()
 
     def compute(self, writes: Writes, *, first: bool = False) -> None:
-        """A step, but for its end."""
+        """Compute a step up to its end."""
         strategy = self.strategy
         batch = self._batches.synchronous(strategy.step, *self._share)
         strategy.begin_step()
@@ -127,7 +128,7 @@ class Member:
 
     @property
     def shown(self) -> nn.Module:
-        """The model as the script has it."""
+        """Model as the script has it."""
         proxy: nn.Module = getattr(self.strategy, "_proxy", None) or self.strategy._model  # type: ignore[attr-defined]
         return proxy
 
@@ -142,7 +143,7 @@ class Member:
 def undone(
     name: str, world_size: int, before: list[Writes], writes: Writes
 ) -> tuple[dict[str, Tensor], ...]:
-    """The state before a step that did not happen, and behind it."""
+    """Return the state before a step that did not happen, and after it."""
     member = Member(name, world_size)
     for each in before:
         member.step(each)
@@ -161,12 +162,12 @@ def undone(
 def test_weights_are_as_before_the_step(
     strategy: str, world_size: int, writes: Writes, num_before: int
 ) -> None:
-    """Also of the member's very first step."""
+    """Holds for the member's very first step, too."""
     case = (strategy, world_size, [writes] * num_before, writes)
     for before, behind in run_in_memory(undone, world_size, *case):
         assert before.keys() == behind.keys()
         assert all(torch.equal(before[key], behind[key]) for key in before)
-        # Stages compute each part of a batch by itself.
+        # Stages compute each part of a batch separately.
         if strategy != "pipeline":
             assert float(before["layers.7.heat"]) == 0.5**num_before
         else:
@@ -174,7 +175,7 @@ def test_weights_are_as_before_the_step(
 
 
 def written_late(name: str, writes: Writes) -> bool:
-    """Whether a member has state behind its first step with writes, which was not taken."""
+    """True if a member has state after its first step with writes, which was withdrawn."""
     member = Member(name, 2)
     for _ in range(3):
         member.step(nothing)
@@ -189,8 +190,8 @@ def written_late(name: str, writes: Writes) -> bool:
 
 @pytest.mark.parametrize("writes", [perturb, follow])
 def test_what_cannot_be_taken_back_is_no_state(writes: Writes) -> None:
-    """A script that did not write from its first step on: of the first step in which it does there
-    is no copy, so the member does not claim to hold the state of the last committed one."""
+    """The script did not write from its first step on: no copy exists from before its first write.
+    The member then does not claim to hold the state of the last committed step."""
     assert run_in_memory(written_late, 2, "ddp", writes) == [False, False]
 
 
@@ -218,7 +219,8 @@ def test_weights_of_an_update_that_failed_half_way_are_no_state() -> None:
 
 
 def seen_by_peers(name: str, given: Callable[[Any], None], to_optimizer: bool = False) -> bool:
-    """Whether what is copied for peers in a step that begins with writes is what was committed."""
+    """True if the copy for peers, made in a step that begins with writes, equals the committed
+    state."""
     member = Member(name, 2, copies=1, copy_every_steps=1)
     writes = of_optimizer(member, given) if to_optimizer else given
     for _ in range(3):
@@ -259,7 +261,7 @@ def decay_anew(optimizer: Optimizer) -> None:
 
 
 def restart(optimizer: Optimizer) -> None:
-    """As with each cycle of a schedule."""
+    """Clear the state, as at each cycle of a schedule."""
     optimizer.state.clear()
 
 
@@ -270,7 +272,7 @@ def of_optimizer(member: Member, writes: Callable[[Optimizer], None]) -> Writes:
 
 
 def state_of(member: Member) -> list[Tensor]:
-    """What the optimizer has, in the order of its parameters; one of them is never used."""
+    """Return the optimizer's state, in the order of its parameters; one of them is never used."""
     optimizer = vars(member.strategy)["_optimizer"]
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     assert not optimizer.state.keys() - set(parameters)
@@ -281,7 +283,7 @@ def state_of(member: Member) -> list[Tensor]:
 def left_by_undone(
     name: str, world_size: int, writes: Callable[[Optimizer], None], num_before: int
 ) -> tuple[list[Tensor], ...]:
-    """The optimizer's state before a step that did not happen, and behind it."""
+    """Return the optimizer's state before a step that did not happen, and after it."""
     member = Member(name, world_size)
     on_state = of_optimizer(member, writes)
     for each in [nothing, *[on_state] * num_before]:
@@ -364,13 +366,13 @@ def written_in_forward(name: str, world_size: int, past_count: bool) -> None:
 def test_writes_to_gathered_weights_are_refused(
     strategy: str, world_size: int, past_count: bool
 ) -> None:
-    """They would be let go of with the pass."""
+    """Writes would be lost when the gathered weights are freed."""
     with pytest.raises(InvalidSpec, match="a forward pass has written to weights"):
         run_in_memory(written_in_forward, world_size, strategy, world_size, past_count)
 
 
 class Limited(nn.Module):
-    """Looks up rows whose norms are limited, by the function of torch's embedding."""
+    """A layer that looks up rows with limited norms, by the function of torch's embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +383,7 @@ class Limited(nn.Module):
 
 
 def embedded(name: str) -> None:
-    """A step of a model with an embedding that limits the norms of its rows."""
+    """Take a step of a model with an embedding that limits the norms of its rows."""
 
     def build(seed: int) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(seed)
@@ -398,7 +400,7 @@ def embedded(name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 def test_an_embedding_with_limited_norms_is_refused_where_it_is_gathered(strategy: str) -> None:
-    """It writes to its weights in the forward pass."""
+    """The embedding writes to its weights in the forward pass."""
     with pytest.raises(InvalidSpec, match=r"writes to 0\.weight"):
         run_in_memory(embedded, 2, strategy)
 
@@ -414,8 +416,8 @@ def test_an_embedding_with_limited_norms_is_refused_where_it_is_gathered(strateg
 def test_a_member_is_killed_in_the_midst_of_writes(
     cluster: LocalCluster, strategy: str, options: dict[str, int]
 ) -> None:
-    """The others take the step again, as if it had never begun: weights, what follows them, and a
-    count of passes are those of one process."""
+    """The others take the step again as if it had never begun: weights, the weights that follow
+    them, and a count of passes are those of one process."""
     run = Elastic(
         coordinator=cluster.coordinator,
         job=f"writing-{secrets.token_hex(4)}",

@@ -1,5 +1,5 @@
-"""What a script sees as gradients behind a pass, and changes, is what one process has there: those
-of the whole batch, whichever members and stages have a part in them."""
+"""Gradients that a script sees and changes after a pass are those of one process: of the whole
+batch, whichever members and stages contribute to them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,13 +22,13 @@ from shoal_proto.errors import InvalidSpec
 
 NUM_STEPS = 6
 PASSES = {"one pass": (1,), "passes": (2,), "parts": (-3,), "parts behind a pass": (1, -3)}
-"""Passes in each step, over and over; into parts where negative."""
+"""Passes in each step, repeated; a negative number is a number of parts."""
 BOUND = 0.02
-"""Below most gradients."""
+"""Bound below most gradients."""
 
 
 class Block(nn.Module):
-    """What positions can be spread around."""
+    """A block around which positions can be spread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """With a weight that two stages use."""
+    """A model with a weight that two stages use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,9 +148,10 @@ WORLDS: list[tuple[str, int, Callable[[], SynchronousStrategy]]] = [
 def test_gradients_that_a_script_clamps_are_those_of_the_whole_batch(
     made: Callable[[], SynchronousStrategy], world_size: int, passes: Sequence[int]
 ) -> None:
-    """Regression: between passes, and behind the last one, `hybrid` had each copy's own, stages
-    had their own of a weight that they share, and members that spread positions had summands.
-    Clamped, or followed as by sharpness-aware minimisation, they trained something else."""
+    """Regression: between passes, and after the last one, gradients were incomplete. Under `hybrid`
+    they were each copy's own, stages had their own part for a shared weight, and members that
+    spread positions had summands. If clamped, or used by sharpness-aware minimisation, they trained
+    something else."""
     expected = by_one_process(passes)
     for ours in run_in_memory(by_a_rank, world_size, made, passes):
         assert difference(ours, expected) < 1e-12
@@ -158,7 +159,7 @@ def test_gradients_that_a_script_clamps_are_those_of_the_whole_batch(
 
 def test_a_layer_of_which_a_member_would_get_nothing_stays_whole() -> None:
     """Regression: 5 outputs over 4 members are 2, 2, 1 and none, and the last member ended with
-    torch's RuntimeError of an empty tensor, in each generation."""
+    torch's RuntimeError about an empty tensor, in each generation."""
     made = partial(shoal.FSDPTensor, tensor=4, min_split_bytes=0, copies=0)
     expected = by_one_process(PASSES["one pass"])
     for ours in run_in_memory(by_a_rank, 4, made, PASSES["one pass"]):
@@ -166,7 +167,7 @@ def test_a_layer_of_which_a_member_would_get_nothing_stays_whole() -> None:
 
 
 def penalised(made: Callable[[], SynchronousStrategy]) -> str:
-    """What a rank is told of a penalty on weights that is a pass of its own."""
+    """Return a rank's refusal of a penalty on weights that is a backward pass of its own."""
     strategy = made()
     share = entered(RUN, strategy)
     batch = loader().synchronous(0, *share)
@@ -181,7 +182,7 @@ def penalised(made: Callable[[], SynchronousStrategy]) -> str:
 
 @pytest.mark.parametrize("name", ["zero2", "fsdp", "hsdp", "rows of positions"])
 def test_a_pass_through_parts_of_parameters_alone_is_refused(name: str) -> None:
-    """Regression: each member weighed its own rows of the penalty by its share of the batch."""
+    """Regression: each member weighted its own rows of the penalty by its share of the batch."""
     made, world_size = next((made, size) for each, size, made in WORLDS if each == name)
     for refusal in run_in_memory(penalised, world_size, made):
         assert "by itself, outside of a forward pass of the model" in refusal

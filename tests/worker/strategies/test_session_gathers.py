@@ -1,4 +1,4 @@
-"""Losses over the rows of all members, of unequal shares: weights are those of one process."""
+"""Losses over the rows of all members, with unequal shares: weights are those of one process."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,9 +21,9 @@ from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from . import test_equality as equality
 
 TOLERANCE = 1e-12
-"""In float64."""
+"""Limit for float64."""
 NUM_STEPS = 8
-"""Two epochs: the last batch of each has two samples, so that of three members one has none."""
+"""Steps of two epochs. The last batch of each has two samples, so one of three members has none."""
 WORLDS = [
     *((name, size) for name in ("ddp", "zero1", "zero2", "fsdp") for size in (2, 3)),
     *(("hsdp", 4), ("tensor", 2), ("fsdp-tensor", 4), ("hybrid", 4)),

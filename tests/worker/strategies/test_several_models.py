@@ -1,4 +1,4 @@
-"""Several models and optimizers in a session, as a GAN's two: trained as in one process."""
+"""Several models and optimizers in a session, such as a GAN's two: trained as in one process."""
 
 import secrets
 from collections.abc import Callable
@@ -35,7 +35,8 @@ NUM_STEPS, BATCH = 20, 24
 
 
 def entered(name: str) -> tuple[SynchronousStrategy, Pair, tuple[int, int]]:
-    """A rank's strategy in a generation of all ranks, what it trains, and its share."""
+    """Return a rank's strategy in a generation of all ranks, its models and optimizers, and its
+    share."""
     strategy = find_strategy(name)
     assert isinstance(strategy, SynchronousStrategy)
     over_the_run(strategy)
@@ -52,7 +53,7 @@ def entered(name: str) -> tuple[SynchronousStrategy, Pair, tuple[int, int]]:
 
 
 def deeds_of(strategy: SynchronousStrategy, pair: Pair, weight: float) -> Deeds:
-    """What the session makes of its calls."""
+    """Translate calls as the session does."""
     names = {pair.of_generator: frozenset("g"), pair.of_discriminator: frozenset("d")}
 
     def backward(loss: Tensor, optimizer: Optimizer) -> None:
@@ -99,7 +100,7 @@ def test_both_learn_what_they_learn_in_one_process(
 def test_both_learn_the_same_over_collectives_that_are_done_before_they_bring_anything(
     strategy: str,
 ) -> None:
-    """As NCCL's are."""
+    """NCCL's collectives behave like this."""
     expected = run_in_memory(trained, 2, strategy, WAYS[0])
     with late_groups():
         late = run_in_memory(trained, 2, strategy, WAYS[0])
@@ -111,8 +112,8 @@ NUM_STEPS = FIRST_STEPS + 2
 
 
 def _undone(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights before a step in which one is updated, and once it was given up: a step that
-    begins without a copy of all weights."""
+    """Return the weights before a step in which one model is updated, and after the step was
+    withdrawn: a step that begins without a copy of all weights."""
     strategy, pair, share = entered(name)
     loader = Loader(gan_bodies.data(), elastic_bodies.order(BATCH))
     before: dict[str, Tensor] = {}
@@ -134,8 +135,8 @@ def _undone(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _undone_writes(name: str, write: str) -> bool:
-    """Whether momentum is as before a step that was given up: one in which the script had written
-    to it, before one optimizer was updated or behind that."""
+    """True if momentum is as before a withdrawn step, in which the script had written to it before
+    or after an update of one optimizer."""
     strategy, pair, share = entered(name)
     loader = Loader(gan_bodies.data(), elastic_bodies.order(BATCH))
     optimizers = [pair.of_discriminator, pair.of_generator]
@@ -152,7 +153,7 @@ def _undone_writes(name: str, write: str) -> bool:
         before = _state_of(optimizers)
         strategy.begin_step()
         do = deeds_of(strategy, pair, loader.synchronous(step, *share).weight)
-        # The first time, when peers have their copies: nothing is known of it before.
+        # The first write comes when peers have their copies: nothing was known of it before.
         is_early = step > 1 and write != "behind"
         if is_early:
             decay()
@@ -173,7 +174,7 @@ def _undone_writes(name: str, write: str) -> bool:
 def test_writes_to_state_are_taken_back_with_the_step_of_an_update(
     strategy: str, write: str
 ) -> None:
-    """Regression: those in place before an update left a member without state."""
+    """Regression: writes in place before an update left a member without state."""
     assert run_in_memory(_undone_writes, 2, strategy, write) == [True, True]
 
 
@@ -195,7 +196,7 @@ def test_an_update_within_a_step_is_taken_back_with_it(strategy: str) -> None:
 
 
 def _told(name: str) -> str:
-    """What a rank hears that trains the other model than the others."""
+    """Return the error of a rank that trains another model than the others."""
     strategy, pair, share = entered(name)
     batch = Loader(gan_bodies.data(), elastic_bodies.order(BATCH)).synchronous(0, *share)
     strategy.begin_step()
@@ -213,7 +214,7 @@ def _told(name: str) -> str:
 
 
 def test_members_that_train_different_models_are_told() -> None:
-    """Before anything of a gradient is sent."""
+    """The error comes before anything of a gradient is sent."""
     errors = run_in_memory(_told, 2, "ddp")
     assert len(set(errors)) == 1
     assert "a backward pass for d by m0; a backward pass for g by m1" in errors[0]
@@ -283,7 +284,7 @@ def compare(finished: Any, run: Adversarial) -> None:
     assert difference(own, expected) < TOLERANCE
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 def lone(cluster: LocalCluster) -> Session:
@@ -335,7 +336,7 @@ def test_what_cannot_be_trained_apart_is_refused(
 
 
 def test_what_is_left_open_is_refused_and_nothing_trained_by_it(cluster: LocalCluster) -> None:
-    """In a step of both models, and in one of a model that two optimizers train."""
+    """Tested in a step of both models, and in one of a model that two optimizers train."""
     pair, (other, of_other) = gan_bodies.pair(), one()
     bias = SGD([pair.discriminator[0].bias], lr=0.1)
     rest = [p for p in pair.discriminator.parameters() if p is not pair.discriminator[0].bias]

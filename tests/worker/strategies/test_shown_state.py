@@ -1,4 +1,5 @@
-"""What `session.state_dict()` shows of buffers: the same on every member, whose samples differ."""
+"""Buffers in `session.state_dict()` are the same on every member, though members' samples
+differ."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -44,8 +45,8 @@ RUN = Run(build=build, loader=loader, loss=nn.functional.mse_loss, num_steps=4)
 
 
 def shown(made: Callable[[], Strategy]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The body of a rank: what is shown behind the last step; then behind a forward pass of its
-    own in between, as of a script that forgets `model.eval()`."""
+    """Return a rank's state after the last step, and after an additional forward pass of its own,
+    as of a script that forgets `model.eval()`."""
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
     rank, share = dist.get_rank(), entered(RUN, strategy)
@@ -69,7 +70,7 @@ def test_every_member_shows_the_same_running_statistics(name: str) -> None:
     assert ranks[0]["1.num_batches_tracked"] > 0
     for found in ranks[1:]:
         assert all(torch.equal(found[key], ranks[0][key]) for key in ranks[0])
-    if name in ("zero1", "zero2", "fsdp", "hybrid"):  # which ask the others anyway
+    if name in ("zero1", "zero2", "fsdp", "hybrid"):  # these ask the others anyway
         first, *others = [later for _, later in both]
         assert not torch.equal(first["1.running_mean"], ranks[0]["1.running_mean"])
         for found in others:
@@ -77,7 +78,7 @@ def test_every_member_shows_the_same_running_statistics(name: str) -> None:
 
 
 class Tied(nn.Module):
-    """Its names are in no alphabetical order, and one weight has two of them."""
+    """A model whose names are in no alphabetical order, and one of whose weights has two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ IN_ORDER: Mapping[str, Callable[[], Strategy]] = {
 
 @pytest.mark.parametrize("strategy", IN_ORDER)
 def test_what_is_shown_has_the_order_of_the_models_own_state_dict(strategy: str) -> None:
-    """Scripts go through both together. Regression: it was sorted by name where the model is
+    """Scripts iterate over both together. Regression: the state was sorted by name if the model is
     spread over members."""
     run = Run(build=build_tied, loader=loader, loss=nn.functional.mse_loss, num_steps=2)
     for weights in run_in_memory(by_a_rank, 4, run, IN_ORDER[strategy]):

@@ -1,5 +1,5 @@
-"""Batches with fewer samples than members, and shares with fewer than parts: what stands in for a
-sample leaves nothing behind, be it a gradient of zeros or a count."""
+"""Batches with fewer samples than members, and shares with fewer samples than parts: a stand-in for
+a sample has no effect, neither a gradient of zeros nor a count."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,12 +33,12 @@ from shoal.strategies.synchronous.strategy import SynchronousStrategy
 
 NUM_EXPERTS = 3
 SAMPLES = torch.tensor([[0.0, 1.0], [1.0, 0.5], [2.0, -1.0], [0.0, 2.0]])
-"""The first number chooses the expert."""
+"""Samples; the first number chooses the expert."""
 
 
 class Experts(nn.Module):
-    """Computes each sample with one of them, and counts samples by expert. One layer for those that
-    cut a model between layers."""
+    """Computes each sample with one of its experts, and counts samples by expert. It is one layer,
+    also for strategies that cut a model between layers."""
 
     hits: Tensor
     seen: Tensor
@@ -107,9 +107,9 @@ WORLDS = {"tensor": 2, "pipeline": 2, "hsdp": 4, "fsdp-tensor": 4, "hybrid": 4}
 def test_what_only_stand_ins_would_use_does_not_move(
     strategy: str, parts: int, optimizer: str
 ) -> None:
-    """Neither by weight decay nor by momentum or Adam's averages, as in one process. Regression:
-    members without samples computed the first one of the data set, whose expert got zeros for a
-    gradient, or met others for a layer that these had left out."""
+    """Weight decay, momentum and Adam's averages do not change it, as in one process. Regression:
+    members without samples computed the data set's first sample, whose expert got a gradient of
+    zeros, or met others for a layer that these had left out."""
     manner = Manner(parts_of_session=(parts,)) if parts > 1 else Manner()
     expected = by_one_process(run_of(optimizer, 1, Manner()))
     for ours in run_in_memory(
@@ -119,7 +119,7 @@ def test_what_only_stand_ins_would_use_does_not_move(
 
 
 def gradients_of_a_step(made: Callable[[], Strategy], parts: int) -> dict[str, bool]:
-    """The body of a rank: by parameter of the experts, if it has a gradient behind the passes of
+    """Return, by parameter of the experts, if it has a gradient on this rank after the passes of
     the batch whose only sample is for expert 1."""
     run = run_of("sgd", 1, Manner())
     strategy = made()
@@ -152,7 +152,7 @@ def test_a_parameter_that_no_sample_used_has_no_gradient_behind_the_passes(
     made = {**MADE, "local-sgd": shoal.LocalSGD, "diloco": shoal.DiLoCo}[strategy]
     found = run_in_memory(gradients_of_a_step, WORLDS.get(strategy, 3), made, parts)
     for rank, held in enumerate(found):
-        # Members at their own pace between two rounds have no gradients without samples.
+        # Between two rounds, members without samples have no gradients.
         has_sample = rank == 0 or strategy not in ("local-sgd", "diloco")
         for name, has_gradient in held.items():
             is_of_another = strategy == "zero1" and not has_gradient
@@ -161,8 +161,8 @@ def test_a_parameter_that_no_sample_used_has_no_gradient_behind_the_passes(
 
 
 def counts_of(made: Callable[[], Strategy], parts: int) -> tuple[list[float], float, list[float]]:
-    """The body of a rank: hits by expert as its model has them behind four steps of three samples,
-    how many samples it has seen, and how many it had by expert."""
+    """Return what a rank's model has counted after four steps of three samples: hits by expert and
+    all samples; and the actual hits by expert."""
     run = run_of("sgd", 3, Manner(parts_of_session=(parts,)))
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
@@ -182,7 +182,7 @@ def counts_of(made: Callable[[], Strategy], parts: int) -> tuple[list[float], fl
 
 @pytest.mark.parametrize("strategy", ["ddp", "local-sgd"])
 def test_buffers_count_no_stand_ins(strategy: str) -> None:
-    """Nor do they in an empty part. Under ddp all have the first member's."""
+    """Holds for an empty part, too. Under ddp all members have the first one's counts."""
     made = {**MADE, "local-sgd": partial(shoal.LocalSGD, every_steps=99)}[strategy]
     found = run_in_memory(counts_of, 4, made, 2)
     own = found[0][2]
@@ -194,15 +194,15 @@ def test_buffers_count_no_stand_ins(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["tensor", "fsdp", "pipeline"])
 def test_an_empty_part_leaves_running_statistics_as_they_are(strategy: str) -> None:
-    """Those of BatchNorm are of the two parts that have samples."""
+    """BatchNorm's statistics are those of the two parts that have samples."""
     found = run_in_memory(normalised, 2, MADE[strategy], (3 if strategy != "fsdp" else 2))
     for state in found:
         assert float(state["0.num_batches_tracked"]) == (2 if strategy != "fsdp" else 1)
 
 
 def normalised(made: Callable[[], Strategy], parts: int) -> Mapping[str, Tensor]:
-    """The body of a rank: the state behind a step of two samples in so many parts, of which each
-    is normalised over its rows."""
+    """Return a rank's state after a step of two samples in `parts` parts, each normalised over its
+    rows."""
 
     def build(_: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         with seeded(0):
@@ -219,8 +219,8 @@ def normalised(made: Callable[[], Strategy], parts: int) -> Mapping[str, Tensor]
 
 
 def test_a_stand_in_is_a_sample_of_the_same_batch() -> None:
-    """The one that the first member has; of shuffled samples too, and in the last, smaller batch.
-    It counts as none."""
+    """The stand-in is the first member's sample, also with shuffled samples and in the last,
+    smaller batch. It does not count."""
     order = Order(num_samples=7, global_batch_size=3, num_epochs=2)
     made = Loader((torch.arange(7),), order)
     for step in range(order.num_steps):
@@ -233,7 +233,8 @@ def test_a_stand_in_is_a_sample_of_the_same_batch() -> None:
 
 
 def drawn_in_parts(num_parts: int, size: int) -> list[tuple[float, float]]:
-    """What the passes of each part draw from torch's generator, and as keyed by sample."""
+    """Return what the passes of each part draw from torch's generator, and from the one keyed by
+    sample."""
     order = Order(num_samples=8, global_batch_size=size)
     batch = Loader((SAMPLES[:, 0].repeat(2),), order).synchronous(0, 0, 1)
     model = nn.Linear(1, 1)
@@ -253,7 +254,7 @@ def drawn_in_parts(num_parts: int, size: int) -> list[tuple[float, float]]:
 
 
 def test_an_empty_part_draws_what_the_first_one_drew() -> None:
-    """Else a layer that is skipped at random would be used by a stand-in alone."""
+    """Otherwise a layer that is skipped at random could be used by a stand-in only."""
     first, second, third, fourth = drawn_in_parts(4, 2)
     assert first == third == fourth
     assert first != second

@@ -1,6 +1,6 @@
-"""The optimizer's state of parameters that one member steps for all: nothing of it is lost unseen.
+"""Optimizer state of parameters that one member steps for all: none of it is lost unnoticed.
 
-Over ranks that are threads, through generations in which some are lost or cut short.
+Ranks are threads; they go through generations in which some are lost or interrupted.
 """
 
 import threading
@@ -47,7 +47,7 @@ RUN = Run(build=build, loader=loader, loss=loss, num_steps=8)
 
 
 def drop(model: nn.Module, layer: str, step: int) -> None:
-    """Leave out a layer whose turn has not come."""
+    """Drop the gradients of a layer before its first step."""
     if layer and step < LATE_STEP:
         for name, parameter in model.named_parameters():
             if name.startswith(layer):
@@ -55,7 +55,7 @@ def drop(model: nn.Module, layer: str, step: int) -> None:
 
 
 def alone(layer: str = "") -> dict[str, Tensor]:
-    """The weights that one process trains to."""
+    """Return the weights that one process trains to."""
     model, optimizer = build(0)
     for step in range(RUN.num_steps):
         batch = loader().synchronous(step, 0, 1)
@@ -71,7 +71,7 @@ def zero1(copies: int = 1) -> shoal.Zero1:
 
 
 def copied(member: Member, step: int) -> None:
-    """Return once the copy of the state behind the step is complete, as peers know it."""
+    """Wait until the copy of the state after the step is complete, as peers know it."""
     copies = member.strategy._peer_checkpoints._copies
     give_up_s = time.monotonic() + 30.0
     while (copies.complete_step or 0) < step:
@@ -82,8 +82,8 @@ def copied(member: Member, step: int) -> None:
 @pytest.mark.parametrize("lost", ["m0", "m1", "m2"])
 @pytest.mark.parametrize("layer", ["0", "2", "4"])
 def test_a_late_layers_state_goes_with_its_owner_and_is_missed(layer: str, lost: str) -> None:
-    """Regression: the others, who have its weights, trained it on with a state that was new; where
-    the owner had none of another layer."""
+    """Regression: the others, which have its weights, trained the layer on with a new state, if the
+    owner had no state of another layer."""
     together = threading.Barrier(3)
 
     def on_step(member: Member) -> None:
@@ -130,8 +130,8 @@ def test_without_copies_the_job_ends_by_name_rather_than_with_half_a_state() -> 
 @pytest.mark.parametrize("name", ["m0", "m1"])
 @pytest.mark.parametrize("step", [0, 1, 2, 5])
 def test_a_member_that_is_cut_within_its_update_says_what_it_held(step: int, name: str) -> None:
-    """Regression: in the first steps, when nobody had learnt the names yet, the others took what
-    they had for the whole state. Nobody is lost."""
+    """Regression: in the first steps, before any member had learned the names, the others took what
+    they had for the whole state. No member is lost here."""
 
     def cut_short(then: Callable[[], None]) -> None:
         then()

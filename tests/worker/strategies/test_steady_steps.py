@@ -1,8 +1,8 @@
-"""Where a step that is like the one before waits for the device that it computes on.
+"""Waits for the device in a step that is like the one before.
 
-On a GPU each look at a number there waits for all that was begun, and what comes next is launched
-into an idle GPU. The ranks compute on the host, and take the paths of a GPU: the one question that
-tells them apart is answered as there.
+On a GPU, reading a number waits for all work that was begun, and the next kernels are launched into
+an idle GPU. Here ranks compute on the host and take the paths of a GPU: the one function that
+distinguishes them answers as on a GPU.
 """
 
 import importlib
@@ -35,7 +35,7 @@ WAITS = {
     torch.ops.aten.nonzero.default,
     torch.ops.aten.masked_select.default,
 }
-"""What a GPU is waited for in, but for copies."""
+"""Operations that wait for a GPU, except copies."""
 SOURCE = Path(shoal.__file__).parent
 WARM_STEPS, STEPS = 8, 3
 """The first steps compare what the script and the samples change; the watch of parameters waits in
@@ -48,17 +48,17 @@ ALIKE = [
     "shoal.strategies.layout.strategy",
     "shoal.strategies.rollback.parameter_watch",
 ]
-"""Modules that ask whether to look at a tensor is to wait for nothing."""
+"""Modules that ask if reading a tensor needs no wait."""
 
 ALLOWED: dict[str, Counter[str]] = {
-    # Whether the averages are finite: the one wait of a step.
+    # The check that averages are finite: the one wait of a step.
     "ddp": Counter({"model/gradients.py are_finite": 1}),
-    # The same, for an error on all ranks; the loss is among it.
+    # The same check, for an error on all ranks; it includes the loss.
     "zero1": Counter({"model/gradients.py are_finite": 1}),
-    # The norms of this rank's rows; and behind that wait the losses, and rows that it has none of.
+    # Norms of this rank's rows; after that wait, the losses and the rows of which it has none.
     "zero2": Counter({"layouts/gradients.py name_of_fault": 1, "model/losses.py are_finite": 1}),
     "fsdp": Counter({"layouts/gradients.py name_of_fault": 1, "model/losses.py are_finite": 1}),
-    # Before ranks meet, as the sum may hide whose fault it was.
+    # The wait comes before ranks meet, since the sum may hide whose fault it was.
     "tensor": Counter({"layouts/gradients.py name_of_fault": 1, "model/losses.py are_finite": 1}),
 }
 
@@ -79,7 +79,7 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the places in Shoal where this thread waits."""
+    """Counter of the places in Shoal where this thread waits."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.fixture
 def on_gpus() -> Iterator[None]:
-    """Within, nothing is on the host as far as waits go."""
+    """Make all tensors count as being on a GPU, for waits."""
     with pytest.MonkeyPatch.context() as patched:
         for name in ALIKE:
             patched.setattr(importlib.import_module(name), "is_on_host", lambda _: False)
@@ -122,7 +122,7 @@ def waits_of_a_step(made: Callable[[], Strategy]) -> list[Counter[str]]:
 
 @pytest.fixture
 def one_thread_at_a_time() -> Iterator[None]:
-    """Within, a thread runs until it waits. torch 2.11 crashes if two threads are the first to
+    """Let each thread run until it waits. torch 2.11 crashes if two threads are the first to
     dispatch an operation to Python at the same time."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(600.0)

@@ -1,4 +1,4 @@
-"""What a step writes is undone with it, from copies that are made once and reused."""
+"""Writes of a step are undone with it, from copies that are made once and reused."""
 
 from collections.abc import Iterator
 
@@ -21,14 +21,14 @@ class Masked(nn.Module):
 
 @pytest.fixture
 def on_gpus() -> Iterator[None]:
-    """Within, nothing is on the host as far as copies go."""
+    """Make all tensors count as being on a GPU, for copies."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(step_snapshot, "is_on_host", lambda _: False)
         yield
 
 
 def copies_in(snapshot: StepSnapshot, model: nn.Module) -> int:
-    """How many copies the next step makes."""
+    """Count the copies that the next step makes."""
     with pytest.MonkeyPatch.context() as patched:
         made: list[Tensor] = []
         plain = Tensor.clone
@@ -48,7 +48,7 @@ def test_a_buffer_that_nobody_writes_is_copied_once() -> None:
     assert [copies_in(snapshot, model) for _ in range(3)] == [1, 0, 0]
     model.mask.mul_(2)
     assert [copies_in(snapshot, model) for _ in range(2)] == [1, 0]
-    # Another one in its place, with as few writes.
+    # another tensor in its place, with as few writes
     model.mask = torch.full((3,), 5.0)
     assert [copies_in(snapshot, model) for _ in range(2)] == [1, 0]
 
@@ -74,7 +74,7 @@ def test_what_a_step_writes_is_taken_back_each_time() -> None:
 
 
 def test_a_step_that_fails_while_the_optimizer_steps_leaves_no_whole_state() -> None:
-    """Until it is committed, the weights are those of no step."""
+    """Weights are those of no step until the step is committed."""
     snapshot, model = StepSnapshot(), nn.Linear(2, 2)
     snapshot.begin(model, dict(model.named_parameters()))
     assert snapshot.is_whole
@@ -89,7 +89,8 @@ def test_a_step_that_fails_while_the_optimizer_steps_leaves_no_whole_state() -> 
 
 @torch.no_grad()
 def test_what_an_update_within_a_step_changes_is_saved_once() -> None:
-    """Also a weight that the script had written to before the update: it has its first content."""
+    """A weight that the script had written to before the update gets back its first content,
+    too."""
     snapshot, model = StepSnapshot(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.weight.clone()

@@ -1,4 +1,4 @@
-"""Members' votes on a step: what has to be the same is told by member, field and values."""
+"""Members' votes on a step: differences are reported by member, field and values."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -31,7 +31,7 @@ PASSES: dict[str, tuple[dict[str, Any], str]] = {
         "2 by a; clipping for g and d by b",
     ),
 }
-"""By field: a vote that differs there, and how the error names the difference."""
+"""Votes by the field in which they differ, each with the error's text on the difference."""
 APPLIED: dict[str, tuple[dict[str, Any], str]] = {
     "hyperparameters": ({"hyperparameters": ({"lr": 0.25},)}, "step 7; .*0.5 by a; 0.25 by b"),
     "changes": ({"changes": ((3, ({"lr": 0.25},)),)}, "step 10; .*0.5 by a; 0.25 by b"),
@@ -62,7 +62,7 @@ def test_each_field_of_a_vote_is_tested_here() -> None:
 
 @pytest.mark.parametrize("name", PASSES)
 def test_other_passes_are_told_by_the_ballots_alone(name: str) -> None:
-    """Members that make other passes have no collective in common in which to say more."""
+    """Members that make different passes have no common collective in which to send more."""
     changes, text = PASSES[name]
     ballots = {"a": ballot(VOTE), "b": ballot(replace(VOTE, **changes))}
     assert not agree(list(ballots.values()))
@@ -86,7 +86,7 @@ def test_what_is_applied_is_told_by_whole_votes(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAY_DIFFER)
 def test_what_may_differ_is_no_difference(name: str) -> None:
-    """But for a conflict or a refusal, which one member tells all others."""
+    """Exception: a conflict or a refusal, which one member reports to all others."""
     votes = {"a": VOTE, "b": replace(VOTE, **{name: MAY_DIFFER[name]})}
     ballots = [ballot(vote) for vote in votes.values()]
     assert need_whole_votes(ballots) == (name in ("conflict", "refusal"))
@@ -152,7 +152,7 @@ def test_weights_that_no_mean_follows_from_are_refused(
 
 
 def test_weights_are_those_of_the_members() -> None:
-    """Of members that share no samples some may have none that count."""
+    """Members that share no samples may have none that count."""
     ballots = {str(i): ballot(replace(VOTE, weight=each)) for i, each in enumerate([3.5, 0.0])}
     assert weights_of(ballots, 7) == [3.5, 0.0]
     assert weights_of({"a": ballot(VOTE), "b": ballot(VOTE)}, 7) is None

@@ -1,4 +1,4 @@
-"""A model with tensors of several names, such as an output that shares the embedding's weight.
+"""Models with tensors of several names, such as an output that shares the embedding's weight.
 
 Under every strategy each stays one tensor: its gradient is the sum over its uses, the optimizer
 steps it once, and the model's state has it under each of its names.
@@ -47,7 +47,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1 import membership_pb2 as pb
 
 TOLERANCE = 1e-5
-"""fp32; only the order of additions differs."""
+"""Limit for fp32; only the order of additions differs."""
 RUN = Run(
     build=tied_models.knotted,
     loader=tied_models.loader,
@@ -67,7 +67,7 @@ MADE: Mapping[str, Callable[[], Strategy]] = {
     "hybrid": partial(shoal.Hybrid, tensor=2, min_split_bytes=0, copies=0),
 }
 ROUNDS: Mapping[str, Callable[[], Strategy]] = {
-    # A round of one step, all of whose change is taken: that of the mean gradient, with plain SGD.
+    # A round of one step with its whole change: that of the mean gradient, with plain SGD.
     "local-sgd": partial(shoal.LocalSGD, every_steps=1),
     "diloco": partial(
         shoal.DiLoCo, every_steps=1, outer_lr=1.0, outer_momentum=0.0, nesterov=False
@@ -79,8 +79,9 @@ _making = threading.Lock()
 def through_two_generations(
     run: Run, made: Callable[[], Strategy]
 ) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
-    """The body of a rank: the model's state behind all steps, and what the model's and the
-    optimizer's own tensors are then: the further names with their first, and those it steps."""
+    """Train as a rank in two generations. Returns the model's state after all steps, the further
+    names of tensors with their first names, and the names of the tensors that the optimizer
+    steps."""
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
     over_the_run(strategy)
@@ -118,7 +119,7 @@ def test_ties_hold_over_generations(name: str) -> None:
         assert difference(state, expected) < TOLERANCE
         assert all(state[name] is state[first] for name, first in tied_models.TIES.items())
         assert len(stepped) == len(set(stepped)), "stepped twice"
-        if name != "pipeline":  # where a stage has some of the names only
+        if name != "pipeline":  # a stage has only some of the names
             assert ties == tied_models.TIES
     assert all(same(state, ranks[0][0]) for state, _, _ in ranks), "ranks differ"
 
@@ -141,7 +142,7 @@ def test_ties_hold_where_members_step_apart(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["async-sgd", "async-diloco"])
 def test_ties_hold_on_parameter_servers(cluster: LocalCluster, name: str) -> None:
-    """A server holds the tensor once and is pushed the sum of the gradients of its uses."""
+    """A server holds the tensor once and receives the sum of the gradients of its uses."""
     strategy: Strategy = shoal.AsyncSGD()
     if name == "async-diloco":
         strategy = shoal.AsyncDiLoCo(
@@ -240,14 +241,14 @@ def test_a_checkpoint_is_read_by_plain_torch_and_by_another_strategy(
 
 
 def check_plain(path: Path, expected: Mapping[str, Tensor]) -> None:
-    """Plain torch finds the model in the checkpoint, each tensor under all its names."""
+    """Check that plain torch finds the model in the checkpoint, each tensor under all its names."""
     found = tensor_models.tied_gpt().state_dict()
     dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
     assert difference(found, expected) < TOLERANCE
 
 
 def test_weights_that_share_memory_without_being_one_are_refused() -> None:
-    """Laid out one by one they would be trained apart, which is not what one process does."""
+    """Separate layouts would train them apart, which one process does not do."""
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7, bias=False))
     model[1].weight = nn.Parameter(model[0].weight.data)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""A roster that a strategy cannot train with is refused before anybody acts on it."""
+"""A roster that a strategy cannot train with is refused before any member acts on it."""
 
 from pathlib import Path
 
@@ -13,7 +13,8 @@ TOLERANCE = 1e-5
 def test_a_member_too_many_for_the_mesh_does_not_disturb_the_others(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Two members form two stages; a third fits no such mesh, and is told what would."""
+    """Two members form two stages. A third fits no such mesh, and its error says which world sizes
+    would."""
     run = elastic(
         cluster,
         "mesh",

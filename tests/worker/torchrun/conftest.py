@@ -1,4 +1,4 @@
-"""Handlers of torchrun's rendezvous, against a real coordinator."""
+"""Handlers of torchrun's rendezvous, with a real coordinator."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,8 @@ from shoal_client.local.cluster import LocalCluster
 
 @pytest.fixture
 def join(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[Join]:
-    """Handlers of one job, named after the test; those still open leave at its end."""
+    """Function that makes handlers of one job, named after the test. Handlers still open leave at
+    its end."""
     handlers: list[RendezvousHandler] = []
     job = "".join(c if c.isalnum() else "-" for c in request.node.name.removeprefix("test_"))
 

@@ -1,4 +1,4 @@
-"""What torchrun's own backend promises of a handler, kept by Shoal's."""
+"""Contract of torchrun's own backend, kept by Shoal's handler."""
 
 import gc
 import threading
@@ -26,7 +26,7 @@ from shoal.torchrun import create_handler
 from shoal_client.local.cluster import LocalCluster
 
 SOON_S = 15.0
-"""Less than any limit of the coordinator's for one that does not answer."""
+"""Less than any limit of the coordinator for a silent member."""
 
 
 def workers_store(info: RendezvousInfo) -> TCPStore:
@@ -36,7 +36,7 @@ def workers_store(info: RendezvousInfo) -> TCPStore:
 
 
 def test_a_closed_job_is_closed_for_all_nodes_and_goes_on(join: Join) -> None:
-    """The other sees it; nobody comes in or re-forms. Whoever trains keeps both stores."""
+    """The other node sees it; no node joins or re-forms. Training nodes keep both stores."""
     first, second = join(), join()
     infos = together(first, second)
     stores = [workers_store(info) for info in infos]
@@ -61,7 +61,7 @@ def test_a_closed_job_is_closed_for_all_nodes_and_goes_on(join: Join) -> None:
 
 
 def test_a_node_that_waits_is_told_that_the_job_is_closed(join: Join) -> None:
-    """Also before there is a first generation."""
+    """Holds also before there is a first generation."""
     first, second = join((3, 3)), join((3, 3))
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(second.next_rendezvous)
@@ -73,7 +73,7 @@ def test_a_node_that_waits_is_told_that_the_job_is_closed(join: Join) -> None:
 
 
 def test_a_node_that_gave_up_is_not_counted(join: Join) -> None:
-    """Two that come after it train together at once; it joins anew when it is asked to."""
+    """Two nodes that come after it train together at once; it may join anew later."""
     late = join((2, 2), join_timeout="0.5")
     with pytest.raises(RendezvousTimeoutError):
         late.next_rendezvous()
@@ -84,7 +84,7 @@ def test_a_node_that_gave_up_is_not_counted(join: Join) -> None:
 
 
 def test_how_many_nodes_wait(join: Join) -> None:
-    """All that would come in, though one came first; and none once they have."""
+    """Nodes that would come in are all counted, although one came first; none once they have."""
     first = join((1, 3), last_call_timeout="0.2")
     together(first)
     others = [join((1, 3), last_call_timeout="0.2") for _ in range(2)]
@@ -93,7 +93,7 @@ def test_how_many_nodes_wait(join: Join) -> None:
         assert await_change(first, at_least=2) == 2
         infos = [first.next_rendezvous()]
         while infos[-1].world_size < 3:
-            # One of them had come in alone: it re-forms too, to let the other in.
+            # One of them had come in alone: it re-forms too, to admit the other.
             wait(coming, return_when=FIRST_COMPLETED)
             (inside,) = [other for other, one in zip(others, coming, strict=True) if one.done()]
             coming += [threads.submit(inside.next_rendezvous)]
@@ -118,7 +118,8 @@ def test_threads_end_with_a_handler_that_is_dropped(cluster: LocalCluster) -> No
 
 
 def test_the_workers_store_may_be_their_own(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's own variable: then rank 0 of the workers serves it, on a port that was free."""
+    """torch's own variable asks for it: then rank 0 of the workers serves the store, on a port that
+    was free."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     first, second = join(), join()
     infos = together(first, second)
@@ -129,7 +130,7 @@ def test_the_workers_store_may_be_their_own(join: Join, monkeypatch: pytest.Monk
 
 
 def test_a_job_completes_with_the_last_of_its_nodes(join: Join) -> None:
-    """One that shuts down is done; the other may re-form, though two are the minimum."""
+    """A node that shuts down is done; the other may re-form, though two is the minimum."""
     first, second = join((2, 2)), join((2, 2))
     together(first, second)
     assert first.shutdown()

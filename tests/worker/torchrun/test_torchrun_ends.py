@@ -1,4 +1,4 @@
-"""Real `torchrun` whose nodes end at different times: what becomes of one concerns no other."""
+"""Real `torchrun` whose nodes end at different times: the end of one does not affect the others."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 START_S = 90.0
 END_S = 60.0
 UNDISTURBED_STEPS = 100
-"""More than a node is lost in that was killed."""
+"""More steps than the detection of a killed node takes."""
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def nodes(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest)
 
 
 def started(nodes: Nodes, *names: str, bounds: str = "1:2") -> list[Process]:
-    """These nodes, which train together."""
+    """Start these nodes; return their agents once the nodes train together."""
     agents = [nodes.start(name, nodes=bounds, workers=1, restarts=1) for name in names]
     for name in names:
         steps = lambda step: step["node"] == name and step["world"] == len(names)  # noqa: E731, B023
@@ -38,7 +38,7 @@ def started(nodes: Nodes, *names: str, bounds: str = "1:2") -> list[Process]:
 
 
 def finish(nodes: Nodes, name: str) -> None:
-    """Let the node's workers end, and its agent wait for the others."""
+    """End the node's workers; return once its agent waits for the others."""
     nodes.touch(f"done-{name}")
     nodes.await_line(name, "node_finished", END_S)
 
@@ -57,7 +57,7 @@ def of(nodes: Nodes, name: str) -> list[Step]:
 
 
 def await_undisturbed(nodes: Nodes, name: str) -> None:
-    """The node takes many more steps, in the process in which it took the others."""
+    """Wait until the node takes many more steps, in the process in which it took the others."""
     before = len(of(nodes, name))
     nodes.await_step(
         lambda step: step["node"] == name and len(of(nodes, name)) >= before + UNDISTURBED_STEPS,
@@ -71,7 +71,7 @@ def await_undisturbed(nodes: Nodes, name: str) -> None:
 def test_a_finished_node_that_goes_disturbs_nobody(
     nodes: Nodes, cluster: LocalCluster, how: str
 ) -> None:
-    """The workers of the other keep the process that they are in, and end with 0."""
+    """The workers of the other node keep their process, and end with 0."""
     first, second = started(nodes, "first", "second")
     finish(nodes, "second")
     if how == "killed":
@@ -91,7 +91,7 @@ def test_a_finished_node_that_goes_disturbs_nobody(
 def test_a_worker_that_fails_after_another_node_has_finished_is_restarted(
     nodes: Nodes, bounds: str
 ) -> None:
-    """It trains to its end: the node that has finished counts for the minimum, and is not waited
+    """The worker trains to its end: the finished node counts for the minimum, and is not waited
     for."""
     first, second = started(nodes, "first", "second", bounds=bounds)
     finish(nodes, "second")
@@ -108,8 +108,8 @@ def test_a_worker_that_fails_after_another_node_has_finished_is_restarted(
 
 @pytest.mark.long
 def test_a_node_that_comes_after_another_has_finished_waits(nodes: Nodes) -> None:
-    """It disturbs nobody, and is told when the others are done. It takes the place of one that is
-    lost."""
+    """The waiting node disturbs no other node, and learns when the others are done. It replaces a
+    node that is lost."""
     agents = started(nodes, "first", "second", "third", bounds="1:3")
     finish(nodes, "third")
     late = nodes.start("late", nodes="1:3", workers=1)
@@ -127,7 +127,7 @@ def test_a_node_that_comes_after_another_has_finished_waits(nodes: Nodes) -> Non
 
 @pytest.mark.long
 def test_nodes_that_end_one_by_one_end_with_0(nodes: Nodes) -> None:
-    """Each agent waits for the last one, as with every backend."""
+    """Agents wait for the last one, as with every backend."""
     agents = started(nodes, "first", "second")
     finish(nodes, "first")
     await_undisturbed(nodes, "second")
@@ -138,7 +138,7 @@ def test_nodes_that_end_one_by_one_end_with_0(nodes: Nodes) -> None:
 
 @pytest.mark.long
 def test_a_node_without_restarts_left_fails_alone(nodes: Nodes) -> None:
-    """The job is not taken for completed: the same node may come again, and ends it."""
+    """The job does not count as completed: the same node may come again, and end it."""
     first, second = started(nodes, "first", "second")
     finish(nodes, "second")
     for restarts in range(2):

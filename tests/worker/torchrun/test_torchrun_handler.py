@@ -1,4 +1,4 @@
-"""What torchrun's agent may rely on, against a real coordinator."""
+"""Guarantees for torchrun's agent, with a real coordinator."""
 
 import json
 import queue
@@ -53,8 +53,8 @@ def fail(handler: RendezvousHandler) -> None:
 
 
 def test_nodes_meet_with_ranks_and_one_store(cluster: LocalCluster) -> None:
-    """torchrun finds the backend by its name; every node hears the same world and the same store
-    for its workers, which listens already; the job is over for all once a node has completed."""
+    """torchrun finds the backend by its name. Every node gets the same world and the same store for
+    its workers, which listens already. The job is over for all once a node has completed."""
     made = [get_rendezvous_handler(parameters(cluster.coordinator, "meet")) for _ in range(2)]
     first, second = made
     assert (first.get_backend(), first.get_run_id()) == ("shoal", "meet")
@@ -80,8 +80,8 @@ def test_nodes_meet_with_ranks_and_one_store(cluster: LocalCluster) -> None:
 
 
 def test_a_joiner_is_seen_and_taken_in(join: Join) -> None:
-    """The last call of a job that does not reach its maximum ends when its own option says so;
-    a node that comes later is announced to who trains, who keeps rank 0 and gets a new store."""
+    """The last call of a job below its maximum ends at the time of the job's own option. A later
+    node is announced to the training node, which keeps rank 0 and gets a new store."""
     first = join(last_call_timeout="0.2")
     (alone,) = together(first)
     assert (alone.rank, alone.world_size) == (0, 1)
@@ -97,7 +97,7 @@ def test_a_joiner_is_seen_and_taken_in(join: Join) -> None:
 
 
 def test_a_restart_of_one_nodes_workers_takes_all_along(join: Join) -> None:
-    """The other node hears of it, both keep their ranks, and nothing of the old stores is left."""
+    """The other node learns of it, both keep their ranks, and nothing of the old stores is left."""
     handlers = [join(), join()]
     before = together(*handlers)
     before[0].store.set("stale", b"1")
@@ -113,7 +113,7 @@ def test_a_restart_of_one_nodes_workers_takes_all_along(join: Join) -> None:
 
 
 def test_a_node_that_fails_leaves_the_job_to_the_others(join: Join) -> None:
-    """A spare node stands by for longer than its join timeout, and takes the place at once."""
+    """A spare node waits for longer than its join timeout, and takes the rank at once."""
     handlers = [join(), join()]
     before = together(*handlers)
     with ThreadPoolExecutor(1) as thread:
@@ -129,8 +129,8 @@ def test_a_node_that_fails_leaves_the_job_to_the_others(join: Join) -> None:
 
 
 def test_a_drained_node_leaves_and_the_others_go_on(join: Join, cluster: LocalCluster) -> None:
-    """`shoal drain NODE`: all re-form at once, the drained agent ends with 143, and its shutdown
-    does not complete the job for the node that stays."""
+    """Nodes re-form at once after `shoal drain NODE`, and the drained agent ends with 143. Its
+    shutdown does not complete the job for the node that stays."""
     handlers = [join(), join()]
     before = together(*handlers)
     stays, leaves = sorted(handlers, key=lambda h: before[handlers.index(h)].rank)
@@ -157,7 +157,7 @@ def test_a_drained_node_leaves_and_the_others_go_on(join: Join, cluster: LocalCl
 
 
 def test_a_spare_node_is_told_when_the_job_is_done(join: Join) -> None:
-    """It does not wait for a place that nobody will leave."""
+    """The spare node does not wait for a rank that no node will give up."""
     first = join((1, 1))
     together(first)
     with ThreadPoolExecutor(1) as thread:
@@ -168,14 +168,14 @@ def test_a_spare_node_is_told_when_the_job_is_done(join: Join) -> None:
 
 
 def test_too_few_nodes_end_in_a_time_out(join: Join) -> None:
-    """After the join timeout, with how many nodes were to come."""
+    """The error comes after the join timeout, with the number of nodes expected."""
     with pytest.raises(RendezvousTimeoutError, match="2 to 2 nodes"):
         join((2, 2), join_timeout="0.5").next_rendezvous()
 
 
 def test_a_loss_while_ranks_are_assigned_ends_in_a_restart(join: Join) -> None:
-    """torchrun's agents exchange worker counts after the rendezvous; a node lost just then must
-    not end the others: they are told some ranks, and that it is time to re-form."""
+    """torchrun's agents exchange worker counts after the rendezvous. If a node is lost just then,
+    the others must not end: they get some ranks, and learn that it is time to re-form."""
     handlers = [join(), join()]
     infos = together(*handlers)
     lost = next(i for i, info in enumerate(infos) if info.rank == 0)
@@ -193,8 +193,8 @@ def test_a_loss_while_ranks_are_assigned_ends_in_a_restart(join: Join) -> None:
 
 @pytest.mark.long
 def test_a_killed_and_a_frozen_node(cluster: LocalCluster, join: Join) -> None:
-    """A node that stops answering is taken out, and when it goes on it comes back by itself, behind
-    the one that stayed; one that is killed is taken out sooner."""
+    """A frozen node is removed; when it continues it rejoins by itself, ranked after the one that
+    stayed. A killed node is removed sooner."""
     first = join()
     entered: queue.SimpleQueue[str] = queue.SimpleQueue()
     command = ChildCommand(
@@ -222,7 +222,7 @@ def test_a_killed_and_a_frozen_node(cluster: LocalCluster, join: Join) -> None:
 
 
 def test_no_coordinator(join: Join) -> None:
-    """Said when torchrun starts, with the address, after the connect timeout."""
+    """The error comes when torchrun starts, with the address, after the connect timeout."""
     with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1"):
         create_handler(parameters("127.0.0.1:1", "nobody", connect_timeout="0.3"))
 
@@ -242,7 +242,7 @@ def test_no_coordinator(join: Join) -> None:
 def test_options_that_cannot_be(
     endpoint: str, run_id: str, conf: dict[str, str], words: str
 ) -> None:
-    """The error names the option, before anything is connected to."""
+    """The error names the option, before any connection."""
     with pytest.raises(InvalidSpec, match=words):
         create_handler(parameters(endpoint, run_id, **conf))
 

@@ -24,9 +24,9 @@ def nodes(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest)
 @pytest.mark.sampled()
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_lost_node_and_one_that_comes(nodes: Nodes, workers: int) -> None:
-    """Two nodes, of one worker each or of two, train. One is killed, agent and workers: the
-    other goes on alone. Another comes: they train together again. They end together, and the job's
-    name is spent."""
+    """Two nodes train, with one or two workers each. One is killed, agent and workers: the other
+    continues alone. A third node comes: they train together again. They end together, and the job's
+    name cannot be used again."""
     first = nodes.start("first", nodes="1:2", workers=workers, restarts=3)
     second = nodes.start("second", nodes="1:2", workers=workers, restarts=3)
     before = nodes.await_step(lambda step: step["world"] == 2 * workers, START_S)
@@ -53,7 +53,7 @@ def test_a_lost_node_and_one_that_comes(nodes: Nodes, workers: int) -> None:
 @pytest.mark.long
 def test_failed_workers_are_restarted(nodes: Nodes) -> None:
     """torchrun restarts the workers of both nodes. They meet at once, in a store of their own: none
-    reads an address of the workers before."""
+    reads an address of the previous workers."""
     (nodes.directory / "fail-1-0").touch()
     (nodes.directory / "fail-0-1").touch()
     agents = [nodes.start(name, nodes="2", workers=1, restarts=3) for name in ("first", "second")]
@@ -66,7 +66,8 @@ def test_failed_workers_are_restarted(nodes: Nodes) -> None:
 
 @pytest.mark.long
 def test_a_failure_for_good_fails_the_node(nodes: Nodes) -> None:
-    """Without restarts left, torchrun exits with 1 as ever; the job is not taken for completed."""
+    """torchrun exits with 1 as ever when no restarts are left; the job does not count as
+    completed."""
     (nodes.directory / "fail-0-0").touch()
     assert nodes.start("first", nodes="1", workers=1).wait(START_S) == 1
     nodes.stop()
@@ -76,8 +77,8 @@ def test_a_failure_for_good_fails_the_node(nodes: Nodes) -> None:
 
 @pytest.mark.long
 def test_an_agent_that_gets_a_signal_leaves(nodes: Nodes) -> None:
-    """torchrun shuts no rendezvous down then; the others hear of it all the same, at once and with
-    the reason, and go on."""
+    """torchrun does not shut down the rendezvous then. The others still learn of it, at once and
+    with the reason, and continue."""
     first, second = (
         nodes.start(name, nodes="1:2", workers=1, restarts=3) for name in ("first", "second")
     )
@@ -93,7 +94,7 @@ def test_an_agent_that_gets_a_signal_leaves(nodes: Nodes) -> None:
 def test_a_local_cluster_is_entered_whatever_tmpdir_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cluster as of `shoal up`, with TLS, and a scheduler that gives each process a TMPDIR."""
+    """The cluster is like that of `shoal up`, with TLS; a scheduler gives each process a TMPDIR."""
     (tmp_path / "own").mkdir()
     config = LocalClusterConfig(directory=tmp_path / "up", num_parameter_servers=0, tls=LocalTls())
     with LocalCluster(config) as cluster:

@@ -1,4 +1,5 @@
-"""torchrun's nodes without a coordinator: every wait ends when its option says, in any call."""
+"""Nodes of torchrun without a coordinator: in any call, every wait ends at the time of its
+option."""
 
 import signal
 import time
@@ -21,13 +22,13 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 JOIN_S = 3.0
 OVER_S = 6.0
-"""What may come on top, on a busy machine: it takes about two."""
+"""Extra time on a busy machine; usually it is about two seconds."""
 START_S = 90.0
 
 
 @pytest.fixture
 def wire(cluster: LocalCluster) -> Iterator[Wire]:
-    """The way to the coordinator."""
+    """A wire to the coordinator that can be cut."""
     with Network() as network:
         wire = network.wire(cluster.coordinator)
         yield wire
@@ -36,7 +37,7 @@ def wire(cluster: LocalCluster) -> Iterator[Wire]:
 
 @pytest.fixture(params=["cut", "silenced"])
 def outage(request: pytest.FixtureRequest, wire: Wire) -> Wire:
-    """A wire whose `cut` is one or the other: nobody takes connections, or packets get lost."""
+    """A wire whose `cut` either refuses connections or drops packets."""
     if request.param == "silenced":
         wire.cut = wire.silence  # type: ignore[method-assign]
     return wire
@@ -52,12 +53,12 @@ def options(wire: Wire, **conf: str) -> dict[str, str]:
 
 
 def times_out(began_s: float, seconds: float = JOIN_S) -> bool:
-    """Whether it took as long as it may, and no longer."""
+    """True if the call took as long as it may, and no longer."""
     return seconds - 0.2 <= time.monotonic() - began_s <= seconds + OVER_S
 
 
 def test_a_rendezvous_after_a_failure(join: Join, outage: Wire) -> None:
-    """The node has to say first that its workers failed."""
+    """The node has to report first that its workers failed."""
     node = join(**options(outage, last_call_timeout="0.2"))
     together(node)
     outage.cut()
@@ -65,14 +66,14 @@ def test_a_rendezvous_after_a_failure(join: Join, outage: Wire) -> None:
     with pytest.raises(RendezvousTimeoutError, match=f"within {JOIN_S:g} s"):
         node.next_rendezvous()
     assert times_out(began_s)
-    # It may be that it ends now: that takes no longer than a last try.
+    # If the node ends now, that takes no longer than a last try.
     began_s = time.monotonic()
     node.shutdown()
     assert time.monotonic() - began_s <= OVER_S
 
 
 def test_a_rendezvous_that_has_begun(join: Join, outage: Wire) -> None:
-    """It waits for other nodes when the coordinator goes."""
+    """The node is waiting for other nodes when the coordinator goes."""
     node = join((2, 2), **options(outage))
     with ThreadPoolExecutor(1) as thread:
         began_s = time.monotonic()
@@ -96,7 +97,7 @@ def test_a_first_rendezvous(join: Join, outage: Wire) -> None:
 
 @pytest.mark.long
 def test_a_spare_node(join: Join, outage: Wire) -> None:
-    """It stands by without a limit only while a coordinator can call it."""
+    """A spare node waits without a limit only while a coordinator can call it."""
     together(join((1, 1)))
     spare = join((1, 1), **options(outage))
     with ThreadPoolExecutor(1) as thread:
@@ -112,8 +113,8 @@ def test_a_spare_node(join: Join, outage: Wire) -> None:
 
 @pytest.mark.long
 def test_a_rendezvous_that_meets_its_peers(join: Join, wire: Wire) -> None:
-    """A generation is agreed, and one of two nodes is cut off before it can be entered; the other
-    waits for it, and for no longer than it may."""
+    """A generation is agreed, and one of two nodes is cut off before it can enter. The other waits
+    for it, up to the limit."""
     first, second = join((2, 2)), join((2, 2), **options(wire))
     together(first, second)
     with ThreadPoolExecutor(2) as threads:
@@ -124,14 +125,14 @@ def test_a_rendezvous_that_meets_its_peers(join: Join, wire: Wire) -> None:
         with pytest.raises(RendezvousTimeoutError):
             second.next_rendezvous()
         assert times_out(began_s)
-        # The coordinator took the second for lost: a third takes its place.
+        # The coordinator declared the second node lost: a third takes its rank.
         third = join((2, 2))
         assert {third.next_rendezvous().world_size, coming.result().world_size} == {2}
 
 
 @pytest.mark.long
 def test_one_that_comes_back_is_a_member_again(join: Join, wire: Wire) -> None:
-    """A node that gave up joins anew when it is asked to."""
+    """A node that gave up joins anew at its next call."""
     node = join(**options(wire, last_call_timeout="0.2"))
     together(node)
     wire.cut()
@@ -144,7 +145,7 @@ def test_one_that_comes_back_is_a_member_again(join: Join, wire: Wire) -> None:
 
 
 def test_to_close_the_job(join: Join, outage: Wire) -> None:
-    """`close_timeout` is how long it may take; it is an error, as of any backend."""
+    """`close_timeout` limits the call; its end is an error, as with any backend."""
     node = join(**options(outage, last_call_timeout="0.2"))
     together(node)
     outage.cut()
@@ -157,7 +158,7 @@ def test_to_close_the_job(join: Join, outage: Wire) -> None:
 @pytest.mark.sampled()
 @pytest.mark.parametrize("part", ["coordinator", "etcd"])
 def test_a_part_that_is_halted(tmp_path: Path, part: str) -> None:
-    """SIGSTOP: connections stay, and nobody answers, or nothing can be agreed."""
+    """SIGSTOP leaves connections open, but nothing answers, or nothing can be agreed."""
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0)
     with LocalCluster(config) as cluster:
         conf = {"last_call_timeout": "0.2", "join_timeout": str(JOIN_S), "close_timeout": "1"}
@@ -178,7 +179,7 @@ def test_a_part_that_is_halted(tmp_path: Path, part: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("fails", [False, True])
 def test_agents_end_soon_after_their_workers(tmp_path: Path, outage: Wire, fails: bool) -> None:
-    """With the training's own exit code, within `close_timeout` and a few seconds."""
+    """Agents end with the training's own exit code, within `close_timeout` and a few seconds."""
     job = f"outage-{tmp_path.name}"
     with Nodes(endpoint=outage.endpoints[0], job=job, directory=tmp_path) as nodes:
         conf = "last_call_timeout=60,close_timeout=3"
@@ -201,8 +202,8 @@ def test_agents_end_soon_after_their_workers(tmp_path: Path, outage: Wire, fails
 def test_an_agent_that_waits_for_others_ends_soon_after_the_coordinator(
     tmp_path: Path, outage: Wire
 ) -> None:
-    """One whose workers are done stands in the barrier at the end; the other trains on, and ends as
-    it would."""
+    """An agent whose workers are done is in the barrier at the end; the other one trains on, and
+    ends as usual."""
     job, script = f"barrier-{tmp_path.name}", Path(apart.__file__)
     endpoint = outage.endpoints[0]
     with Nodes(endpoint=endpoint, job=job, directory=tmp_path, script=script) as nodes:

@@ -1,4 +1,4 @@
-"""The store that torchrun's agents get: it fails as torch's own stores do."""
+"""The store that torchrun's agents get fails as torch's own stores do."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,8 +14,8 @@ from shoal_client.local.cluster import LocalCluster
 
 
 def test_a_wait_that_runs_out_of_time(join: Join) -> None:
-    """A DistStoreError, which is a RuntimeError, with the word timeout and the keys; by the time of
-    the call, or of the store."""
+    """The error is a DistStoreError, which is a RuntimeError, with the word timeout and the keys.
+    The limit is that of the call, or of the store."""
     (info,) = together(join(last_call_timeout="0.2"))
     store = info.store
     with pytest.raises(dist.DistStoreError, match=r"timeout after 0\.1 s for absent"):
@@ -34,7 +34,7 @@ def test_a_wait_that_runs_out_of_time(join: Join) -> None:
 
 
 def test_a_barrier_names_the_ranks_that_are_missing(join: Join) -> None:
-    """By torch's own trace of it, on all ranks that came."""
+    """torch's own trace names them, on all ranks that came."""
     infos = sorted(together(join((3, 3)), join((3, 3)), join((3, 3))), key=lambda info: info.rank)
 
     def come(info: RendezvousInfo) -> str:
@@ -57,7 +57,7 @@ def test_a_barrier_names_the_ranks_that_are_missing(join: Join) -> None:
 
 
 def test_a_store_out_of_reach_or_over(join: Join, cluster: LocalCluster) -> None:
-    """A DistNetworkError, as of a TCPStore whose host is gone."""
+    """The error is a DistNetworkError, as with a TCPStore whose host is gone."""
     first = join()
     with Network() as network:
         wire = network.wire(cluster.coordinator)
@@ -76,7 +76,7 @@ def test_a_store_out_of_reach_or_over(join: Join, cluster: LocalCluster) -> None
 
 
 def test_what_a_tcp_store_has_beyond(join: Join) -> None:
-    """Queues are not there, and say so; agents use none."""
+    """Queues do not exist, and calls say so; agents use none."""
     (info,) = together(join(last_call_timeout="0.2"))
     for use in (
         lambda: info.store.queue_push("queue", b"1"),

@@ -1,4 +1,4 @@
-"""`session.log`: each value of each step once, in the real trackers, whoever is killed or joins."""
+"""`session.log`: each value of each step once, in the real trackers, over kills and joins."""
 
 import secrets
 import time
@@ -28,7 +28,7 @@ TRACKERS = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _file_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow asks for this where runs lie in files."""
+    """MLflow requires this for runs in files."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
 
 
@@ -43,7 +43,7 @@ def logging(cluster: LocalCluster, tmp_path: Path, **changes: Any) -> Logging:
 
 
 def check(logged: Logged, num_steps: int) -> None:
-    """Each step once, with its own value."""
+    """Check that each step is there once, with its own value."""
     every = range(1, num_steps + 1)
     assert logged["in"] == [(step, float(step)) for step in every]
     assert logged["behind"] == [(step, float(step)) for step in every]
@@ -52,7 +52,7 @@ def check(logged: Logged, num_steps: int) -> None:
 
 
 def only(runs: dict[str, Logged]) -> Logged:
-    """Of the one run there is."""
+    """Return the values of the only run."""
     (logged,) = runs.values()
     return logged
 
@@ -80,7 +80,7 @@ def test_each_step_is_there_once_after_kills_a_join_and_a_drain(
 def test_steps_that_are_taken_again_from_a_checkpoint_are_not_written_again(
     cluster: LocalCluster, tmp_path: Path, name: str
 ) -> None:
-    """All members are killed, and the job goes on in the same run of the tracker."""
+    """Members are all killed, and the job continues in the same run of the tracker."""
     directory = tmp_path / "checkpoints"
     run = logging(cluster, tmp_path, trackers=(name,), checkpoints=str(directory))
     with Ranks() as ranks:
@@ -91,13 +91,13 @@ def test_steps_that_are_taken_again_from_a_checkpoint_are_not_written_again(
         again.start(3)
         num_steps = again.finish()["step"]
     logged = only(READ[name](tmp_path, run.job))
-    # What the last fraction of a second logged died with its members where no checkpoint was, and
-    # is taken again.
+    # Values of the last fraction of a second are lost with the members if no checkpoint has them;
+    # their steps are taken again.
     check(logged, num_steps)
 
 
 def alone(directory: Path, name: str, num_steps: int) -> None:
-    """`python train.py`, with nothing running."""
+    """Train as `python train.py` does, without a cluster."""
     model, optimizer = build("sgd", "layers")
     with shoal.join("alone", trackers=[tracker(name, directory)]) as session:
         model, optimizer = session.distribute(model, optimizer)
@@ -121,7 +121,7 @@ def test_a_second_run_from_step_0_is_a_run_of_its_own(tmp_path: Path, name: str)
 
 
 def test_it_is_on_the_page_and_in_metrics(cluster: LocalCluster) -> None:
-    """Newest value by name, and a chart over steps; NaN as what it is."""
+    """The page shows the newest value by name, and a chart over steps; NaN is shown as NaN."""
     model, optimizer = build("sgd", "layers")
     job = f"shown-{secrets.token_hex(4)}"
     with shoal.join(job, coordinator=cluster.coordinator) as session:
@@ -169,7 +169,7 @@ def test_what_is_no_number_by_name_is_refused(values: Any, message: str) -> None
 def test_a_missing_package_is_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At once, where the script makes the tracker."""
+    """The refusal comes at once, where the script makes the tracker."""
     monkeypatch.setattr("shoal.tracking.tracker.find_spec", lambda name: None)
     for make, extra in (
         (lambda: shoal.TensorBoard("runs"), "tensorboard"),
@@ -181,7 +181,7 @@ def test_a_missing_package_is_refused_with_what_to_install(
 
 
 def test_a_place_that_mlflow_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In MLflow's words, where the script makes the tracker."""
+    """The error has MLflow's text, and comes where the script makes the tracker."""
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
     with pytest.raises(InvalidSpec, match="MLFLOW_ALLOW_FILE_STORE"):
         shoal.MLflow("file:mlruns")

@@ -1,4 +1,4 @@
-"""A version as a directory of safetensors files."""
+"""Export of a version as a directory of safetensors files."""
 
 import json
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ def test_the_files_are_those_that_the_safetensors_library_reads(tmp_path: Path) 
 
 
 def test_versions_stand_beside_each_other_as_sglang_pulls_them(tmp_path: Path) -> None:
-    """`pull()` takes a directory whose index has no delta_encoding for a full checkpoint."""
+    """`pull()` takes a directory as a full checkpoint if its index has no delta_encoding."""
     (base := tmp_path / "base").mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors", module.INDEX):
         (base / name).write_text("{}")
@@ -82,8 +82,8 @@ def test_a_version_is_exported_once_and_another_does_not_take_its_directory(
 def test_processes_that_export_at_the_same_time_do_not_disturb_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In containers they may all have the same id. The second one begins and ends while the first
-    one writes."""
+    """Processes in containers may all have the same process id. The second one begins and ends
+    while the first one writes."""
     monkeypatch.setattr("os.getpid", lambda: 1)
     [weights] = published()
     write, inner = module._write_files, []

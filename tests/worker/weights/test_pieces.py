@@ -1,4 +1,4 @@
-"""Parts of all ranks have each element of each tensor exactly once, whatever the strategy."""
+"""Parts of all ranks have each element of each tensor exactly once, under every strategy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,11 +47,11 @@ def numbers() -> tuple[Tensor, Tensor]:
 
 
 class Normed(nn.Module):
-    """Has buffers, a frozen layer and a tensor without elements."""
+    """A model with buffers, a frozen layer and a tensor without elements."""
 
     def __init__(self) -> None:
         super().__init__()
-        # By its running statistics: of a batch each rank would see others.
+        # The norm uses its running statistics: those of a batch would differ between ranks.
         self.first, self.norm = nn.Linear(5, 7), nn.BatchNorm1d(7).eval()
         self.frozen = nn.Linear(7, 3).requires_grad_(False)
         self.last = nn.Linear(3, 2)
@@ -63,7 +63,7 @@ class Normed(nn.Module):
 
 
 class Scaled(Normed):
-    """Has a parameter without dimensions, too."""
+    """A model that also has a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ CASES: dict[str, tuple[int, Case]] = {
 
 
 def publish(name: str) -> tuple[bytes, Any, int]:
-    """The body of a rank: trains, then gives its layout, its segment, and the bytes it holds."""
+    """Train as a rank; return its layout, its segment, and the bytes that it holds."""
     _, case = CASES[name]
     trained = LaidOutTraining(case.training, case.lay_out, this_world())
     for step in range(case.training.num_steps):
@@ -169,7 +169,8 @@ def assembled(parts: Sequence[tuple[bytes, Any, int]]) -> dict[str, Tensor]:
 @pytest.mark.sampled("name")
 @pytest.mark.parametrize("name", CASES)
 def test_the_parts_of_all_ranks_are_the_model_of_one_process(name: str) -> None:
-    """Coverage is checked by `VersionLayout`: it raises for an element missing or there twice."""
+    """`VersionLayout` checks the coverage: it raises for an element that is missing or there
+    twice."""
     world_size, case = CASES[name]
     parts = run_on_gloo(world_size, publish, name)
     ours, theirs = assembled(parts), one_process(case.training)
@@ -195,7 +196,7 @@ def held(rank: int, world_size: int, tensors: dict[str, Tensor], **tied_names: s
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_each_row_of_what_all_hold_is_published_once(world_size: int) -> None:
-    """With shapes that divide by nothing, without dimensions, without rows, with one row."""
+    """Shapes are indivisible, without dimensions, without rows, or of one row."""
     generator = torch.Generator().manual_seed(world_size)
     shapes = [(), (1,), (7,), (1, 9), (3, 5), (0, 4), (1, 1, 6), (2, 3, 4), (100, 3)]
     tensors = {str(shape): torch.randn(shape, generator=generator) for shape in shapes}

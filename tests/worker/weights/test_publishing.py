@@ -1,4 +1,4 @@
-"""Publications and subscriptions: what a trainer waits for, and what a reader is given."""
+"""Publications and subscriptions: waits of a trainer, and results of a reader."""
 
 import asyncio
 import threading
@@ -85,7 +85,7 @@ def test_ranks_parts_become_one_version_whichever_comes_first(series: MemorySeri
 
 
 def test_what_a_lost_generation_had_on_its_way_is_abandoned(series: MemorySeries) -> None:
-    """The next one publishes at once, and gets the next number."""
+    """The next generation publishes at once, and gets the next number."""
     publications = Publications("job/policy", series.connect, SeriesOptions())
     lost = publications.publish(held(1.0, 1), PublisherRank(number=1, rank=0, world_size=2))
     found = publications.publish(held(2.0, 2), PublisherRank(number=2, rank=0, world_size=1))
@@ -113,8 +113,8 @@ def test_the_third_publication_waits_for_the_first(
 
 
 def test_a_publication_waits_no_longer_than_its_generation_lasts(series: MemorySeries) -> None:
-    """The rank that is lost has handed in none of its parts. The survivor is to come to its next
-    step, where it goes on to the next generation: those who do not are taken for stuck."""
+    """The lost rank has added none of its parts. The survivor must reach its next step, where it
+    enters the next generation; otherwise it counts as stuck."""
     publications = Publications("job/policy", series.connect, SeriesOptions())
     place = PublisherRank(number=1, rank=0, world_size=2)
     tickets = [publications.publish(held(step, step, 0, 2), place) for step in (1, 2)]
@@ -139,7 +139,8 @@ def test_a_publication_waits_no_longer_than_its_generation_lasts(series: MemoryS
 
 
 def test_a_publication_that_one_rank_alone_makes_holds_nothing_up(series: MemorySeries) -> None:
-    """As a member does that joins late: its first one is abandoned once a later one is complete."""
+    """A member that joins late does so: its first publication is abandoned once a later one is
+    complete."""
     ranks = [Publications("job/policy", series.connect, SeriesOptions()) for _ in range(2)]
     places = [PublisherRank(number=1, rank=rank, world_size=2) for rank in range(2)]
     ranks[1].publish(held(1.0, 1, 1, 2), places[1])
@@ -302,7 +303,7 @@ def test_a_tensor_that_cannot_be_written_is_refused_and_nothing_changes(
 def test_tensors_made_in_inference_mode_are_installed(
     series: MemorySeries, publications: Publications
 ) -> None:
-    """Engines make their models there."""
+    """Engines make their models in inference mode."""
     publish(publications, 4.0, 1)
     with torch.inference_mode():
         target = model_of(0.0)
@@ -341,7 +342,7 @@ def test_a_version_that_is_not_kept_is_gone(
         subscription.fetch()
     publish(publications, 1.0, 1)
     with pytest.raises(VersionGone, match="kept: 1 to 1"):
-        subscription.fetch(7)  # waits for a moment, as it may be on its way
+        subscription.fetch(7)  # waits for a moment, as the version may be on its way
 
 
 def test_a_version_that_its_publisher_knows_of_first_is_waited_for(
@@ -358,7 +359,7 @@ def test_a_version_that_its_publisher_knows_of_first_is_waited_for(
 def test_bytes_that_are_not_the_published_ones_are_never_installed(
     series: MemorySeries, publications: Publications
 ) -> None:
-    """The servers give another version's segments under this one's record."""
+    """The servers return another version's segments under this one's record."""
     for number in (1.0, 2.0):
         publish(publications, number, int(number))
     first, second = (record.segments[0].digest for record in series.records)

@@ -1,4 +1,4 @@
-"""Slices of any cut are read from slices of any other, and layouts that are none are refused."""
+"""Reading slices of any cut from slices of any other; refusals of invalid layouts."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def values(name: str) -> Tensor:
 
 
 def cut(dim: int, rank: int, world_size: int, shape: tuple[int, ...]) -> Chunk:
-    """This rank's rows or columns; a scalar is rank 0's."""
+    """Return this rank's rows or columns; a scalar is rank 0's."""
     if not shape:
         return Chunk.whole(shape)
     dim = min(dim, len(shape) - 1)
@@ -35,7 +35,7 @@ def cut(dim: int, rank: int, world_size: int, shape: tuple[int, ...]) -> Chunk:
 
 
 def published(dim: int, world_size: int) -> tuple[Layout, dict[int, Tensor]]:
-    """The model, cut along a dimension over so many publishing ranks."""
+    """Return the model, cut along `dim` over `world_size` publishing ranks."""
     layouts, segments = [], {}
     for rank in range(world_size):
         tensors = {}
@@ -54,7 +54,7 @@ def published(dim: int, world_size: int) -> tuple[Layout, dict[int, Tensor]]:
 
 
 def install_on_mesh(dim: int, publishers: int, placements: list[Any]) -> dict[str, bool]:
-    """The body of a reading rank: installs its slices of each tensor, and compares them."""
+    """Install a reading rank's slices of each tensor, and compare them."""
     raw, segments = published(dim, publishers)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     targets = {

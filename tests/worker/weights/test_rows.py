@@ -1,4 +1,4 @@
-"""Rows that have changed between two versions of a table, against a comparison by id."""
+"""Rows that have changed between two versions of a table, compared with a comparison by id."""
 
 import random
 
@@ -10,7 +10,7 @@ from shoal_proto.errors import MalformedMessage
 
 
 def table(rows: dict[int, tuple[float, float]], order: list[int], capacity: int) -> PublishedRows:
-    """One shard with these ids at positions in this order; -1: nothing is there."""
+    """Return a shard with these ids at positions in this order; -1: an empty position."""
     columns = {
         "ids": torch.zeros(capacity, dtype=torch.int64),
         "births": torch.zeros(capacity, dtype=torch.int64),

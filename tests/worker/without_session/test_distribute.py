@@ -49,7 +49,7 @@ def one_process(max_norm: float) -> dict[str, Tensor]:
 
 
 def train(model: nn.Module, strategy: str | Strategy, max_norm: float) -> dict[str, Tensor]:
-    """As one process, but for the lines that say `shoal`."""
+    """Train as in one process, except for the lines that call `shoal`."""
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = shoal.distribute(model, optimizer, strategy)
     index, count = shoal.data_share(model)
@@ -74,7 +74,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline", "h
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_ordinary_loop_trains_as_one_process(strategy: str, world_size: int) -> None:
-    """With clipping that bites, whose norm is that of the whole model under every strategy."""
+    """Clipping takes effect; its norm is that of the whole model under every strategy."""
     if strategy == "hybrid" and world_size == 3:
         pytest.skip("24 samples on a mesh of 3 are tested with the layout")
     max_norm = 0.05

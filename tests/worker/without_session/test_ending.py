@@ -1,4 +1,5 @@
-"""However a script of fixed ranks ends: its process ends with the script's own exit code."""
+"""A process of a script with fixed ranks ends with the script's own exit code, however the script
+ends."""
 
 import os
 import socket
@@ -13,7 +14,7 @@ CODES = {"line": 0, "destroy": 0, "error": 1, "exit": 3}
 
 
 def ended(strategy: str, end: str, flag: Path) -> list[tuple[int, str]]:
-    """Exit code and output of both ranks."""
+    """Return exit code and output of both ranks."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ranks = [
@@ -52,7 +53,7 @@ def ended(strategy: str, end: str, flag: Path) -> list[tuple[int, str]]:
 def test_no_thread_of_gloo_outlives_the_interpreter(
     tmp_path: Path, strategy: str, end: str
 ) -> None:
-    """One that frees a tensor meanwhile would end the process by SIGABRT."""
+    """A thread that frees a tensor meanwhile would end the process by SIGABRT."""
     first, second = ended(strategy, end, tmp_path / "flag")
     assert "freed by gloo" in first[1], first[1]
     for code, output in (first, second):

@@ -1,4 +1,4 @@
-"""Ranks as threads: torch's own parts work over them, and runs share nothing."""
+"""Ranks as threads: torch's own components work over them, and separate runs share nothing."""
 
 import copy
 import sys
@@ -41,7 +41,7 @@ NUM_STEPS = 4
 
 
 def steps(module: nn.Module, parameters: Any, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """The parameters after a few steps, whole."""
+    """Train `module` for a few steps; return the full parameters."""
     parameters = list(parameters)
     optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
     for _ in range(NUM_STEPS):
@@ -62,8 +62,8 @@ def own_samples() -> tuple[Tensor, Tensor]:
 
 
 def in_two_rounds(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Half of the mean in a reduction, the other half in a second one that its callback asks for,
-    as PowerSGD's hook does."""
+    """Average a bucket in two reductions of half the mean each. The callback of the first starts
+    the second, as PowerSGD's hook does."""
     whole = bucket.buffer()
     half = whole.clone().div_(2 * dist.get_world_size())
 
@@ -93,7 +93,8 @@ def sharded(*, reshard: bool) -> list[Tensor]:
 
 
 def tensor_parallel() -> list[Tensor]:
-    """Over one dimension of a mesh of two; the other has the same samples twice."""
+    """Train over one dimension of a mesh with two; ranks that differ only in the other dimension
+    have the same samples."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tp"))
     model = copy.deepcopy(MODEL)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -101,7 +102,8 @@ def tensor_parallel() -> list[Tensor]:
 
 
 def piped(schedule: Any) -> list[Tensor]:
-    """The model's first layers on rank 0; interleaved: two stages each."""
+    """Train a pipeline of two ranks: the model's first layers are on rank 0. Interleaved: two
+    stages per rank."""
     model = copy.deepcopy(MODEL)
     rank, layers = dist.get_rank(), list(model)
     cuts = [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
@@ -144,7 +146,8 @@ def test_ddp_trains_as_one_process_does(world_size: int) -> None:
 def test_a_hook_of_ddp_communicates_on_its_own_rank(
     hook: Callable[..., Any], tolerance: float
 ) -> None:
-    """Also in the callback of a reduction, which must not run on the rank that completed it."""
+    """The callback of a reduction communicates too. It must not run on the rank that completed the
+    reduction."""
     assert_same(shoal.run_in_memory(data_parallel, 3, hook), tolerance)
 
 
@@ -168,7 +171,7 @@ def test_a_pipeline_trains_as_one_process_does(schedule: Any) -> None:
 
 
 def test_several_jobs_run_at_once_and_one_within_another() -> None:
-    """Different sizes and results; nothing of them is left when they are done."""
+    """Sizes and results differ. No thread and no state of torch is left when the jobs are done."""
     before = (dist.distributed_c10d._world, sys.excepthook, threading.active_count())
     found: dict[int, list[int]] = {}
 
@@ -222,7 +225,8 @@ def test_the_error_of_a_rank_is_raised_with_its_rank_and_releases_the_others() -
 
 
 def test_a_rank_that_raises_in_backward_fails_the_others_in_their_reduction() -> None:
-    """The others learn it inside of torch's reducer, as an error of torch.distributed."""
+    """The other ranks receive the failure inside torch's reducer, as an error of
+    torch.distributed."""
     kinds: dict[int, type] = {}
 
     class Broken(torch.autograd.Function):
@@ -262,7 +266,7 @@ def test_who_waits_for_a_rank_that_has_ended_is_told_at_once() -> None:
 
 
 def test_a_wait_for_a_rank_that_does_something_else_ends_at_its_deadline() -> None:
-    """Both rank 0, which waits, and rank 1, which only then comes: the job has failed."""
+    """Rank 0, which waits, fails, and so does rank 1, which comes after the deadline."""
     over = threading.Event()
     late: list[BaseException] = []
 
@@ -299,7 +303,7 @@ def test_a_rank_that_ends_for_nobody_is_named() -> None:
 
 
 def test_ranks_that_do_different_things_are_told_what_each_does() -> None:
-    """Else a sum would take in what is no part of it."""
+    """Otherwise a sum would include values that do not belong to it."""
 
     def body() -> None:
         if dist.get_rank() == 0:
@@ -328,7 +332,7 @@ def test_a_message_of_another_size_is_no_message() -> None:
 
 
 def test_who_sends_without_end_waits_for_the_receiver() -> None:
-    """What was sent and not yet received has a bound; here nobody will ever receive."""
+    """The number of messages sent and not yet received is bounded; here no rank ever receives."""
 
     def body() -> None:
         if dist.get_rank() == 0:
@@ -340,7 +344,7 @@ def test_who_sends_without_end_waits_for_the_receiver() -> None:
 
 
 def test_a_reduction_does_not_depend_on_who_comes_first() -> None:
-    """The sum of these three differs with the order of adding."""
+    """The sum of these three values depends on the order of the additions."""
     values = [1e8, 1.0, -1e8]
     turns = {order: [threading.Event() for _ in range(4)] for order in ("012", "201", "120")}
 
@@ -384,7 +388,7 @@ def test_calls_and_bytes_are_counted_by_group_and_operation() -> None:
 
 
 def test_work_asked_for_without_waiting_completes_when_it_is_waited_for() -> None:
-    """Also in another order on each rank, where the groups differ."""
+    """Holds too if ranks wait for the operations of different groups in different orders."""
 
     def body() -> list[float]:
         rank = dist.get_rank()
@@ -409,8 +413,8 @@ def test_a_run_that_makes_no_sense_is_refused(world_size: int, timeout_s: float)
 
 
 def test_each_rank_has_a_mesh_of_its_own_though_all_look_alike() -> None:
-    """torch keeps what it has worked out for a mesh, such as the sizes of uneven parts, and would
-    hand out on one rank what it found on another."""
+    """torch caches what it computed for a mesh, such as the sizes of uneven parts. With equal
+    meshes, one rank would read what another rank had computed."""
     whole = torch.arange(7.0 * 5).reshape(7, 5)
 
     def body() -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""Training over MPI as a user starts it, and what is refused."""
+"""Training over MPI as a user starts it, and refused cases."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def reports() -> list[Any]:
-    """What each of two ranks returns; they are started once for all tests."""
+    """Return the reports of two ranks, started once for all tests."""
     ended = run_under_mpiexec(2, "support.collectives.mpi_training.report")
     assert ended.code == 0, ended.output
     return [ended.reports[rank]["returned"] for rank in range(2)]
@@ -32,7 +32,8 @@ def test_ddp_under_mpiexec_trains_as_one_process_does(reports: list[Any]) -> Non
 
 
 def test_a_message_of_another_size_is_no_message(reports: list[Any]) -> None:
-    """MPI takes a shorter one without a word, and what it does not fill stays what it was."""
+    """MPI accepts a shorter message without an error and leaves the rest of the buffer
+    unchanged."""
     assert "rank 1 sent 4 bytes, 12 are to be received" in reports[0]["short"]
 
 

@@ -1,4 +1,4 @@
-"""One contract for every backend: the same checks over processes, threads, MPI and GPUs."""
+"""Contract of all backends: the same checks over processes, threads, MPI and GPUs."""
 
 from collections.abc import Callable
 from functools import cache
@@ -38,7 +38,7 @@ RUNS: dict[str, Callable[[int], Any]] = {
 }
 
 
-# The ranks under MPI import torch anew: one number of them shows what all do.
+# Ranks under MPI import torch anew, which is slow: one world size stands for all.
 WORLDS = [
     pytest.param(backend, size, marks=[pytest.mark.long] if (backend, size) in LONG else [])
     for backend in RUNS
@@ -48,13 +48,13 @@ WORLDS = [
 
 @cache
 def reports(backend: str, world_size: int) -> list[dict[str, str]]:
-    """What each rank found, by check. The ranks are started once for all checks."""
+    """Reports of all ranks, by check. The ranks are started once for all checks."""
     found: list[dict[str, str]] = RUNS[backend](world_size)
     return found
 
 
 def missing(backend: str, world_size: int, name: str) -> str:
-    """What a backend lacks here, if it lacks something."""
+    """Reason for which this backend cannot run the check; empty if it can."""
     if backend == "mpi" and not MPIEXEC.exists():
         return "mpi needs an mpiexec beside the interpreter: pip install mpich"
     if backend == "nccl":
@@ -68,7 +68,7 @@ def missing(backend: str, world_size: int, name: str) -> str:
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize(("backend", "world_size"), WORLDS)
 def test_collectives(backend: str, world_size: int, name: str) -> None:
-    """See `collective_checks`: each has a name that says what must hold."""
+    """Names of the checks are in `collective_checks`: they say what must hold."""
     if lacks := missing(backend, world_size, name):
         pytest.skip(lacks)
     found = {rank: report[name] for rank, report in enumerate(reports(backend, world_size))}

@@ -1,4 +1,4 @@
-"""A mesh of stages, copies and splits trains to the weights that one process trains it to."""
+"""A mesh of stages, copies and splits, which trains to the weights of one process."""
 
 import functools
 
@@ -23,7 +23,7 @@ from shoal.layouts.base import Layout, World
 from shoal.layouts.hybrid.layout import HybridLayout
 from shoal.strategies.layout.hybrid import Hybrid
 
-# Sums over ranks are taken in another order than by one kernel: single roundings of fp32.
+# Sums over ranks are taken in another order than in one kernel: single roundings of fp32.
 TOLERANCE = 1e-5
 
 
@@ -52,7 +52,7 @@ def training(model=models.tied_gpt, optimizer=models.momentum, **options) -> Tra
 def check_equal(done: Training, state_shards) -> None:
     ours, theirs = assemble(state_shards), one_process(done)
     assert set(ours) == {name for name, _ in done.build()[0].named_parameters()}
-    # One name of what is tied is enough; state_dict has both.
+    # One name of a tied parameter is enough; state_dict has both.
     theirs = {name: tensor for name, tensor in theirs.items() if name in ours}
     assert largest_difference(ours, theirs) <= TOLERANCE
 
@@ -114,7 +114,7 @@ def laid_out(sizes: tuple[int, int, int], make=models.gpt) -> HybridLayout:
 
 
 def test_a_gradient_is_reduced_only_in_the_group_that_shares_the_coordinate():
-    """Each rank's gradients are its own number; what comes out is the mean of the two copies."""
+    """Gradients of a rank are a number of its own; the result is the mean of two copies."""
 
     def body() -> tuple[int, tuple[str, ...], set[float]]:
         layout = laid_out((2, 2, 1))
@@ -173,7 +173,8 @@ def test_exactly_one_rank_answers_for_each_element(sizes):
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
 def test_copies_keep_the_first_ones_statistics(sizes):
-    """Of its own samples; `assemble` fails where two ranks hold different ones."""
+    """The statistics are those of the first copy's own samples; `assemble` fails if two ranks hold
+    different ones."""
     done = Training(
         model=pipeline_models.Counted,
         optimizer=models.momentum,
@@ -204,7 +205,7 @@ def test_evaluation_gives_every_rank_the_outputs_of_the_whole_model():
 
 
 def test_a_pair_that_is_split_may_stand_in_two_stages():
-    """What goes from stage to stage is then each rank's part."""
+    """Stages then exchange each rank's part of the values."""
     done = Training(
         model=pipeline_models.perceptron,
         optimizer=models.momentum,

@@ -1,4 +1,4 @@
-"""A model in stages trains to the weights that one process trains it to."""
+"""A model in stages, which trains to the weights of one process."""
 
 import copy
 import functools
@@ -60,7 +60,7 @@ def check_equal(done: Training, state_shards) -> None:
     model, _ = done.build()
     buffers = {name for name, _ in model.named_buffers()}
     assert set(ours) == {name for name, _ in model.named_parameters()} | buffers
-    # One name of what is tied is enough; state_dict has both.
+    # One name of a tied parameter is enough; state_dict has both.
     theirs = {name: tensor for name, tensor in theirs.items() if name in ours}
     assert largest_difference(ours, theirs) <= TOLERANCE
 
@@ -85,7 +85,7 @@ def test_equals_one_process(model, world_size, schedule, optimizer):
 
 
 def test_equals_one_process_after_fifty_steps_of_gpipe():
-    """For 1F1B see `test_equality` of the strategies."""
+    """1F1B is tested in `test_equality` of the strategies."""
     done = training(models.tied_transformer, models.adamw, num_steps=50)
     lay_out = functools.partial(in_stages, schedule="gpipe")
     check_equal(done, shoal.run_in_memory(train_rank, 3, done, lay_out))
@@ -109,7 +109,7 @@ def test_gradients_add_up_over_several_passes():
 
 
 def test_statistics_in_buffers_see_each_microbatch_once():
-    """What finds out the shapes leaves no trace, and the statistics are those of micro-batches."""
+    """The probe of shapes leaves no trace, and the statistics are those of micro-batches."""
 
     def body() -> int:
         torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_a_parameter_without_a_gradient_stays_as_it_is():
 
 
 def with_weights(make, world: World, **options) -> PipelineLayout:
-    """Laid out with the weights that the model was made with."""
+    """Return a layout with the weights that the model was made with."""
     done = training(make)
     return LaidOutTraining(done, functools.partial(in_stages, **options), world).layout
 
@@ -161,7 +161,8 @@ def test_batches_of_changing_size_give_the_gradients_of_the_whole_batch():
 
 
 class Forgetful(nn.Module):
-    """Drops in every layer, and computes the second one's forward pass again in backward."""
+    """A model with dropout in every layer; the second layer's forward pass is recomputed in
+    backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +205,7 @@ def test_every_rank_is_told_the_mean_loss_of_the_batch():
 
     def body() -> float:
         layout = with_weights(models.perceptron, this_world())
-        # The weight is for gradients, the loss is the samples' own.
+        # The weight applies to gradients; the loss is that of the samples.
         return float(layout.forward_backward(inputs, targets, models.squared, 0.25))
 
     losses = shoal.run_in_memory(body, 3)
@@ -264,8 +265,8 @@ def test_calling_the_model_with_gradients_names_what_to_call_instead():
             texts.append(str(refused.value))
         return texts
 
-    for said in shoal.run_in_memory(body, 2):
-        assert all("session.forward_backward" in each for each in said)
+    for messages in shoal.run_in_memory(body, 2):
+        assert all("session.forward_backward" in each for each in messages)
 
 
 class Failing(nn.Module):
@@ -291,7 +292,7 @@ class FailingLayer(nn.Linear):
 
 
 def test_an_error_of_the_users_code_comes_as_it_was_raised_and_ends_the_others():
-    """First a probe, then a micro-batch: the error comes from within torch's schedule."""
+    """The error comes first from a probe, then from a micro-batch within torch's schedule."""
     met: list[str] = []
     lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Buffers that forward passes change: stages leave in them what one process does, or refuse."""
+"""Buffers that forward passes change: stages leave the same values as one process, or refuse."""
 
 import functools
 import threading
@@ -42,7 +42,7 @@ def loader() -> Loader:
 
 
 def trained(model, world_size: int, *, num_steps: int = 6, **options) -> tuple[dict, dict]:
-    """What stages have after some steps, and what one process has."""
+    """Return the state of stages after some steps, and that of one process."""
     done = Training(
         model=model,
         optimizer=models.momentum,
@@ -57,8 +57,8 @@ def trained(model, world_size: int, *, num_steps: int = 6, **options) -> tuple[d
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_power_iterations_of_weights_are_those_of_one_process(schedule: str) -> None:
-    """Also in layers that a backward pass computes again. Regression: they were made once for each
-    micro-batch, and other weights were trained."""
+    """Holds for layers that a backward pass recomputes too. Regression: the iterations were made
+    once per micro-batch, and other weights were trained."""
     ours, theirs = trained(models.normalised, 2, schedule=schedule)
     assert any(name.endswith("_u") for name in ours)
     assert largest_difference(ours, theirs) <= TOLERANCE
@@ -103,7 +103,7 @@ def test_a_pass_over_the_whole_batch_may_compute_them(kind: str) -> None:
 
 
 def test_buffers_that_stay_as_they_are_are_copied_once() -> None:
-    """A mask costs no copy in a pass: only a look at how often it was written to."""
+    """An unchanged mask is not copied: a pass only checks how often the mask was written to."""
 
     def body() -> list[bool]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Stages on one machine send each other activations and gradients in memory that they share."""
+"""Stages on one machine send each other activations and gradients through shared memory."""
 
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,13 @@ from support.processes.worlds import run_on_gloo
 from shoal.layouts.pipeline import shared_messages
 
 SIZES = (8, 8, 8, 8, 6, 6, 8, 24, 24, 8)
-"""The last but one kind is larger than what there was room made for."""
+"""Batch sizes. 24 needs more memory than was reserved."""
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_gradients_are_those_of_messages_over_the_group(schedule: str) -> None:
-    """To the last bit, in batches of changing size; nothing is sent over the group meanwhile."""
+    """Gradients are equal to the last bit, in batches of changing size; nothing is sent over the
+    group meanwhile."""
     over_group = run_on_gloo(3, partial(bodies.passes, SIZES, schedule, shares=False))
     in_memory = run_on_gloo(3, partial(bodies.passes, SIZES, schedule, shares=True))
     for rank, (theirs, ours) in enumerate(zip(over_group, in_memory, strict=True)):
@@ -34,7 +35,7 @@ def test_gradients_are_those_of_messages_over_the_group(schedule: str) -> None:
         assert sent[2:4] == [0, 0]
         assert sent[4:7] == [described, 0, 0]
         assert sent[9] == 0
-        # Not enough room: over the group, once shapes are described, as in the first passes.
+        # Too little memory: over the group, once shapes are described, as in the first passes.
         assert sent[8] == theirs[8][0] > 0
         assert sent[0] == theirs[0][0] > 0
 
@@ -43,7 +44,8 @@ def test_gradients_are_those_of_messages_over_the_group(schedule: str) -> None:
 def test_whoever_waits_for_a_message_is_told_at_once_of_a_lost_stage(
     tmp_path: Path, how: str
 ) -> None:
-    """The limit is far away. Where the last stage waits itself, the first one gives up."""
+    """The limit is far away. With `cut` no stage fails: the last one waits, the first cuts its
+    layout."""
     with Ranks() as ranks:
         body, path = bodies.passes_until_told, str(tmp_path / "store")
         stages = [ranks.start(body, path, rank, 3, how) for rank in range(3)]

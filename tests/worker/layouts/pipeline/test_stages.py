@@ -1,4 +1,5 @@
-"""A model is cut alike by everybody, evenly, and its stages in a row compute what it computes."""
+"""Cutting a model into stages: all ranks cut alike and evenly, and stages in a row compute what the
+model computes."""
 
 import copy
 import itertools
@@ -207,7 +208,7 @@ def test_a_buffer_of_two_layers_is_kept_once_by_one_stage_and_refused_over_two()
     ]
     with pytest.raises(InvalidSpec, match=r"1\.running_mean and 2\.running_mean are one buffer"):
         stages_of(model, 4)
-    # A constant, by what its registration says.
+    # The buffer is now a constant, as registered.
     for norm in norms:
         norm._non_persistent_buffers_set.add("running_mean")
     assert len(stages_of(model, 4)) == 4

@@ -1,4 +1,4 @@
-"""What a trace leaves behind in the process and the model, what it takes, and what it refuses."""
+"""Effects of a trace on the process and the model, its cost, and its refusals."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 class Masked(nn.Module):
-    """Makes something by itself, on a device that it names with a context."""
+    """A model that makes a tensor on a device named by a context."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.device("cpu"):
@@ -22,8 +22,8 @@ class Masked(nn.Module):
 
 
 def test_devices_named_by_a_context_hold_after_a_trace() -> None:
-    """Also where the first such context of the process is in the traced model: torch looks then
-    which functions make tensors."""
+    """Holds too if the traced model uses the first such context of the process: torch then
+    determines which functions make tensors."""
     _device._device_constructors.cache_clear()
     trace(Masked(), (), training=True)
     with torch.device("meta"):
@@ -31,7 +31,7 @@ def test_devices_named_by_a_context_hold_after_a_trace() -> None:
 
 
 class Scales(nn.Module):
-    """Has many parameters of its own, and adds all of them up beside its layers."""
+    """A model with many parameters of its own, which it adds up beside its layers."""
 
     def __init__(self, num: int) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class Scales(nn.Module):
 def test_a_model_is_traced_in_time_that_grows_with_its_parameters_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Regression: with their square, as all were looked through for each; and what is added up of
-    more than a thousand was one RecursionError."""
+    """Regression: the time grew with the square of their number, since all were searched for each.
+    Sums of more than a thousand raised RecursionError."""
     model = Scales(1200)
     looks = []
     named_parameters = nn.Module.named_parameters
@@ -68,7 +68,7 @@ def test_a_model_is_traced_in_time_that_grows_with_its_parameters_alone(
 
 
 class Counting(nn.Module):
-    """Keeps what it has counted beside its layers."""
+    """A model that keeps a count beside its layers."""
 
     count: Tensor
 
@@ -85,8 +85,8 @@ class Counting(nn.Module):
 
 
 def test_a_forward_pass_that_assigns_attributes_is_refused_and_leaves_none() -> None:
-    """Regression: a symbol stood in the place of the buffer from then on, the member ended with
-    KeyError, and the number had changed before the first step, also under `hybrid` of one stage."""
+    """Regression: the buffer was replaced by a symbol, the member ended with KeyError, and the
+    number had changed before the first step, also under `hybrid` of one stage."""
     model = Counting()
     count = model.count
     for training in (True, False):
@@ -97,13 +97,13 @@ def test_a_forward_pass_that_assigns_attributes_is_refused_and_leaves_none() -> 
 
 
 class Mapped(nn.Module):
-    """Its forward pass raises what symbols make torch raise."""
+    """A model whose forward pass raises what torch raises on symbols."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.vmap(lambda each: each * 2)(inputs)
 
 
 def test_whatever_a_forward_pass_raises_of_symbols_is_a_refusal() -> None:
-    """Regression: of another class than expected it ended the member as an internal error."""
+    """Regression: an error of an unexpected class ended the member as an internal error."""
     with pytest.raises(InvalidSpec, match="ValueError: vmap"):
         trace(Mapped(), (), training=True)

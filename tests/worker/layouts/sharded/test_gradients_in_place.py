@@ -1,4 +1,5 @@
-"""Gradients that ranks cannot share evenly are laid out for a sum as torch does, but not padded."""
+"""Gradients that ranks cannot share evenly: laid out for a sum as torch does, but without
+padding."""
 
 from collections.abc import Callable
 

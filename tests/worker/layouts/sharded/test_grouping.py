@@ -1,4 +1,4 @@
-"""Which modules become one group, from the module tree and sizes alone."""
+"""Grouping of modules, decided from the module tree and sizes alone."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def block() -> nn.Module:
 
 
 class Sized(nn.Module):
-    """Layers of so many bytes each, called one after the other."""
+    """Layers with the given numbers of bytes."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def modules_of(grouping: Grouping) -> list[tuple[str, ...]]:
 
 
 def covers(model: nn.Module, grouping: Grouping) -> bool:
-    """Each parameter in exactly one group."""
+    """True if each parameter is in exactly one group."""
     grouped = sorted(name for group in grouping for name in group.parameters)
     return grouped == sorted(name for name, _ in model.named_parameters())
 
@@ -82,7 +82,7 @@ def test_a_large_layer_stays_alone_and_parts_its_neighbours() -> None:
 
 
 def test_repeated_blocks_are_not_cut() -> None:
-    """Each is larger than a group has to be."""
+    """Blocks are larger than the minimum of a group here."""
     with torch.device("meta"):
         model = nn.TransformerEncoder(block(), 4, enable_nested_tensor=False)
     grouping = group_modules(model, 1000)
@@ -133,7 +133,7 @@ def test_two_dtypes_in_one_group_are_refused() -> None:
     with pytest.raises(InvalidSpec, match="several dtypes") as refused:
         group_modules(model)
     assert "1.weight: torch.float64" in refused.value.seen
-    model[0].requires_grad_(False)  # what is frozen is only gathered
+    model[0].requires_grad_(False)  # frozen parameters are only gathered
     assert group_modules(model).rest.num_bytes == 6 * 4 + 6 * 8
 
 

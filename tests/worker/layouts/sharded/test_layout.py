@@ -1,4 +1,4 @@
-"""Parameters cut by rows: equal to one process, and really cut."""
+"""Parameters cut by rows: weights equal those of one process, and each rank holds only its rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ from shoal.layouts.sharded.group_passes import GroupPasses
 from shoal.layouts.sharded.layout import ShardedLayout
 
 TOLERANCE = 1e-5
-"""fp32; only the order of additions differs."""
+"""Limit for fp32; only the order of additions differs."""
 ZERO2, ZERO3 = {"free_after_forward": False}, {"free_after_forward": True}
 KINDS = pytest.mark.parametrize("kind", [ZERO2, ZERO3], ids=["zero2", "fsdp"])
 
@@ -50,15 +50,15 @@ KINDS = pytest.mark.parametrize("kind", [ZERO2, ZERO3], ids=["zero2", "fsdp"])
 def difference(training: Training, world_size: int, way: LayOut) -> float:
     ours = assemble(run_in_memory(train_rank, world_size, training, way))
     theirs = one_process(training)
-    # A tied parameter is held once; in a state_dict it is there under each of its names.
+    # A layout holds a tied parameter once; a state_dict has it under each of its names.
     return largest_difference(ours, {name: theirs[name] for name in ours})
 
 
 @KINDS
 @pytest.mark.parametrize(("world_size", "optimizer"), [(3, sgd), (4, adamw)])
 def test_equal_to_one_process(world_size: int, optimizer: Any, kind: Any) -> None:
-    """In several groups. No size divides by the number of ranks, and one layer has fewer rows than
-    there are ranks. For 50 steps see `test_equality` of the strategies."""
+    """The model has several groups. Its sizes are not divisible by the number of ranks, and one
+    layer has fewer rows than there are ranks. 50 steps are in `test_equality` of the strategies."""
     training = training_of(deep, optimizer, num_steps=12)
     assert difference(training, world_size, lay_out(min_group_bytes=300, **kind)) < TOLERANCE
 
@@ -70,13 +70,13 @@ def test_equal_to_one_process_on_gloo(kind: Any) -> None:
     assert largest_difference(assemble(state_shards), one_process(training)) < TOLERANCE
 
 
-# What it says is about operations in place, of which there is none.
+# The warning is about operations in place, of which there are none.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @KINDS
 @pytest.mark.parametrize("model", [Tangled, Discarding, Tied, PartlyFrozen, Sometimes, transformer])
 def test_models_that_are_hard_to_cut(model: Callable[[], nn.Module], kind: Any) -> None:
-    """SGD for all: a transformer's key biases have a gradient of zero but for rounding, and Adam
-    would make whole steps of that."""
+    """SGD is used for all: the gradient of a transformer's key biases is zero except for rounding,
+    and Adam would make whole steps of that."""
     training = training_of(model, sgd, accumulate=2, num_steps=6)
     assert difference(training, 3, lay_out(min_group_bytes=300, **kind)) < TOLERANCE
 
@@ -84,7 +84,8 @@ def test_models_that_are_hard_to_cut(model: Callable[[], nn.Module], kind: Any) 
 def test_weights_that_were_freed_while_backward_needed_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Regression: a group gathered in backward only when the last of its modules began there."""
+    """Regression: a group gathered its weights in backward only when the last of its modules began
+    there."""
 
     def as_torch_has_it(passes: GroupPasses, modules: list[nn.Module]) -> None:
         passes._num_open, passes._blind = 0, False
@@ -98,8 +99,9 @@ def test_weights_that_were_freed_while_backward_needed_them(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mixed_precision_stays_near_full_precision(dtype: torch.dtype) -> None:
-    """bf16 has 8 bits: a layer's output is off by up to 2^-9 of its size, five layers by 1e-2; SGD
-    moves a weight by the rate times such a gradient, ten times. fp16 is eight times as fine."""
+    """bf16 has 8 bits: a layer's output is off by up to 2^-9 of its size, that of five layers by
+    1e-2. SGD moves a weight by the rate times such a gradient, ten times. fp16 is eight times as
+    fine."""
     training = training_of(deep, sgd)
     way = lay_out(min_group_bytes=150, param_dtype=dtype, reduce_dtype=torch.float32)
     apart = difference(training, 3, way)
@@ -143,7 +145,8 @@ def test_buffers_of_all_dtypes_travel_in_one_broadcast() -> None:
 
 
 def local_gradients(training: Training, way: LayOut) -> tuple[int, int, int]:
-    """Elements of this rank's gradients, of memory that they keep, and of the whole model."""
+    """Count elements of this rank's gradients, of the memory that they occupy, and of the whole
+    model."""
     trained = LaidOutTraining(training, way, this_world())
     trained.step(0)
     gradients = [parameter.grad for parameter in trained.layout.parameters.values()]
@@ -172,7 +175,8 @@ def test_zero2_that_was_ddp_in_disguise(kind: Any) -> None:
 
 @KINDS
 def test_reduce_scatter_that_crashed_or_scattered_padding(kind: Any) -> None:
-    """Regression: sizes that do not divide, with ranks that hold nothing of some parameters."""
+    """Regression for sizes that are not divisible, with ranks that hold no rows of some
+    parameters."""
     training = training_of(deep, num_steps=1)
     found = run_in_memory(local_gradients, 4, training, lay_out(**kind))
     _, _, whole = found[0]
@@ -181,7 +185,8 @@ def test_reduce_scatter_that_crashed_or_scattered_padding(kind: Any) -> None:
 
 
 def reduced_and_used(training: Training, way: LayOut) -> float:
-    """By how much the step that was taken is off from one with the reduced gradients by hand."""
+    """Return the largest difference between the step taken and an SGD step computed from the
+    reduced gradients."""
     trained = LaidOutTraining(training, way, this_world())
     before = {n: p.detach().clone() for n, p in trained.layout.parameters.items()}
     trained.step(0)
@@ -208,7 +213,7 @@ def test_reduce_scatter_whose_result_nobody_used(kind: Any) -> None:
 
 
 def evaluate_within_step(training: Training, way: LayOut) -> bool:
-    """Whether a pass behind backward leaves old weights for the next step to compute with."""
+    """True if a pass between backward and the step leaves old weights for the next pass."""
     trained = LaidOutTraining(training, way, this_world())
     layout, inputs = trained.layout, data()[0]
     layout.begin()

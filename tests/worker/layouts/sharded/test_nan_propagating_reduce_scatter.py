@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank is seen by all that it is reduced with."""
+"""Gradients that are not finite on one rank: all ranks that reduce them learn of it."""
 
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ def test_one_that_is_not_finite_makes_all_nan(value: float, dtype: torch.dtype) 
 @pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_what_a_gpu_does_without_anybody_waiting(value: float, dtype: torch.dtype) -> None:
-    """Also where the sum of finite numbers is not one."""
+    """Finite numbers are left alone even if their sum is infinite."""
     gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype)
     gradients[3] = value
     before = gradients.clone()
@@ -53,7 +53,7 @@ def test_a_loss_that_is_not_finite_makes_all_nan() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_is_not_waited_for(dtype: torch.dtype) -> None:
-    """So nobody is told at once whose gradient it was."""
+    """The rank does not learn at once whose gradient was at fault, since that needs a wait."""
     gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype, device="cuda")
     before = gradients.clone()
     assert not propagate_nan(gradients, UnseenLosses())
@@ -71,7 +71,8 @@ def test_finite_numbers_whose_sum_is_not_are_left_alone() -> None:
 
 
 class Scaled(nn.Module):
-    """The scale has a gradient of 3 elements, so that the last of four ranks holds none of it."""
+    """A model whose scale has a gradient of 3 elements, so that the last of four ranks holds none
+    of it."""
 
     def __init__(self, faulty: int) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class Scaled(nn.Module):
 
 
 def after_backward(faulty: int, shard: int | None = None) -> ShardedLayout:
-    """The layout of this rank, which has computed the gradients of step 4."""
+    """Return the layout of this rank, which has computed the gradients of step 4."""
     group = dist.group.WORLD
     assert group is not None
     training = Training(
@@ -117,19 +118,20 @@ def raised_by(layout: ShardedLayout) -> str:
 
 
 def test_all_ranks_are_told_also_those_that_hold_nothing_of_it() -> None:
-    """Regression: a rank whose rows were sound trained on, and waited for the others."""
+    """Regression: a rank whose own rows were finite trained on, and waited for the others."""
     names = run_in_memory(lambda: raised_by(after_backward(faulty=1)), 4)
     assert names == ["GenerationBroken", "NonFiniteGradient", *["GenerationBroken"] * 2]
 
 
 def test_all_ranks_of_all_copies_are_told() -> None:
-    """Also the last of the other copy, which holds nothing of it."""
+    """The last rank of the other copy gets the error too, although it holds no element of the
+    gradient."""
     names = run_in_memory(lambda: raised_by(after_backward(faulty=1, shard=4)), 8)
     assert names == ["GenerationBroken", "NonFiniteGradient", *["GenerationBroken"] * 6]
 
 
 def test_a_sum_that_overflows_is_told_where_it_is_without_a_word_to_others() -> None:
-    """They would not be there to hear it."""
+    """The other ranks would not be there to receive a message."""
 
     def body() -> str:
         layout = after_backward(faulty=-1)

@@ -1,6 +1,6 @@
-"""Ranks that gather on a device note which layers: a word before each gathering would hold up its
-stream. Ranks that compute with different layers find out at the step's end, or, where they wait for
-each other before it, by what they have noted."""
+"""Records of the layers that ranks gather on a device: a message before each gathering would delay
+its stream. Ranks that compute with different layers find out at the step's end; if they wait for
+each other before it, they compare records."""
 
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ def in_another_order(made: Any, at: str) -> str:
 @pytest.mark.parametrize("at", ["a step", "an evaluation"])
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 def test_layers_of_one_size_in_another_order_are_refused_on_all(strategy: str, at: str) -> None:
-    """No message would be of another size."""
+    """Messages of both layers have the same size, so no transport notices."""
     with late_groups():
         refusals = run_in_memory(in_another_order, 2, MADE[strategy], at)
     for refusal in refusals:
@@ -47,7 +47,7 @@ def test_layers_of_one_size_in_another_order_are_refused_on_all(strategy: str, a
 
 
 def noted_where_one_is_left_out(made: Any) -> ExchangeRecord | None:
-    """What a rank has noted where it waits, in vain, for the others."""
+    """Return the record of a rank that waits, in vain, for the others."""
     model = Chain()
     run = Run(
         build=lambda _: (model, torch.optim.SGD(model.parameters(), lr=0.05)),
@@ -62,7 +62,7 @@ def noted_where_one_is_left_out(made: Any) -> ExchangeRecord | None:
     try:
         take_step(strategy, loader().synchronous(0, *share), cross_entropy)
     except RuntimeError:
-        # In memory ranks are told that they do different things; NCCL's would wait.
+        # The in-memory backend refuses different operations; NCCL would wait.
         return strategy.position.exchanges.record()
     raise AssertionError("messages of different sizes were added")
 
@@ -70,7 +70,7 @@ def noted_where_one_is_left_out(made: Any) -> ExchangeRecord | None:
 def test_what_ranks_have_noted_tells_which_layer_one_has_left_out() -> None:
     with late_groups():
         noted = run_in_memory(noted_where_one_is_left_out, 2, MADE["fsdp"])
-    found = difference({f"m{rank}": told for rank, told in enumerate(noted) if told is not None})
+    found = difference({f"m{rank}": each for rank, each in enumerate(noted) if each is not None})
     assert found == {
         "m0": "at the weights of the layer of drop.weight",
         "m1": "at the weights of the layer of last.weight",

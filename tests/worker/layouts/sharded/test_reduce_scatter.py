@@ -1,4 +1,5 @@
-"""Each rank's part of a sum, sent once: the same numbers as torch's own collective gives."""
+"""Reduce-scatter that sends each part of a sum once: the same numbers as from torch's own
+collective."""
 
 import pytest
 from support.collectives import scattering_bodies
@@ -11,7 +12,8 @@ BEST = {"sum has a better way", "mean has a better way"}
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_over_gloo_every_rank_has_its_part_of_the_sum_and_of_the_mean(world_size: int) -> None:
-    """Within the rounding of another order of additions; other reductions are left to torch."""
+    """Sums are equal within the rounding of another order of additions; other reductions are left
+    to torch."""
     for seen in run_on_gloo(world_size, scattering_bodies.sums_and_means):
         assert all(seen[name] for name in BEST)
         assert seen["sum"] <= 1e-6
@@ -20,7 +22,8 @@ def test_over_gloo_every_rank_has_its_part_of_the_sum_and_of_the_mean(world_size
 
 
 def test_other_transports_scatter_by_themselves() -> None:
-    """Only Gloo sums up the whole for a part of it; the sums are the same there all the same."""
+    """Gloo is the only transport that sums up the whole for one part; sums on other transports are
+    the same."""
     for seen in run_in_memory(scattering_bodies.sums_and_means, 2):
         assert not any(seen[name] for name in BEST)
         assert seen["sum"] <= 1e-6

@@ -1,4 +1,5 @@
-"""Gathered and summed in shared memory: the bits that Gloo gives, and nothing written too soon."""
+"""Gathering and summing in shared memory: results have Gloo's bits, and nothing is overwritten too
+soon."""
 
 from typing import Any
 
@@ -10,7 +11,7 @@ from support.processes.worlds import assemble, run_on_gloo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_sums_and_means_have_the_bits_that_gloo_gives_them(dtype: torch.dtype) -> None:
-    """From a slot and from elsewhere, over and over in the same slots."""
+    """Values come from a slot and from elsewhere, many times in the same slots."""
     for found in run_on_gloo(3, shared_memory_bodies.sums, dtype, 12):
         assert found == [(True, True)] * 12
 
@@ -21,20 +22,22 @@ def test_a_sum_that_is_too_large_for_a_slot_is_left_to_gloo() -> None:
 
 @pytest.mark.parametrize("num_kept", [0, 1, 2, 5])
 def test_what_somebody_still_has_is_not_overwritten(num_kept: int) -> None:
-    """Regression guard: the next rank to gather would write into what another computes with."""
+    """Regression guard: the next rank to gather would overwrite values with which another rank
+    computes."""
     for sound in run_on_gloo(3, shared_memory_bodies.gathered_and_kept, num_kept):
         assert all(sound)
 
 
 def test_what_is_gathered_ahead_in_backward_takes_no_meeting_of_its_own() -> None:
-    """One for each group in forward, one where backward begins, and one for each sum."""
+    """Ranks meet once for each group in forward, once where backward begins, and once for each
+    sum."""
     for num_groups, meetings in run_on_gloo(2, shared_memory_bodies.meetings_of_steps, 3):
         assert num_groups > 2
         assert meetings == [2 * num_groups + 1] * 3
 
 
 def test_a_layout_that_is_released_leaves_no_descriptor() -> None:
-    """Regression: neither the memory nor the connections of those who shared it were closed."""
+    """Regression: neither the memory nor its users' connections were closed."""
     for counts in run_on_gloo(3, shared_memory_bodies.descriptors_after, 5):
         assert counts == counts[:1] * 5
 

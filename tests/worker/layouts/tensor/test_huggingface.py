@@ -1,4 +1,4 @@
-"""A Llama of Hugging Face's, made from a configuration, whose attention is split by heads."""
+"""A Llama of Hugging Face's, made from a configuration: its attention is split by heads."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_heads_and_feed_forward_layers_are_pairs() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equals_one_process(world_size: int) -> None:
-    """Over four ranks two heads of keys do not divide, and attention is gathered."""
+    """Two heads of keys are not divisible by four ranks; attention is gathered there."""
     training = Training(
         model=llama, optimizer=models.adamw, data=models.tokens, loss=next_token, num_steps=4
     )

@@ -1,4 +1,4 @@
-"""What ranks that compute layers together tell each other, in memory that they share."""
+"""Collectives in shared memory of ranks that compute layers together."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from support.processes.worlds import assemble, largest_difference, one_process, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64])
 def test_collectives_in_memory_give_what_gloo_gives(dtype: torch.dtype) -> None:
-    """Over and over in the same places, also of values that do not lie in the order of memory."""
+    """The same slots are used many times; some values are not contiguous in memory."""
     for alike, num_met in run_on_gloo(3, bodies.collectives, dtype, 4096, 6):
         assert alike
         assert num_met == 6 * 4
 
 
 def test_values_that_are_too_large_for_a_place_go_over_gloo() -> None:
-    """On all ranks alike: they have met before, and know it of each other."""
+    """Ranks decide alike: they have met before, and know each other's sizes."""
     for alike, num_met in run_on_gloo(2, bodies.collectives, torch.float32, 32, 3):
         assert alike
         assert num_met == 3 * 4
@@ -37,8 +37,8 @@ def test_ranks_that_must_not_share_memory_train_over_gloo() -> None:
 
 
 def test_values_of_different_sizes_are_told_of() -> None:
-    """Over Gloo the process that is sent more than it waits for ends; in memory a rank would add up
-    what it finds."""
+    """Gloo terminates a process that receives more than it expects; in memory a rank would add up
+    whatever it finds."""
     for refusal in run_on_gloo(2, bodies.different_sizes):
         assert "computed with different layers at the same time" in refusal
         assert "rank 0: with 6 numbers; rank 1: with 5 numbers" in refusal

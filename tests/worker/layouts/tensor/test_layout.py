@@ -1,4 +1,4 @@
-"""A model that is split over ranks trains to the weights that one process trains it to."""
+"""A model split over ranks, which trains to the weights of one process."""
 
 import copy
 from typing import Any
@@ -29,7 +29,7 @@ from shoal.layouts.tensor.plan import TensorPlan
 from shoal.randomness.dropout import key_dropout
 from shoal.state.shards import StateShard
 
-# Sums over ranks are taken in another order than by one kernel: single roundings of fp32.
+# Sums over ranks are taken in another order than in one kernel: single roundings of fp32.
 TOLERANCE = 1e-5
 DATA = {
     models.mlp: (models.numbers, models.squared),
@@ -60,7 +60,7 @@ def split_otherwise(model: nn.Module, world: World) -> Layout:
 
 def check_equal(done: Training, state_shards: list[StateShard]) -> None:
     ours, theirs = assemble(state_shards), one_process(done)
-    # One name of what is tied is enough; state_dict has both.
+    # One name of a tied parameter is enough; state_dict has both.
     theirs = {name: tensor for name, tensor in theirs.items() if name in ours}
     assert set(ours) == {name for name, _ in done.build()[0].named_parameters()}
     assert largest_difference(ours, theirs) <= TOLERANCE
@@ -84,7 +84,7 @@ def check_equal(done: Training, state_shards: list[StateShard]) -> None:
     ],
 )
 def test_equals_one_process(model, world_size, optimizer):
-    """For 50 steps see `test_equality` of the strategies."""
+    """50 steps are in `test_equality` of the strategies."""
     done = training(model, optimizer)
     check_equal(done, shoal.run_in_memory(train_rank, world_size, done, split))
 
@@ -112,7 +112,7 @@ def test_dropout_draws_the_masks_of_one_process():
 
 
 def held_bytes(done: Training) -> tuple[int, int, TensorPlan]:
-    """What this rank holds, what of it it answers for, and the plan."""
+    """Return the bytes that this rank holds, the bytes for which it answers, and the plan."""
     layout = LaidOutTraining(done, split, this_world()).layout
     assert isinstance(layout, TensorLayout)
     sizes = {n: layout.shard(n, p).tensor.nbytes for n, p in layout.parameters.items()}
@@ -134,7 +134,8 @@ def test_ranks_hold_the_bytes_that_the_plan_says(model, world_size):
 
 
 def attend(whole: nn.MultiheadAttention, options: dict[str, Any]) -> None:
-    """Compare the outputs, weights and input gradients of split attention with those of whole."""
+    """Compare outputs, weights and input gradients of split attention with those of whole
+    attention."""
     parts = copy.deepcopy(whole)
     mesh = DeviceMesh.from_group(this_world().group, "cpu")
     ranks = TensorGroup(this_world().group, torch.device("cpu"))

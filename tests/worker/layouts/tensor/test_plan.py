@@ -1,4 +1,4 @@
-"""The plan splits what can be split without changing the result, and says why of the rest."""
+"""The plan splits what can be split without changing the result, and gives reasons for the rest."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def styles(model: nn.Module, degree: int = 2, **overrides: str) -> dict[str, str
 
 
 class Leaking(nn.Module):
-    """What is between the two linear modules also goes elsewhere."""
+    """A model that also uses the values between its two linear modules elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class Leaking(nn.Module):
 
 
 class Normed(Leaking):
-    """Between them is work over the whole width."""
+    """A model with an operation over the whole width between its linear modules."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(torch.softmax(self.fc1(x), -1))
 
 
 class Branching(Leaking):
-    """In training something else is between them than in evaluation."""
+    """A model with another operation between its linear modules in training than in evaluation."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.fc1(x)
@@ -46,7 +46,7 @@ class Branching(Leaking):
 
 
 class Optional(Leaking):
-    """An argument that need not be given changes what is between them."""
+    """A model whose optional argument changes the operation between its linear modules."""
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         hidden = self.fc1(x).relu()
@@ -54,14 +54,14 @@ class Optional(Leaking):
 
 
 class Unreadable(Leaking):
-    """What it does depends on the values."""
+    """A model whose operations depend on values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.fc1(x)) if x.sum() > 0 else x
 
 
 class Repeated(Leaking):
-    """One dropout, within the pair and behind it."""
+    """A model that uses one dropout within the pair and after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Repeated(Leaking):
 
 
 class Listed(nn.Module):
-    """Pairs in lists."""
+    """A model whose pairs are in lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_tied_weights_are_cut_in_one_way_or_not_at_all():
 
 
 class Pair(nn.Module):
-    """A pair with a dropout between, which a sequence around it may use too."""
+    """A pair with a dropout between its modules, which a sequence around the pair may use too."""
 
     def __init__(self, dropout: nn.Module) -> None:
         super().__init__()
@@ -168,13 +168,13 @@ class Pair(nn.Module):
 
 
 def test_modules_that_are_bound_together_by_several_ties_are_cut_alike():
-    """What is cut in one place and whole in another would be two parameters."""
+    """A parameter cut in one module and whole in another would become two parameters."""
     chain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.LayerNorm(8))
     chain[1].weight, chain[2].bias = chain[0].weight, chain[1].bias
     assert styles(chain) == dict.fromkeys("012", "column") | {"3": "whole"}
     chain[3].bias = chain[2].bias
     assert set(styles(chain).values()) == {"whole"}
-    # Only with its bias is the output as large as what is worth a cut.
+    # Only with its bias is the output large enough to be cut.
     unlike = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64))
     unlike[1].weight = unlike[0].weight
     plan = derive(unlike, 2, min_split_bytes=4 * 64 * 9)
@@ -185,7 +185,7 @@ def test_modules_that_are_bound_together_by_several_ties_are_cut_alike():
 
 
 def test_a_module_with_two_names_is_in_no_pair():
-    """Its other place may lie outside of the pair, where values are whole."""
+    """The module's other use may lie outside the pair, where values are whole."""
     pair = Pair(nn.Dropout(0.1))
     pair.same = pair.fc2
     assert "paired" not in " ".join(styles(pair).values())
@@ -279,13 +279,13 @@ def attention_of(model: nn.Module, degree: int) -> dict[str, str]:
 
 
 def test_attention_that_the_model_declares_is_split_by_heads() -> None:
-    """Two heads of keys and values, so one for each of two ranks."""
+    """The model has two heads of keys and values, so one for each of two ranks."""
     columns = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "column paired")
     assert attention_of(models.declared(), 2) == {**columns, "o_proj": "row paired"}
 
 
 class NormedHeads(models.Declared):
-    """Parameters that each head is multiplied with: some heads give some of their gradient."""
+    """A model with parameters that multiply each head: each head contributes to their gradient."""
 
     def __init__(self) -> None:
         super().__init__()

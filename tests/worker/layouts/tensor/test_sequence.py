@@ -1,4 +1,5 @@
-"""Positions of a sequence spread over the ranks between split layers: what one process computes."""
+"""Positions of a sequence spread over the ranks between split layers: results are those of one
+process."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,13 +32,13 @@ WIDTH = tensor_models.WIDTH
 
 
 def encoder(**options: object) -> nn.Module:
-    """torch's own layers, which take masks and give dropout."""
+    """A model of torch's own layers, which take masks and have dropout."""
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 20, batch_first=True, dropout=0.0, **options)  # type: ignore[arg-type]
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 class Decoder(nn.Module):
-    """The encoder's inputs are given whole to all layers."""
+    """A decoder: all its layers get the encoder's inputs whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Decoder(nn.Module):
 
 
 class PostNorm(nn.Module):
-    """Norms behind the sums, dropout, and one block in another's sequence."""
+    """A model with norms after the sums, with dropout, and with two blocks in a row."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -88,7 +89,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def fill(model: nn.Module, seed: int) -> nn.Module:
-    """Ranks are threads, which share torch's generator."""
+    """Fill the model from a generator of its own: ranks are threads, which share torch's
+    generator."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -129,7 +131,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 }
 
 
-# Five positions: over 4 ranks these are 2, 2, 1 and none.
+# Five positions over 4 ranks are 2, 2, 1 and none.
 @pytest.mark.sampled("name", "world")
 @pytest.mark.parametrize("world", [("tensor", 2), ("tensor", 4), ("fsdp-tensor", 4)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -161,13 +163,13 @@ def test_blocks_are_found_and_shown() -> None:
 
 
 def test_blocks_behind_each_other_are_one() -> None:
-    """Nothing is gathered between them."""
+    """Values are not gathered between the blocks."""
     plan = _plan(PostNorm())
     assert [e.module for e in plan.sequence if e.role == SequenceRole.BLOCK] == [""]
 
 
 class Mixes(nn.Module):
-    """As a block, but for one thing that needs other positions, or gives others."""
+    """A block, except for one operation (`kind`) that needs or changes other positions."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -195,7 +197,8 @@ def test_what_needs_other_positions_is_no_block(kind: str) -> None:
 
 
 def test_what_is_used_elsewhere_too_is_in_no_block() -> None:
-    """Its gradients would be of some positions here and of all there; hooks would see some."""
+    """The module's gradients would cover some positions in the block and all of them elsewhere;
+    hooks would see only some."""
 
     class Outside(nn.Module):
         def __init__(self) -> None:
@@ -226,7 +229,7 @@ def test_a_model_without_blocks_is_refused_by_name() -> None:
 
 
 def _alone_and_split(dropout: float) -> tuple[float, float]:
-    """How far outputs and gradients of a rank's layout are from those of the model by itself."""
+    """Return how far outputs and gradients of a rank's layout are from those of the model alone."""
     model = fill(PostNorm(dropout), 0)
     key_dropout(model)
     inputs, _ = tensor_models.sequences()
@@ -283,7 +286,7 @@ def test_positions_of_another_pass_are_refused() -> None:
 
 
 def test_the_plan_counts_what_is_moved() -> None:
-    """What a norm's gradients are summed by, and gathers in place of sums."""
+    """The plan counts sums of norms' gradients, and gathers that replace sums."""
     model = tensor_models.gpt()
     inputs = tensor_models.tokens()[0]
     spread = shoal.TensorParallel(min_split_bytes=0, sequence=True)
@@ -295,7 +298,8 @@ def test_the_plan_counts_what_is_moved() -> None:
 
 
 def test_ranks_meet_for_as_many_numbers_whatever_their_passes_have_left_out() -> None:
-    """Regression: with fewer than the others send, Gloo ends a process before it is refused."""
+    """Regression: if a rank sends fewer numbers than the others, Gloo terminates a process before
+    the step is refused."""
     norm = nn.LayerNorm(3)
     norm.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
     norm.bias.grad = torch.ones(3)

@@ -1,4 +1,5 @@
-"""State of a script's own: carried by value, taken back with a step, refused where it cannot be."""
+"""A script's own state: carried by value, rolled back with a step, refused if it cannot be
+carried."""
 
 import json
 import random
@@ -28,7 +29,7 @@ from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 
 class Counter:
-    """A metric."""
+    """A metric with a state dict."""
 
     def __init__(self, **state: Any) -> None:
         self.state: dict[str, Any] = state
@@ -41,7 +42,7 @@ class Counter:
 
 
 def travelled(captured: CapturedState) -> CapturedState:
-    """As another member receives it."""
+    """Return the state as another member receives it."""
     return CapturedState(values=json.loads(json.dumps(captured.values)), tensors=captured.tensors)
 
 
@@ -59,7 +60,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_goes_on_with_another_member_as_if_it_had_counted_there(name: str) -> None:
-    """Its rates are a function of what travelled alone: settings of the groups among it."""
+    """Rates depend only on the transferred state, which includes the settings of groups."""
     crew = []
     for _ in range(2):
         optimizer = optimizer_of()
@@ -81,7 +82,7 @@ def test_a_schedule_goes_on_with_another_member_as_if_it_had_counted_there(name:
 
 
 def test_a_step_that_did_not_happen_leaves_no_trace_in_schedule_rate_and_average() -> None:
-    """Nor does what the script does behind it, before its next batch."""
+    """The script's operations between the step and its next batch leave no trace either."""
     model = nn.Linear(2, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
     schedule, average = ExponentialLR(optimizer, 0.5), AveragedModel(model)
@@ -192,7 +193,7 @@ def test_what_cannot_be_carried_is_refused_by_place_when_it_is_registered(
 
 
 def test_too_much_is_refused_with_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is copied before each step."""
+    """The state is copied before each step."""
     monkeypatch.setattr(objects, "MAX_TENSOR_BYTES", 100)
     with pytest.raises(InvalidSpec, match=r"404 bytes.*at most 100"):
         RegisteredState().add("large", Counter(table=torch.zeros(101)))
@@ -228,7 +229,7 @@ def test_a_tensor_that_grows_is_refused_before_a_copy_of_it_could_not_be_used() 
 
 
 def test_a_state_without_what_is_registered_is_refused_by_name() -> None:
-    """Else a schedule would begin anew amid the training."""
+    """Otherwise a schedule would begin anew in the middle of the training."""
     registered = RegisteredState()
     registered.add("schedule", Counter(last=0))
     with pytest.raises(InvalidSpec, match="nothing under 'schedule'"):
@@ -288,7 +289,7 @@ def test_arguments_the_wrong_way_round_are_refused_by_name() -> None:
 
 
 class Mean(nn.Module):
-    """A metric, as those of torchmetrics are made: its state is none of its `state_dict()`."""
+    """A metric like those of torchmetrics: its `state_dict()` may lack its state."""
 
     def __init__(self, *, persistent: bool) -> None:
         super().__init__()

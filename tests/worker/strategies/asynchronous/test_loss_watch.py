@@ -1,4 +1,5 @@
-"""A loss that does not fall is told; one that does, or of which it is too early to tell, is not."""
+"""Warnings for a loss that does not fall. A loss that falls, or that cannot be judged yet, gives
+none."""
 
 import math
 from collections.abc import Sequence
@@ -11,11 +12,11 @@ from shoal.strategies.asynchronous.loss_watch import PATIENCE_UPDATES, LossMonit
 from shoal_proto.errors import TrainingFailed
 
 A_WINDOW = 30
-"""Updates of all members in one window of this one."""
+"""Updates by all members in one window of this member."""
 
 
 def warnings_of(losses: Sequence[float]) -> list[bool]:
-    """Of each window's loss, whether something was said of it."""
+    """Return True for each window whose loss gave a warning."""
     watch = LossWatch()
     return [watch.see(loss, 1 + i * A_WINDOW) is not None for i, loss in enumerate(losses)]
 
@@ -31,7 +32,7 @@ def warnings_of(losses: Sequence[float]) -> list[bool]:
     ids=["flat", "hardly", "fell and came back", "below zero"],
 )
 def test_a_loss_that_does_not_fall_is_told(losses: Sequence[float]) -> None:
-    """Once the job has had its number of updates, and not before."""
+    """The warning comes once the job has had its number of updates, and not before."""
     warnings = warnings_of(losses)
     assert warnings[-1]
     assert not any(warnings[: PATIENCE_UPDATES // A_WINDOW])
@@ -47,13 +48,13 @@ def test_a_loss_that_does_not_fall_is_told(losses: Sequence[float]) -> None:
     ids=["slowly", "noisy", "below zero"],
 )
 def test_a_loss_that_falls_is_not(losses: Sequence[float]) -> None:
-    """However slowly, and however the batches differ."""
+    """Holds for a slow fall and for noisy batches."""
     assert not any(warnings_of(losses))
 
 
 def test_a_loss_that_blew_up_at_once_is_told() -> None:
-    """Rates that are far too high ruin the first ten steps already: what comes after them is lower
-    than these, and no lower than the very first. A noisy first window is not taken for that."""
+    """Far too high rates ruin the first ten steps already: later losses are lower than these, but
+    no lower than the very first one. A noisy first window is not mistaken for that."""
     ruined, noisy = LossWatch(), LossWatch()
     assert ruined.see(5000.0, 1, first_loss=2.3) is None
     assert noisy.see(2.3, 1, first_loss=0.9) is None
@@ -63,14 +64,14 @@ def test_a_loss_that_blew_up_at_once_is_told() -> None:
 
 
 def test_it_says_what_it_saw() -> None:
-    """The first loss, the recent one, and after how many updates."""
+    """The warning has the first loss, the recent one, and the number of updates."""
     watch = LossWatch()
     warnings = [watch.see(2.3, 1 + i * 100) for i in range(6)]
     assert str(warnings[-1]) == "the loss has not fallen: 2.3 at first, 2.3 after 500 updates"
 
 
 def test_it_takes_back_what_it_said() -> None:
-    """Once the loss falls after all."""
+    """The warning ends once the loss falls after all."""
     warnings = warnings_of([*[2.3] * 10, *[0.5] * 5])
     assert warnings[9]
     assert not warnings[-1]
@@ -78,7 +79,7 @@ def test_it_takes_back_what_it_said() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_told_at_once(bad: float) -> None:
-    """However few updates there were."""
+    """The number of updates does not matter."""
     watch = LossWatch()
     assert watch.see(2.3, 1) is None
     warning = watch.see(bad, 4)
@@ -96,7 +97,7 @@ def test_a_loss_that_rises_is_told_by_that_name() -> None:
 
 
 def monitored(losses: Sequence[float]) -> LossMonitor:
-    """A member's monitor behind these windows."""
+    """Return a member's monitor after these windows."""
     monitor = LossMonitor("staleness='damp'")
     for i, loss in enumerate(losses):
         monitor.add(torch.tensor(loss))
@@ -105,7 +106,7 @@ def monitored(losses: Sequence[float]) -> LossMonitor:
 
 
 def test_the_warning_keeps_its_words_while_nothing_changes() -> None:
-    """One line in the log, and the page says the same; what goes wrong otherwise is told anew."""
+    """The log has one line, and the page shows the same text. Another fault is reported anew."""
     with capture_logs() as logs:
         assert monitored([2.3] * 9).warning == (
             "the loss has not fallen: 2.3 at first, 2.3 after 300 updates"
@@ -129,8 +130,8 @@ def test_the_warning_keeps_its_words_while_nothing_changes() -> None:
     ids=["falls", "flat", "flat, but must not", "ends as NaN", "was NaN", "too early"],
 )
 def test_how_a_job_ends(losses: Sequence[float], must_fall: bool, fails: bool) -> None:
-    """A loss that is not finite at the end is a failure; one that has not fallen is one where the
-    script says so, and else the last line of the log."""
+    """A loss that is not finite at the end is a failure. A loss that has not fallen is a failure
+    only if the script says so; otherwise it is the last line of the log."""
     monitor = monitored(losses)
     if fails:
         with pytest.raises(TrainingFailed, match="the loss "):

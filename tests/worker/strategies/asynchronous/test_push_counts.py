@@ -1,4 +1,4 @@
-"""What a member says of its pushes."""
+"""Reports of a member on its pushes."""
 
 from structlog.testing import capture_logs
 
@@ -6,7 +6,7 @@ from shoal.strategies.asynchronous.push_counts import RollbackWatch
 
 
 def test_shards_that_went_back_are_told_once() -> None:
-    """In one line with how far, however many they are; then training goes on from there."""
+    """The line names all shards and how far they went back; training continues from there."""
     watch = RollbackWatch()
     with capture_logs() as logs:
         watch.see({0: 5, 1: 7})

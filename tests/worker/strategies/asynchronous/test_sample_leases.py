@@ -1,4 +1,4 @@
-"""Leases of several members, against the real Samples service."""
+"""Leases of several members, with the real Samples service."""
 
 import threading
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def opened() -> Iterator[ExitStack]:
 
 
 def leases_of(opened: ExitStack, servers: ParameterServers, name: str) -> Leases:
-    """What a member goes through whose rounds have far more steps than an epoch."""
+    """Return the leases of a member whose rounds have far more steps than an epoch."""
     token = servers.admit(name)
     samples = SampleClient(
         opened.enter_context(closing(Coordinators([servers.coordinator]))),
@@ -38,7 +38,7 @@ def leases_of(opened: ExitStack, servers: ParameterServers, name: str) -> Leases
 
 
 def taken(walk: Iterator[SampleRange | None]) -> list[SampleRange]:
-    """What a member trains on until there is nothing for it."""
+    """Return the ranges on which a member trains until it gets none."""
     spans: list[SampleRange] = []
     while (span := next(walk)) is None:
         continue
@@ -49,8 +49,8 @@ def taken(walk: Iterator[SampleRange | None]) -> list[SampleRange]:
 
 
 def test_an_epoch_shorter_than_a_round_is_shared_out(opened: ExitStack) -> None:
-    """No member that is there has more than its share while others have not acknowledged theirs;
-    and `shoal why` names who has the samples that a member waits for."""
+    """Members get no more than their own shares while others have not acknowledged theirs. `shoal
+    why` names the members that have the samples for which a member waits."""
     servers = opened.enter_context(ParameterServers(0))
     servers.num_members = 3
     crew = [leases_of(opened, servers, name) for name in "abc"]
@@ -72,7 +72,7 @@ def test_an_epoch_shorter_than_a_round_is_shared_out(opened: ExitStack) -> None:
 
 
 def test_who_comes_later_gets_what_another_has_not_begun(opened: ExitStack) -> None:
-    """It was alone, and held all."""
+    """The first member was alone, and held all samples."""
     servers = opened.enter_context(ParameterServers(0))
     early, late = (leases_of(opened, servers, name) for name in ("early", "late"))
     walk = iter(early)
@@ -94,7 +94,8 @@ WITHIN_S = 20.0
 
 
 def test_a_quarantined_job_trains_on_and_reports_afterwards(opened: ExitStack) -> None:
-    """What it holds is trained on meanwhile, and reported as soon as the job goes on."""
+    """Meanwhile the member trains on its leased samples, and reports them as soon as the job goes
+    on."""
     servers = opened.enter_context(ParameterServers(0))
     leases = leases_of(opened, servers, "a")
     walk = iter(leases)

@@ -1,4 +1,4 @@
-"""What a member holds ahead, and what it gives back."""
+"""Samples that a member holds in advance, and those that it returns."""
 
 import pytest
 
@@ -9,7 +9,7 @@ STEP, NUM_SAMPLES = 10, 10**9
 
 
 def paced(samples_per_s: float, *, share: int = NUM_SAMPLES) -> SampleReserve:
-    """Of a member that trains so fast."""
+    """Return the reserve of a member with this pace."""
     reserve = SampleReserve(STEP, NUM_SAMPLES)
     reserve.pace.trained(int(10 * samples_per_s), 10.0)
     reserve.beyond_share(share, 0)
@@ -17,13 +17,13 @@ def paced(samples_per_s: float, *, share: int = NUM_SAMPLES) -> SampleReserve:
 
 
 def test_a_member_wants_what_it_trains_on_in_a_long_outage() -> None:
-    """Whole steps; and two of them while its pace is not known."""
+    """The reserve has whole steps, and two of them while the pace is unknown."""
     assert SampleReserve(STEP, NUM_SAMPLES).lacking == 2 * STEP
     assert paced(100.0).lacking == 100.0 * AHEAD_S
 
 
 def test_more_is_asked_for_when_a_quarter_is_used_up() -> None:
-    """So that it is held in few ranges."""
+    """Samples are held in few ranges this way."""
     reserve = paced(1.0)
     reserve.leased(SampleRange(0, 0, int(AHEAD_S)))
     while reserve.lacking == 0:
@@ -37,7 +37,7 @@ def test_a_coordinator_that_says_nothing_of_shares_is_asked_for_little() -> None
 
 
 def test_batches_are_cut_from_what_is_held_in_order() -> None:
-    """Ranges that touch are one, so a batch is short at the end of an epoch only."""
+    """Adjacent ranges are joined, so a batch is short only at the end of an epoch."""
     reserve = SampleReserve(STEP, NUM_SAMPLES)
     for span in (SampleRange(0, 5, 12), SampleRange(0, 12, 18), SampleRange(1, 0, 4)):
         reserve.leased(span)
@@ -48,7 +48,7 @@ def test_batches_are_cut_from_what_is_held_in_order() -> None:
 
 
 def test_what_is_beyond_the_share_is_given_back_from_the_end() -> None:
-    """Whole steps, and nothing that has begun."""
+    """Whole steps are returned, and nothing that has begun."""
     reserve = paced(1.0)
     reserve.leased(SampleRange(0, 0, 100))
     reserve.take(STEP)
@@ -76,7 +76,7 @@ def test_the_pace_follows_the_newest_half_minute() -> None:
 
 
 def test_ranges_are_joined_and_taken_apart() -> None:
-    """The same samples either way."""
+    """The samples are the same either way."""
     parts = [SampleRange(0, 4, 8), SampleRange(1, 0, 4), SampleRange(0, 0, 4)]
     assert joined(parts) == [SampleRange(0, 0, 8), SampleRange(1, 0, 4)]
     assert without(joined(parts), [SampleRange(0, 2, 6), SampleRange(1, 3, 9)]) == [

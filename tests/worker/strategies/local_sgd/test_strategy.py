@@ -35,12 +35,12 @@ from shoal_proto.errors import (
 from shoal_proto.v1 import membership_pb2 as pb
 
 TOLERANCE = 1e-5
-"""fp32; only the order of additions differs."""
+"""Limit for fp32; only the order of additions differs."""
 
 
 @dataclass
 class Member:
-    """One member over all its generations."""
+    """A member over all its generations."""
 
     name: str
     strategy: LocalSGD
@@ -65,7 +65,7 @@ class Member:
 
 
 def member_of(name: str, strategy: str, optimizer: str, every_steps: int, **options: Any) -> Member:
-    """One whose group is that of the run it is in; it starts from weights of its own."""
+    """Return a member with weights of its own, in the group of the surrounding run."""
     made = strategy_of(strategy, every_steps, **options)
     over_the_run(made)
     model, own = build(optimizer, seed=ord(name))
@@ -74,14 +74,14 @@ def member_of(name: str, strategy: str, optimizer: str, every_steps: int, **opti
 
 
 def among(members: Sequence[Member], me: Member, number: int, keeping: str = "") -> Generation:
-    """The generation of these members as one of them sees it; those of `keeping` have state."""
+    """Return the generation of these members as seen by `me`. Members in `keeping` have state."""
     states = dict.fromkeys(keeping, pb.STATE_ACTION_KEEP)
     return generation_of([member.name for member in members], me.name, number, states)
 
 
 def together(members: Sequence[Member], stop: int, ending: str = "finish", **options: Any) -> None:
-    """One generation of these members, by rank, up to step `stop`; then "finish", "hand over" or
-    "break"."""
+    """Run one generation of these members, by rank, up to step `stop`; then "finish", "hand over"
+    or "break"."""
     number = options.pop("number", 1)
     keeping = options.pop("keeping", "")
 
@@ -110,7 +110,7 @@ def members_of(names: str, *arguments: Any, **options: Any) -> list[Member]:
 
 
 def twin_of(names: str, strategy: str, optimizer: str, **options: Any) -> Twin:
-    """All start as the first one did."""
+    """Return a twin in which all replicas start like the first one."""
     twin = Twin(strategy, optimizer, seed=ord(names[0]), **options)
     for name in names:
         twin.joins(name)
@@ -134,10 +134,9 @@ CASES = [
 def test_equal_to_replicas_in_one_process(
     strategy: str, names: str, optimizer: str, how: str
 ) -> None:
-    """50 steps in rounds of seven: the last has one. Shares are uneven, one layer gets no gradient.
-
-    Each replica clips, accumulates and rounds by itself, so that bf16 needs no other tolerance.
-    """
+    """50 steps in rounds of seven: the last round has one. Shares are uneven, and one layer gets no
+    gradient. Each replica clips, accumulates and rounds by itself, so bf16 needs no other
+    tolerance."""
     manner = MANNERS[how]
     members = members_of(names, strategy, optimizer, 7)
     together(members, 50, manner=manner)
@@ -149,7 +148,8 @@ def test_equal_to_replicas_in_one_process(
 
 
 def test_a_step_a_round_with_plain_sgd_is_data_parallel() -> None:
-    """The mean of what one step makes of equal parameters is that step with the mean gradient."""
+    """The mean of the results of one step, from equal parameters, is that step with the mean
+    gradient."""
     members = members_of("abc", "local-sgd", "sgd", 1)
     for member in members:
         member.optimizer.param_groups[0]["momentum"] = 0.0
@@ -167,7 +167,8 @@ def test_a_step_a_round_with_plain_sgd_is_data_parallel() -> None:
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_members_without_a_sample_stay_where_they_are(strategy: str) -> None:
-    """Batches of two for three: they count for nothing, and their momentum does not move."""
+    """Batches of two samples for three members: members without samples count for nothing, and
+    their momentum does not change."""
     members = members_of("abc", strategy, "sgd", 4)
     together(members, 10, batch_size=2)
     twin = twin_of("abc", strategy, "sgd", batch_size=2)
@@ -179,7 +180,8 @@ def test_members_without_a_sample_stay_where_they_are(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_a_broken_round_is_trained_again_from_where_all_were(strategy: str) -> None:
-    """The survivors' optimizers, velocity and running statistics included; nothing counts twice."""
+    """The survivors' optimizers, velocity and running statistics go back too; nothing counts
+    twice."""
     members = members_of("abc", strategy, "adamw", 5)
     together(members, 13, "break")
     assert [member.strategy.step for member in members] == [10] * 3
@@ -195,7 +197,7 @@ def test_a_broken_round_is_trained_again_from_where_all_were(strategy: str) -> N
 
 
 def test_a_step_that_fails_halfway_leaves_no_trace() -> None:
-    """Though the round has just begun."""
+    """Holds though the round has just begun."""
     members = members_of("a", "local-sgd", "sgd", 5)
     together(members, 5)
     before = members[0].weights()
@@ -217,7 +219,8 @@ def test_a_step_that_fails_halfway_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_a_planned_change_ends_the_round_early_and_loses_no_step(strategy: str) -> None:
-    """One leaves, another comes, who has the optimizer's state of the first from there on."""
+    """Member c leaves, and member d joins, which continues from the first member's optimizer
+    state."""
     members = members_of("abcd", strategy, "adamw", 5)
     together(members[:3], 13, "hand over")
     assert [member.strategy.step for member in members[:3]] == [13] * 3
@@ -233,7 +236,7 @@ def test_a_planned_change_ends_the_round_early_and_loses_no_step(strategy: str) 
 
 
 def test_who_missed_the_last_meeting_gets_its_outcome() -> None:
-    """Two had gone on when the third failed; the agreement holds that all have the state."""
+    """Two members had finished the round when the third failed; they all agree on the state."""
     members = members_of("abc", "diloco", "sgd", 5)
     together(members, 5)
     together(members[1:], 10, number=2, keeping="bc")
@@ -247,7 +250,7 @@ def test_who_missed_the_last_meeting_gets_its_outcome() -> None:
 
 
 class CutAtStep(TheRunsOwn):
-    """A group that is aborted once the strategy has taken that many steps."""
+    """A group that is aborted once the strategy has taken `step` steps."""
 
     def __init__(self, strategy: LocalSGD, step: int) -> None:
         self._strategy, self._step = strategy, step
@@ -261,8 +264,8 @@ class CutAtStep(TheRunsOwn):
 def test_a_member_that_is_cut_off_at_the_end_of_a_round_keeps_its_optimizer_state(
     strategy: str,
 ) -> None:
-    """The round ended on the other member: weights and AdamW's moments are those of a run that
-    nothing disturbed."""
+    """The round ended on the other member: weights and AdamW's moments are those of an undisturbed
+    run."""
     members = members_of("ab", strategy, "adamw", 5)
     over_the_run(members[1].strategy, CutAtStep(members[1].strategy, 5))
 
@@ -286,7 +289,7 @@ def test_a_member_that_is_cut_off_at_the_end_of_a_round_keeps_its_optimizer_stat
 
 
 def test_the_state_that_is_shown_is_that_of_the_last_meeting() -> None:
-    """In the middle of a round the replicas differ."""
+    """Replicas differ in the middle of a round."""
     members = members_of("ab", "local-sgd", "sgd", 4)
     shown: dict[str, list[Mapping[str, Tensor]]] = {"a": [], "b": []}
 
@@ -306,8 +309,8 @@ def test_the_state_that_is_shown_is_that_of_the_last_meeting() -> None:
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_a_job_goes_on_from_a_checkpoint(strategy: str, tmp_path: Path) -> None:
-    """Written where a round ends, which it does for that; each resumes with the state of the
-    first's optimizer, and the velocity."""
+    """The checkpoint is written at the end of a round, which ends early for it. Each member resumes
+    with the state of the first one's optimizer, and with the velocity."""
     members = members_of("abc", strategy, "adamw", 4)
     for member in members:
         member.strategy.keep_checkpoints(Checkpoints(tmp_path, every_steps=6))
@@ -327,7 +330,7 @@ def test_a_job_goes_on_from_a_checkpoint(strategy: str, tmp_path: Path) -> None:
 
 
 def test_compressed_rounds_send_less_and_agree() -> None:
-    """fp16 halves the bytes; what members have stays the same on all of them."""
+    """fp16 halves the bytes, and all members keep equal weights."""
     members = members_of("ab", "diloco", "sgd", 5, compression="fp16")
     together(members, 20)
     twin = twin_of("ab", "diloco", "sgd")
@@ -335,13 +338,13 @@ def test_compressed_rounds_send_less_and_agree() -> None:
         twin.train("ab", start, start + 5)
     for name, tensor in members[0].weights().items():
         assert torch.equal(tensor, members[1].model.state_dict()[name]), name
-        # A rounding of fp16 in each of four rounds.
+        # One rounding of fp16 in each of four rounds.
         assert torch.allclose(tensor, twin.weights()[name], rtol=0, atol=5e-3), name
     assert members[0].strategy.metrics()["compression_ratio"] > 1.5
 
 
 def test_who_has_a_gradient_that_is_not_a_number_is_told() -> None:
-    """Before its optimizer takes it."""
+    """The error comes before the optimizer uses the gradient."""
     (member,) = members_of("a", "local-sgd", "sgd", 5)
 
     def body() -> None:
@@ -356,7 +359,7 @@ def test_who_has_a_gradient_that_is_not_a_number_is_told() -> None:
 
 
 def test_a_loss_that_the_strategy_never_saw_is_told() -> None:
-    """A plain loss.backward() does not say what share of the batch it was."""
+    """A plain loss.backward() does not know the share of the batch."""
     (member,) = members_of("a", "local-sgd", "sgd", 5)
 
     def body() -> None:
@@ -412,13 +415,13 @@ def test_options_are_part_of_what_members_agree_on() -> None:
     ],
 )
 def test_options_out_of_range_are_refused(kind: type[LocalSGD], options: dict[str, Any]) -> None:
-    """At once."""
+    """The refusal comes at construction."""
     with pytest.raises(InvalidSpec):
         kind(**options)
 
 
 def test_models_and_optimizers_that_cannot_be_trained_are_refused() -> None:
-    """LBFGS calls the loss as often as it likes."""
+    """LBFGS calls the loss any number of times."""
     model = nn.Linear(2, 2)
     with pytest.raises(UnsupportedOptimizer, match="LBFGS"):
         LocalSGD().distribute(model, torch.optim.LBFGS(model.parameters()))
@@ -428,13 +431,13 @@ def test_models_and_optimizers_that_cannot_be_trained_are_refused() -> None:
 
 
 def test_strategies_are_found_by_name() -> None:
-    """With options of their own."""
+    """Strategies have options of their own."""
     assert type(find_strategy("local-sgd")) is LocalSGD
     assert type(find_strategy("diloco")) is DiLoCo
 
 
 def test_the_outer_step_is_that_of_torch() -> None:
-    """For a mean change c the gradient is -c."""
+    """The gradient is -c for a mean change c."""
     for nesterov in (False, True):
         outer = OuterStep(lr=0.3, momentum=0.8, nesterov=nesterov)
         own = torch.zeros(3, dtype=torch.float64)

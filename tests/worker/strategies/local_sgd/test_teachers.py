@@ -1,4 +1,4 @@
-"""Parameters that no optimizer has, and that a script writes to: a teacher beside its student."""
+"""Parameters that no optimizer has and that a script writes to: a teacher beside its student."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def build(seed: int) -> tuple[nn.Module, Optimizer]:
 
 
 def trained_on_a_rank(kind: type[LocalSGD], *, writes: bool) -> tuple[dict[str, Tensor], float]:
-    """The state behind one round in which the last rank alone has written to its teacher, and how
-    many bytes the round sent."""
+    """Return the state after one round in which only the last rank has written to its teacher, and
+    the bytes that the round sent."""
     model, optimizer = build(0)
     strategy = kind(every_steps=EVERY_STEPS)
     run = Run(build=lambda _: (model, optimizer), loader=equality.loader, loss=equality.loss)
@@ -54,8 +54,8 @@ def trained_on_a_rank(kind: type[LocalSGD], *, writes: bool) -> tuple[dict[str, 
 def test_what_a_script_writes_to_a_teacher_is_averaged_at_the_end_of_the_round(
     kind: type[LocalSGD],
 ) -> None:
-    """Without an outer step; what nobody writes to is not sent. Regression: each member kept a
-    teacher of its own, and one that joined got any of them."""
+    """The average takes no outer step, and unwritten parameters are not sent. Regression: each
+    member kept a teacher of its own, and a joiner got any of them."""
     before = build(0)[0].state_dict()
     written = run_in_memory(lambda: trained_on_a_rank(kind, writes=True), 2)
     for found, _ in written:
@@ -66,5 +66,5 @@ def test_what_a_script_writes_to_a_teacher_is_averaged_at_the_end_of_the_round(
     left_alone = run_in_memory(lambda: trained_on_a_rank(kind, writes=False), 2)
     for found, _ in left_alone:
         assert found["teacher.weight"].equal(before["teacher.weight"])
-    # One all-reduce of two: as many bytes as the teacher's weight has.
+    # One all-reduce of two ranks: as many bytes as the teacher's weight has.
     assert written[0][1] - left_alone[0][1] == before["teacher.weight"].nbytes
