@@ -1,4 +1,4 @@
-"""The notebook of the examples, run by a kernel as Jupyter has it."""
+"""The notebook of the examples, run by a kernel as Jupyter runs it."""
 
 import os
 
@@ -10,7 +10,8 @@ from support.docs.pages import ROOT
 
 @pytest.mark.long
 def test_every_cell_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing started beside it; the loss falls, and three ranks hold the same model."""
+    """The notebook needs nothing else started; the loss falls, and three ranks hold the same
+    model."""
     for name in [name for name in os.environ if name.startswith("SHOAL_")]:
         monkeypatch.delenv(name)
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)

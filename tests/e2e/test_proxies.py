@@ -1,4 +1,4 @@
-"""Commands and jobs where the environment names a proxy, as in most companies' networks."""
+"""Commands and jobs in an environment that names a proxy, as in most companies' networks."""
 
 import os
 import subprocess
@@ -24,7 +24,8 @@ def proxy() -> Iterator[DeadProxy]:
 def test_no_part_goes_through_a_proxy(
     shoal_command: Shoal, tmp_path: Path, proxy: DeadProxy
 ) -> None:
-    """A cluster that stays, a job on its parameter servers, commands on both, and torchrun."""
+    """A cluster that stays, a job on its parameter servers, a synchronous job, commands on both,
+    and torchrun."""
     (tmp_path / "train.py").write_text(counting_script(2, 10, RATE))
     environment = {**proxy.environment, "OMP_NUM_THREADS": "1"}
     folder = str(tmp_path / "up")
