@@ -37,7 +37,7 @@ SAMPLES_OF_A_PUSH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """How the weights differ from what the workers wrote down."""
+    """The difference between the weights and the logs of the workers."""
 
     pushes: int
     samples_lost: int

@@ -19,6 +19,6 @@ def main() -> None:
         run(sys.argv[1], Path(sys.argv[2]))
 
 
-# Not in members, which import the module that started them.
+# Members import the module that started them, and must not run this.
 if __name__ == "__main__":
     main()

@@ -37,7 +37,7 @@ ON_CPU = 3.0
 LEAST_S = 5.0
 """A case is not begun with less time left."""
 END_S = 10.0
-"""How long the processes that a case started may take to end after it."""
+"""Time that the processes of a case may take to end after it."""
 ERROR_BYTES = 4000
 
 

@@ -170,7 +170,7 @@ def run(name: str, settings: Path) -> None:
     error.txt."""
     directory = settings.parent
     given = json.loads(settings.read_text())
-    # They import this module.
+    # The cases import this module.
     entry = import_module(given["module"]).CASES[name]
     case = Case(machine=Machine(**given["machine"]), directory=directory)
     try:

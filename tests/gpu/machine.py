@@ -49,7 +49,7 @@ class Machine:
         if self.shares_gpus:
             own |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "1"}
             own |= {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": own.get("NCCL_DEBUG", "WARN")}
-            # With it, several ranks on one GPU abort.
+            # Several ranks on one GPU abort if this is set.
             own.pop("NCCL_NVLS_ENABLE", None)
         return own
 

@@ -53,9 +53,9 @@ class Plan:
     """The folder of the weights, one file a member."""
     job: str
     member_id: str | None = None
-    """None: the launcher names it."""
+    """None if a launcher names it."""
     coordinator: str | None = None
-    """None: the launcher knows it."""
+    """None if a launcher gives it."""
     index: int = 0
     """GPU of this member; none under a launcher, which chooses it."""
     strategy: str = "ddp"

@@ -39,7 +39,7 @@ class Task:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
-    # For a loss that has to fall visibly in some tens of steps.
+    # This eps keeps a gradient that is only rounding from making a step.
     "fast sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.3),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
     # A gradient of nothing but rounding makes no steps so.

@@ -89,7 +89,7 @@ def test_a_campaign_ends_in_time(tmp_path: Path, own_cases: Mapping[str, Entry])
 def test_an_interrupt_leaves_no_process_of_a_case(
     tmp_path: Path, own_cases: Mapping[str, Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither of the case that runs, nor of the next one, which imports meanwhile."""
+    """Processes of the running case end, and those of the next one, which is already importing."""
     marks: list[Mark] = []
 
     class Noted(Mark):

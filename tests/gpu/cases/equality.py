@@ -25,7 +25,7 @@ STRATEGIES: Mapping[str, tuple[str, Mapping[str, Any], str, float]] = {
     "fsdp-tensor": ("fsdp-tensor", {"tensor": 2, "min_split_bytes": 0}, "momentum", EXACT),
     "pipeline": ("pipeline", {}, "momentum", EXACT),
     "hybrid": ("hybrid", {"min_split_bytes": 0}, "momentum", EXACT),
-    # With a round a step, and an outer step that takes the average as it is, they are exact too.
+    # These are exact, too, if a round is one step and the outer step takes the average as it is.
     "local-sgd": ("local-sgd", {"every_steps": 1}, "sgd", EXACT),
     "diloco": (
         "diloco",

@@ -51,7 +51,7 @@ def _come_and_go(crew: Crew, name: str, *, killed: bool) -> int:
     crew.start(name)
     crew.trains("m0", world_size=2)
     crew.members[name].send_signal(signal.SIGKILL if killed else signal.SIGTERM)
-    # Behind the end of a process the GPU holds nothing of it.
+    # The GPU holds nothing of a process that has ended.
     crew.members[name].join()
     generation: int = crew.trains("m0", world_size=1)["generation"]
     return generation

@@ -63,7 +63,7 @@ def stopped(case: Case) -> None:
         reached = crew.trains("m0", world_size=2)["step"]
         crew.trains("m2", world_size=2)
         case.figures["resumed_s"] = crew.resumed_s(["m0", "m2"], struck)
-        # So long that torch's own watchdogs would have seen it.
+        # Wait for longer than the limits of torch's own watchdogs.
         crew.trains("m0", after_step=reached + (500 if case.machine.full else 50))
         crew.members["m1"].send_signal(signal.SIGCONT)
         kind, data = crew.members["m1"].expect_any("committed", "raised", timeout_s=case.patience_s)
