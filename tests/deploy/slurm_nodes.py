@@ -61,7 +61,7 @@ Found = TypeVar("Found")
 
 
 class NotPossible(Exception):
-    """Reason for which there can be no such cluster on this machine."""
+    """The reason why this machine cannot have such a cluster."""
 
 
 def awaited(look: Callable[[], Found | None], within_s: float, what: str) -> Found:
@@ -234,7 +234,7 @@ class SlurmNodes:
         for number, name in enumerate(self.names, 1):
             space = self._tag + name
             _ip("netns", "add", space)
-            # Both ends are made within the namespaces.
+            # Create both ends inside the namespaces.
             _ip(
                 "-n",
                 hub,
@@ -304,7 +304,7 @@ class SlurmNodes:
             )
 
     def _inside(self, place: str, command: Sequence[str]) -> list[str]:
-        """The command on a node: with its host name, hosts file, address and /tmp."""
+        """The command on a node, with the node's host name, hosts file, address and /tmp."""
         own_tmp = "" if place == HUB else f"mount --bind '{self.root}/{place}/tmp' /tmp && "
         script = (
             f"hostname {place} && mount --bind '{self.root}/etc/hosts' /etc/hosts && {own_tmp}"
