@@ -403,7 +403,7 @@ def admitted(resources: list[Resource]) -> dict[tuple[str, str], set[str]]:
 
 
 def test_every_port_has_its_callers(resources: list[Resource]) -> None:
-    """One policy selects all pods and admits no caller, so that only the ports of other policies
+    """A policy that selects all pods admits no caller, so that only the ports of the other policies
     are open."""
     policies = {r["metadata"]["name"]: r["spec"] for r in resources if r["kind"] == "NetworkPolicy"}
     everybody = {workload["metadata"]["name"] for workload in workloads(resources)}

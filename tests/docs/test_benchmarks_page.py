@@ -74,7 +74,7 @@ def test_without_any_result_there_is_no_page(report: ModuleType, tmp_path: Path)
 
 
 def test_the_plot_of_a_job_that_survives_shows_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the figures stored beside it determine the SVG of the first page."""
+    """Figures stored beside the SVG of the first page are its only source."""
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     survival = import_module("survival")
     record = json.loads(survival.RECORD.read_text())

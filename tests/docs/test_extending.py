@@ -100,7 +100,7 @@ def test_the_strategy_trains(
 
 @pytest.mark.long
 def test_the_strategy_survives_a_kill(shoal_command: Shoal, tmp_path: Path) -> None:
-    """With the page's own script each step is taken, and all members end with one model."""
+    """The page's own script takes each step, and all members end with one model."""
     (tmp_path / "majority_sign.py").write_text(FILES["majority_sign.py"])
     survives_a_kill(shoal_command, tmp_path, FILES["train_majority.py"])
 

@@ -52,7 +52,7 @@ print("right", (model(images).argmax(dim=1) == labels).float().mean().item())
 def test_the_readmes_script_survives_a_kill(
     shoal_command: Shoal, script: Path, tmp_path: Path, strategy: str
 ) -> None:
-    """One worker gets SIGKILL: it is started again, the others continue, and the run succeeds."""
+    """A worker gets SIGKILL: it is started again, the others continue, and the run succeeds."""
     script.write_text(script.read_text().replace('strategy="ddp"', f'strategy="{strategy}"'))
     # A cluster of its own has two parameter servers by default; ddp uses none.
     servers = "0" if strategy == "ddp" else "2"

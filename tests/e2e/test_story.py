@@ -14,9 +14,9 @@ from e2e.test_drain import SCRIPT, await_steps
 def test_a_killed_and_a_drained_worker_are_a_line_each(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """Each line has the cause, the members that continue, the pause and the steps lost. It appears
-    in `shoal events -f`, given only the coordinator's gRPC address, and in rank 0's log. `shoal
-    logs` shows that log and a killed worker's; no other line reports a change, and Ctrl-C prints no
+    """Lines have the cause, the members that continue, the pause and the steps lost. They appear in
+    `shoal events -f`, given only the coordinator's gRPC address, and in rank 0's log. `shoal logs`
+    shows that log and a killed worker's; no other line reports a change, and Ctrl-C prints no
     traceback."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("here = ", "print('this is', os.getpid())\nhere = "))

@@ -134,7 +134,8 @@ def test_a_parameter_server_serves_its_metrics(shoal_command: Shoal, tmp_path: P
 
 @pytest.mark.long
 def test_up_says_that_its_etcd_does_not_answer(shoal_command: Shoal) -> None:
-    """One address has no listener, the other is not an address; no process is left."""
+    """Addresses without a listener, and texts that are not addresses, give an error; no process is
+    left."""
     wrong = f"127.0.0.1:{free_port()}"
     code, output = finish(shoal_command.start("up", "--etcd", wrong, *ANY_PORTS))
     assert code == 1, output

@@ -75,6 +75,6 @@ def test_a_listing_that_cannot_be_made_small_names_blocks() -> None:
     ],
 )
 def test_other_bytes_are_told_from_a_listing(packed: bytes) -> None:
-    """Among the bytes is a listing that would unpack to more than memory holds."""
+    """Bytes to be refused include a listing that would unpack to more than memory holds."""
     with pytest.raises(UnreadableListing):
         unpack(packed)

@@ -44,7 +44,7 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def walked(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of a module's syntax tree."""
+    """Nodes of a module's syntax tree."""
     return tuple(ast.walk(parsed(path)))
 
 

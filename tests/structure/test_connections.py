@@ -33,7 +33,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def test_one_module_makes_every_grpc_channel() -> None:
-    """That module turns the proxy off, whatever options a caller gives."""
+    """The module turns the proxy off, whatever options a caller gives."""
     found = {
         name
         for name, tree in sources(CHANNELS)

@@ -86,7 +86,7 @@ Small = tuple[ParameterServers, ParameterClient, Token]
 
 
 def test_a_push_frame_by_frame(small: Small) -> None:
-    """This push is correct, so the next tests are refused for the fault that each adds."""
+    """A correct push: the next tests are refused for the fault that each adds."""
     raw = opened(small)
     raw.send(opening(small[2]), piece(), bulk.header(FrameKind.END))
     reply, end = raw.next(), raw.next()

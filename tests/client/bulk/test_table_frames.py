@@ -144,7 +144,7 @@ def found_by(raw: RawConnection) -> list[FoundRows]:
 
 @pytest.mark.parametrize("cut_at", [len(ROWS), 8, 40])
 def test_a_push_frame_by_frame(small: Small, cut_at: int) -> None:
-    """This push is correct, in one piece or in two that are cut anywhere."""
+    """A correct push, in one piece or in two that are cut anywhere."""
     raw = small.opened()
     pieces = [small.piece(ROWS[:cut_at])]
     if cut_at < len(ROWS):

@@ -106,8 +106,8 @@ def test_what_does_not_come_up_is_given_up(supervisor: Supervisor) -> None:
 
 
 def test_what_waits_for_etcd_is_started_for_as_long_as_that_takes(supervisor: Supervisor) -> None:
-    """These starts may be more than a part's other ends in a row; the failure to come up is
-    reported once."""
+    """Starts that fail because of etcd may outnumber the ends that a part is allowed; the failure
+    is reported once."""
     part = Part(supervisor, AT_ONCE)
     part.waits_for_etcd = 20
     part.kill()

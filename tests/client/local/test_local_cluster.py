@@ -54,7 +54,7 @@ def test_all_parts_serve_and_end(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
-    """One part is killed, then all: each serves again at its address, and etcd has its data.
+    """Kill one part, then all: each serves again at its address, and etcd has its data.
 
     A coordinator comes up again between the write and the kill of etcd: etcd 3.5.0 to 3.5.2 can
     lose data committed just before a kill.

@@ -126,7 +126,7 @@ FAULTS: Sequence[tuple[Callable[[Patch], None], Callable[[int], None]]] = (
 def test_the_simulation_finds(
     fault: Callable[[Patch], None], run: Callable[[int], None], monkeypatch: Patch
 ) -> None:
-    """Some seed violates an invariant; the same seed passes without the fault."""
+    """Invariants fail with some seed; the same seed passes without the fault."""
     with monkeypatch.context() as patch:
         fault(patch)
         first = RARE if fault is a_new_leader_is_not_told_of_a_failed_collective else 0
