@@ -104,8 +104,8 @@ class SshHosts:
     @property
     def version(self) -> str:
         """The version of ssh, for example OpenSSH_9.2p1."""
-        told = subprocess.run(["ssh", "-V"], check=True, capture_output=True, text=True)
-        return told.stderr.partition(",")[0].strip()
+        completed = subprocess.run(["ssh", "-V"], check=True, capture_output=True, text=True)
+        return completed.stderr.partition(",")[0].strip()
 
     def popen(
         self, name: str, command: Sequence[str], cwd: Path, output: Path

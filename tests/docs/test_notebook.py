@@ -16,12 +16,12 @@ def test_every_cell_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    told = [
+    results = [
         output["data"]["text/plain"]
         for cell in notebook.cells
         for output in cell.get("outputs", ())
         if output["output_type"] == "execute_result"
     ]
-    assert len(told) == 3
-    assert "190 steps, loss from 2." in told[1] and " to 0." in told[1]
-    assert "three ranks hold one model" in told[2]
+    assert len(results) == 3
+    assert "190 steps, loss from 2." in results[1] and " to 0." in results[1]
+    assert "three ranks hold one model" in results[2]

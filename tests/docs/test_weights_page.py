@@ -70,10 +70,10 @@ def test_the_toy_example_learns_while_a_worker_is_killed(
         late = start()
         last = read_until(late, "reward")[-1]
         newest = last.partition(":")[0]
-        behind = [read_until(rollout, f"{newest}:") for rollout in rollouts]
+        later = [read_until(rollout, f"{newest}:") for rollout in rollouts]
         for rollout in (*rollouts, late):
             rollout.kill()
-        for first, final in zip(before, behind, strict=True):
+        for first, final in zip(before, later, strict=True):
             assert reward(first[0]) < 0.5 and reward(final[-1]) > 0.8
         assert reward(last) > 0.8
         assert set(re.findall(r"published (version \d+) of step", output)) == {newest}

@@ -61,11 +61,11 @@ def test_drained_members_are_not_missed(shoal_command: Shoal, tmp_path: Path) ->
     first, second, _ = await_steps(tmp_path, 3).items()
 
     asked = ("--job", "train", "--coordinator", coordinator, "--http", http)
-    code, said = finish(shoal_command.start("drain", first[0], *asked))
-    assert code == 0, said
+    code, reply = finish(shoal_command.start("drain", first[0], *asked))
+    assert code == 0, reply
     assert re.fullmatch(
         rf"{first[0]} left job train after [0-9.]+ s; generation \d+ runs with 2 members",
-        said.strip(),
+        reply.strip(),
     )
     await_steps(tmp_path, 2)
     os.kill(second[1], signal.SIGTERM)
@@ -165,16 +165,16 @@ def test_a_job_that_is_told_to_end_keeps_its_last_step(
     code, output = finish(run)
     assert code == 128 + signal.SIGTERM, output
     assert output.count("was drained (exit code 143)") == 2, output
-    behind = last_step(tmp_path) + 1
+    next_step = last_step(tmp_path) + 1
     kept = [path.name for path in (tmp_path / "kept").iterdir()]
-    assert kept == [f"step-{behind:08d}"], output
+    assert kept == [f"step-{next_step:08d}"], output
 
     (tmp_path / "steps").unlink()
     (tmp_path / "finish").touch()
     code, output = finish(shoal_command.start(*command))
     assert code == 0, output
     first = (tmp_path / "steps").read_text().splitlines()[0].split()
-    assert int(first[1]) == behind, "it has gone on from the checkpoint"
+    assert int(first[1]) == next_step, "it has gone on from the checkpoint"
     if strategy != "local-sgd":
         trained = torch.load(tmp_path / "trained.pt")
         for name, expected in as_one_process(tmp_path).items():
@@ -233,8 +233,8 @@ def test_a_job_that_an_operator_stops_keeps_its_last_step(
     assert found is not None
     await_steps(tmp_path, 2)
     stop = ("stop", "train", "--coordinator", found.group(1))
-    code, said = finish(shoal_command.start(*stop))
-    assert code == 0, said
+    code, reply = finish(shoal_command.start(*stop))
+    assert code == 0, reply
     code, output = finish(run)
     assert code == 128 + signal.SIGTERM, output
     kept = [path.name for path in (tmp_path / "kept").iterdir()]

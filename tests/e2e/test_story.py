@@ -39,8 +39,8 @@ def test_a_killed_and_a_drained_worker_are_a_line_each(
     lost = rf"lost {killed} \(SIGKILL\); 2 go on; paused [0-9.]+ s; 0 steps lost"
     assert re.search(rf"generation \d+: {lost}$", text), text
 
-    code, said = finish(shoal_command.start("drain", drained, "--job", "train", *address))
-    assert code == 0, said
+    code, reply = finish(shoal_command.start("drain", drained, "--job", "train", *address))
+    assert code == 0, reply
     text = read_until(follow, "generation ")[-1]
     left = rf"{drained} \(drained: an operator asked for it\) left; 1 goes on;"
     assert re.search(rf"generation \d+: {left} paused [0-9.]+ s; 0 steps lost$", text), text

@@ -67,13 +67,13 @@ def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path)
     run = shoal_command.start(
         "run", "-n", "2", "--job", "ddp", "train.py", "ddp", "100000", environment=cluster
     )
-    said = read_until(run, "trains", count=2)
-    (victim, *_) = re.findall(r"trains (\d+)", "\n".join(said))
+    printed = read_until(run, "trains", count=2)
+    (victim, *_) = re.findall(r"trains (\d+)", "\n".join(printed))
     os.kill(int(victim), signal.SIGKILL)
-    said += read_until(run, "with 1")
-    said += read_until(run, "with 2")
+    printed += read_until(run, "with 1")
+    printed += read_until(run, "with 2")
     (tmp_path / "done").touch()
-    code, output = finish(run, said)
+    code, output = finish(run, printed)
     assert code == 0, output
     (tmp_path / "done").unlink()
 

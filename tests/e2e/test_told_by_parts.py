@@ -24,16 +24,16 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 WITHIN_S = 60.0
 
 
-def await_event(http: httpx.Client, job: str, kind: str, told: str) -> Mapping[str, Any]:
+def await_event(http: httpx.Client, job: str, kind: str, pattern: str) -> Mapping[str, Any]:
     """The first event of that kind whose text matches."""
     deadline_s = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline_s:
         events = http.get(f"/api/v1/jobs/{job}/events?limit=1000").json()["events"]
         for event in events:
-            if event["kind"] == kind and re.search(told, event["reason"]):
+            if event["kind"] == kind and re.search(pattern, event["reason"]):
                 return dict(event)
         time.sleep(0.1)
-    raise AssertionError(f"no {kind} that matches {told!r}: {events}")
+    raise AssertionError(f"no {kind} that matches {pattern!r}: {events}")
 
 
 def the_leader(http: httpx.Client, job: str) -> str:

@@ -296,7 +296,7 @@ def test_ids_of_another_shard_are_refused_for_their_item_alone(small: Small) -> 
 def test_where_no_bulk_connection_can_be_had_rows_go_by_grpc(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_transport, "connect", lambda *told: None)
+    monkeypatch.setattr(bulk_transport, "connect", lambda *arguments: None)
     with closing(TableClient([small.servers.coordinator], lambda: small.token)) as client:
         client.fetch_map()
         rows = client.look_up({small.where: IDS})[small.where]

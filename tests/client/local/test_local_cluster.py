@@ -59,23 +59,23 @@ def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
     A coordinator comes up again between the write and the kill of etcd: etcd 3.5.0 to 3.5.2 can
     lose data committed just before a kill.
     """
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     config = LocalClusterConfig(
         directory=tmp_path, num_parameter_servers=1, restart=RestartPolicy()
     )
-    with LocalCluster(config, say=said.put) as cluster:
+    with LocalCluster(config, say=messages.put) as cluster:
         before, addresses = cluster.processes, list(cluster.parameter_servers)
         with EtcdKeys(cluster.etcd) as etcd:
             etcd.put("kept", "yes")
             before["coordinator"].send_signal(signal.SIGKILL)
-            assert [said.get(timeout=DEADLINE_S) for _ in range(2)] == [
+            assert [messages.get(timeout=DEADLINE_S) for _ in range(2)] == [
                 "coordinator was killed by SIGKILL; starting it again",
                 "coordinator serves again",
             ]
             before = cluster.processes
             for process in before.values():
                 process.send_signal(signal.SIGKILL)
-            lines = [said.get(timeout=DEADLINE_S) for _ in range(6)]
+            lines = [messages.get(timeout=DEADLINE_S) for _ in range(6)]
             assert etcd.get("kept") == "yes"
         assert sorted(lines) == sorted(
             [f"{name} was killed by SIGKILL; starting it again" for name in before]

@@ -86,7 +86,9 @@ class Member:
 
     def hears(self, *notices: pb.Notice) -> list[str]:
         """The effects of notices, as text."""
-        return [word for notice in notices for word in self.does(ev.NoticeReceived(notice=notice))]
+        return [
+            effect for notice in notices for effect in self.does(ev.NoticeReceived(notice=notice))
+        ]
 
     def does(self, event: ev.Event) -> list[str]:
         return [described(effect) for effect in self.core.step(event, self.now_s)]
@@ -352,8 +354,8 @@ def test_a_member_that_nobody_admits_says_once_that_it_waits() -> None:
 def test_what_a_trainer_says_is_said_until_it_is_heard() -> None:
     member = training()
     call = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
-    words = [described(effect) for effect in member.core.step(ended(call, NOBODY), 60)]
-    assert words == ["coordinator_away", "ReportBroken"]
+    effects = [described(effect) for effect in member.core.step(ended(call, NOBODY), 60)]
+    assert effects == ["coordinator_away", "ReportBroken"]
     for failure in range(5):
         call = the_call(member.core.step(ended(call, NOBODY), 100.0 * failure))
     assert call.after_s > 0
@@ -398,12 +400,12 @@ EXPIRED = CertificateRefused("no TLS connection", seen="it expired")
 def test_who_was_admitted_waits_for_a_certificate_that_is_accepted() -> None:
     """The member logs this once, tries every coordinator, and ends when its own bound is over."""
     member = a_member()
-    words = member.does(ev.StreamEnded(error=EXPIRED))
-    assert words == ["certificate_refused", "FindLeader CertificateRefused", "OpenStream"]
+    effects = member.does(ev.StreamEnded(error=EXPIRED))
+    assert effects == ["certificate_refused", "FindLeader CertificateRefused", "OpenStream"]
     assert "it expired" in member.core.waiting_for
     member.now_s = 599.0
-    words = member.does(ev.StreamEnded(error=EXPIRED))
-    assert words == ["FindLeader CertificateRefused", "OpenStream"]
+    effects = member.does(ev.StreamEnded(error=EXPIRED))
+    assert effects == ["FindLeader CertificateRefused", "OpenStream"]
     call = the_call(member.core.step(proposal(), member.now_s))
     assert "OpenStream" not in member.does(ended(call, EXPIRED))
     assert member.core.failure is None
@@ -473,8 +475,8 @@ def test_an_outage_of_heartbeats_is_one_line_in_the_log() -> None:
 
 def test_who_is_fenced_trains_no_more() -> None:
     member = training()
-    words = member.does(ev.HeartbeatRefused(error=Fenced("lost")))
-    assert words == ["ReportEnding Fenced", "Break 1", "RaiseError Fenced"]
+    effects = member.does(ev.HeartbeatRefused(error=Fenced("lost")))
+    assert effects == ["ReportEnding Fenced", "Break 1", "RaiseError Fenced"]
     assert isinstance(member.begins(8), ev.RaiseError)
 
 

@@ -133,10 +133,10 @@ def infinite(case: Case) -> None:
             crew.check_alike(["m0", "m1"])
             for name in ("m0", "m1"):
                 steps = {step["step"]: step for step in crew.steps(name)}
-                before, at, behind = (steps[INFINITE_STEP + number] for number in (-1, 0, 1))
+                before, at, after = (steps[INFINITE_STEP + number] for number in (-1, 0, 1))
                 assert at["scale"] == before["scale"] / 2, (name, before["scale"], at["scale"])
                 assert at["sum"] == before["sum"], f"{name} has taken the step with an Inf"
-                assert behind["sum"] != at["sum"], f"{name} has taken no step since"
+                assert after["sum"] != at["sum"], f"{name} has taken no step since"
                 case.figures[f"{strategy}_scale"] = at["scale"]
 
 
