@@ -94,7 +94,7 @@ def commands() -> str:
 
 
 def configuration() -> str:
-    """Settings that are no options of a command: the environment of a worker, and time limits."""
+    """The page of the other settings: the environment of a worker, and time limits."""
     from shoal.membership import join_config  # noqa: PLC0415
     from shoal_server.config_command import meanings, shown  # noqa: PLC0415
     from shoal_server.core.limits import Limits  # noqa: PLC0415

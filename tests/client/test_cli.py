@@ -93,7 +93,7 @@ def test_a_command_ends_without_a_look_at_all_its_objects() -> None:
 
 
 def test_the_list_of_commands_imports_none_of_them() -> None:
-    """`shoal --help` is quick for this reason."""
+    """Imports would make `shoal --help` slow."""
     program = (
         "import sys; from shoal_client.cli import main; main(['--help']);"
         "print(sorted({'torch', 'grpc', 'httpx', 'fastapi', 'numpy'} & set(sys.modules)))"
@@ -228,7 +228,7 @@ def test_the_environment_stands_in_for_options(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Options are known, too."""
+    """The script also has the commands' options."""
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in COMMANDS)
@@ -236,7 +236,7 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
 
 
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`shoal co<TAB>` in a real bash."""
+    """Complete `shoal co<TAB>` in a real bash."""
     main(["completion", "bash"])
     path = tmp_path / "shoal.bash"
     path.write_text(capsys.readouterr().out)

@@ -6,7 +6,7 @@ to each other by a bridge in a namespace of its own, and to nothing else: the ho
 /etc/hosts, Slurm and munge are not touched.
 
 All processes run in these namespaces. The end of the `with` block kills them, by their ids, and
-removes namespaces and files. What a killed run has left behind is removed by the next one.
+removes namespaces and files. The next run removes the leftovers of a killed run.
 """
 
 import os
@@ -28,7 +28,8 @@ from shoal_client.local.etcd import find_etcd
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "munged", "ip", "unshare")
 PREFIX = "shoal-slurm-"
 FOLDERS = Path("/var/tmp")
-"""The parent of the shared folder. Not /tmp, in whose place each node has a folder of its own."""
+"""The parent of the shared folder. /tmp would not do: each node has a folder of its own in its
+place."""
 HUB = "hub"
 SLURMD_TIMEOUT_S = 15
 CONFIG = """\

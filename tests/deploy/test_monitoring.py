@@ -178,7 +178,7 @@ async def test_board_and_alerts_name_metrics_that_are_served() -> None:
 
 @pytest.mark.nightly
 async def test_promtool_finds_nothing(tmp_path: Path) -> None:
-    """promtool on Debian: apt-get install prometheus."""
+    """The test needs promtool; on Debian: apt-get install prometheus."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.fail("no promtool on PATH; on Debian: apt-get install prometheus")

@@ -47,7 +47,7 @@ def group() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def test_skypilot_reads_the_job_group() -> None:
-    """SkyPilot's own schemas are used, if it is installed."""
+    """The schemas are SkyPilot's own, used if it is installed."""
     pytest.importorskip("sky")
     from sky.utils import dag_utils  # noqa: PLC0415
 

@@ -245,7 +245,7 @@ def executable() -> Iterator[tuple[str, str, str]]:
 
 
 def known(page: str, language: str, text: str) -> str:
-    """The test that runs the block, or the reason why none does; empty if the table has neither."""
+    """The test that runs the block, or the reason why none does; empty if there is neither."""
     first = text.strip().splitlines()[0].strip()
     found = [k for k in TABLE if k[0] == page and first.startswith(k[1])]
     if found:

@@ -122,7 +122,7 @@ def test_a_walk_that_a_run_does_not_pass_is_noticed() -> None:
 def test_a_run_passes_the_walks_of_a_step_and_of_a_loss(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """Launcher, coordinator and two workers, one of which kills itself in step 4."""
+    """A launcher, a coordinator and two workers run; one worker kills itself in step 4."""
     step, loss = walks(PAGE)[STEP], walks(PAGE)[LOSS]
     options = ("-n", "2", "--ps", "0", "--max-restarts", "0")
     passage, killed_ns = trained(

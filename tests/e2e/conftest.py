@@ -91,7 +91,7 @@ def read_until(process: "subprocess.Popen[str]", wanted: str, count: int = 1) ->
 
 
 def finish(process: "subprocess.Popen[str]", before: Sequence[str] = ()) -> tuple[int, str]:
-    """Exit code and the whole output."""
+    """Wait for the process' end; return its exit code and all its output."""
     output, _ = process.communicate(timeout=DEADLINE_S)
     return process.returncode, "\n".join([*before, output])
 

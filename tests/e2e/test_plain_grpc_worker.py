@@ -19,7 +19,7 @@ NUM_WORKERS, STEPS = 2, 200
 
 
 def test_the_example_uses_generated_modules_only() -> None:
-    """Messages, stubs and the number of the protocol are its only imports from Shoal."""
+    """Messages, stubs and the number of the protocol are the example's only imports from Shoal."""
     tree = ast.parse(EXAMPLE.read_text())
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = {module for module in modules if module.startswith("shoal")}

@@ -60,7 +60,7 @@ def test_the_cluster_of_a_run_goes_through_no_proxy(
 
 
 def torchrun(coordinator: str, directory: Path, environment: dict[str, str]) -> int:
-    """Exit code of one node of torchrun with Shoal's plug-in."""
+    """Run one node of torchrun with Shoal's plug-in, and return its exit code."""
     script = directory / "plain.py"
     script.write_text("import torch.distributed as dist; dist.init_process_group('gloo')\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=shoal"]

@@ -75,7 +75,7 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
 
 
 def test_the_wheel_is_for_linux_and_says_whose_it_is(wheel: Path) -> None:
-    """pip refuses it on other systems; an index shows author and keywords."""
+    """pip refuses the wheel on other systems; an index shows author and keywords."""
     assert wheel.name.endswith("-py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64.whl")
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

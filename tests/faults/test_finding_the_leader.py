@@ -7,7 +7,7 @@ MAX_CALLS = 6
 
 
 def _path(named: dict[str, str], leader: str) -> list[str]:
-    """Addresses that a client asks until it finds the leader. `named`: the leader that a replica
+    """Addresses that a client asks until it finds the leader. `named`: the leader that each replica
     names."""
     coordinators = Coordinators(["a", "b", "c"])
     asked = []

@@ -149,7 +149,7 @@ def test_an_answer_is_looked_for_before_this_thread_sleeps(
 
     class Poll:
         def register(self, *_: object) -> None:
-            """Accept the socket: it is the only one waited for."""
+            """Register nothing: poll() of this fake does not wait for a socket."""
 
         def poll(self, _: float) -> None:
             answers("asleep")

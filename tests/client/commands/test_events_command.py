@@ -137,7 +137,7 @@ def test_a_straggler_is_marked(world: World) -> None:
 def test_jobs_that_are_over_are_counted_and_not_shown(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A cluster with a history shows the running jobs."""
+    """An operator of a cluster with a history looks for the jobs that run."""
     over = status_world.job("old", phase="finished", state="finished", members=())
     world.put(replace(over, life=replace(over.life, begun_unix_s=1.0, ended_unix_s=2.0)))
     assert parse(["status", "--http", url])() == 0

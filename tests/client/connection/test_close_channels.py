@@ -7,7 +7,7 @@ from shoal_client.connection.coordinators import CLOSE_WITHIN_S, close_channels
 
 
 class Channel:
-    """Closes once `end` is set."""
+    """A channel that closes once `end` is set."""
 
     def __init__(self, end: threading.Event) -> None:
         self._end = end

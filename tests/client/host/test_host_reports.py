@@ -68,7 +68,7 @@ def test_a_coordinator_that_hangs_is_waited_for_once(
 def test_the_answer_to_a_report_says_that_nobody_can_join_any_more(
     coordinator: Coordinator, address: str, phase: str
 ) -> None:
-    """The next answer shows when an operator lets members join again."""
+    """An operator may let members join again; the next answer then shows it."""
     with HostReporter([address]) as reporter:
         for reported, known in ((phase, phase), ("running", ""), ("finished", "")):
             coordinator.phase = reported

@@ -71,7 +71,8 @@ async def test_a_drained_member_leaves_at_the_step_at_which_the_others_go_on_wit
 
 
 async def test_a_member_without_whom_nobody_can_train_leaves_at_once() -> None:
-    """The last member of a job takes the state with it, so the next member does not start over."""
+    """The last member of a job takes the state with it: the next one gets StateLost instead of
+    starting over."""
     async with served(MemoryStore()) as world:
         (a,) = await world.training("a")
         a.drain("spot notice")

@@ -115,8 +115,7 @@ def test_gradients_may_be_partial(servers: ParameterServers) -> None:
 
 
 def test_staleness_counts_the_pushes_of_others(servers: ParameterServers) -> None:
-    """Staleness is the number of updates that were applied since the values of the gradient were
-    read."""
+    """Staleness is the number of updates since the values that the gradient was computed on."""
     first, second = trained(servers), trained(servers, "w1")
     into = filled(9.0)
     first.push(filled(-1.0), into=into)

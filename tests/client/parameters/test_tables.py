@@ -92,7 +92,7 @@ class Member:
         self.ids: dict[Where, array[int]] = {}
 
     def look_up(self, ids: Sequence[int], name: str = "users") -> dict[int, list[float]]:
-        """Values by id."""
+        """Look the ids up, and return the values by id."""
         self.ids = {(name, i): ids_of for i, ids_of in route(ids, NUM_SHARDS).items()}
         self.found = self.client.look_up({w: i.tobytes() for w, i in self.ids.items()})
         values = {}
