@@ -334,7 +334,7 @@ def _follow_cuts(report: Report) -> None:
 
 
 def held_by_process() -> dict[str, float]:
-    """This process' device memory, threads, descriptors and resident memory."""
+    """Device memory, threads, descriptors and resident memory of this process."""
     found: dict[str, float] = {
         "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208
         "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208

@@ -15,7 +15,7 @@ CUT_S = 2.0
 
 
 def in_backward(case: Case) -> None:
-    """One of four, three and two members is killed while 150 MB of gradients are in transit."""
+    """A member of four, three and two is killed while 150 MB of gradients are in transit."""
     task = chain_of(150_000_000 if case.machine.full else 100_000)
     plan = case.plan("backward", task, num_steps=24)
     steps_of_faults = {"m2": 6, "m3": 12, "m1": 18}
