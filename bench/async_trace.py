@@ -37,7 +37,7 @@ SAMPLES_OF_A_PUSH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """Number of pushes, and the difference between the weights and the workers' logs."""
+    """The difference between the weights and the logs of the workers."""
 
     pushes: int
     samples_lost: int

@@ -1,4 +1,4 @@
-"""What faults of all kinds cost and lose, in bench/results/faults.json.
+"""Cost and losses of faults of all kinds, in bench/results/faults.json.
 
     make bench NAME=faults
     .venv/bin/python bench/faults.py --kills 1000 --moves 300
@@ -62,14 +62,14 @@ FAULTS_A_JOB = 25
 
 
 class Contradiction(Exception):
-    """What survived is not what was acknowledged, in a way that no figure here stands for."""
+    """The surviving updates are not the acknowledged ones, in a way that no figure counts."""
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """What all workers write down lies in this one process, and they are threads of it. Python's
-    collector would go through it now and then and stop all of them for 0.2 s, longer than anything
-    that is measured here."""
+    """Turn Python's garbage collector off. All workers are threads of this process, which keeps all
+    their logs; a collection would now and then stop them for 0.2 s, longer than anything that is
+    measured here."""
     gc.collect()
     gc.disable()
     try:
@@ -89,7 +89,7 @@ def new_work(cluster: ParameterCluster, kind: str, directory: Path) -> Work:
 
 @dataclass(kw_only=True)
 class Measured:
-    """Of all that was done."""
+    """Figures of all parts of the bench."""
 
     failovers_s: list[float] = field(default_factory=list)
     move_pauses_s: list[float] = field(default_factory=list)
@@ -140,7 +140,8 @@ def move(num_moves: int, directory: Path, seed: int, measured: Measured) -> None
 
 
 def strike(planned: Sequence[faults.Fault], directory: Path, seed: int, measured: Measured) -> None:
-    """Every fault on one cluster; a few of them to a job, whose pushes are judged together."""
+    """Strike one cluster with the faults. A job sees a few of them, and its pushes are judged
+    together."""
     if not planned:
         return
     if why := why_unavailable():

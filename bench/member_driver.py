@@ -133,7 +133,7 @@ class Driver:
     # --- commands ---
 
     async def attend(self) -> dict[str, float]:
-        """Everybody attends; each host beats from its first admission on."""
+        """Let all members attend; each host sends heartbeats from its first admission on."""
         start_s = time.monotonic()
         for number, (host, players) in enumerate(self._hosts.items()):
             self._start(self._beat(players, number / len(self._hosts)), f"beat-{host}")

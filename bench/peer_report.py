@@ -35,7 +35,7 @@ def figures(results: Mapping[str, Entries]) -> dict[str, str]:
 
 
 def origin(name: str, entries: Entries) -> str:
-    """When, where and by which commands the entries were measured."""
+    """Markdown with the days, the machines and the commands of the measurements."""
     days = sorted({entry["day"] for entry in entries})
     span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     machines = "; ".join(sorted({entry["machine"] for entry in entries}))

@@ -50,7 +50,7 @@ or set SHOAL_BENCH_TORCHFT to the interpreter of an environment with torchft-nig
 
 
 class Stuck(RuntimeError):
-    """No worker trained, or trained again, within two minutes."""
+    """Workers did not train, or did not train again, within two minutes."""
 
 
 def await_training(steps: Steps, directory: Path) -> list[int]:

@@ -155,7 +155,7 @@ class Readers:
         *,
         under: Sequence[str] = (),
     ) -> None:
-        """`under`: what runs the command that follows it."""
+        """Start `count` readers. `under`: a command that runs the reader's command."""
         program = HERE / "weights_readers.py"
         self.processes = [
             subprocess.Popen(
@@ -235,7 +235,7 @@ def shoal_turn(model: dict[str, torch.Tensor], readers: Readers, *, changes: boo
 
 
 def change(model: dict[str, torch.Tensor], number: int) -> None:
-    """Every weight: what is the same as before is not sent again."""
+    """Change all weights: equal ones would not be sent again."""
     for each in model.values():
         each.fill_(number % 200 + 1)
 
@@ -357,11 +357,11 @@ class BareSocket:
         return len(buffer) / (time.monotonic() - began_s)
 
     def bytes_per_s(self) -> float:
-        """Into memory that was received into before."""
+        """The rate into memory that was received into before."""
         return self._receive(self._buffer)
 
     def first_bytes_per_s(self) -> float:
-        """Into memory that was never touched."""
+        """The rate into memory that was never touched."""
         return self._receive(memoryview(bytearray(self._num_bytes)))
 
 
@@ -389,7 +389,7 @@ def ratio(own: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def by_readers(wanted: Wanted, limit: Limit) -> Iterator[Row]:
-    """All entrants, with each number of readers."""
+    """Rows of all entrants, with each number of readers."""
     kept_s: dict[int, float] = {}
     for number, count in enumerate(wanted.readers):
         turns, spent_s = with_readers(wanted, limit.part(1 / (len(wanted.readers) - number)), count)

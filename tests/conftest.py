@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Hooks and fixtures that apply to all tests."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from shoal_proto.tls import identity
 
-# How long an example takes is the machine's affair: beside other tests, any may take long.
+# An example has no deadline: it may take long while other tests run on the same machine.
 settings.register_profile("shoal", deadline=None)
 settings.load_profile("shoal")
 
@@ -23,8 +23,8 @@ ORDER = os.environ.get("SHOAL_TESTS_ORDER", "")
 """A text that orders the files of tests, so that a limit leaves out other files for each commit."""
 CRASHES: list[object] = []
 
-# A shell that starts the tests in its background has them ignore Ctrl-C, and with them all that
-# they start: what Ctrl-C does there could not be tested.
+# A shell that starts the tests in the background makes them, and every process that they start,
+# ignore SIGINT. Tests of Ctrl-C would then not work.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -41,21 +41,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Skip the remaining tests once the time is over: a slow machine says what it left out."""
+    """Skip the remaining tests once the time is over: the report of a slow machine names them."""
     if WITHIN_S and time.monotonic() - BEGUN_S > WITHIN_S:
         pytest.skip(f"not run: the {WITHIN_S:.0f} s for further combinations were over")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(error: object) -> None:
-    """Note a process of pytest-xdist that ended by itself, and the tests that it was given."""
+    """Record that a process of pytest-xdist ended by itself: its remaining tests did not run."""
     if error:
         CRASHES.append(error)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the run for good after such an end: some tests were not run, and to run once more those
-    that failed does not show it."""
+    """Fail the run if a process of pytest-xdist ended: some tests were not run, and a rerun of the
+    failed tests would not show that."""
     if CRASHES:
         print(f"\na process that ran tests ended ({CRASHES[0]}): not all tests were run")
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
@@ -63,7 +63,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_certificate() -> Iterator[None]:
-    """A process has one certificate: what a test takes for it is none of the next test's."""
+    """Restore the process' certificate: one that a test sets must not reach the next test."""
     own = identity.own()
     with identity.using(own.files if own is not None else None):
         yield
@@ -71,7 +71,7 @@ def _own_certificate() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_sigterm() -> Iterator[None]:
-    """As with a handler that it, or a library within it, leaves for SIGTERM."""
+    """Restore the handler of SIGTERM, which a test, or a library that it uses, may replace."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     if handler is not None and signal.getsignal(signal.SIGTERM) != handler:
@@ -80,10 +80,10 @@ def _own_sigterm() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
-    """Mark as `long` the cases of a `sampled` test that show nothing which one before did not, and
-    every second of these as `nightly`.
+    """Mark the cases of a `sampled` test whose parameters all occurred in earlier cases as `long`,
+    and every second of these as `nightly`.
 
-    Of all cases that the test has, however few of them are then picked to be run.
+    The hook sees all cases of the test, before pytest selects those to be run.
     """
     made = yield
     shown: set[tuple[str, ...]] = set()

@@ -97,7 +97,7 @@ def one_process_at(numbers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, schedule: CosineAnnealingLR, batch: Batch
 ) -> None:
-    """One step on the whole global batch."""
+    """Take a step on the whole global batch."""
     optimizer.zero_grad()
     loss_of(model(batch.inputs), batch.targets).backward()
     optimizer.step()

@@ -1,4 +1,5 @@
-"""What mkdocs builds beside the pages here: the references, and files that pages link to."""
+"""Pages that mkdocs builds beside those in this folder: the references, and files that pages link
+to."""
 
 import re
 import sys
@@ -25,14 +26,15 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, f"reference/{name}", content=text))
     for path in sorted(linked_files()):
         content = (ROOT / path).read_text(encoding="utf-8")
-        # Its own links lead from where it lies in the repository: only their words are kept.
+        # Links within the file are relative to its own folder in the repository: only their text is
+        # kept.
         content = RELATIVE.sub(r"\1", content) if path.endswith(".md") else content
         files.append(File.generated(config, f"source/{path}", content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **more: Any) -> str:
-    """Have links out of this folder lead to the copies in the site."""
+    """Rewrite links that leave this folder so that they lead to the copies in the site."""
     folder = Path(page.file.src_uri).parent.as_posix()
 
     def turned(link: re.Match[str]) -> str:
@@ -46,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, **more: Any) -> str:
 
 
 def linked_files() -> set[str]:
-    """Files outside of this folder, relative to the repository."""
+    """Files outside this folder that pages link to, relative to the repository."""
     found = set()
     for page in DOCS.rglob("*.md"):
         folder = page.parent.relative_to(DOCS).as_posix()
@@ -58,6 +60,7 @@ def linked_files() -> set[str]:
 
 
 def outside(folder: str, target: str) -> str | None:
-    """Where a link of a page in `folder` leads in the repository; None: within this one."""
+    """The target of a link of a page in `folder`, relative to the repository; None if it is not a
+    file outside docs/."""
     path = normpath(f"docs/{folder}/{target}")
     return None if path.startswith("docs/") or not (ROOT / path).is_file() else path

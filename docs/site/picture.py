@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def draw(printed: str) -> None:
-    """What a terminal of that width shows, as a picture."""
+    """Write a picture of a terminal of that width that shows the text."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), highlight=False)
     console.print(Text("$ make demo", style="bold"))
     console.print(Text(printed.rstrip()))

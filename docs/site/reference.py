@@ -36,7 +36,7 @@ GROUPS = {
         *("run_in_memory", "init_mpi"),
     ),
 }
-"""What `shoal` exports, in the order of the page; the rest stands at its end."""
+"""Names that `shoal` exports, in the order of the page; the rest stands at its end."""
 
 
 OTHER_VARIABLES = {
@@ -51,7 +51,7 @@ OTHER_VARIABLES = {
 
 
 def pages() -> Mapping[str, str]:
-    """Each page's text by its file name."""
+    """The text of each page, by file name."""
     return {"api.md": api(), "commands.md": commands(), "configuration.md": configuration()}
 
 
@@ -64,7 +64,7 @@ def exports() -> Mapping[str, str]:
 
 
 def api() -> str:
-    """One entry for each export, by groups."""
+    """The page of the API: one entry for each export, by groups."""
     homes = exports()
     grouped = {name for names in GROUPS.values() for name in names}
     groups = {**GROUPS, "More": tuple(sorted(homes.keys() - grouped))}
@@ -81,7 +81,7 @@ def api() -> str:
 
 
 def commands() -> str:
-    """Every option of every command, from the config classes that define them."""
+    """The page of the commands: all their options, from the config classes that define them."""
     from shoal_client.cli import build_app, installed_commands  # noqa: PLC0415
 
     text = build_app(installed_commands()).generate_docs(heading_level=1, flatten_commands=True)
@@ -94,7 +94,7 @@ def commands() -> str:
 
 
 def configuration() -> str:
-    """Settings that are no options of a command: the environment of a worker, and time limits."""
+    """The page of the other settings: the environment of a worker, and time limits."""
     from shoal.membership import join_config  # noqa: PLC0415
     from shoal_server.config_command import meanings, shown  # noqa: PLC0415
     from shoal_server.core.limits import Limits  # noqa: PLC0415
@@ -132,7 +132,7 @@ def configuration() -> str:
 
 
 def field_docs(source: str, name: str) -> Mapping[str, str]:
-    """What stands under each field of a class."""
+    """The docstring under each field of a class, by field."""
     tree = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
     found = {}
     for field, text in zip(tree.body, tree.body[1:], strict=False):

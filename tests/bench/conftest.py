@@ -1,4 +1,4 @@
-"""Modules of bench/, which is a folder of scripts, for the tests of its pure parts."""
+"""Modules of bench/, a folder of scripts, made importable for the tests of its pure parts."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Updates of a parameter server that the bench finds lost, or applied and not written down."""
+"""Updates of a parameter server that the bench finds lost, or applied but not logged by a
+worker."""
 
 import json
 from typing import Any
@@ -19,7 +20,7 @@ def line(*samples: int) -> str:
 
 
 def test_updates_that_are_all_there_are_counted_once(async_trace: Any) -> None:
-    """The weights of the worker that left last have the pushes of all."""
+    """The weights of the worker that left last contain the pushes of all workers."""
     left = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0, 1.0, 1.0])]
     found = async_trace.counted(left, [[line(0, 1)], [line(0, 2)]])
     assert (found.pushes, found.samples_lost, found.samples_unlogged) == (2, 0, 0)
@@ -31,6 +32,6 @@ def test_an_acknowledged_update_that_is_missing_is_lost(async_trace: Any) -> Non
 
 
 def test_an_update_that_no_worker_wrote_down_is_told_apart(async_trace: Any) -> None:
-    """A worker was killed before its line, or in the middle of it."""
+    """A worker was killed before it wrote its line, or in the middle of the line."""
     found = async_trace.counted([torch.tensor([2.0, 1.0, 1.0])], [[line(0, 1), line(0, 2)[:4]]])
     assert (found.pushes, found.samples_lost, found.samples_unlogged) == (1, 0, 2)

@@ -66,7 +66,8 @@ def test_a_trace_and_a_seed_give_the_same_changes(changes: Any) -> None:
 
 
 def test_machines_of_the_start_are_settled(changes: Any) -> None:
-    """Machines train when the clock starts: one of two may go at once, and then the other stays."""
+    """Machines of the start count as training when the clock starts: either of two may be lost at
+    once, and then the other stays."""
     levels = [changes.Level(at_s=at, machines=n) for at, n in ((0.0, 2), (1.0, 1), (2.0, 2))]
     found = changes.changes_of([*levels, changes.Level(at_s=3.0, machines=1)], 1)
     assert [(change.at_s, change.joins) for change in found[2:]] == [

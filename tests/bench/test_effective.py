@@ -24,7 +24,7 @@ def step() -> Callable[..., Any]:
 
 
 def test_a_run_without_a_change_is_effective_throughout(effective: Any, step: Any) -> None:
-    """Two workers commit each step; it counts once."""
+    """Two workers commit each step, which counts once."""
     steps = [step(at / 10 + pid / 1000, at, pid=pid) for at in range(101) for pid in (1, 2)]
     found = effective.effective(steps, 0.0, 10.0)
     assert found.effective == pytest.approx(1.0, abs=0.02)
@@ -33,7 +33,7 @@ def test_a_run_without_a_change_is_effective_throughout(effective: Any, step: An
 
 
 def test_a_pause_is_not_effective(effective: Any, step: Any) -> None:
-    """Two seconds of ten: the steps go on in another formation without any twice."""
+    """Two of ten seconds have no steps; the next formation repeats none."""
     steps = [step(at / 10, at) for at in range(50)]
     steps += [step(7.0 + at / 10, 50 + at, formation=2) for at in range(30)]
     found = effective.effective(steps, 0.0, 10.0)
@@ -78,14 +78,16 @@ def test_a_run_of_no_step_is_not_effective_at_all(effective: Any) -> None:
 
 
 def test_the_interval_of_daly_is_that_of_young_for_a_cheap_checkpoint(effective: Any) -> None:
-    """sqrt(2 C M): 10 s and 2,000 s give 200 s; Daly's is a little less than 2 % away."""
+    """Young's interval is sqrt(2 C M), 200 s for 10 s and 2,000 s. Daly's differs by less than 2
+    %."""
     assert effective.daly_interval_s(10.0, 2000.0) == pytest.approx(200.0, rel=0.05)
     assert effective.daly_interval_s(50.0, 20.0) == 20.0
 
 
 @pytest.mark.parametrize(("cost_s", "mtbf_s"), [(1.0, 60.0), (0.01, 10.0), (5.0, 20.0)])
 def test_no_other_interval_loses_less(effective: Any, cost_s: float, mtbf_s: float) -> None:
-    """By the model of bench/goodput_model.py, in which a restart takes no time."""
+    """The effective share is that of the model in bench/goodput_model.py, with a restart that takes
+    no time."""
     from math import exp, expm1  # noqa: PLC0415
 
     def share(interval_s: float) -> float:

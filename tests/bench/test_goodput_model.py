@@ -18,7 +18,7 @@ def model() -> Any:
 
 
 def test_the_published_points_of_one_paper_agree_with_the_model(model: Any) -> None:
-    """44 % with a pause of 10 minutes and 80 % with one of 3 give about one time between
+    """A pause of 10 minutes at 44 % and one of 3 minutes at 80 % imply about the same time between
     failures."""
     slow, fast = model.PUBLISHED[0].pause_s / -log(0.44), model.PUBLISHED[1].pause_s / -log(0.80)
     assert slow == pytest.approx(fast, rel=0.15)
@@ -39,7 +39,8 @@ def test_a_restart_that_takes_longer_than_the_time_between_failures_never_ends(m
 
 
 def test_constants_come_from_entries_of_long_runs(model: Any) -> None:
-    """The pause of a kill is what goes beyond the steps, those that were trained again included."""
+    """The pause of a kill is the time that the steps do not explain; steps trained twice are
+    included in them."""
     own = {"system": "shoal-ddp", "kills": 10, "seconds": 110.0, "steps": 1000}
     own |= {"steps_twice": 0, "step_s": 0.1, "checkpoint_s": None}
     theirs = {**own, "system": "torchrun", "seconds": 160.0, "steps_twice": 100}

@@ -1,4 +1,4 @@
-"""The harness that compares systems, on real processes for some seconds."""
+"""The harness that compares systems, run on real processes for some seconds."""
 
 import subprocess
 import sys
@@ -11,7 +11,8 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 @pytest.mark.nightly
 def test_a_replay_measures_each_system() -> None:
-    """One machine is lost and replaced; every system ends with the weights of one process."""
+    """Run a trace in which machines are lost and replaced: every system ends with the weights of
+    one process."""
     systems = ["one-process", "shoal-ddp", "shoal-fsdp", "torchrun"]
     ran = subprocess.run(
         [

@@ -1,4 +1,5 @@
-"""Machines of the comparisons: they are lost as a whole, and started again if they end alone."""
+"""Machines of the comparisons: a lost machine ends as a whole, and a launcher that ends by itself
+is started again."""
 
 import os
 import time
@@ -61,7 +62,7 @@ def num_starts(place: Path) -> int:
 
 
 def test_a_lost_machine_takes_its_worker_with_it(machines: Any, tmp_path: Path) -> None:
-    """The worker's session of its own does not save it, and nothing starts the machine again."""
+    """A session of its own does not save the worker, and nothing starts the machine again."""
     machines.join("machine-0")
     await_true(lambda: num_starts(tmp_path) == 1)
     (worker,) = workers(tmp_path)

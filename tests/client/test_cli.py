@@ -1,4 +1,4 @@
-"""The command line as a whole: help, typing errors, refusals, and completion."""
+"""The command line as a whole: help, wrong arguments, refusals, and completion."""
 
 import dataclasses
 import importlib.util
@@ -27,7 +27,7 @@ def _loaded(reference: str) -> object:
 
 
 def _options(config: type) -> list[tuple[str, object]]:
-    """Option and default of each field of a config, and of the configs in it."""
+    """Option and default of each field of a config, and of the configs nested in it."""
     found: list[tuple[str, object]] = []
     hints = get_type_hints(config, include_extras=True)
     assert dataclasses.is_dataclass(config)
@@ -58,7 +58,7 @@ def _options(config: type) -> list[tuple[str, object]]:
 def test_help_shows_every_option_with_its_default(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fields of the config are the options, and each default stands in the config alone."""
+    """Fields of the config are the options, and their defaults stand only in the config."""
     monkeypatch.setenv("COLUMNS", "400")
     assert main([name, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -93,7 +93,7 @@ def test_a_command_ends_without_a_look_at_all_its_objects() -> None:
 
 
 def test_the_list_of_commands_imports_none_of_them() -> None:
-    """So `shoal --help` is quick, wherever it is installed."""
+    """Imports would make `shoal --help` slow."""
     program = (
         "import sys; from shoal_client.cli import main; main(['--help']);"
         "print(sorted({'torch', 'grpc', 'httpx', 'fastapi', 'numpy'} & set(sys.modules)))"
@@ -154,7 +154,8 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
 def test_bad_arguments_are_one_line_that_names_the_option(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, and what is wrong; a word mistyped is answered with the one that is near."""
+    """The exit code is 2, and the message names the fault; a mistyped word is answered with a
+    similar one."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -191,7 +192,8 @@ def test_options_that_contradict_each_other_are_refused(
 def test_what_follows_a_script_is_the_scripts(
     arguments: list[str], script: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `--` before it or without, and though the options have names of the launcher's own."""
+    """Arguments after the script may follow `--` or not, and may have names of the launcher's
+    options."""
     seen: list[RunConfig] = []
 
     def note(config: RunConfig) -> int:
@@ -213,7 +215,7 @@ def test_a_module_is_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_environment_stands_in_for_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option that is given is stronger, and an empty variable counts as none."""
+    """An option comes before its variable, and an empty variable counts as unset."""
     seen: list[RunConfig] = []
     monkeypatch.setattr("shoal.launcher.command.run", lambda config: seen.append(config) or 0)
     monkeypatch.setenv("SHOAL_COORDINATOR", "a:1,b:2")
@@ -226,7 +228,7 @@ def test_the_environment_stands_in_for_options(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """And their options; bash and zsh themselves read the script."""
+    """The script also has the commands' options."""
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in COMMANDS)
@@ -234,7 +236,7 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
 
 
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`shoal co<TAB>` in a real bash."""
+    """Complete `shoal co<TAB>` in a real bash."""
     main(["completion", "bash"])
     path = tmp_path / "shoal.bash"
     path.write_text(capsys.readouterr().out)
@@ -255,7 +257,7 @@ def test_without_a_command_the_list_is_shown(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
-    """`shoal completion zsh | head -1`: no traceback, of ours or of Python's."""
+    """`shoal completion zsh | head -1` prints no traceback, neither Shoal's nor Python's."""
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
@@ -311,7 +313,7 @@ def test_a_server_whose_packages_are_not_installed_names_the_extra(
 def test_a_command_says_at_once_that_nobody_listens(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where, and what to do. Nothing is tried again and again behind a user's back."""
+    """The error has the address and what to do. The command does not retry."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     begun_s = time.monotonic()

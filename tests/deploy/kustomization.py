@@ -1,7 +1,7 @@
 """Renders the part of kustomize that deploy/kubernetes uses, so that the checks need no kubectl.
 
-Where a kubectl is at hand, a test holds this renderer against it. Names of generated config maps
-carry no hash here.
+If kubectl is installed, a test compares this renderer with it. Names of generated config maps carry
+no hash here.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,8 @@ def render(folder: Path) -> list[Resource]:
 
 
 def find(resources: list[Resource], *, kinds: set[str], name: str) -> Resource:
-    """The one resource of these kinds and that name."""
+    """The only resource of these kinds with that name. Raises LookupError if there is not exactly
+    one."""
     found = [r for r in resources if r["kind"] in kinds and r["metadata"]["name"] == name]
     if len(found) != 1:
         raise LookupError(f"{len(found)} resources are a {sorted(kinds)} named {name}, not one")
@@ -79,7 +80,7 @@ def _generate(resources: list[Resource], generator: dict[str, Any]) -> None:
 
 
 def _patched(resources: list[Resource], target: dict[str, str], patch: Any) -> list[Resource]:
-    """With a JSON patch of one resource, or without all that a label selects."""
+    """Apply a JSON patch to one resource, or delete all resources that a label selects."""
     if isinstance(patch, dict):
         label, value = target["labelSelector"].split("=")
         if patch["$patch"] != "delete" or set(target) != {"labelSelector"}:
@@ -92,7 +93,8 @@ def _patched(resources: list[Resource], target: dict[str, str], patch: Any) -> l
 
 
 def _apply(resource: Resource, operation: dict[str, Any]) -> None:
-    """One operation of a JSON patch (RFC 6902). Raises LookupError for a place that is none."""
+    """Apply one operation of a JSON patch (RFC 6902). Raises LookupError for a place that does not
+    exist."""
     *steps, last = [
         step.replace("~1", "/").replace("~0", "~") for step in operation["path"].split("/")[1:]
     ]

@@ -1,9 +1,9 @@
 """Pods of the rendered manifests as plain containers, for machines without a Kubernetes.
 
-What a kubelet would do with a pod's own fields is done here: command and arguments with their
-variables, user, read-only root, volumes, restarts and probes. What a cluster does (scheduling,
-scaling, Services, budgets) is not. A pod's names come from aliases in a Docker network; its Secrets
-are folders that the maker of the Secrets fills.
+This module does what a kubelet would do with a pod's own fields: command and arguments with their
+variables, user, read-only root, volumes, restarts and probes. It does not do what a cluster does
+(scheduling, scaling, Services, budgets). A pod's names come from aliases in a Docker network; its
+Secrets are folders that the maker of the Secrets fills.
 """
 
 import json
@@ -26,7 +26,7 @@ PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """One replica of a workload, and the container that stands for it."""
+    """A replica of a workload, and the container that stands for it."""
 
     name: str
     workload: Resource
@@ -44,14 +44,14 @@ class Pod:
         return [own, self.workload["metadata"]["name"]]
 
     def fields(self) -> dict[str, str]:
-        # Docker gives the address only when the container runs; its name serves as well.
+        # Docker assigns the address only when the container runs; its name serves as well.
         return {"metadata.name": self.name, "status.podIP": self.aliases()[0]}
 
 
 def variables(
     resources: list[Resource], container: Resource, fields: dict[str, str]
 ) -> dict[str, str]:
-    """What a container finds in its environment."""
+    """Environment variables of a container."""
     found: dict[str, str] = {}
     for source in container.get("envFrom", ()):
         found |= config(resources, source["configMapRef"]["name"])
@@ -72,12 +72,13 @@ def config(resources: list[Resource], name: str) -> dict[str, str]:
 
 
 def expand(arguments: list[str], known: dict[str, str]) -> list[str]:
-    """Arguments as the kubelet hands them over. Raises KeyError for an unknown variable."""
+    """Arguments with their variables expanded, as the kubelet passes them on. Raises KeyError for
+    an unknown variable."""
     return [re.sub(r"\$\(([A-Z_]+)\)", lambda match: known[match[1]], item) for item in arguments]
 
 
 def make_secrets(resources: list[Resource], folder: Path) -> None:
-    """What the Deployment `credentials` puts into Secrets, into a folder for each."""
+    """Write the Secrets of the Deployment `credentials`, each into a folder of its own."""
     maker = find(resources, kinds={"Deployment"}, name="credentials")
     [container] = maker["spec"]["template"]["spec"]["containers"]
     program, kind, *arguments = container["command"]
@@ -94,7 +95,8 @@ def make_secrets(resources: list[Resource], folder: Path) -> None:
 def started(
     resources: list[Resource], names: set[str], images: str, secrets: Path
 ) -> Iterator[dict[str, Pod]]:
-    """All replicas of the named workloads, started at once as a cluster would; by pod name."""
+    """Start all replicas of the named workloads at once, as a cluster would; yield them by pod
+    name."""
     prefix = f"shoal-pods-{os.getpid()}"
     with ExitStack() as stack:
         run("docker", "network", "create", prefix)
@@ -121,7 +123,7 @@ def started(
 def docker_run(
     resources: list[Resource], pod: Pod, network: str, images: str, secrets: Path
 ) -> list[str]:
-    """The `docker run` that stands for the kubelet's start of the pod."""
+    """The `docker run` command that stands for the kubelet's start of the pod."""
     security = pod.spec["securityContext"]
     known = variables(resources, pod.container, pod.fields())
     command = ["docker", "run", "--detach", "--name", pod.docker_name, "--hostname", pod.name]
@@ -137,7 +139,7 @@ def docker_run(
             assert {item["key"] for item in secret["items"]} == {p.name for p in part.iterdir()}
             command += ["--volume", f"{part}:{mount['mountPath']}:ro"]
             continue
-        # As a kubelet hands over a volume: written by the pod's user.
+        # The pod's user may write to the volume, as in one from a kubelet.
         owner = f"uid={security['runAsUser']},gid={security['runAsGroup']},mode=0770"
         command += ["--tmpfs", f"{mount['mountPath']}:{owner}"]
     for name, value in known.items():
@@ -150,7 +152,7 @@ def docker_run(
 
 
 def passes(pod: Pod, kind: str) -> bool:
-    """Whether a probe of the pod succeeds now; one that is not declared does."""
+    """True if a probe of the pod succeeds now, or is not declared."""
     probe = pod.container.get(kind)
     if probe is None:
         return True
@@ -171,7 +173,8 @@ def passes(pod: Pod, kind: str) -> bool:
 
 
 def wait_until_ready(pods: dict[str, Pod], timeout_s: float) -> None:
-    """Until each pod passes all its probes. The failure shows who does not, and its log."""
+    """Wait until each pod passes all its probes. The failure shows the pods that do not, and their
+    logs."""
     give_up_s = time.monotonic() + timeout_s
     pending = [(pod, kind) for pod in pods.values() for kind in PROBES]
     while pending:
@@ -185,7 +188,7 @@ def wait_until_ready(pods: dict[str, Pod], timeout_s: float) -> None:
 
 
 def log(pod: Pod) -> str:
-    """The end of what the pod wrote."""
+    """The end of the pod's log."""
     result = subprocess.run(
         ["docker", "logs", "--tail", "40", pod.docker_name],
         stdout=subprocess.PIPE,
@@ -197,7 +200,7 @@ def log(pod: Pod) -> str:
 
 
 def ask(pod: Pod, path: str) -> Any:
-    """The JSON that the leader answers, seen from a pod with a token; None for a refusal."""
+    """JSON of the leader's answer, requested from a pod with a token; None for a refusal."""
     script = (
         "import json, os, sys\n"
         "from shoal_client.commands.status import StatusClient\n"

@@ -9,7 +9,7 @@ FOLDER = Path(__file__).parents[2] / "deploy"
 
 
 def load(name: str) -> ModuleType:
-    """One of them."""
+    """Import a script of the folder."""
     sys.path.insert(0, str(FOLDER))
     try:
         spec = util.spec_from_file_location(f"deploy_{name}", FOLDER / f"{name}.py")

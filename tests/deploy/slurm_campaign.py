@@ -1,4 +1,4 @@
-"""Runs deploy/slurm/shoal.sbatch under a real Slurm, with what happens to jobs there.
+"""Runs deploy/slurm/shoal.sbatch under a real Slurm, with the events that jobs meet there.
 
     make slurm-test                          # installs Debian's slurm-wlm first; needs root
     make slurm-test SLURM="--only lost"      # one case
@@ -6,7 +6,7 @@
 
 Prints a line for each case, and a table at the end; the exit code is 1 if a case failed. Each case
 submits a job of the same script to a cluster of three nodes (`slurm_nodes.py`), waits until it
-trains, does what the case is about, and compares steps, exit code and what is left.
+trains, causes its event, and compares steps, exit code and remaining processes and files.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Step:
 
 @dataclass
 class Case:
-    """One job, in a folder of its own on the shared disk."""
+    """A job, in a folder of its own on the shared disk."""
 
     nodes: SlurmNodes
     name: str
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def output(self) -> str:
-        """Output of the batch script, of all attempts."""
+        """Output of the batch script in all attempts."""
         return "".join(path.read_text() for path in self.folder.glob("slurm-*.out"))
 
     def submit(self, num_nodes: int, *options: str, **variables: str) -> None:
@@ -125,10 +125,10 @@ class Case:
 
     def await_restart(self, within_s: float = 90.0) -> int:
         """Wait until the job is in the queue again, and have it start at once: Slurm would wait for
-        two minutes. Returns the last step that was committed before."""
+        two minutes. Return the last step that was committed before."""
         awaited(lambda: int(self.nodes.job(self.job_id)["Restarts"]) > 0, within_s, "a requeue")
         awaited(lambda: self.state == "PENDING", within_s, "a pending job")
-        # Slurm would take what a process of the attempt before still reports for the next one's.
+        # Slurm would attribute reports of processes of the last attempt to the next one.
         self.await_no_process()
         last = max(step.number for step in self.steps() if step.committed)
         (self.folder / "steps").rename(self.folder / "steps-before")
@@ -136,12 +136,12 @@ class Case:
         return last
 
     def check_resumed(self, last: int) -> None:
-        """Check that the training has gone on behind the last step of the attempt before."""
+        """Check that training continued after the last step of the attempt before."""
         first = min(step.number for step in self.steps())
         self.facts["steps lost"] = last + 1 - first
         figures = f"the last step was {last}, and the first one after it {first}"
         if self.strategy == "async-sgd":
-            # Members do not take their steps together: those of the last moments differ.
+            # Members do not step together: their last steps differ.
             assert 0 < first <= last + 1, figures
         else:
             assert first == last + 1, figures
@@ -176,7 +176,7 @@ class Case:
 
 
 def clean(case: Case) -> None:
-    """A job of two nodes trains to its end: exit code 0, and nothing but logs is left."""
+    """A job of two nodes trains to its end: the exit code is 0, and only logs are left."""
     case.submit(2)
     case.await_steps(2)
     folder = case.folder / f"shoal-{case.job_id}"
@@ -203,7 +203,7 @@ def counts(case: Case) -> None:
 
 
 def lost(case: Case) -> None:
-    """A node is lost, with its slurmd: the others train on, and the exit code is 0."""
+    """A node is lost with its slurmd: the others continue to train, and the exit code is 0."""
     case.submit(3)
     last = case.await_steps(3)
     case.nodes.lose("node3")
@@ -219,7 +219,7 @@ def lost(case: Case) -> None:
 
 
 def killed(case: Case) -> None:
-    """A launcher is killed: the other node trains on, and the exit code is 0."""
+    """A launcher is killed: the other node continues to train, and the exit code is 0."""
     case.submit(2)
     last = case.await_steps(2)
     found = [p for p, line in case.nodes.processes("node2").items() if " run " in line]
@@ -230,7 +230,8 @@ def killed(case: Case) -> None:
 
 
 def notice(case: Case) -> None:
-    """TERM to the step, as before a preemption: members drain, the job is requeued and goes on."""
+    """SIGTERM to the step, as before a preemption: members drain, the job is requeued and
+    continues."""
     case.submit(2)
     case.await_steps(2)
     began_s = time.monotonic()
@@ -244,8 +245,8 @@ def notice(case: Case) -> None:
 
 
 def requeue(case: Case) -> None:
-    """`scontrol requeue`: SIGTERM to all processes, etcd and coordinator included, 30 s before the
-    SIGKILL. Members drain, and the job goes on where it was."""
+    """`scontrol requeue` sends SIGTERM to all processes, etcd and coordinator included, 30 s before
+    SIGKILL. Members drain, and the job continues from its last step."""
     case.submit(2)
     case.await_steps(2)
     began_s = time.monotonic()
@@ -259,7 +260,7 @@ def requeue(case: Case) -> None:
 
 
 def time_limit(case: Case) -> None:
-    """The time limit comes, with a notice of 60 s: the job requeues itself and goes on."""
+    """The time limit comes, with a notice of 60 s: the job requeues itself and continues."""
     case.submit(2, "--time=2", "--signal=TERM@60")
     case.await_steps(2)
     last = case.await_restart(within_s=150.0)
@@ -270,7 +271,7 @@ def time_limit(case: Case) -> None:
 
 
 def servers(case: Case) -> None:
-    """`scontrol requeue` of an asynchronous job: it goes on from a snapshot of its servers."""
+    """`scontrol requeue` of an asynchronous job: it continues from a snapshot of its servers."""
     case.strategy = "async-sgd"
     case.submit(2, PARAMETER_SERVERS="2")
     case.await_steps(2)
@@ -283,7 +284,7 @@ def servers(case: Case) -> None:
 
 
 def cancel(case: Case) -> None:
-    """`scancel`: the members drain, the job is not requeued, and its checkpoint is there."""
+    """`scancel`: the members drain, the job is not requeued, and its checkpoint exists."""
     case.submit(2)
     case.await_steps(2)
     case.nodes.run("scancel", case.job_id)
@@ -299,13 +300,13 @@ CASES = (clean, counts, killed, lost, notice, requeue, cancel, time_limit, serve
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the cases; return 1 if one has failed, 2 if there can be no such cluster here."""
+    """Run the cases; return 1 if one has failed, 2 if this machine cannot have such a cluster."""
     names = [case.__name__ for case in CASES]
     parser = argparse.ArgumentParser(prog="make slurm-test")
     parser.add_argument("--only", default=",".join(names), help=f"some of {','.join(names)}")
     parser.add_argument("--keep", type=Path, help="a folder for the logs of the jobs")
     options = parser.parse_args(arguments)
-    # As Ctrl-C: the cluster is removed.
+    # SIGTERM removes the cluster, like Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(names):

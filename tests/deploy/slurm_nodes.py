@@ -6,7 +6,7 @@ to each other by a bridge in a namespace of its own, and to nothing else: the ho
 /etc/hosts, Slurm and munge are not touched.
 
 All processes run in these namespaces. The end of the `with` block kills them, by their ids, and
-removes namespaces and files. What a killed run has left behind is removed by the next one.
+removes namespaces and files. The next run removes the leftovers of a killed run.
 """
 
 import os
@@ -28,7 +28,8 @@ from shoal_client.local.etcd import find_etcd
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "munged", "ip", "unshare")
 PREFIX = "shoal-slurm-"
 FOLDERS = Path("/var/tmp")
-"""The parent of the shared folder. Not /tmp, in whose place each node has a folder of its own."""
+"""The parent of the shared folder. /tmp would not do: each node has a folder of its own in its
+place."""
 HUB = "hub"
 SLURMD_TIMEOUT_S = 15
 CONFIG = """\
@@ -61,7 +62,7 @@ Found = TypeVar("Found")
 
 
 class NotPossible(Exception):
-    """Reason for which there can be no such cluster on this machine."""
+    """The reason why this machine cannot have such a cluster."""
 
 
 def awaited(look: Callable[[], Found | None], within_s: float, what: str) -> Found:
@@ -234,7 +235,7 @@ class SlurmNodes:
         for number, name in enumerate(self.names, 1):
             space = self._tag + name
             _ip("netns", "add", space)
-            # Both ends are made within the namespaces.
+            # Create both ends inside the namespaces.
             _ip(
                 "-n",
                 hub,
@@ -304,7 +305,7 @@ class SlurmNodes:
             )
 
     def _inside(self, place: str, command: Sequence[str]) -> list[str]:
-        """The command on a node: with its host name, hosts file, address and /tmp."""
+        """The command on a node, with the node's host name, hosts file, address and /tmp."""
         own_tmp = "" if place == HUB else f"mount --bind '{self.root}/{place}/tmp' /tmp && "
         script = (
             f"hostname {place} && mount --bind '{self.root}/etc/hosts' /etc/hosts && {own_tmp}"

@@ -1,4 +1,4 @@
-"""Runs `shoal run --hosts` over real sshds, with what happens to hosts and jobs there.
+"""Runs `shoal run --hosts` over real sshds, with the events that hosts and jobs meet there.
 
     make ssh-test                          # installs Debian's OpenSSH first; needs root
     make ssh-test SSH="--only lost"        # one case
@@ -32,7 +32,7 @@ SILENT = "gone"
 
 @dataclass
 class Case:
-    """Job of a test, with its own folder on the shared disk."""
+    """A job, in a folder of its own on the shared disk."""
 
     hosts: SshHosts
     name: str
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def output(self) -> str:
-        """Text that the command has printed."""
+        """The command's output so far."""
         path = self.folder / "output"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -61,7 +61,7 @@ class Case:
         )
 
     def await_steps(self, num_members: int, after: int = -1, num_steps: int = 10) -> int:
-        """Wait for that many steps beyond `after` with so many members; return the last one."""
+        """Wait for so many steps beyond `after` with so many members; return the last one."""
 
         def taken() -> list[int]:
             assert self.run is not None and self.run.poll() is None, self.output
@@ -101,7 +101,7 @@ class Case:
 
 
 def clean(case: Case) -> None:
-    """Three workers on two hosts train to the end; a host that is silent is left out."""
+    """Three workers on two hosts train to the end; a silent host is left out."""
     case.start(f"a,b:2,{SILENT}", "--ps", "0")
     case.await_steps(3)
     keys = [path for name in "ab" for path in (case.hosts.root / name / "tmp").glob("shoal-run-*")]
@@ -143,7 +143,7 @@ def status(case: Case) -> None:
 
 
 def lost(case: Case) -> None:
-    """A host's network and processes are gone; the others train on to the end."""
+    """A host loses its network and its processes; the others train to the end."""
     case.start("a,b,c", "--ps", "0")
     before = case.await_steps(3)
     case.hosts.lose("c")
@@ -174,7 +174,7 @@ def ctrl_c(case: Case) -> None:
 
 
 def killed(case: Case) -> None:
-    """Nothing is left on the hosts when the command was killed."""
+    """Hosts keep no process and no file of the job after the command was killed."""
     case.start("a,b", "--ps", "0")
     case.await_steps(2)
     assert case.run is not None
@@ -198,18 +198,18 @@ def servers(case: Case) -> None:
     case.facts |= {"exit code": code}
 
 
-# A lost host stays lost: last.
+# The last case loses a host, which stays lost.
 CASES = (clean, status, ctrl_c, killed, servers, lost)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the cases; return 1 if one has failed, 2 if there can be no such hosts here."""
+    """Run the cases; return 1 if one has failed, 2 if this machine cannot have such hosts."""
     names = [case.__name__ for case in CASES]
     parser = argparse.ArgumentParser(prog="make ssh-test")
     parser.add_argument("--only", default=",".join(names), help=f"some of {','.join(names)}")
     parser.add_argument("--keep", type=Path, help="a folder for the output of the jobs")
     options = parser.parse_args(arguments)
-    # As Ctrl-C: the hosts are removed.
+    # SIGTERM removes the hosts, like Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(names):

@@ -1,9 +1,9 @@
 """Hosts with an sshd each, in network namespaces of one machine, and a machine that reaches them.
 
 Needs root, Debian's openssh-server and openssh-client, and iproute2. Each host has its own name,
-address, /tmp and sshd, and all share the other folders, as hosts share a disk. Nothing of the
-machine's own ssh is used or changed: keys and settings are made anew. All processes end, and all
-files are removed, at the end of the `with` block.
+address, /tmp and sshd, and all share the other folders, as hosts share a disk. The machine's own
+ssh is neither used nor changed: keys and settings are new. All processes end, and all files are
+removed, at the end of the `with` block.
 """
 
 import os
@@ -59,7 +59,7 @@ class SshHosts:
             )
         self.names = tuple(names)
         self._silent = silent
-        # Not in /tmp, in whose place each host has a folder of its own.
+        # /tmp would not do: each host has a folder of its own in its place.
         self.root = Path(tempfile.mkdtemp(prefix="shoal-ssh-", dir="/var/tmp"))
         self._routed = RoutedHosts()
         self._hosts: dict[str, Host] = {}
@@ -103,14 +103,14 @@ class SshHosts:
 
     @property
     def version(self) -> str:
-        """Version of OpenSSH, for example OpenSSH_9.2p1."""
-        printed = subprocess.run(["ssh", "-V"], check=True, capture_output=True, text=True)
-        return printed.stderr.partition(",")[0].strip()
+        """The version of ssh, for example OpenSSH_9.2p1."""
+        completed = subprocess.run(["ssh", "-V"], check=True, capture_output=True, text=True)
+        return completed.stderr.partition(",")[0].strip()
 
     def popen(
         self, name: str, command: Sequence[str], cwd: Path, output: Path
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a host; its process is the command's own."""
+        """Start a command on a host; the process returned is the command's own."""
         with output.open("ab") as file:
             process = subprocess.Popen(
                 self._inside(name, command),
@@ -136,12 +136,12 @@ class SshHosts:
         )
 
     def temporary_files(self, name: str) -> list[str]:
-        """Names of what is in a host's /tmp."""
+        """Names of the files in a host's /tmp."""
         return sorted(path.name for path in (self.root / name / "tmp").iterdir())
 
     def lose(self, name: str) -> None:
-        """Cut a host's network, and kill all of it, as a loss of power does: no connection is
-        closed."""
+        """Cut a host's network, and kill all its processes, as a loss of power does: no connection
+        is closed."""
         path = self._hosts[name].path
         subprocess.run(
             ["nsenter", f"--net={path}", "ip", "link", "set", "eth0", "down"], check=True
@@ -160,7 +160,7 @@ class SshHosts:
         return found
 
     def await_quiet(self, names: Sequence[str], within_s: float) -> None:
-        """Wait until hosts run nothing but their sshd."""
+        """Wait until the hosts run only their sshd."""
         awaited(
             lambda: not any(self.processes(name) for name in names),
             within_s,
@@ -207,7 +207,7 @@ class SshHosts:
         awaited(serves, 30, f"the sshd of {name}")
 
     def _inside(self, name: str, command: Sequence[str]) -> list[str]:
-        """The command on a host: with its name, address, hosts file and /tmp."""
+        """The command on a host, with the host's name, address, hosts file and /tmp."""
         root = shlex.quote(str(self.root))
         script = (
             f"hostname {name} && mount --bind {root}/hosts /etc/hosts"

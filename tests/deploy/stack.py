@@ -1,4 +1,4 @@
-"""A compose project of its own, brought up for real and taken away with all it made."""
+"""A compose project of its own, started for real and removed with everything that it made."""
 
 import json
 import os
@@ -23,7 +23,7 @@ NO_SETTINGS: Mapping[str, str] = {}
 IMAGES = ("etcd", "coordinator", "server", "worker")
 OWN = "/var/lib/shoal/own"
 CERTS_VALID_S = 150.0
-"""So short that certificates are renewed, and the first ones run out, while the tests go on."""
+"""Certificates are renewed, and the first ones run out, during the tests."""
 CERTS_EVERY_S = 50.0
 
 Found = TypeVar("Found")
@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 def run(*command: str, environment: dict[str, str] | None = None, timeout_s: float = 300) -> str:
-    """Standard output of a command. A failure shows what it wrote."""
+    """Standard output of a command. A failure shows all of its output."""
     result = subprocess.run(
         command,
         cwd=ROOT,
@@ -58,7 +58,7 @@ class Stack:
     project: str = field(default_factory=lambda: f"shoal-test-{os.getpid()}")
     http_port: int = field(default_factory=free_port)
     images: str = "shoal-test"
-    """Their names begin with it."""
+    """The beginning of the images' names."""
 
     def compose(
         self, *arguments: str, settings: Mapping[str, str] = NO_SETTINGS, timeout_s: float = 300
@@ -72,13 +72,13 @@ class Stack:
             "SHOAL_CERTS_EVERY_H": str(CERTS_EVERY_S / 3600),
         }
         if any(OFFLINE_WHEELS.glob("*.whl")):
-            # Who has put wheels there wants the image made of them.
+            # A folder with wheels is there for an image made from them.
             environment["PIP_NO_INDEX"] = "1"
         command = ("docker", "compose", "--project-name", self.project, *arguments)
         return run(*command, environment=environment, timeout_s=timeout_s)
 
     def get(self, path: str) -> Any:
-        """What the coordinator answers over HTTP. Raises httpx.HTTPError."""
+        """JSON that the coordinator answers over HTTP. Raises httpx.HTTPError."""
         answer = httpx.get(
             f"{self.url}{path}",
             timeout=5,
@@ -90,17 +90,17 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """Of the page, for a browser of this machine."""
+        """The page's URL, for a browser on this machine."""
         return f"https://localhost:{self.http_port}"
 
     def operate(self, *command: str, entrypoint: str = "shoal") -> str:
-        """What an operator's command prints."""
+        """Output of an operator's command."""
         run_once = ("run", "--rm", "--no-deps", "-T", f"--entrypoint={entrypoint}", "shoal")
         return self.compose(*run_once, *command)
 
     @cached_property
     def token(self) -> str:
-        """An operator's, for the page."""
+        """An operator's token for the page."""
         return self.operate(f"{OWN}/token", entrypoint="cat").strip()
 
     @cached_property
@@ -108,7 +108,8 @@ class Stack:
         return ssl.create_default_context(cadata=self.operate(f"{OWN}/ca.crt", entrypoint="cat"))
 
     def wait_for(self, what: str, see: Callable[[], Found | None], timeout_s: float) -> Found:
-        """The first value that `see` returns. On time-out the failure shows the stack's state."""
+        """The first value that `see` returns other than None. On time-out the failure shows the
+        stack's state."""
         give_up_s = time.monotonic() + timeout_s
         last: object = None
         while time.monotonic() < give_up_s:
@@ -123,7 +124,7 @@ class Stack:
         raise AssertionError(f"within {timeout_s:g} s: not {what} ({last!r})\n{self.state()}")
 
     def containers(self, service: str) -> dict[str, dict[str, Any]]:
-        """What Docker knows of a service's containers, stopped ones too, by host name."""
+        """Docker's data about a service's containers, stopped ones too, by host name."""
         ids = self.compose("ps", "--all", "--quiet", service).split()
         inspected = json.loads(run("docker", "inspect", *ids)) if ids else []
         return {item["Config"]["Hostname"]: item for item in inspected}
@@ -135,7 +136,7 @@ class Stack:
 
 @contextmanager
 def brought_up(stack: Stack) -> Iterator[Stack]:
-    """Build the image and wait until every server is healthy; afterwards nothing of it is left."""
+    """Build the image and wait until every server is healthy; remove everything at the end."""
     stack.compose("build", timeout_s=1200)
     try:
         stack.compose("up", "--detach", "--wait", "--no-build", *SERVERS, timeout_s=300)

@@ -1,4 +1,5 @@
-"""The overlay for cert-manager: what it asks for, and a cluster with certificates made by it."""
+"""The overlay for cert-manager: the certificates that it requests, and a cluster with such
+certificates."""
 
 import os
 import subprocess
@@ -39,7 +40,7 @@ FIELDS = {
         *("usages", "privateKey", "issuerRef"),
     },
 }
-"""Those of cert-manager.io/v1 that the overlay uses."""
+"""Fields of cert-manager.io/v1 that the overlay uses."""
 SCRIPT = """
 import shoal, torch
 model = torch.nn.Linear(8, 1)
@@ -64,7 +65,7 @@ def of_kind(resources: list[Resource], kind: str) -> dict[str, dict[str, Any]]:
 
 
 def test_schema(resources: list[Resource], tmp_path: Path) -> None:
-    """Kubernetes' own resources are valid by its schemas, cert-manager's have known fields only."""
+    """Kubernetes' own resources are valid by its schemas, cert-manager's have only known fields."""
     theirs = [r for r in resources if r["apiVersion"] == "cert-manager.io/v1"]
     path = tmp_path / "all.yaml"
     path.write_text(yaml.safe_dump_all([r for r in resources if r not in theirs]))
@@ -76,7 +77,8 @@ def test_schema(resources: list[Resource], tmp_path: Path) -> None:
 
 
 def test_nothing_else_makes_certificates(resources: list[Resource]) -> None:
-    """The Deployment that does otherwise is gone, with its rights and the Secrets that it fills."""
+    """The Deployment that otherwise makes them is absent, with its rights and the Secrets that it
+    fills."""
     assert {r["metadata"]["name"] for r in workloads(resources)} == {
         *("etcd", "coordinator", "ps", "worker"),
     }
@@ -84,7 +86,7 @@ def test_nothing_else_makes_certificates(resources: list[Resource]) -> None:
 
 
 def sources_of(workload: Resource) -> dict[str, tuple[str, str]]:
-    """Each file that the part gets: the Secret that has it, and its key there."""
+    """Secret and key in the Secret of each file that the part gets, by the file's path."""
     [own] = [v for v in workload["spec"]["template"]["spec"]["volumes"] if v["name"] == "own"]
     if "secret" in own:
         name = own["secret"]["secretName"]
@@ -97,7 +99,7 @@ def sources_of(workload: Resource) -> dict[str, tuple[str, str]]:
 
 
 def test_each_part_gets_the_files_that_it_gets_otherwise(resources: list[Resource]) -> None:
-    """By the same names, from Secrets that a Certificate fills, or that hold the tokens."""
+    """Files have the same names; their Secrets are filled by a Certificate, or hold the tokens."""
     made = {spec["secretName"] for spec in of_kind(resources, "Certificate").values()}
     base = render(KUBERNETES / "base")
     for workload in workloads(resources):
@@ -110,7 +112,8 @@ def test_each_part_gets_the_files_that_it_gets_otherwise(resources: list[Resourc
 
 
 def issued(certificates: dict[str, dict[str, Any]], name: str, folder: Path) -> None:
-    """What cert-manager puts into the Secret of a Certificate, as files; of its authority first."""
+    """Write the files of a Certificate's Secret as cert-manager does, those of its authority
+    first."""
     spec = certificates[name]
     to = folder / spec["secretName"]
     if to.is_dir():
@@ -161,7 +164,8 @@ def _key(path: Path) -> ec.EllipticCurvePrivateKey:
 def test_a_cluster_trains_with_these_certificates(
     resources: list[Resource], tmp_path: Path
 ) -> None:
-    """Issued as cert-manager issues what the manifests ask for, mounted as they say."""
+    """Certificates are issued as cert-manager issues those of the manifests, and mounted as the
+    manifests say."""
     certificates = of_kind(resources, "Certificate")
     for name in certificates:
         issued(certificates, name, tmp_path)

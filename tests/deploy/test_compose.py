@@ -1,4 +1,4 @@
-"""The compose file trains the demo's job for real, through the loss and the stop of workers."""
+"""The compose file trains the demo's job for real, while workers are lost and stopped."""
 
 import json
 import re
@@ -18,8 +18,8 @@ EPOCHS = 300
 UNDER_WAY_STEPS = 20
 MIN_ACCURACY = 0.95
 OUTLIVED_S = 45.0
-# Prints `in` where the other end goes on with us: gRPC speaks first. Over TLS 1.3 one learns of the
-# refusal only then.
+# Prints `in` if the server continues after the handshake: in gRPC the server speaks first. With TLS
+# 1.3 a client learns only then that it was refused.
 DIAL = """
 import socket, ssl, sys
 context = ssl.create_default_context()
@@ -44,7 +44,7 @@ def stack() -> Iterator[Stack]:
 
 
 class Training:
-    """One job of three workers on the stack, watched over HTTP."""
+    """A job of three workers on the stack, watched over HTTP."""
 
     def __init__(self, stack: Stack, strategy: str, name: str, epochs: int = EPOCHS) -> None:
         self.stack = stack
@@ -56,11 +56,11 @@ class Training:
         }
 
     def start(self) -> None:
-        """Start three workers, in place of those of the job before."""
+        """Start three workers, in place of those of the last job."""
         self.stack.compose("up", "--detach", "--no-build", "worker", settings=self._settings)
 
     def scale(self, workers: int) -> None:
-        """Have as many workers, and wait until surplus ones have ended."""
+        """Change the number of workers, and wait until surplus ones have ended."""
         command = ("up", "--detach", "--no-build", "--no-recreate", f"--scale=worker={workers}")
         self.stack.compose(*command, "worker", settings=self._settings)
 
@@ -69,7 +69,7 @@ class Training:
         return detail
 
     def under_way(self) -> dict[str, Any] | None:
-        """The job, once all three workers train and have done some steps."""
+        """The job, once all three workers train and have taken some steps."""
         job = self.job()
         summary = job["summary"]
         trains = summary["num_training"] == 3 and summary["step"] >= UNDER_WAY_STEPS
@@ -88,7 +88,7 @@ class Training:
         ]
 
     def removed(self) -> dict[str, str]:
-        """Who has left the job or was lost, and why."""
+        """Reasons of the members that left the job or were lost, by member."""
         events = self.stack.get(f"/api/v1/jobs/{self.name}/events")["events"]
         return {
             event["member_id"]: event["reason"].removeprefix(f"{event['member_id']}: ")
@@ -98,13 +98,13 @@ class Training:
 
 
 def roster(generation: dict[str, Any]) -> dict[str, str]:
-    """Who is in a generation: incarnation by member id."""
+    """Incarnation by member id in a generation."""
     return {entry["member_id"]: entry["public_id"] for entry in generation["members"]}
 
 
 @pytest.mark.parametrize("strategy", ["async-sgd", "ddp"])
 def test_trains_through_the_loss_of_a_worker(stack: Stack, strategy: str) -> None:
-    """A container is killed: the others agree and go on, it comes back, the job is finished."""
+    """A container is killed: the others agree and continue, it comes back, and the job finishes."""
     training = Training(stack, strategy, f"digits-{strategy}")
     training.start()
     job = stack.wait_for("training with three workers", training.under_way, 180)
@@ -112,7 +112,7 @@ def test_trains_through_the_loss_of_a_worker(stack: Stack, strategy: str) -> Non
     containers = stack.containers("worker")
     members = {m["member"]["member_id"]: m["member"] for m in job["members"]}
     assert set(members) == set(containers), "a worker's member id is its container's host name"
-    # Rank 0: the one that the others lean on most.
+    # Choose rank 0, on which the others depend most.
     victim = min(members, key=lambda member: members[member]["rank"])
     survivors = {name: members[name]["public_id"] for name in members if name != victim}
 
@@ -121,7 +121,7 @@ def test_trains_through_the_loss_of_a_worker(stack: Stack, strategy: str) -> Non
     assert members[victim]["public_id"] not in roster(after).values()
     assert survivors.items() <= roster(after).items(), "survivors keep their processes"
 
-    # `docker kill` keeps Docker from starting it again; a container that failed it would.
+    # Docker does not restart a container after `docker kill`; it would restart one that failed.
     run("docker", "start", containers[victim]["Id"])
     back = stack.wait_for(
         "a generation with the replacement",
@@ -136,9 +136,9 @@ def test_trains_through_the_loss_of_a_worker(stack: Stack, strategy: str) -> Non
 
 
 def test_trains_through_the_loss_of_the_coordinator(stack: Stack) -> None:
-    """The coordinator is killed and comes back: the same generation trains on, the same processes.
+    """The coordinator is killed and comes back: the same processes train on in the same generation.
 
-    It is watched for longer than a lease of any kind lasts: nothing may come later.
+    The test watches for longer than any lease lasts, so that a late loss would show.
     """
     training = Training(stack, "async-sgd", "digits-headless", epochs=100_000)
     training.start()
@@ -163,9 +163,9 @@ def test_trains_through_the_loss_of_the_coordinator(stack: Stack) -> None:
 
 
 def test_a_stopped_worker_drains(stack: Stack) -> None:
-    """Scaled down, the one that is to go hands over: the others stop at a step that was agreed.
+    """Scaled down, the worker to be removed hands over: the others stop at an agreed step.
 
-    When all are told to stop, nobody can take over: they end as drained, and nobody waits.
+    When all are told to stop, no worker can take over: they end as drained, and none waits.
     """
     training = Training(stack, "ddp", "digits-drained", epochs=100_000)
     training.start()
@@ -196,7 +196,7 @@ def test_a_stopped_worker_drains(stack: Stack) -> None:
 
 
 def test_a_cluster_outlives_its_certificates(stack: Stack) -> None:
-    """Those of the first moment run out; nobody restarts, and who comes then is let in."""
+    """Certificates of the start run out: no process restarts, and a new one is admitted."""
     training = Training(stack, "ddp", "digits-renewed", epochs=100_000)
     training.start()
     job = stack.wait_for("training with three workers", training.under_way, 180)
@@ -215,8 +215,8 @@ def test_a_cluster_outlives_its_certificates(stack: Stack) -> None:
     assert now["summary"]["generation"] == job["summary"]["generation"], "nobody was lost"
     assert now["summary"]["step"] > job["summary"]["step"]
 
-    # Connections that are made now go by what is in the files: a process that began with others,
-    # and one that begins now.
+    # New connections use the current files: in a process that began with others, and in a new
+    # process.
     containers = stack.containers("worker")
     victim = min(containers)
     run("docker", "kill", "--signal", "KILL", containers[victim]["Id"])
@@ -233,7 +233,7 @@ def test_a_cluster_outlives_its_certificates(stack: Stack) -> None:
         ),
         120,
     )
-    # Coordinator and servers reach etcd anew, too.
+    # Coordinator and servers reconnect to etcd, too.
     [etcd] = [container["Id"] for container in stack.containers("etcd").values()]
     run("docker", "restart", etcd)
     number = training.job()["summary"]["generation"]
@@ -254,7 +254,8 @@ def certificate(stack: Stack, service: str) -> x509.Certificate:
 
 
 def test_each_service_has_its_own_files_alone(stack: Stack) -> None:
-    """No key of another part, and no authority's; nobody runs as root or writes its own image."""
+    """Services hold no key of another part or of an authority; none runs as root or can write to
+    its image."""
     common, client = {"ca.crt"}, {"etcd-ca.crt", "etcd-client.crt", "etcd-client.key"}
     expected = {
         "coordinator": common | client | {"coordinator.crt", "coordinator.key", "tokens"},
@@ -272,7 +273,7 @@ def test_each_service_has_its_own_files_alone(stack: Stack) -> None:
 
 
 def test_strangers_get_nothing(stack: Stack) -> None:
-    """The page asks for a token; gRPC and etcd for a certificate of their own authority."""
+    """The page asks for a token; gRPC and etcd ask for a certificate of their own authority."""
     assert httpx.get(f"{stack.url}/api/v1/jobs", verify=False).status_code == 401
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"http://localhost:{stack.http_port}/api/v1/jobs")
@@ -285,7 +286,7 @@ def test_strangers_get_nothing(stack: Stack) -> None:
 
 
 def check_outcome(stack: Stack, job: dict[str, Any]) -> None:
-    """The job went through all its samples; each worker ended well, with a good model."""
+    """The job completed all its samples; each worker ended with exit code 0 and a good model."""
     assert "completed" in job["summary"]["reason"], job["summary"]
     if not job["synchronous"]:
         samples = job["samples"]

@@ -24,7 +24,8 @@ def compose() -> dict[str, Any]:
 
 
 def test_parts_are_there(compose: dict[str, Any]) -> None:
-    """etcd, a coordinator, two parameter servers, three workers, and who makes certificates."""
+    """etcd, a coordinator, two parameter servers, three workers, and the service that makes
+    certificates."""
     services = compose["services"]
     assert set(services) == {"certs", "etcd", "coordinator", "ps-0", "ps-1", "worker", "shoal"}
     assert services["shoal"]["profiles"] == ["tools"], "not started with the others"
@@ -32,7 +33,7 @@ def test_parts_are_there(compose: dict[str, Any]) -> None:
 
 
 def test_commands_parse(compose: dict[str, Any], tmp_path: Path) -> None:
-    """The program itself understands each flag; servers advertise the name of their service."""
+    """The program itself parses each flag; servers advertise the name of their service."""
     assert credentials.main(["files", f"--to={tmp_path}"]) == 0
     for name in ("coordinator", "ps-0", "ps-1"):
         command = compose["services"][name]["command"]
@@ -51,7 +52,7 @@ def etcd_port(compose: dict[str, Any]) -> str:
 
 
 def test_every_service_is_checked(compose: dict[str, Any]) -> None:
-    """Each service has a health check, and waits until those that it needs are healthy."""
+    """Services have a health check, and wait until those that they need are healthy."""
     for name, service in compose["services"].items():
         assert name == "shoal" or service["healthcheck"]["test"]
         for condition in service.get("depends_on", {}).values():
@@ -60,7 +61,7 @@ def test_every_service_is_checked(compose: dict[str, Any]) -> None:
 
 
 def test_workers_come_back_when_they_fail_only(compose: dict[str, Any]) -> None:
-    """A worker that finished stays away; all others are kept up; all have time to stop."""
+    """A worker that finished is not started again; all others are; all have time to stop."""
     for name, service in compose["services"].items():
         restarts = {"worker": "on-failure:3", "shoal": "no"}
         assert service["restart"] == restarts.get(name, "unless-stopped")
@@ -68,7 +69,7 @@ def test_workers_come_back_when_they_fail_only(compose: dict[str, Any]) -> None:
 
 
 def test_the_worker_is_started_by_shoal_run(compose: dict[str, Any]) -> None:
-    """With the job's own settings, under the container's name, and with time to drain."""
+    """The command has the job's own settings, the container's name, and time to drain."""
     worker = compose["services"]["worker"]
     shell, _, script, _ = worker["entrypoint"]
     assert shell == "sh"
@@ -88,12 +89,13 @@ def test_the_worker_is_started_by_shoal_run(compose: dict[str, Any]) -> None:
 
 
 def _by_default(setting: str) -> str:
-    """What Compose makes of `${NAME:-value}` where the name is not set."""
+    """The value of `${NAME:-value}` in Compose if the name is not set."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(setting))
 
 
 def test_an_image_a_role_and_no_privileges(compose: dict[str, Any]) -> None:
-    """Each image is built by one service, from the lock of its role; none has what it need not."""
+    """Images are built by one service each, from the lock of their role, and services have no
+    privileges."""
     built = {s["image"]: s["build"] for s in compose["services"].values() if "build" in s}
     assert sum("build" in service for service in compose["services"].values()) == len(built)
     assert {service["image"] for service in compose["services"].values()} == set(built)
@@ -113,7 +115,7 @@ def test_an_image_a_role_and_no_privileges(compose: dict[str, Any]) -> None:
 
 
 def test_the_page_is_for_this_machine_only(compose: dict[str, Any]) -> None:
-    """Only the status page is published, and only on the loopback address."""
+    """The status page alone is published, and only on the loopback address."""
     published = {
         name: service["ports"]
         for name, service in compose["services"].items()
@@ -123,14 +125,14 @@ def test_the_page_is_for_this_machine_only(compose: dict[str, Any]) -> None:
 
 
 def mounts(service: dict[str, Any]) -> dict[str, str]:
-    """Where each volume is mounted."""
+    """The path at which each volume is mounted, with its mode."""
     split = [entry.split(":") for entry in service.get("volumes", ())]
     return {volume: ":".join(rest) for volume, *rest in split}
 
 
 def test_tls_is_what_one_gets(compose: dict[str, Any]) -> None:
-    """No part says --insecure; each mounts the certificates of its role alone, and cannot write
-    them; the authority's key is with `certs` only, which has no network."""
+    """Parts never use --insecure. Each mounts only the certificates of its role, read-only. The
+    authority's key is only in `certs`, which has no network."""
     services = compose["services"]
     words = [word for service in services.values() for word in service.get("command", ())]
     assert not [word for word in words if "insecure" in word]
@@ -155,7 +157,7 @@ def test_tls_is_what_one_gets(compose: dict[str, Any]) -> None:
 
 
 def test_what_is_given_out_is_what_parts_take(compose: dict[str, Any], tmp_path: Path) -> None:
-    """Each file that a command names, and the certificate that it takes, is its part's."""
+    """Files that a command names, and the certificate that it uses, belong to its part."""
     command = [_by_default(word) for word in compose["services"]["certs"]["command"]]
     once = [word for word in command if "--to" not in word and "--every" not in word]
     assert credentials.main([*once, f"--to={tmp_path}"]) == 0
@@ -182,7 +184,7 @@ def test_what_is_given_out_is_what_parts_take(compose: dict[str, Any], tmp_path:
 
 
 def test_ignored_by_the_build(compose: dict[str, Any]) -> None:
-    """What the Dockerfile copies from the checkout enters the build; git's files do not."""
+    """Files that the Dockerfile copies from the checkout enter the build; those of git do not."""
     admitted = {
         line.removeprefix("!")
         for line in (ROOT / ".dockerignore").read_text().splitlines()
@@ -201,12 +203,13 @@ def test_ignored_by_the_build(compose: dict[str, Any]) -> None:
 
 
 def test_the_build_names_no_package_index(compose: dict[str, Any]) -> None:
-    """pip's own configuration and build arguments do, which compose passes on if they are set."""
+    """An index comes from pip's own configuration and from build arguments, which compose passes on
+    if they are set."""
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     assert "://" not in dockerfile
     passed = compose["services"]["coordinator"]["build"]["args"]
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"):
         assert f"\nARG {name}\n" in dockerfile, "without a default"
     assert passed["PIP_INDEX_URL"] is passed["PIP_TRUSTED_HOST"] is None
-    # Where torch without CUDA is: what the locks `server` and `worker` name is nowhere else.
+    # The index of torch without CUDA: the builds in the locks `server` and `worker` are only there.
     assert "download.pytorch.org" in passed["PIP_EXTRA_INDEX_URL"]

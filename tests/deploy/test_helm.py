@@ -1,4 +1,4 @@
-"""The chart gives what the kustomization does, rendered by Helm itself."""
+"""The chart, rendered by Helm itself, equals the kustomization."""
 
 import json
 import os
@@ -25,12 +25,12 @@ def helm(*arguments: str) -> str:
 
 
 def template(values: dict[str, Any] | None = None, namespace: str = "shoal") -> list[Resource]:
-    """What Helm would apply."""
+    """Resources that Helm would apply."""
     given = [] if values is None else [f"--set-json={k}={json.dumps(v)}" for k, v in values.items()]
     text = helm("template", "any-name", str(CHART), f"--namespace={namespace}", *given)
     found = [document for document in yaml.safe_load_all(text) if document]
     for resource in found:
-        # Helm applies into the namespace; it need not stand there.
+        # Helm applies into the namespace; a resource need not name it.
         if resource["kind"] != "Namespace":
             resource["metadata"].setdefault("namespace", namespace)
     return found
@@ -39,7 +39,7 @@ def template(values: dict[str, Any] | None = None, namespace: str = "shoal") -> 
 def by_name(resources: list[Resource]) -> dict[tuple[str, str], Resource]:
     found = {(r["kind"], r["metadata"]["name"]): r for r in resources}
     assert len(found) == len(resources)
-    # Instead of a new name of the config map, at which kustomize rolls the workers.
+    # The annotation replaces a new name of the config map, by which kustomize rolls the workers.
     worker = found["Deployment", "worker"]["spec"]["template"]["metadata"]
     worker.pop("annotations", None)
     return found
@@ -71,12 +71,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_chart_is_the_kustomization(variant: str) -> None:
-    """Resource by resource, field by field."""
+    """Compare them resource by resource, field by field."""
     theirs = by_name(render(DEPLOY / "kubernetes" / variant))
     namespace = theirs["Deployment", "worker"]["metadata"]["namespace"]
     ours = by_name(template(VARIANTS[variant], namespace))
     if variant == "overlays/dev":
-        # It names further members of etcd, which are not there.
+        # The base names further members of etcd, which the overlay does not have.
         for each in (theirs, ours):
             [container] = each["Deployment", "credentials"]["spec"]["template"]["spec"][
                 "containers"
@@ -111,7 +111,7 @@ def test_a_changed_job_rolls_the_workers() -> None:
 
 
 def test_it_is_valid_with_other_values(tmp_path: Path) -> None:
-    """By Kubernetes' own schemas, and by Helm's; the PodMonitor has none there."""
+    """Schemas of Kubernetes and of Helm are checked; the PodMonitor has none in Kubernetes."""
     helm("lint", "--strict", str(CHART))
     values = {
         "etcd.replicas": 5,
@@ -140,7 +140,7 @@ def test_it_is_valid_with_other_values(tmp_path: Path) -> None:
 
 
 def test_monitors_are_those_beside_the_kustomization() -> None:
-    """Only where the operator is said to be there."""
+    """Monitors are rendered only if the values say that the operator is installed."""
     path = DEPLOY / "kubernetes" / "pod-monitor.yaml"
     theirs = {each["metadata"]["name"]: each for each in yaml.safe_load_all(path.read_text())}
     found = [r for r in template({"monitoring.podMonitor": True}) if r["kind"] == "PodMonitor"]

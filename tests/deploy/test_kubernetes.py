@@ -62,7 +62,8 @@ def arguments(resources: list[Resource], container: Resource) -> list[str]:
 
 
 def without_hashes(resources: list[Resource]) -> dict[tuple[str, str], Resource]:
-    """By kind and name, the content hash taken off the names of generated config maps."""
+    """Resources by kind and name, without the content hash in the names of generated config
+    maps."""
     names = {r["metadata"]["name"] for r in resources if r["kind"] == "ConfigMap"}
     text = json.dumps(resources)
     for name in names:
@@ -71,7 +72,7 @@ def without_hashes(resources: list[Resource]) -> dict[tuple[str, str], Resource]
 
 
 def kubectl() -> str:
-    """A kubectl whose kustomize knows `replicas` and resources that are folders."""
+    """A kubectl whose kustomize supports `replicas` and resources that are folders."""
     command = shutil.which("kubectl")
     if command is None:
         pytest.skip("no kubectl here; the checks render the manifests without it")
@@ -85,7 +86,7 @@ def kubectl() -> str:
 
 
 def test_kubectl_renders_the_same(variant: Path) -> None:
-    """`kubectl kustomize` gives what the checks below look at."""
+    """`kubectl kustomize` gives the resources that the other checks examine."""
     output = subprocess.run(
         [kubectl(), "kustomize", str(variant)], capture_output=True, check=True, text=True
     )
@@ -95,7 +96,7 @@ def test_kubectl_renders_the_same(variant: Path) -> None:
 
 
 def test_schema(variant: Path, tmp_path: Path) -> None:
-    """Each resource is valid by Kubernetes' own schemas: no unknown field, no warning."""
+    """Resources are valid by Kubernetes' own schemas: no unknown field, no warning."""
     path = tmp_path / "all.yaml"
     path.write_text(yaml.safe_dump_all(render(variant)))
     program = Path(sys.executable).with_name("kubernetes-validate")
@@ -110,7 +111,7 @@ def test_schema(variant: Path, tmp_path: Path) -> None:
 
 
 def test_schema_check_can_fail(tmp_path: Path) -> None:
-    """The validator does refuse a field that does not exist."""
+    """The validator refuses a field that does not exist."""
     path = tmp_path / "bad.yaml"
     bad = render(KUBERNETES / "base")
     find(bad, kinds={"Deployment"}, name="worker")["spec"]["replica"] = 3
@@ -121,7 +122,7 @@ def test_schema_check_can_fail(tmp_path: Path) -> None:
 
 
 def test_parts_are_there(resources: list[Resource]) -> None:
-    """etcd, coordinators and parameter servers keep a name, workers need none."""
+    """etcd, coordinators and parameter servers keep their names; workers need none."""
     kinds = {w["metadata"]["name"]: w["kind"] for w in workloads(resources)}
     assert kinds == {
         "etcd": "StatefulSet",
@@ -133,7 +134,7 @@ def test_parts_are_there(resources: list[Resource]) -> None:
 
 
 def test_names_are_unique(resources: list[Resource]) -> None:
-    """No two resources of a kind share a name; else the later one would replace the earlier."""
+    """A later resource of the same kind and name would replace the earlier one."""
     names = [(r["kind"], r["metadata"]["name"]) for r in resources]
     assert len(names) == len(set(names))
 
@@ -147,7 +148,7 @@ def matches(labels: dict[str, str], selector: dict[str, Any]) -> bool:
 
 
 def selected(resources: list[Resource], selector: dict[str, Any]) -> set[str]:
-    """The names of the workloads whose pods a selector takes."""
+    """Names of the workloads whose pods a selector matches."""
     return {
         workload["metadata"]["name"]
         for workload in workloads(resources)
@@ -156,7 +157,8 @@ def selected(resources: list[Resource], selector: dict[str, Any]) -> set[str]:
 
 
 def test_selectors_take_their_own_pods(resources: list[Resource]) -> None:
-    """A workload, Service or budget takes the pods of the workload of its own name, no other."""
+    """A workload, Service or budget selects the pods of the workload with its own name, and no
+    others."""
     own = {"Deployment", "StatefulSet", "PodDisruptionBudget"}
     for resource in resources:
         name = resource["metadata"]["name"]
@@ -187,7 +189,7 @@ def test_stateful_sets_have_their_headless_service(resources: list[Resource]) ->
 
 
 def test_ports_agree(resources: list[Resource]) -> None:
-    """A Service sends to a port that its pods declare, under the same number."""
+    """A Service sends to a port that its pods declare, with the same number."""
     for service in (r for r in resources if r["kind"] == "Service"):
         workload = find(
             resources, kinds={"Deployment", "StatefulSet"}, name=service["metadata"]["name"]
@@ -206,7 +208,7 @@ def port_of(container: Resource, name: str) -> int:
 
 
 def test_probes_use_declared_ports(resources: list[Resource]) -> None:
-    """A probe that names a port names one of its container."""
+    """A probe that names a port names one of its own container."""
     for container in containers(resources):
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = container.get(kind, {})
@@ -244,7 +246,7 @@ class Nothing:
 
 
 async def answer(url: str) -> httpx.Response:
-    """What the real HTTP side of a coordinator answers."""
+    """Answer of a coordinator's real HTTP side."""
     transport = httpx.ASGITransport(build_app(Nothing(), StatusBoard()))
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
         return await client.get(url)
@@ -252,7 +254,7 @@ async def answer(url: str) -> httpx.Response:
 
 @pytest.mark.long
 async def test_probed_paths_are_served(resources: list[Resource]) -> None:
-    """The coordinator's HTTP side has each path that a probe or a scraper asks for."""
+    """The coordinator's HTTP side serves each path that a probe or a scraper requests."""
     coordinator = find(resources, kinds={"StatefulSet"}, name="coordinator")
     [container] = coordinator["spec"]["template"]["spec"]["containers"]
     probes = [container[probe]["httpGet"] for probe in ("startupProbe", "readinessProbe")]
@@ -264,7 +266,7 @@ async def test_probed_paths_are_served(resources: list[Resource]) -> None:
 
 
 async def test_the_workers_probe_asks_for_a_member(resources: list[Resource]) -> None:
-    """The worker's readiness is the coordinator's word on a path of its API."""
+    """The coordinator decides a worker's readiness, on a path of its API."""
     worker = find(resources, kinds={"Deployment"}, name="worker")
     [container] = worker["spec"]["template"]["spec"]["containers"]
     known = variables(resources, container, first_pod(container))
@@ -282,14 +284,14 @@ async def test_the_workers_probe_asks_for_a_member(resources: list[Resource]) ->
 
 @pytest.fixture(scope="module")
 def given_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each part, with its certificate."""
+    """Folders with the files of each part."""
     folder = tmp_path_factory.mktemp("parts")
     assert credentials.main(["files", f"--to={folder}"]) == 0
     return folder
 
 
 def test_commands_parse(resources: list[Resource], given_out: Path) -> None:
-    """The program itself understands each flag, and listens where the manifests say."""
+    """The program itself parses each flag, and listens where the manifests say."""
     parsed = {}
     for container in containers(resources):
         if "command" not in container and container["name"] != "etcd":
@@ -308,7 +310,7 @@ def test_commands_parse(resources: list[Resource], given_out: Path) -> None:
 def test_the_worker_is_started_by_shoal_run(
     resources: list[Resource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the job's own settings, under the pod's name, and with time to drain."""
+    """The command has the job's own settings, the pod's name, and time to drain."""
     worker = find(resources, kinds={"Deployment"}, name="worker")["spec"]["template"]["spec"]
     [container] = worker["containers"]
     known = variables(resources, container, first_pod(container))
@@ -331,13 +333,13 @@ def test_the_worker_is_started_by_shoal_run(
 
 
 def test_the_image_is_stopped_by_the_signal_that_drains() -> None:
-    """SIGTERM, by which kubelet, Docker and `shoal run` tell a worker to drain."""
+    """SIGTERM is the signal with which kubelet, Docker and `shoal run` ask a worker to drain."""
     lines = (KUBERNETES.parent / "Dockerfile").read_text().splitlines()
     assert [line for line in lines if line.startswith("STOPSIGNAL")] == ["STOPSIGNAL SIGTERM"]
 
 
 def test_ready_file_is_the_one_that_is_written(resources: list[Resource]) -> None:
-    """The parameter server's startup probe looks at the file of its --ready-file."""
+    """The parameter server's startup probe checks the file of its --ready-file."""
     server = find(resources, kinds={"StatefulSet"}, name="ps")
     [container] = server["spec"]["template"]["spec"]["containers"]
     path = container["startupProbe"]["exec"]["command"][-1]
@@ -353,7 +355,7 @@ def etcd_arguments(resources: list[Resource]) -> dict[str, str]:
 
 
 def test_etcd_founders_are_the_replicas(resources: list[Resource]) -> None:
-    """The initial cluster names every replica, at the peer address that it advertises itself."""
+    """The initial cluster names every replica, at the peer address that it advertises."""
     etcd = find(resources, kinds={"StatefulSet"}, name="etcd")
     given = etcd_arguments(resources)
     founders = dict(item.split("=", 1) for item in given["initial-cluster"].split(","))
@@ -365,7 +367,7 @@ def test_etcd_founders_are_the_replicas(resources: list[Resource]) -> None:
 
 
 def test_endpoints_are_the_replicas(resources: list[Resource]) -> None:
-    """Coordinators and parameter servers know each etcd member; the workers the coordinators."""
+    """Coordinators and parameter servers know each etcd member; workers know the coordinators."""
     etcd = find(resources, kinds={"StatefulSet"}, name="etcd")
     names = [pod_name(etcd, i) for i in range(etcd["spec"]["replicas"])]
     endpoints = config(resources, "endpoints")
@@ -381,7 +383,7 @@ def test_endpoints_are_the_replicas(resources: list[Resource]) -> None:
 
 
 def admitted(resources: list[Resource]) -> dict[tuple[str, str], set[str]]:
-    """Who may reach which port, by workload and port. `*`: every port; a namespace by its name."""
+    """Allowed callers by workload and port. `*` is any port; a namespace is given by its name."""
     found: dict[tuple[str, str], set[str]] = {}
     for policy in (r["spec"] for r in resources if r["kind"] == "NetworkPolicy"):
         assert policy["policyTypes"] == ["Ingress"]
@@ -401,7 +403,8 @@ def admitted(resources: list[Resource]) -> dict[tuple[str, str], set[str]]:
 
 
 def test_every_port_has_its_callers(resources: list[Resource]) -> None:
-    """Nothing is open that no policy names: one takes all pods and lets nobody in."""
+    """A policy that selects all pods admits no caller, so that only the ports of the other policies
+    are open."""
     policies = {r["metadata"]["name"]: r["spec"] for r in resources if r["kind"] == "NetworkPolicy"}
     everybody = {workload["metadata"]["name"] for workload in workloads(resources)}
     assert selected(resources, policies["shoal"]["podSelector"]) == everybody
@@ -448,8 +451,8 @@ def secrets_of(pod: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_tls_is_what_one_gets(resources: list[Resource]) -> None:
-    """No part says --insecure, or an address without TLS; each mounts its own Secret, and waits
-    until each file of it is there."""
+    """Parts never use --insecure or an address without TLS. Each mounts its own Secret, and waits
+    until each file of it exists."""
     text = json.dumps([workload["spec"] for workload in workloads(resources)])
     assert "insecure" not in text
     assert set(re.findall(r"http://[^\"]*", text)) == {"http://0.0.0.0:2381"}, "etcd's health only"
@@ -464,7 +467,7 @@ def test_tls_is_what_one_gets(resources: list[Resource]) -> None:
         assert {item["key"]: item["path"] for item in secret["items"]} == {
             file: file for file in credentials.parts()[PARTS[name]]
         }
-        # Of the pod's group, and of nobody else.
+        # Readable for the pod's group, and for no other.
         assert secret["defaultMode"] == 0o440
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
         [container] = pod["containers"]
@@ -487,7 +490,7 @@ def test_files_that_are_named_are_those_of_the_secret(resources: list[Resource])
 
 
 def test_the_maker_of_secrets_may_fill_these_and_no_others(resources: list[Resource]) -> None:
-    """It reads its own alone. All are there, empty, so that it need not make any."""
+    """The maker reads only its own Secret. All exist, empty, so that it need not create any."""
     role = find(resources, kinds={"Role"}, name="credentials")["rules"]
     may = {
         (verb, name) for rule in role for verb in rule["verbs"] for name in rule["resourceNames"]
@@ -533,7 +536,7 @@ def test_journals_and_etcd_outlive_their_pods(resources: list[Resource]) -> None
 
 
 def test_pods_have_no_privileges(resources: list[Resource]) -> None:
-    """Non-root, no privilege to gain, no capability, a read-only root: in every pod."""
+    """Pods run as non-root, gain no privilege or capability, and have a read-only root."""
     for workload in workloads(resources):
         pod = workload["spec"]["template"]["spec"]
         asks_the_api = workload["metadata"]["name"] == "credentials"
@@ -550,7 +553,8 @@ def test_pods_have_no_privileges(resources: list[Resource]) -> None:
 
 
 def test_pods_say_what_they_need(resources: list[Resource]) -> None:
-    """Requests for the scheduler, a memory limit for the node, time to stop for the drain."""
+    """Pods have requests for the scheduler, a memory limit for the node, and time to stop for the
+    drain."""
     for workload in workloads(resources):
         pod = workload["spec"]["template"]["spec"]
         on_spot = "nodeAffinity" in pod.get("affinity", {})
@@ -565,7 +569,7 @@ def test_pods_say_what_they_need(resources: list[Resource]) -> None:
 
 
 def test_mounts_have_volumes(resources: list[Resource]) -> None:
-    """What is mounted is a volume of the pod or a claim of the set."""
+    """Mounts name a volume of the pod or a claim of the set."""
     for workload in workloads(resources):
         pod = workload["spec"]["template"]["spec"]
         volumes = {volume["name"] for volume in pod.get("volumes", ())}
@@ -575,7 +579,7 @@ def test_mounts_have_volumes(resources: list[Resource]) -> None:
 
 
 def test_job_settings_are_consistent(resources: list[Resource]) -> None:
-    """The job's bounds admit the number of workers that is deployed."""
+    """The job's bounds admit the deployed number of workers."""
     job = config(resources, "job")
     workers = find(resources, kinds={"Deployment"}, name="worker")["spec"]["replicas"]
     least, most = int(job["SHOAL_MIN_MEMBERS"]), int(job["SHOAL_MAX_MEMBERS"])
@@ -583,7 +587,7 @@ def test_job_settings_are_consistent(resources: list[Resource]) -> None:
 
 
 def test_an_unknown_kustomization_field_is_refused(tmp_path: Path) -> None:
-    """The renderer does not leave out what it cannot render."""
+    """The renderer does not silently skip a field."""
     (tmp_path / "kustomization.yaml").write_text("resources: []\nnamePrefix: a-\n")
     with pytest.raises(ValueError, match="namePrefix"):
         render(tmp_path)

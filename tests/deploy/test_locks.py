@@ -1,4 +1,4 @@
-"""What images install: locked by hash, by the versions that the tests ran with."""
+"""Packages that images install: locked by hash, in the versions that the tests ran with."""
 
 import re
 import tomllib
@@ -11,9 +11,9 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 CUDA = re.compile("nvidia-|triton$|cuda-")
-"""What torch for GPUs requires besides: constraints.txt is of the one without."""
+"""Further requirements of torch for GPUs: constraints.txt is for torch without CUDA."""
 FREE = {"setuptools"}
-"""Which comes with an environment, and is not held by constraints.txt."""
+"""Packages that come with an environment, and that constraints.txt does not fix."""
 
 
 def normal(name: str) -> str:
@@ -42,7 +42,7 @@ def constraints() -> dict[str, str]:
 @pytest.mark.parametrize("machine", lock.MACHINES)
 @pytest.mark.parametrize("name", lock.LOCKS)
 def test_a_lock_agrees_with_the_constraints(name: str, machine: str) -> None:
-    """The same versions, each with a hash. `make locks` writes them anew."""
+    """The lock has the same versions, each with a hash. `make locks` writes the locks."""
     found, wanted = locked(name, machine), constraints()
     is_cuda = "torch" in found and not lock.is_without_cuda(name, machine)
     for package, (version, hashes) in found.items():
@@ -80,7 +80,7 @@ def test_no_lock_is_for_a_machine_or_an_image_that_nothing_names() -> None:
 
 @pytest.mark.parametrize("machine", lock.MACHINES)
 def test_what_builds_is_locked_too(machine: str) -> None:
-    """The build's own tools, of which none ends in an image."""
+    """The build's own tools are not part of an image."""
     found = locked("build", machine)
     assert {"hatchling", "cyclonedx-bom", "pip"} <= set(found)
     assert all(hashes for _, hashes in found.values())
@@ -102,7 +102,7 @@ def test_a_dockerfile_takes_nothing_without_a_hash() -> None:
 
 
 def test_the_oldest_python_can_install_every_constrained_version() -> None:
-    """Debian 12 has 3.11.2: a version that asks for a later one leaves pip without an answer."""
+    """Debian 12 has 3.11.2: pip cannot install a version that requires a later one."""
     too_new = {}
     for name in constraints():
         try:

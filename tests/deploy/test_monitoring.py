@@ -1,4 +1,4 @@
-"""The metrics are as Prometheus wants them, and board and alerts name those that are served."""
+"""The metrics follow Prometheus' rules, and board and alerts name only served ones."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ PARTS = re.compile(r"_(bucket|count|sum|total)$")
 
 
 def known() -> World:
-    """A coordinator with a job of which everything is known."""
+    """A coordinator with a job for which all figures are known."""
     world = World()
     world.put(status_world.job())
     world.shards_of["digits"] = status_world.shards()
@@ -53,7 +53,7 @@ def known() -> World:
 
 
 async def exposed() -> str:
-    """Its metrics."""
+    """The metrics of this coordinator."""
     world = known()
     measures = ProcessMeasures()
     measures.calls.observe(0.002, "Propose", "OK")
@@ -76,7 +76,7 @@ def story() -> ChangeSummary:
 
 
 def launched() -> str:
-    """The metrics of a launcher of which one worker was killed and started again."""
+    """The metrics of a launcher, one of whose workers was killed and started again."""
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415
 
     slots = [WorkerSlot(index=index, member_id=f"w{index}") for index in range(2)]
@@ -99,7 +99,8 @@ def samples(text: str) -> dict[str, float]:
 
 
 async def test_changes_are_counted_from_zero() -> None:
-    """What is born at 1 has no increase to show: counters are there before anything happened."""
+    """A counter that first appears with 1 shows no increase, so counters exist before the first
+    event."""
     world = World()
     world.put(status_world.job())
     queries = StatusQueries(world, world.board)
@@ -135,8 +136,8 @@ def test_a_histogram_counts_what_took_no_longer_than_each_bound() -> None:
 
 
 async def test_names_and_types_follow_the_conventions() -> None:
-    """As `promtool check metrics` judges them: help for all, `_total` for counters alone, base
-    units, and labels that Prometheus gives no meaning of its own."""
+    """Rules of `promtool check metrics`: help for all, `_total` only for counters, base units, and
+    no label with a meaning in Prometheus."""
     for family in text_string_to_metric_families(await exposed() + launched()):
         name = family.name
         assert name.startswith("shoal_") and name.islower(), name
@@ -157,7 +158,7 @@ def named_in(text: str) -> Iterator[str]:
 
 
 async def test_board_and_alerts_name_metrics_that_are_served() -> None:
-    """And each alert has its section in the runbook."""
+    """Alerts each have a section in the runbook."""
     text = await exposed() + launched()
     served = {PARTS.sub("", name) for name in named_in(text)}
     served |= {"shoal_ps_push_duration_seconds", "shoal_ps_call_duration_seconds"}
@@ -177,7 +178,7 @@ async def test_board_and_alerts_name_metrics_that_are_served() -> None:
 
 @pytest.mark.nightly
 async def test_promtool_finds_nothing(tmp_path: Path) -> None:
-    """On Debian: apt-get install prometheus."""
+    """The test needs promtool; on Debian: apt-get install prometheus."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.fail("no promtool on PATH; on Debian: apt-get install prometheus")
@@ -197,7 +198,7 @@ async def test_promtool_finds_nothing(tmp_path: Path) -> None:
 
 @contextmanager
 def prometheus(folder: Path, target: str) -> Iterator[httpx.Client]:
-    """A real one with the configuration that is shipped, of a coordinator at `target`."""
+    """A real Prometheus with the shipped configuration, for a coordinator at `target`."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.fail("no prometheus on PATH; on Debian: apt-get install prometheus")
@@ -225,7 +226,7 @@ def prometheus(folder: Path, target: str) -> Iterator[httpx.Client]:
 
 
 def answer(http: httpx.Client, path: str, kind: str, **query: str) -> list[Any]:
-    """What Prometheus says, once there is something."""
+    """Data of Prometheus' answer, once there are any."""
 
     def asked() -> list[Any] | None:
         try:
@@ -243,7 +244,7 @@ def answer(http: httpx.Client, path: str, kind: str, **query: str) -> list[Any]:
 
 @pytest.mark.nightly
 async def test_a_real_prometheus_scrapes_and_evaluates(tmp_path: Path) -> None:
-    """Its label `job` is the training job; each alert and each panel of the board is evaluated."""
+    """The label `job` is the training job; each alert and each panel of the board is evaluated."""
     world = known()
     app = build_app(world, world.board)
     async with StatusServer(app, "127.0.0.1", 0) as server:

@@ -1,4 +1,4 @@
-"""The pods of the Kubernetes manifests do what they are there for, run as plain containers."""
+"""The pods of the Kubernetes manifests do their work, run as plain containers."""
 
 import time
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def images() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("secrets")
-    # Docker's processes go through it.
+    # Processes of Docker must be able to enter the folder.
     for each in (folder, *folder.parents[:2]):
         each.chmod(0o755)
     make_secrets(render(KUBERNETES / "base"), folder)
@@ -33,7 +33,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_etcd_loses_a_member_and_serves_on(images: str, secrets: Path) -> None:
-    """Three pods find each other by their names; with one gone the other two stay ready."""
+    """Three pods find each other by their names; when one is stopped, the other two stay ready."""
     with started(render(KUBERNETES / "base"), {"etcd"}, images, secrets) as pods:
         wait_until_ready(pods, 60)
         run("docker", "stop", pods["etcd-1"].docker_name)
@@ -46,9 +46,9 @@ def test_etcd_loses_a_member_and_serves_on(images: str, secrets: Path) -> None:
 
 
 def test_every_role_becomes_ready_and_a_worker_drains(images: str, secrets: Path) -> None:
-    """Started all at once, in no order, every pod passes its probes and the job trains.
+    """Pods started all at once pass their probes in any order, and the job trains.
 
-    A worker that is told to stop leaves the job in good order, well within its grace period.
+    A worker that is told to stop leaves the job in order, well within its grace period.
     """
     resources = render(KUBERNETES / "overlays/dev")
     worker = find(resources, kinds={"Deployment"}, name="worker")["spec"]["template"]["spec"]

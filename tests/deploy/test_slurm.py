@@ -1,4 +1,4 @@
-"""The batch script for Slurm, run with a `srun` that starts its tasks on this machine."""
+"""The batch script for Slurm, run with an `srun` that starts its tasks on this machine."""
 
 import os
 import shutil
@@ -79,9 +79,9 @@ def test_it_trains_over_tls_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "shoal").iterdir()] == ["logs"], "nothing but logs"
     assert done.returncode == 0, done.stdout + done.stderr + logs
     assert (done.stdout + done.stderr).count("test accuracy") == 2, "both nodes trained to the end"
-    # Nothing was served without TLS.
+    # No part served without TLS.
     assert "ports_open_to_others" not in logs
-    # What it started has ended.
+    # Processes that the script started have ended.
     for name in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             assert str(tmp_path / "shoal") not in name.read_bytes().decode(errors="replace")

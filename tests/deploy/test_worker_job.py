@@ -29,8 +29,8 @@ def job_set() -> dict[str, Any]:
 
 
 def test_the_job_set_is_of_the_same_job(job: dict[str, Any], job_set: dict[str, Any]) -> None:
-    """No schema of JobSet is at hand: its Job is the one that is validated here, and the rest is
-    compared with the fields of `jobset.x-k8s.io/v1alpha2` by name."""
+    """Schemas of JobSet are not available: only its Job is validated, and the other fields are
+    compared with those of `jobset.x-k8s.io/v1alpha2` by name."""
     assert job_set["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     fields = {"network", "failurePolicy", "successPolicy", "ttlSecondsAfterFinished"}
     assert set(job_set["spec"]) == fields | {"replicatedJobs"}
@@ -52,14 +52,14 @@ def test_it_has_a_workers_certificate_and_token(job: dict[str, Any]) -> None:
 
 
 def test_it_is_valid() -> None:
-    """By Kubernetes' own schemas: no unknown field."""
+    """The schemas are Kubernetes' own, with no unknown field allowed."""
     program = Path(sys.executable).with_name("kubernetes-validate")
     done = subprocess.run([program, "--strict", FILE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_it_ends_with_the_training(job: dict[str, Any]) -> None:
-    """A pod that completed is not started again; a drain and an eviction count as no failure."""
+    """A completed pod is not started again; a drain and an eviction do not count as failures."""
     spec = job["spec"]
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"], "else scaling is refused"
@@ -71,7 +71,7 @@ def test_it_ends_with_the_training(job: dict[str, Any]) -> None:
 
 
 def test_its_command_parses(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds fit the number of pods, each of which is a member by its index."""
+    """Bounds fit the number of pods; a pod's index is the id of its member."""
     [container] = job["spec"]["template"]["spec"]["containers"]
     variables = {each["name"]: each for each in container["env"]}
     monkeypatch.setenv("SHOAL_COORDINATOR", variables["SHOAL_COORDINATOR"]["value"])

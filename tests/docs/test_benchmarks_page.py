@@ -34,7 +34,7 @@ RAN = {
 
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """bench/report.py, for a folder of pages of the test's own."""
+    """bench/report.py, set to a folder of pages of the test's own."""
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     spec = util.spec_from_file_location("bench_report", BENCH / "report.py")
     assert spec is not None and spec.loader is not None
@@ -52,7 +52,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 def test_a_run_on_a_gpu_is_told_with_its_device_and_versions(
     report: ModuleType, tmp_path: Path
 ) -> None:
-    """Beside what the page has already; a case that failed is told, too."""
+    """The rest of the page stays; a failed case is shown, too."""
     (tmp_path / "benchmarks.md").write_text("# Benchmarks\n\n## recovery\n\nkept\n")
     report.ON_GPU.parent.mkdir(parents=True)
     report.ON_GPU.write_text(json.dumps(RAN))
@@ -74,7 +74,7 @@ def test_without_any_result_there_is_no_page(report: ModuleType, tmp_path: Path)
 
 
 def test_the_plot_of_a_job_that_survives_shows_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The SVG of the first page is drawn from the figures beside it, and from nothing else."""
+    """Figures stored beside the SVG of the first page are its only source."""
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     survival = import_module("survival")
     record = json.loads(survival.RECORD.read_text())

@@ -1,4 +1,4 @@
-"""Commands and programs in the documentation are ones that there are."""
+"""Commands and programs in the documentation exist."""
 
 import ast
 import re
@@ -19,10 +19,10 @@ PLACES = {"MEMBER": "m-0", "JOB": "j", "NAME": "j", "DIRECTORY": "/tmp", "COMMAN
 
 
 def lines(page: Path) -> Iterator[str]:
-    """What a reader would type, one command each."""
+    """Commands that a reader would type, one each."""
     for block in blocks(page, "sh", "bash", ""):
         for line in block.replace("\\\n", " ").splitlines():
-            # What is in brackets may be left out.
+            # Parts in brackets are optional.
             yield re.sub(r"\s#.*| > .*|\[[^\]]*\]", "", line).strip()
 
 
@@ -39,7 +39,7 @@ def typed(page: Path) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_commands_in_blocks_parse(page: Path) -> None:
-    """The program itself takes them, options and all."""
+    """The program itself parses them with all their options."""
     wrong = []
     for words in typed(page):
         try:
@@ -54,7 +54,7 @@ def test_blocks_have_commands_at_all() -> None:
 
 
 def test_commands_and_options_in_the_text_are_known() -> None:
-    """Each `shoal COMMAND --option` that a sentence names."""
+    """Find each `shoal COMMAND --option` that a sentence names."""
     app = build_app(COMMANDS)
     options = {
         name: {option for each in app[name].assemble_argument_collection() for option in each.names}

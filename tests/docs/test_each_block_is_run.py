@@ -1,7 +1,8 @@
-"""Which test runs which command and program of the documentation: every block has one, or a reason.
+"""Tests that run the commands and programs of the documentation: each block has one, or a reason
+why it has none.
 
-A block is known by its page and the beginning of its first line. Commands also parse, all of them:
-see test_commands.py.
+A block is identified by its page and the beginning of its first line. All commands also parse: see
+test_commands.py.
 """
 
 import ast
@@ -231,7 +232,8 @@ TABLE = {
         "tests/worker/integrations/test_vllm.py::test_trl_trains_with_rollouts_of_its_newest_version"
     ),
 }
-"""By page and beginning of the first line: the test, its file or folder, or why there is none."""
+"""The test, its file or folder, or the reason why there is none; by page and beginning of the first
+line."""
 
 
 def executable() -> Iterator[tuple[str, str, str]]:
@@ -243,7 +245,7 @@ def executable() -> Iterator[tuple[str, str, str]]:
 
 
 def known(page: str, language: str, text: str) -> str:
-    """What runs the block; empty: nothing does."""
+    """The test that runs the block, or the reason why none does; empty if there is neither."""
     first = text.strip().splitlines()[0].strip()
     found = [k for k in TABLE if k[0] == page and first.startswith(k[1])]
     if found:
@@ -296,7 +298,7 @@ def test_every_test_of_the_table_is_there() -> None:
 
 @pytest.mark.long
 def test_the_plan_on_the_command_line() -> None:
-    """The one-liner of the tutorial on FSDP, as a shell takes it."""
+    """The one-liner of the tutorial on FSDP, run by a shell."""
     (typed, *_) = blocks(ROOT / "docs" / "tutorials" / "fsdp.md", "sh")
     bin_directory = Path(sys.executable).parent
     path = f"{bin_directory}{os.pathsep}{os.environ['PATH']}"

@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, put to use as a reader would."""
+"""The examples of docs/extending.md, used as a reader would use them."""
 
 import re
 import shutil
@@ -60,7 +60,7 @@ print("as torch's own")
 
 @pytest.fixture
 def module_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Imports a file of the page."""
+    """A function that imports a file of the page."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -70,7 +70,7 @@ def module_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 
 def last_loss(strategy: Strategy, steps: int = 4) -> float:
-    """Train that many steps in a session of this process alone."""
+    """Train for so many steps in a session without other members, and return the last loss."""
     torch.manual_seed(1)
     inputs = torch.randn(16, 8)
     data = (inputs, (inputs[:, 0] > 0).long())
@@ -100,7 +100,7 @@ def test_the_strategy_trains(
 
 @pytest.mark.long
 def test_the_strategy_survives_a_kill(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Under the page's own script each step is taken, and all members end with one model."""
+    """The page's own script takes each step, and all members end with one model."""
     (tmp_path / "majority_sign.py").write_text(FILES["majority_sign.py"])
     survives_a_kill(shoal_command, tmp_path, FILES["train_majority.py"])
 
@@ -135,7 +135,7 @@ def survives_a_kill(shoal_command: Shoal, tmp_path: Path, script: str) -> None:
 
 
 def test_the_backend_carries_a_step(module_of: Callable[[str], Any]) -> None:
-    """The strategy uses it in place of the session's, and proposes its name."""
+    """The strategy uses this backend in place of the session's, and proposes its name."""
     asked: list[int] = []
 
     def address_of(rank: int) -> str:
@@ -157,7 +157,7 @@ def test_a_field_is_proposed(module_of: Callable[[str], Any]) -> None:
 
 @pytest.mark.long
 def test_the_optimizer_equals_torchs(tmp_path: Path) -> None:
-    """The page's change, applied to a copy of the source: worker and server have it."""
+    """The page's diff, applied to a copy of the source, changes both worker and server."""
     for part in ("proto", "client", "worker", "server"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
     (change,) = blocks(PAGE, "diff")
@@ -180,7 +180,8 @@ def test_the_command_is_found(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By its entry point, as pip installs it; its config's fields are options."""
+    """The command is found by its entry point, as pip installs it; fields of its config are
+    options."""
     module_of("shoal_names")
     project = tomllib.loads(FILES["pyproject.toml"])["project"]
     installed = tmp_path / f"shoal_names-{project['version']}.dist-info"

@@ -1,4 +1,4 @@
-"""Fragments of programs in the documentation, each run with what its page takes for granted."""
+"""Fragments of programs in the documentation, each run with the names that its page assumes."""
 
 import re
 import secrets
@@ -57,7 +57,7 @@ def indented(text: str, by: int) -> str:
 
 
 def run(fragment: str, before: str, after: str, directory: Path) -> dict[str, Any]:
-    """The fragment, where `...` stands for a step, in a session of this process alone."""
+    """Run the fragment, with a training step for `...`, in a session without other members."""
     code = fragment.replace("session.batches(...)", BATCHES)
     code = code.replace("session.batches(...", BATCHES[:-1])
     code = re.sub(r"^( +)\.\.\.$", rf"\1{TRAINS}", code, flags=re.MULTILINE)
@@ -121,15 +121,15 @@ RAN = {
     ("models.md", 0): (GAN, ""),
     ("models.md", 1): ('model.__dict__["backbone"] = model[0]\n' + DISTRIBUTES, ""),
 }
-"""By page and number among its blocks of Python: what stands before and behind it."""
+"""Code before and after the fragment, by page and number among the page's blocks of Python."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("page", "number"), RAN, ids=str)
 def test_a_fragment_runs(page: str, number: int, tmp_path: Path) -> None:
-    """To its end; those with a loop take steps."""
+    """The fragment runs to its end; one with a loop takes steps."""
     before, after = RAN[page, number]
-    # A block of two fragments in a row shows two ways: the first is run.
+    # A block of two fragments in a row shows two alternatives: the first is run.
     fragment = [*blocks(DOCS / page, "python")][number]
     if before.endswith(LOOP):
         fragment = fragment if fragment.startswith(" ") else indented(fragment, 4)

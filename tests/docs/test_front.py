@@ -30,7 +30,7 @@ def test_the_readme_is_short_and_shows_a_job_that_survives() -> None:
 
 
 def test_every_page_is_in_one_place_of_the_navigation() -> None:
-    """Each page is in one of the four groups; the first page is before them."""
+    """Pages stand in one of the four groups; the first page stands before them."""
     assert GROUP.findall(navigation()) == [
         "Tutorials",
         "How-to guides",

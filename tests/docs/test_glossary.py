@@ -32,7 +32,7 @@ def used() -> str:
 
 
 def test_each_word_of_the_glossary_is_used() -> None:
-    """A word that neither the docs nor the source have is not one that a reader looks up."""
+    """A reader does not look up a word that neither the docs nor the source contain."""
     words = {part for word in entries() for part in re.split(r"[ -]", word.lower())}
     found = [word for word in sorted(words) if word not in used()]
     assert found == []

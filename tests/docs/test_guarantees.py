@@ -1,4 +1,4 @@
-"""Each promise names a test, and that test is there."""
+"""Promises of the documentation each name a test that exists."""
 
 import ast
 import re

@@ -10,7 +10,7 @@ MADE = {"docs/reference/api.md", "docs/reference/commands.md", "docs/reference/c
 
 
 def test_no_link_is_broken() -> None:
-    """Each file is there, and each heading; what leads out of the repository is HTTPS."""
+    """Files and headings that links name exist; links out of the repository use HTTPS."""
     broken, num_links = [], 0
     for page in pages():
         for target in LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page))):

@@ -12,7 +12,8 @@ import shoal
 
 @pytest.mark.long
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
-    """A broken link, a page without a place or a name that is gone would be a warning, and fail."""
+    """A broken link, a page outside the navigation or a missing name gives a warning, and
+    `--strict` makes it fail."""
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,

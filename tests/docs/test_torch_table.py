@@ -1,4 +1,4 @@
-"""The table of strategies by release of torch says what was run."""
+"""The table of strategies by release of torch shows the results of record."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_the_page_shows_the_results() -> None:
 
 @pytest.mark.parametrize("strategy", sorted(json.loads(RESULTS.read_text())["2.13.0"]))
 def test_no_release_in_the_table_fails(strategy: str) -> None:
-    """Each strategy has run with each release: a row without a number is no support."""
+    """A strategy that was not run with a release is not supported there."""
     for release, counts in json.loads(RESULTS.read_text()).items():
         passed, failed = counts[strategy]
         assert passed and not failed, release

@@ -1,4 +1,4 @@
-"""Every error that a user can meet has a section, under its name."""
+"""Errors that a user can meet each have a section with their name."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ SOURCES = ("proto", "client", "worker", "server")
 
 
 def classes() -> Iterator[tuple[str, set[str]]]:
-    """Each class of the source with the names of its bases."""
+    """Yield the name of each class in the source, with the names of its bases."""
     for part in SOURCES:
         for path in (ROOT / part).rglob("*.py"):
             if "_pb2" in path.name:
@@ -26,7 +26,7 @@ def classes() -> Iterator[tuple[str, set[str]]]:
 
 
 def shoal_errors() -> set[str]:
-    """All that derive from ShoalError, wherever they stand."""
+    """Names of the classes that derive from ShoalError, in any module."""
     known, found = dict(classes()), {"ShoalError"}
     while more := {name for name, bases in known.items() if bases & found} - found:
         found |= more
@@ -34,7 +34,7 @@ def shoal_errors() -> set[str]:
 
 
 def test_every_error_has_a_section_under_its_name() -> None:
-    """And there is no section of an error that is none."""
+    """Sections with another name than an error's, or `Drained`, are refused."""
     names = shoal_errors()
     assert len(names) > 50
     assert {errors.JobFinished.__name__, "NotStarted"} <= names
@@ -51,6 +51,6 @@ def test_a_section_says_more_than_the_name() -> None:
 
 
 def test_the_command_prints_the_name_to_look_up(capsys: pytest.CaptureFixture[str]) -> None:
-    """Behind the message, in brackets."""
+    """The name stands in brackets at the end of the message."""
     assert main(["status", "--http", "127.0.0.1:9"]) == 1
     assert capsys.readouterr().err.rstrip().endswith("[Unavailable]")

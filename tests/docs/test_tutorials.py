@@ -1,4 +1,4 @@
-"""The scripts of the tutorials, as a reader runs them, on one cluster; they print what the pages
+"""The scripts of the tutorials, run on one cluster as a reader runs them; they print what the pages
 say."""
 
 import os
@@ -23,7 +23,7 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Tutorial:
-    """One page: its script, the calls of it and what they print."""
+    """A page: its script, the calls of the script, and the lines that they print."""
 
     name: str
     script: str
@@ -63,7 +63,7 @@ def shape(line: str) -> str:
 
 
 def steps(text: str) -> set[str]:
-    """The numbers of steps in it, which are exact."""
+    """The numbers of steps in the text, which are exact."""
     return set(re.findall(r"\d+(?= steps)|(?<=step )\d+|(?<= to )\d+", text))
 
 
@@ -78,7 +78,8 @@ def test_each_tutorial_has_a_script_that_is_run() -> None:
 def test_a_tutorial_prints_what_its_page_says(
     cluster: LocalCluster, tmp_path: Path, tutorial: Tutorial
 ) -> None:
-    """Each call in turn, with as many workers as it says; steps to the number, the rest in form."""
+    """The calls run in turn, with the number of workers that each gives. Numbers of steps must be
+    equal, other lines equal except for their figures."""
     script, output = tmp_path / tutorial.name, tmp_path / "output"
     script.write_text(tutorial.script)
     for number, (num_workers, arguments) in enumerate(tutorial.calls):
@@ -109,7 +110,8 @@ def test_a_tutorial_prints_what_its_page_says(
 
 @pytest.mark.nightly
 def test_the_first_tutorial_runs_by_itself(tmp_path: Path) -> None:
-    """`python train_ddp.py`, with nothing running: the same weights, and a line that says so."""
+    """`python train_ddp.py` without a cluster trains the same number of steps, and logs that it
+    trains alone."""
     script = tmp_path / "train_ddp.py"
     tutorial = next(each for each in TUTORIALS if each.name == script.name)
     script.write_text(tutorial.script)

@@ -1,4 +1,5 @@
-"""The walks of docs/architecture.md: a real run passes what they name, in their order."""
+"""The walks of docs/architecture.md: a real run passes the places that they name, in their
+order."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -53,8 +54,9 @@ with shoal.join() as session:
 def trained(
     commands: Shoal, directory: Path, strategy: str, *options: str, places: Sequence[Place]
 ) -> tuple[Passage, int]:
-    """What a run entered of these places, and when a worker killed itself in it, or 0."""
-    # On one host a record lies in the backup's memory, and is acknowledged before it reads it.
+    """The entries of these places in a run, and the time at which a worker killed itself, or 0."""
+    # On one host, a record lies in the backup's memory and is acknowledged before the backup reads
+    # it.
     stamps = Stamps(directory, places, is_apart=strategy == "async-sgd")
     (directory / "train.py").write_text(SCRIPT)
     run = commands.start(
@@ -70,7 +72,8 @@ def trained(
 
 
 def step_of(passage: Passage, number: int, *, alone: bool = False) -> Passage:
-    """The entries within one step of the first worker: all of them, or its own alone."""
+    """The entries of all processes within one step of the first worker; `alone`: only that
+    worker's."""
     begins = [each for each in passage.stamps if each.place == SESSION_STEP]
     pid = begins[0].pid
     own = [each.at_ns for each in begins if each.pid == pid]
@@ -79,8 +82,8 @@ def step_of(passage: Passage, number: int, *, alone: bool = False) -> Passage:
 
 
 def check(passage: Passage, walk: Sequence[Place]) -> None:
-    """The walk is passed, and is none once two neighbours of it are exchanged: not those of which
-    the first is entered again, which may be both before and after the second."""
+    """The walk is passed, and would not be if two neighbours were exchanged. Exempt is a pair whose
+    first place is entered more than once, which may be both before and after the second."""
     assert passage.missed(walk) == ""
     entered = Counter(each.place for each in passage.stamps)
     loose = [
@@ -106,7 +109,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 
 def test_a_walk_that_a_run_does_not_pass_is_noticed() -> None:
-    """A line out of order, and one that nothing enters; lines may be passed again and again."""
+    """Report a line out of order, and one that nothing enters; a line may be passed repeatedly."""
     first, second, third = (Place("a.py", name) for name in "fgh")
     passage = Passage([Stamp(at, 1, place) for at, place in enumerate((first, second, first))])
     assert passage.missed([first, second, first]) == ""
@@ -119,7 +122,7 @@ def test_a_walk_that_a_run_does_not_pass_is_noticed() -> None:
 def test_a_run_passes_the_walks_of_a_step_and_of_a_loss(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """Launcher, coordinator and two workers, of which one kills itself in step 4."""
+    """A launcher, a coordinator and two workers run; one worker kills itself in step 4."""
     step, loss = walks(PAGE)[STEP], walks(PAGE)[LOSS]
     options = ("-n", "2", "--ps", "0", "--max-restarts", "0")
     passage, killed_ns = trained(
@@ -132,8 +135,8 @@ def test_a_run_passes_the_walks_of_a_step_and_of_a_loss(
 
 @pytest.mark.long
 def test_a_run_passes_the_walk_of_a_push(shoal_command: Shoal, tmp_path: Path) -> None:
-    """One worker and two parameter servers, primary and backup of the only shard, which reach each
-    other as if they were on different hosts."""
+    """Primary and backup of the only shard reach each other as if they were on different hosts; one
+    worker pushes."""
     push = walks(PAGE)[PUSH]
     options = ("-n", "1", "--ps", "2")
     passage, _ = trained(

@@ -1,4 +1,4 @@
-"""The scripts of docs/weights.md, one after the other on one cluster."""
+"""The scripts of docs/weights.md, run in turn on one cluster."""
 
 import functools
 import os
@@ -17,7 +17,8 @@ __all__ = ["shoal_command"]
 
 @pytest.mark.long
 def test_the_scripts_of_the_page_publish_and_read(shoal_command: Shoal, tmp_path: Path) -> None:
-    """A trainer with two workers, a reader beside it, and a script that is no member of a job."""
+    """A trainer with two workers, a reader, and a publishing script that is not a member of a
+    job."""
     scripts = [text for text in blocks(DOCS / "weights.md", "python") if "import torch" in text]
     train, read, publish = scripts
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
@@ -44,8 +45,8 @@ def test_the_scripts_of_the_page_publish_and_read(shoal_command: Shoal, tmp_path
 def test_the_toy_example_learns_while_a_worker_is_killed(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """Both rollouts outlive a worker of the trainer, and earn more with later versions. One that
-    starts after the trainer has ended plays with its last version."""
+    """Two rollouts outlive a worker of the trainer, and earn more with later versions. A rollout
+    that starts after the trainer has ended plays with its last version."""
     example = str(Path(__file__).parents[2] / "examples" / "rl_policy.py")
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
         to_cluster = {
@@ -69,10 +70,10 @@ def test_the_toy_example_learns_while_a_worker_is_killed(
         late = start()
         last = read_until(late, "reward")[-1]
         newest = last.partition(":")[0]
-        behind = [read_until(rollout, f"{newest}:") for rollout in rollouts]
+        later = [read_until(rollout, f"{newest}:") for rollout in rollouts]
         for rollout in (*rollouts, late):
             rollout.kill()
-        for first, final in zip(before, behind, strict=True):
+        for first, final in zip(before, later, strict=True):
             assert reward(first[0]) < 0.5 and reward(final[-1]) > 0.8
         assert reward(last) > 0.8
         assert set(re.findall(r"published (version \d+) of step", output)) == {newest}

@@ -1,4 +1,4 @@
-"""Real commands as a user starts them, and a way to see every process they cause."""
+"""Commands started as a user starts them, and a way to see every process that they cause."""
 
 import os
 import re
@@ -13,11 +13,11 @@ from support.processes.marked import Mark
 
 DEADLINE_S = 240.0
 ANY_PORTS = ("--port", "0", "--http-port", "0")
-"""For `shoal up`: its usual ones may be those of another test."""
+"""Options of `shoal up`: another test may use its default ports."""
 
 
 class Shoal:
-    """Starts `shoal` commands; whatever they start carries a mark in its environment."""
+    """Starts `shoal` commands; all their processes carry a mark in the environment."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -27,14 +27,14 @@ class Shoal:
     def start(
         self, *arguments: str, environment: Mapping[str, str] | None = None, typed: str = ""
     ) -> "subprocess.Popen[str]":
-        """`shoal ARGUMENTS`, stdout and stderr in one pipe; `typed` is what it reads."""
+        """Start `shoal ARGUMENTS` with stdout and stderr in one pipe; `typed` is its stdin."""
         command = ("-m", "shoal_client", *arguments)
         return self.start_python(*command, environment=environment, typed=typed)
 
     def start_python(
         self, *arguments: str, environment: Mapping[str, str] | None = None, typed: str = ""
     ) -> "subprocess.Popen[str]":
-        """`python ARGUMENTS`, as `start`."""
+        """Start `python ARGUMENTS` in the same way."""
         own = {key: text for key, text in os.environ.items() if not key.startswith("SHOAL_")}
         process = subprocess.Popen(
             [sys.executable, "-u", *arguments],
@@ -53,15 +53,16 @@ class Shoal:
         return process
 
     def processes(self) -> dict[int, str]:
-        """Every living process that these commands caused: pid and command line."""
+        """Pid and command line of each living process that these commands caused."""
         return self._mark.processes()
 
     def await_none(self, within_s: float) -> dict[int, str]:
-        """What is still there after that time; empty as soon as nothing is."""
+        """Wait until none of these processes is left, and return those that are left after that
+        time."""
         return self._mark.await_none(within_s)
 
     def end(self) -> None:
-        """Kill what a failed test left."""
+        """Kill the processes that a failed test left."""
         for process in self._started:
             process.kill()
             process.wait()
@@ -78,7 +79,7 @@ def shoal_command(tmp_path: Path) -> Iterator[Shoal]:
 
 
 def read_until(process: "subprocess.Popen[str]", wanted: str, count: int = 1) -> list[str]:
-    """Lines of output up to the `count`-th that holds `wanted`."""
+    """Lines of output up to the `count`-th that contains `wanted`."""
     lines: list[str] = []
     assert process.stdout is not None
     for line in process.stdout:
@@ -90,13 +91,13 @@ def read_until(process: "subprocess.Popen[str]", wanted: str, count: int = 1) ->
 
 
 def finish(process: "subprocess.Popen[str]", before: Sequence[str] = ()) -> tuple[int, str]:
-    """Exit code and the whole output."""
+    """Wait for the process' end; return its exit code and all its output."""
     output, _ = process.communicate(timeout=DEADLINE_S)
     return process.returncode, "\n".join([*before, output])
 
 
 def part_pids(command: Shoal) -> dict[str, int]:
-    """The parts of `shoal up` that run, by name."""
+    """Pids of the running parts of `shoal up`, by name."""
     found = {}
     for pid, line in command.processes().items():
         if " coordinator " in line:
@@ -109,7 +110,7 @@ def part_pids(command: Shoal) -> dict[str, int]:
 
 
 def every_shard_has_a_copy(url: str) -> bool:
-    """Whether the job loses nothing with one server more; `url` is that of its shards."""
+    """True if the job loses nothing when one more server is lost; `url` is that of its shards."""
     try:
         answer = httpx.get(url, timeout=10.0, trust_env=False, verify=False)
     except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""The coordinator, or etcd, is away for long while jobs train: nobody is lost, and no step is."""
+"""The coordinator, or etcd, is away for long while jobs train: no member and no step is lost."""
 
 import re
 import signal
@@ -25,14 +25,14 @@ SCRIPT = counting_script(EPOCHS, STEPS_PER_EPOCH, RATE)
     [
         # Longer than the leader's lease, and than every limit after which a member is lost.
         8.0,
-        # Longer than the leases of 30 s that members once were under.
+        # Longer than the leases of 30 s that members once had.
         pytest.param(45.0, marks=pytest.mark.nightly),
     ],
 )
 def test_training_outlasts_the_coordinator_and_etcd(
     shoal_command: Shoal, tmp_path: Path, away_s: float, what: str
 ) -> None:
-    """Both jobs step on meanwhile, and nothing is done again afterwards."""
+    """Jobs of both kinds take steps meanwhile, and repeat none afterwards."""
     (tmp_path / "train.py").write_text(SCRIPT)
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):
         first = CoordinatorProcess(supervisor, tmp_path, "first", etcd.endpoint).ready()
@@ -53,7 +53,7 @@ def test_training_outlasts_the_coordinator_and_etcd(
         struck_s = time.monotonic()
         for strategy, run in runs.items():
             for _ in range(4):
-                # Two members tell of every tenth step: the job steps on while nobody is there.
+                # Two members report every tenth step: the job trains while the part is away.
                 outputs[strategy] += read_until(run, "stepped on")
         time.sleep(max(0.0, struck_s + away_s - time.monotonic()))
         leader = first

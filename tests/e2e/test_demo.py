@@ -1,4 +1,4 @@
-"""`shoal demo`, the main job: it trains, survives its kills, counts, and leaves nothing behind."""
+"""`shoal demo` trains, survives its kills, counts correctly, and leaves no process."""
 
 import json
 import signal
@@ -8,12 +8,13 @@ import pytest
 from e2e.conftest import Shoal, finish, read_until
 
 EPOCHS = "40"
-"""Half of what a user sees: enough for 95 %."""
+"""Half of the default: enough for 95 %."""
 
 
 @pytest.mark.long
 def test_the_demo_trains_and_counts(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Both strategies reach 95 %, no sample is lost, both go on within 2 s, no process is left."""
+    """Strategies of both kinds reach 95 %, lose no sample, and continue within 2 s of a kill; no
+    process is left."""
     figures = tmp_path / "figures.json"
     code, output = finish(shoal_command.start("demo", "--epochs", EPOCHS, "--json", str(figures)))
     assert code == 0, output
@@ -27,9 +28,9 @@ def test_the_demo_trains_and_counts(shoal_command: Shoal, tmp_path: Path) -> Non
         assert row["samples_per_s"] > 0
         assert row["recovery_s"] < 2.0
         assert f"{row['test_accuracy']:.3f}" in output
-    # Deterministic data order: what was under way at the kill is trained once, by the survivors.
+    # Deterministic data order: samples in progress at the kill are trained once, by the survivors.
     assert rows["ddp"]["samples_repeated"] == 0
-    # At most what the killed worker may have begun since it last told of it.
+    # The most that the killed worker may have begun since its last report.
     begun_since = 2 * rows["async-sgd"]["samples_per_s"]
     assert rows["async-sgd"]["samples_repeated"] <= 3 * 96 + begun_since
 
@@ -37,8 +38,8 @@ def test_the_demo_trains_and_counts(shoal_command: Shoal, tmp_path: Path) -> Non
 @pytest.mark.sampled()
 @pytest.mark.parametrize("moment", ["starting etcd", "status page", "async-sgd: SIGKILL to"])
 def test_ctrl_c_leaves_nothing(shoal_command: Shoal, moment: str) -> None:
-    """A SIGINT while the cluster starts, while workers start, or right after the kill: 130, and
-    not one process is left when the command returns."""
+    """SIGINT arrives while the cluster starts, while workers start, or right after the kill: the
+    exit code is 130, and no process is left when the command returns."""
     process = shoal_command.start("demo")
     lines = read_until(process, moment)
     process.send_signal(signal.SIGINT)
@@ -49,7 +50,7 @@ def test_ctrl_c_leaves_nothing(shoal_command: Shoal, moment: str) -> None:
 
 @pytest.mark.long
 def test_a_killed_demo_leaves_nothing(shoal_command: Shoal) -> None:
-    """Even a SIGKILL of the demo ends etcd, coordinator, servers and workers."""
+    """SIGKILL of the demo ends etcd, coordinator, servers and workers, too."""
     process = shoal_command.start("demo")
     read_until(process, "status page")
     assert len(shoal_command.processes()) >= 5
@@ -59,7 +60,7 @@ def test_a_killed_demo_leaves_nothing(shoal_command: Shoal) -> None:
 
 
 def test_a_bad_json_path(shoal_command: Shoal) -> None:
-    """Known before anything is started."""
+    """The path is refused before anything is started."""
     code, output = finish(shoal_command.start("demo", "--json", "/no/such/directory/file"))
     assert code == 2
     assert "/no/such/directory/file" in output

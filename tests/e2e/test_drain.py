@@ -1,4 +1,4 @@
-"""Leaving in good order as users bring it about: by a command, or by a signal."""
+"""Drains as users request them: by a command, or by a signal."""
 
 import os
 import re
@@ -34,7 +34,7 @@ with shoal.join() as session:
 
 
 def await_steps(directory: Path, world_size: int) -> dict[str, int]:
-    """The pid of each member, once so many train together."""
+    """Wait until so many members train together, and return the pid of each."""
     deadline_s = time.monotonic() + 120.0
     while True:
         path = directory / "steps"
@@ -49,8 +49,8 @@ def await_steps(directory: Path, world_size: int) -> dict[str, int]:
 
 @pytest.mark.long
 def test_drained_members_are_not_missed(shoal_command: Shoal, tmp_path: Path) -> None:
-    """By `shoal drain` and by SIGTERM: each finishes its step and ends with 143, nobody else's
-    step fails for it, and the last one completes the job."""
+    """Members drained by `shoal drain` and by SIGTERM finish their step and exit with 143. No step
+    of another member fails because of it, and the last member completes the job."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run = shoal_command.start("run", "-n", "3", "--ps", "0", str(script))
@@ -61,11 +61,11 @@ def test_drained_members_are_not_missed(shoal_command: Shoal, tmp_path: Path) ->
     first, second, _ = await_steps(tmp_path, 3).items()
 
     asked = ("--job", "train", "--coordinator", coordinator, "--http", http)
-    code, said = finish(shoal_command.start("drain", first[0], *asked))
-    assert code == 0, said
+    code, reply = finish(shoal_command.start("drain", first[0], *asked))
+    assert code == 0, reply
     assert re.fullmatch(
         rf"{first[0]} left job train after [0-9.]+ s; generation \d+ runs with 2 members",
-        said.strip(),
+        reply.strip(),
     )
     await_steps(tmp_path, 2)
     os.kill(second[1], signal.SIGTERM)
@@ -84,7 +84,8 @@ def test_drained_members_are_not_missed(shoal_command: Shoal, tmp_path: Path) ->
 
 @pytest.mark.long
 def test_a_run_that_is_told_to_end_drains(shoal_command: Shoal, tmp_path: Path) -> None:
-    """SIGTERM to `shoal run`: every worker finishes its step; none is killed; the code is 143."""
+    """`shoal run` gets SIGTERM: each worker finishes its step, none is killed, and the exit code is
+    143."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run = shoal_command.start("run", "-n", "2", "--ps", "0", str(script))
@@ -131,7 +132,7 @@ def last_step(directory: Path) -> int:
 
 
 def as_one_process(directory: Path) -> dict[str, torch.Tensor]:
-    """The weights that KEEPS trains without any other member, from its first step to its last."""
+    """Weights that KEEPS trains without another member, from its first step to its last."""
     alone = directory / "alone"
     alone.mkdir()
     (alone / "train.py").write_text(KEEPS)
@@ -153,8 +154,8 @@ def as_one_process(directory: Path) -> dict[str, torch.Tensor]:
 def test_a_job_that_is_told_to_end_keeps_its_last_step(
     shoal_command: Shoal, tmp_path: Path, strategy: str
 ) -> None:
-    """SIGTERM to the only launcher: the members write a checkpoint of the last step that any of
-    them has committed, and the job goes on from it."""
+    """The only launcher gets SIGTERM: the members write a checkpoint of the last step that any of
+    them committed, and the job continues from it."""
     script = tmp_path / "train.py"
     script.write_text(KEEPS)
     command = ("run", "-n", "2", "--ps", "0", str(script), strategy)
@@ -164,16 +165,16 @@ def test_a_job_that_is_told_to_end_keeps_its_last_step(
     code, output = finish(run)
     assert code == 128 + signal.SIGTERM, output
     assert output.count("was drained (exit code 143)") == 2, output
-    behind = last_step(tmp_path) + 1
+    next_step = last_step(tmp_path) + 1
     kept = [path.name for path in (tmp_path / "kept").iterdir()]
-    assert kept == [f"step-{behind:08d}"], output
+    assert kept == [f"step-{next_step:08d}"], output
 
     (tmp_path / "steps").unlink()
     (tmp_path / "finish").touch()
     code, output = finish(shoal_command.start(*command))
     assert code == 0, output
     first = (tmp_path / "steps").read_text().splitlines()[0].split()
-    assert int(first[1]) == behind, "it has gone on from the checkpoint"
+    assert int(first[1]) == next_step, "it has gone on from the checkpoint"
     if strategy != "local-sgd":
         trained = torch.load(tmp_path / "trained.pt")
         for name, expected in as_one_process(tmp_path).items():
@@ -185,8 +186,8 @@ def test_a_job_that_is_told_to_end_keeps_its_last_step(
 def test_members_that_nobody_replaces_keep_their_last_step(
     shoal_command: Shoal, tmp_path: Path, lost: str
 ) -> None:
-    """With as many members as `--min`, also if one is killed before the signal, so that the other
-    one waits for more, or right behind it."""
+    """The job has as many members as `--min`. One may be killed before the signal, so that the
+    other waits for more members, or right after it."""
     script = tmp_path / "train.py"
     script.write_text(KEEPS)
     options = ("-n", "2", "--min", "2", "--ps", "0", "--max-restarts", "0")
@@ -207,7 +208,8 @@ def test_members_that_nobody_replaces_keep_their_last_step(
 
 @pytest.mark.long
 def test_a_process_alone_keeps_its_last_step(tmp_path: Path) -> None:
-    """SIGTERM to `python train.py`: the checkpoint of its last step is there when it has ended."""
+    """A script started as `python train.py` gets SIGTERM: the checkpoint of its last step exists
+    when it has ended."""
     script = tmp_path / "train.py"
     script.write_text(KEEPS)
     process = subprocess.Popen([sys.executable, str(script), "ddp"])
@@ -222,7 +224,7 @@ def test_a_process_alone_keeps_its_last_step(tmp_path: Path) -> None:
 def test_a_job_that_an_operator_stops_keeps_its_last_step(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """`shoal stop` ends all members behind one step, of which they write a checkpoint."""
+    """`shoal stop` ends all members after the same step, and they write a checkpoint of it."""
     script = tmp_path / "train.py"
     script.write_text(KEEPS)
     run = shoal_command.start("run", "-n", "2", "--ps", "0", str(script), "fsdp")
@@ -231,8 +233,8 @@ def test_a_job_that_an_operator_stops_keeps_its_last_step(
     assert found is not None
     await_steps(tmp_path, 2)
     stop = ("stop", "train", "--coordinator", found.group(1))
-    code, said = finish(shoal_command.start(*stop))
-    assert code == 0, said
+    code, reply = finish(shoal_command.start(*stop))
+    assert code == 0, reply
     code, output = finish(run)
     assert code == 128 + signal.SIGTERM, output
     kept = [path.name for path in (tmp_path / "kept").iterdir()]
@@ -241,7 +243,8 @@ def test_a_job_that_an_operator_stops_keeps_its_last_step(
 
 @pytest.mark.long
 def test_who_waits_in_vain_is_not_waited_for(shoal_command: Shoal, tmp_path: Path) -> None:
-    """With too few left of a run with a cluster of its own, a deaf worker is killed in the end."""
+    """Too few workers are left in a run with a cluster of its own: a worker that ignores SIGTERM is
+    killed after the grace period."""
     script = tmp_path / "train.py"
     os.mkfifo(tmp_path / "deaf")
     script.write_text("""

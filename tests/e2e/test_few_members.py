@@ -1,4 +1,4 @@
-"""Launchers of jobs with too few members, and of workers that cannot end, under real signals."""
+"""Launchers under real signals, for jobs with too few members and for workers that cannot end."""
 
 import os
 import re
@@ -16,8 +16,8 @@ LIMITS = ("--join-s", "10", "--collective-s", "4", "--heartbeat-s", "0.4")
 def test_a_newcomer_whose_time_is_over_is_started_again(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """A time limit is no failure of its script: it meets the one that comes later, and both are
-    done."""
+    """A time limit is not a failure of the script: the restarted worker meets the one that comes
+    later, and both complete."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     (tmp_path / "finish").touch()
@@ -39,7 +39,7 @@ def test_a_newcomer_whose_time_is_over_is_started_again(
 
 @pytest.mark.long
 def test_the_signals_of_a_job_scheduler_drain(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Slurm and systemd signal the launcher and its workers, one after the other."""
+    """Slurm and systemd signal both the launcher and its workers."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run = shoal_command.start("run", "-n", "2", "--ps", "0", str(script))
@@ -53,7 +53,7 @@ def test_the_signals_of_a_job_scheduler_drain(shoal_command: Shoal, tmp_path: Pa
 
 @pytest.mark.long
 def test_a_worker_that_is_stopped_is_replaced(shoal_command: Shoal, tmp_path: Path) -> None:
-    """While the job trains; the launcher does not wait for a SIGCONT that never comes."""
+    """The job trains meanwhile, and the launcher does not wait for a SIGCONT that never comes."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run = shoal_command.start("run", "-n", "2", "--ps", "0", str(script))

@@ -1,4 +1,5 @@
-"""Both servers of a shard are killed at once: it is lost, by name, until somebody decides."""
+"""Servers of a shard are all killed at once: the shard is reported lost by name until an operator
+decides."""
 
 import os
 import signal
@@ -29,16 +30,17 @@ print("is done with", trained, flush=True)
 """
 NUM_SAMPLES = 32 * 500 * 4
 CALL_S = 120.0
-"""The longest that a push waits. That both servers have ended is known once both were started
-again: where that takes longer than a push waits, the worker has heard of no loss when it ends."""
+"""The longest that a push waits. The loss is known once both servers were started again; if that
+takes longer than a push waits, the worker ends without StateLost."""
 
 
 @pytest.mark.long
 def test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """The worker ends with StateLost, `shoal status` says what is lost, `shoal accept-loss` gives
-    it up for the right job alone and once its name was repeated, and training goes on."""
+    """The worker ends with StateLost and `shoal status` names the lost shard. `shoal accept-loss`
+    gives it up only for the right job, and only if its name is repeated; then training
+    continues."""
     (tmp_path / "train.py").write_text(SCRIPT)
     up = shoal_command.start("up", "--dir", str(tmp_path / "up"), "--join-s", f"{4 * CALL_S:g}")
     welcome = read_until(up, "Ctrl-C stops the cluster")
@@ -93,7 +95,8 @@ def test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted(
     (tmp_path / "done").touch()
     code, output = result_of("run", "-n", "1", "--job", "digits", "train.py")
     assert code == 0, output
-    # All of them, for nothing is left of what the run before had learned of the first ones.
+    # The next run trains on all samples: nothing is left of what the last run learned from the
+    # first ones.
     assert f"is done with {NUM_SAMPLES}" in output
     up.send_signal(signal.SIGINT)
     assert finish(up)[0] == 0

@@ -1,4 +1,5 @@
-"""`shoal up`, and `shoal run` on its own cluster, with kill -9 of the parts while jobs train."""
+"""`shoal up`, and `shoal run` on its own cluster, while parts are killed with SIGKILL and jobs
+train."""
 
 import os
 import re
@@ -23,8 +24,8 @@ EPOCHS, STEPS_PER_EPOCH, RATE = 60, 28, 2.0**-10
 
 @pytest.mark.long
 def test_training_outlives_each_part_of_a_cluster(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Every part of `shoal up` is killed in turn while a DDP job and an asynchronous one train:
-    each is started again, both jobs end with every update applied once, and nothing is left."""
+    """Parts of `shoal up` are killed in turn while a DDP job and an asynchronous one train. Each
+    part is started again, both jobs end with every update applied once, and no process is left."""
     (tmp_path / "train.py").write_text(counting_script(EPOCHS, STEPS_PER_EPOCH, RATE))
     up = shoal_command.start("up", "--dir", str(tmp_path / "up"), *ANY_PORTS)
     welcome = read_until(up, "Ctrl-C stops the cluster")
@@ -50,8 +51,9 @@ def test_training_outlives_each_part_of_a_cluster(shoal_command: Shoal, tmp_path
         assert code == 0, output
         found = re.findall(r"did (\d+) ([0-9.]+) ([0-9.]+)", output)
         steps = [int(each[0]) for each in found]
-        # Together in each step, or each at its own pace. Reports of samples that a coordinator took
-        # just before it died may be lost, and the samples are trained on again: a few steps more.
+        # DDP workers step together, asynchronous ones at their own pace. Reports of samples that a
+        # coordinator took just before its end may be lost; these samples are trained again, in a
+        # few more steps.
         updates = sum(steps) if strategy == "async-sgd" else steps[0]
         assert {float(weight) for each in found for weight in each[1:]} == {updates}, output
         assert updates >= EPOCHS * STEPS_PER_EPOCH
@@ -67,7 +69,8 @@ def test_training_outlives_each_part_of_a_cluster(shoal_command: Shoal, tmp_path
 def test_a_run_ends_when_its_own_cluster_cannot_stay_up(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """Its etcd's data go bad: the run names etcd, ends its worker, and leaves nothing behind."""
+    """The data of its etcd are damaged: the run names etcd, ends its worker, and leaves no
+    process."""
     (tmp_path / "wait.py").write_text("import signal; print('waits', flush=True); signal.pause()")
     run = shoal_command.start("run", "--ps", "0", "wait.py", environment={"TMPDIR": str(tmp_path)})
     read_until(run, "waits")

@@ -1,4 +1,5 @@
-"""Programs as their authors write them, with Shoal and three kills: the weights of one process."""
+"""Programs as their authors write them end with the weights of one process, with Shoal and three
+kills."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Commands and jobs where the environment names a proxy, as in most companies' networks."""
+"""Commands and jobs in an environment that names a proxy, as in most companies' networks."""
 
 import os
 import subprocess
@@ -24,7 +24,8 @@ def proxy() -> Iterator[DeadProxy]:
 def test_no_part_goes_through_a_proxy(
     shoal_command: Shoal, tmp_path: Path, proxy: DeadProxy
 ) -> None:
-    """A cluster that stays, a job on its parameter servers, commands on both, and torchrun."""
+    """A cluster that stays, a job on its parameter servers, a synchronous job, commands on both,
+    and torchrun."""
     (tmp_path / "train.py").write_text(counting_script(2, 10, RATE))
     environment = {**proxy.environment, "OMP_NUM_THREADS": "1"}
     folder = str(tmp_path / "up")
@@ -59,7 +60,7 @@ def test_the_cluster_of_a_run_goes_through_no_proxy(
 
 
 def torchrun(coordinator: str, directory: Path, environment: dict[str, str]) -> int:
-    """Exit code of one node of torchrun with Shoal's plug-in."""
+    """Run one node of torchrun with Shoal's plug-in, and return its exit code."""
     script = directory / "plain.py"
     script.write_text("import torch.distributed as dist; dist.init_process_group('gloo')\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=shoal"]

@@ -1,5 +1,5 @@
-"""Garbage is in etcd when the next coordinator starts: one job is quarantined, and repaired while
-its members train on; the other trains on, and the coordinator leads from its first term on."""
+"""Broken records are in etcd when the next coordinator starts. One job is quarantined, and repaired
+while its members train; the other job trains, and the coordinator leads from its first term on."""
 
 import asyncio
 import re
@@ -21,7 +21,7 @@ from shoal_server.etcd.remote.config import EtcdConfig
 STEPS, RATE = 2000, 2.0**-10
 LEADS_WITHIN_S = 60.0
 
-# Each gradient is one everywhere, so the weights count the updates: none lost, none twice.
+# All gradients are 1, so the weights count the updates: none is lost, none is applied twice.
 SCRIPT = f"""
 import pathlib, time, shoal, torch
 done, steps = pathlib.Path("done"), 0
@@ -44,7 +44,7 @@ print("did", (-weight.min() / {RATE}).item(), (-weight.max() / {RATE}).item(), f
 
 
 async def spoil(endpoint: str) -> None:
-    """The bad job's newest record, and records of many jobs more."""
+    """Spoil the bad job's newest record, and records of many other jobs."""
     async with EtcdClient(EtcdConfig(endpoints=(endpoint,))) as store:
         for garbage in all_garbage():
             for key, value in garbage.entries.items():

@@ -1,4 +1,4 @@
-"""A job's name on a cluster that stays: interrupted, begun anew, finished, taken away."""
+"""A job's name used again on a cluster that stays: interrupted, started over, finished, removed."""
 
 import signal
 from pathlib import Path
@@ -8,7 +8,7 @@ from e2e.conftest import Shoal, finish, read_until
 
 EPOCHS, STEPS_PER_EPOCH, RATE = 3, 28, 2.0**-10
 
-# Each gradient is one everywhere, so the weights count the updates since the first values.
+# All gradients are 1, so the weights count the updates since the initial values.
 SCRIPT = f"""
 import pathlib, time, shoal, torch
 model = torch.nn.Linear(8, 8, bias=False)
@@ -31,8 +31,9 @@ print("generation", session.generation, "updates", (-weight.max() / {RATE}).item
 
 @pytest.mark.long
 def test_a_name_is_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
-    """--fresh is refused under members, begins an interrupted job and a finished one from its first
-    weights, and what cannot be joined any more is said in one line before anything is started."""
+    """--fresh is refused while members live, and starts an interrupted or finished job over from
+    its initial weights. A job that cannot be joined any more is reported in one line before
+    anything starts."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "slowly").touch()
     up = shoal_command.start("up", "--ps", "1")

@@ -14,7 +14,7 @@ README_SCRIPT = re.compile(r"```python\n(import shoal\n.*?)```", re.DOTALL)
 
 
 def await_progress(audit: Path, num_lines: int) -> list[str]:
-    """The lines of a file, once there are so many."""
+    """Wait until the file has so many lines, and return them."""
     deadline_s = time.monotonic() + 180.0
     while True:
         lines = audit.read_text().splitlines() if audit.exists() else []
@@ -26,7 +26,7 @@ def await_progress(audit: Path, num_lines: int) -> list[str]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """The README's script, made to tell of its steps and of its result."""
+    """The README's script, changed to log its steps and its result."""
     found = README_SCRIPT.search((ROOT / "README.md").read_text())
     assert found is not None
     text = found.group(1)
@@ -52,9 +52,9 @@ print("right", (model(images).argmax(dim=1) == labels).float().mean().item())
 def test_the_readmes_script_survives_a_kill(
     shoal_command: Shoal, script: Path, tmp_path: Path, strategy: str
 ) -> None:
-    """kill -9 of one worker: it is started again, the others go on, the run ends well."""
+    """A worker gets SIGKILL: it is started again, the others continue, and the run succeeds."""
     script.write_text(script.read_text().replace('strategy="ddp"', f'strategy="{strategy}"'))
-    # A cluster of its own has two parameter servers; under ddp nobody asks them.
+    # A cluster of its own has two parameter servers by default; ddp uses none.
     servers = "0" if strategy == "ddp" else "2"
     process = shoal_command.start("run", "-n", "3", "--ps", servers, str(script))
     lines = await_progress(tmp_path / "steps", 60)
@@ -77,7 +77,7 @@ def test_the_readmes_script_survives_a_kill(
 def test_a_killed_launcher_leaves_nothing(
     shoal_command: Shoal, script: Path, tmp_path: Path
 ) -> None:
-    """kill -9 of `shoal run` ends its workers and the cluster it had started for itself."""
+    """SIGKILL of `shoal run` ends its workers and the cluster that it started for itself."""
     process = shoal_command.start("run", "-n", "2", str(script))
     await_progress(tmp_path / "steps", 10)
     assert len(shoal_command.processes()) >= 7
@@ -88,7 +88,7 @@ def test_a_killed_launcher_leaves_nothing(
 
 @pytest.mark.long
 def test_ctrl_c_stops_a_run(shoal_command: Shoal, script: Path, tmp_path: Path) -> None:
-    """One SIGINT: the workers leave, the cluster is stopped, the exit code is 130."""
+    """SIGINT ends the workers and the cluster; the exit code is 130."""
     process = shoal_command.start("run", "-n", "2", "--ps", "0", str(script))
     await_progress(tmp_path / "steps", 10)
     process.send_signal(signal.SIGINT)
@@ -99,7 +99,7 @@ def test_ctrl_c_stops_a_run(shoal_command: Shoal, script: Path, tmp_path: Path) 
 
 @pytest.mark.long
 def test_up_serves_until_ctrl_c(shoal_command: Shoal, script: Path) -> None:
-    """`shoal up` prints what to export; with that `shoal run` trains; Ctrl-C ends all of it."""
+    """`shoal up` prints what to export, `shoal run` trains with it, and Ctrl-C ends everything."""
     up = shoal_command.start("up", "--ps", "1", *ANY_PORTS)
     lines = read_until(up, "Ctrl-C stops")
     address = next(line.partition("=")[2] for line in lines if "export SHOAL_COORDINATOR=" in line)

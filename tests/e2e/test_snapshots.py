@@ -35,7 +35,7 @@ def numbers(values: dict[str, memoryview]) -> set[float]:
 
 
 class Joined:
-    """A member of the job `snapped`, from its making to the end of the block at the latest."""
+    """A member of the job `snapped`, closed at the end of the block at the latest."""
 
     def __init__(self, cluster: LocalCluster, stack: ExitStack) -> None:
         spec = JobSpec(job="snapped", min_members=1, max_members=2, desired_members=1)

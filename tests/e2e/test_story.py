@@ -1,4 +1,4 @@
-"""What people are told when members come and go: real workers, real signals, real commands."""
+"""Reports to people when members come and go, from real workers, signals and commands."""
 
 import os
 import re
@@ -14,12 +14,13 @@ from e2e.test_drain import SCRIPT, await_steps
 def test_a_killed_and_a_drained_worker_are_a_line_each(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """Cause, who goes on, pause and steps lost; in `shoal events -f`, by the coordinator's gRPC
-    address alone, and in rank 0's log, of which `shoal logs` has the rest, as that of a worker that
-    was killed; nothing else is said of a change, and Ctrl-C prints no traceback."""
+    """Lines have the cause, the members that continue, the pause and the steps lost. They appear in
+    `shoal events -f`, given only the coordinator's gRPC address, and in rank 0's log. `shoal logs`
+    shows that log and a killed worker's; no other line reports a change, and Ctrl-C prints no
+    traceback."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("here = ", "print('this is', os.getpid())\nhere = "))
-    # As on another host: of this one's files `shoal logs` knows nothing.
+    # Imitate another host: `shoal logs` then knows no files of this one.
     logs = ("--log-dir", str(tmp_path / "logs"))
     run = shoal_command.start(
         "run", "-n", "3", "--ps", "0", "--max-restarts", "0", *logs, str(script)
@@ -38,8 +39,8 @@ def test_a_killed_and_a_drained_worker_are_a_line_each(
     lost = rf"lost {killed} \(SIGKILL\); 2 go on; paused [0-9.]+ s; 0 steps lost"
     assert re.search(rf"generation \d+: {lost}$", text), text
 
-    code, said = finish(shoal_command.start("drain", drained, "--job", "train", *address))
-    assert code == 0, said
+    code, reply = finish(shoal_command.start("drain", drained, "--job", "train", *address))
+    assert code == 0, reply
     text = read_until(follow, "generation ")[-1]
     left = rf"{drained} \(drained: an operator asked for it\) left; 1 goes on;"
     assert re.search(rf"generation \d+: {left} paused [0-9.]+ s; 0 steps lost$", text), text

@@ -1,4 +1,4 @@
-"""What `shoal up` shows to other users of its machine, as it is started by default: nothing."""
+"""`shoal up` with its defaults shows nothing to other users of its machine."""
 
 import base64
 import os
@@ -37,7 +37,7 @@ with shoal.join() as session:
 
 
 def addresses_in(welcome: Sequence[str], what: str) -> list[str]:
-    """The addresses in the line of what `shoal up` prints that begins so."""
+    """The addresses in the line of `shoal up` that begins with this text."""
     (line,) = [each for each in welcome if each.startswith(what)]
     return line.removeprefix(what).replace(",", " ").split()
 
@@ -55,7 +55,8 @@ def opened(address: str, name: str, shown: grpc.ChannelCredentials | None) -> gr
 
 
 def answers(address: str, name: str, shown: grpc.ChannelCredentials | None) -> bool:
-    """Whether who serves there does so for a caller with these; refusing takes the connection."""
+    """True if the server at this address answers a caller with these credentials; a refusal shows
+    as a failed connection."""
     with opened(address, name, shown) as channel:
         try:
             if name:
@@ -65,7 +66,7 @@ def answers(address: str, name: str, shown: grpc.ChannelCredentials | None) -> b
                 every = etcd_pb2.RangeRequest(key=b"/", range_end=b"0", limit=1)
                 etcd_pb2_grpc.KVStub(channel).Range(every, timeout=ANSWER_S)
         except grpc.RpcError as error:
-            # A parameter server has no such service, and says so.
+            # A parameter server does not implement this service, and answers so.
             has_answered = error.code() is grpc.StatusCode.UNIMPLEMENTED
             assert has_answered or error.code() is grpc.StatusCode.UNAVAILABLE, error
             return has_answered
@@ -73,7 +74,7 @@ def answers(address: str, name: str, shown: grpc.ChannelCredentials | None) -> b
 
 
 def strangers(certs: Path, directory: Path) -> Iterator[tuple[str, grpc.ChannelCredentials | None]]:
-    """Nobody with a certificate of the cluster's."""
+    """Credentials of callers without a certificate of the cluster."""
     CertificateFolder(directory / "theirs").init()
     ca = (certs / "ca.crt").read_bytes()
     yield "in plain text", None
@@ -85,8 +86,8 @@ def strangers(certs: Path, directory: Path) -> Iterator[tuple[str, grpc.ChannelC
 
 @pytest.mark.long
 def test_a_stranger_reaches_no_part(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Neither the coordinator, nor a parameter server, nor etcd as a client or as a peer; nor does
-    a worker's certificate open etcd."""
+    """Parts are the coordinator, a parameter server, and etcd for clients and for peers. A worker's
+    certificate does not open etcd either."""
     up = shoal_command.start("up", "--ps", "1", "--dir", str(tmp_path / "up"), *ANY_PORTS)
     welcome = read_until(up, "Ctrl-C stops the cluster")
     certs = tmp_path / "up" / "certs"
@@ -110,7 +111,7 @@ def test_a_stranger_reaches_no_part(shoal_command: Shoal, tmp_path: Path) -> Non
     )
     assert answers(etcd, "", credentials(client))
 
-    # Another cluster of the same user on its etcd finds the way in.
+    # Another cluster of the same user on this etcd finds the certificates by itself.
     second = shoal_command.start(
         *("up", "--ps", "0", "--etcd", etcd, "--prefix", "/second", *ANY_PORTS)
     )
@@ -141,8 +142,8 @@ def _read_from(context: ssl.SSLContext, host: str, port: int) -> bytes:
 
 @pytest.mark.long
 def test_no_secret_is_told(shoal_command: Shoal, tmp_path: Path) -> None:
-    """In no process' arguments, in no environment but a worker's own, which has what the docs say;
-    in no log, no ready file, and nothing that etcd keeps."""
+    """Secrets are absent from arguments of processes, logs, ready files and etcd. A worker's own
+    environment holds its launch secret, as the docs say."""
     (tmp_path / "train.py").write_text(TRAIN)
     secret = os.urandom(32).hex()
     (tmp_path / "job.secret").write_text(secret)
@@ -207,8 +208,8 @@ def documented() -> set[str]:
 
 @pytest.mark.long
 def test_insecure_is_what_it_says(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Without TLS everybody on the machine gets in, as is said; the same directory serves both
-    ways."""
+    """Processes of any user have access without TLS, as the command warns; the same directory
+    serves with and without TLS."""
     for how in ("--insecure", "--tls"):
         up = shoal_command.start(
             *("up", how, "--ps", "0", "--dir", str(tmp_path / "up"), *ANY_PORTS)

@@ -36,7 +36,7 @@ with shoal.join() as session:
 def test_no_process_of_a_synchronous_job_loads_the_parameter_half(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """Neither the launcher nor the coordinator that it starts, nor a worker."""
+    """The test examines the launcher, the coordinator that it starts, and the workers."""
     noted, hook = tmp_path / "noted", tmp_path / "hook"
     noted.mkdir()
     hook.mkdir()

@@ -1,4 +1,5 @@
-"""`shoal up` speaks TLS unasked: jobs train, lose a worker and go on; nobody else gets in."""
+"""`shoal up` uses TLS by default: jobs train, lose a worker and continue; no other caller has
+access."""
 
 import os
 import re
@@ -46,7 +47,7 @@ with shoal.join() as session:
 
 
 def variables(welcome: list[str]) -> dict[str, str]:
-    """What `shoal up` says to export."""
+    """The variables that `shoal up` says to export."""
     exported = (line.split("export ")[1] for line in welcome if "export " in line)
     return dict(line.split("=", 1) for line in exported)
 
@@ -57,26 +58,26 @@ def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path)
     up = shoal_command.start("up", "--dir", str(tmp_path / "up"), *ANY_PORTS)
     welcome = read_until(up, "Ctrl-C stops the cluster")
     cluster = {**variables(welcome), "OMP_NUM_THREADS": "1"}
-    # Nothing to export: where the coordinator is, is enough.
+    # The addresses are enough: no certificate has to be exported.
     assert set(cluster) == {"SHOAL_COORDINATOR", "SHOAL_HTTP", "OMP_NUM_THREADS"}
     for each in (tmp_path / "up" / "certs").rglob("*"):
         assert each.stat().st_mode & 0o077 == 0, each
 
-    # A worker is killed; the other goes on, and the launcher starts a new one.
+    # A worker is killed; the other continues, and the launcher starts a new one.
     run = shoal_command.start(
         "run", "-n", "2", "--job", "ddp", "train.py", "ddp", "100000", environment=cluster
     )
-    said = read_until(run, "trains", count=2)
-    (victim, *_) = re.findall(r"trains (\d+)", "\n".join(said))
+    printed = read_until(run, "trains", count=2)
+    (victim, *_) = re.findall(r"trains (\d+)", "\n".join(printed))
     os.kill(int(victim), signal.SIGKILL)
-    said += read_until(run, "with 1")
-    said += read_until(run, "with 2")
+    printed += read_until(run, "with 1")
+    printed += read_until(run, "with 2")
     (tmp_path / "done").touch()
-    code, output = finish(run, said)
+    code, output = finish(run, printed)
     assert code == 0, output
     (tmp_path / "done").unlink()
 
-    # Gradients by a socket, as from another machine.
+    # Gradients go by a socket, as from another machine.
     by_socket = {**cluster, "SHOAL_TRANSPORT": "tcp"}
     run = shoal_command.start(
         "run", "-n", "2", "--job", "async", "train.py", "async-sgd", "50", environment=by_socket
@@ -90,7 +91,7 @@ def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path)
     code, output = finish(shoal_command.start("rm", "async", environment=cluster))
     assert code == 0, output
 
-    # By hand, as the README has it: a script that is told of the coordinator alone.
+    # Start the script by hand, as in the README, with only the coordinator's address.
     (tmp_path / "done").touch()
     by_hand = subprocess.run(
         [sys.executable, "train.py", "ddp", "100000"],
@@ -106,7 +107,7 @@ def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path)
     code, output = finish(shoal_command.start("status", "--all", environment=cluster))
     assert code == 0 and "by-hand" in output, output
 
-    # Where a job scheduler gives every process a TMPDIR of its own.
+    # A job scheduler may give each process a TMPDIR of its own.
     (tmp_path / "own").mkdir()
     elsewhere = {**cluster, "TMPDIR": str(tmp_path / "own")}
     code, output = finish(shoal_command.start("status", "--all", environment=elsewhere))
@@ -115,8 +116,9 @@ def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path)
     code, output = finish(shoal_command.start("run", *arguments, environment=elsewhere))
     assert code == 0, output
 
-    # By an address that is not known to be this user's, as from another machine: without a
-    # certificate by name, and at once; with the one that the cluster's welcome names.
+    # The address is not known to be this user's, as from another machine. Without a certificate the
+    # command fails at once and names it; with the one that the cluster's welcome names, it
+    # succeeds.
     with Network() as network:
         wire = network.wire(cluster["SHOAL_COORDINATOR"])
         without = {"SHOAL_COORDINATOR": wire.endpoints[0]}
@@ -136,8 +138,8 @@ def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path)
 def test_asynchronous_training_within_tls_outlives_its_parts(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """Gradients by sockets, as from other machines: a worker, a server and the coordinator are
-    killed, and every copy of the parameters ends with the same number of updates."""
+    """Gradients go by sockets, as from other machines. A worker, a server and the coordinator are
+    killed, and all copies of the parameters end with the same number of updates."""
     (tmp_path / "train.py").write_text(counting_script(EPOCHS, STEPS_PER_EPOCH, RATE))
     up = shoal_command.start("up", "--tls", "--ps", "2", "--dir", str(tmp_path / "up"), *ANY_PORTS)
     cluster = variables(read_until(up, "Ctrl-C stops the cluster"))

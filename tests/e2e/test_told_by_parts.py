@@ -1,4 +1,5 @@
-"""What parts of a cluster tell of themselves: where shards go, metrics, an etcd that is wrong."""
+"""Reports of a cluster's parts about themselves: moves of shards, metrics, an etcd that is
+wrong."""
 
 import re
 import signal
@@ -23,20 +24,21 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 WITHIN_S = 60.0
 
 
-def await_event(http: httpx.Client, job: str, kind: str, told: str) -> Mapping[str, Any]:
+def await_event(http: httpx.Client, job: str, kind: str, pattern: str) -> Mapping[str, Any]:
     """The first event of that kind whose text matches."""
     deadline_s = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline_s:
         events = http.get(f"/api/v1/jobs/{job}/events?limit=1000").json()["events"]
         for event in events:
-            if event["kind"] == kind and re.search(told, event["reason"]):
+            if event["kind"] == kind and re.search(pattern, event["reason"]):
                 return dict(event)
         time.sleep(0.1)
-    raise AssertionError(f"no {kind} that matches {told!r}: {events}")
+    raise AssertionError(f"no {kind} that matches {pattern!r}: {events}")
 
 
 def the_leader(http: httpx.Client, job: str) -> str:
-    """The server that leads all shards of the job, once another one has a copy of each."""
+    """The server that is primary of all shards of the job, once another server has a copy of
+    each."""
 
     def found() -> str | None:
         shards = http.get(f"/api/v1/jobs/{job}/shards").json()["shards"]
@@ -50,7 +52,7 @@ def the_leader(http: httpx.Client, job: str) -> str:
 
 
 def metric(http: httpx.Client, line: str) -> float:
-    """The value of the series whose name and labels these are."""
+    """The value of the series with this name and these labels."""
     text = http.get("/metrics").text
     found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
     assert found is not None, f"no {line} in the metrics"
@@ -59,8 +61,8 @@ def metric(http: httpx.Client, line: str) -> float:
 
 @pytest.mark.nightly
 def test_where_shards_go_is_told(tmp_path: Path) -> None:
-    """From a server that ends in good order, and who leads when one is killed: as events and as
-    counters of these, which begin at zero."""
+    """Shards move from a server that ends in order, and a backup leads after a kill: both are
+    events, and counted in metrics that begin at zero."""
     data = torch.randn(64, 8), torch.randn(64, 8)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -106,7 +108,7 @@ def free_port() -> int:
 
 @pytest.mark.long
 def test_a_parameter_server_serves_its_metrics(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Where `--metrics` says: build, lag, calls and pushes; a port that is taken is refused."""
+    """`--metrics` serves build, lag, calls and pushes; a port that is in use is refused."""
     with running_etcd(tmp_path) as etcd:
         port = free_port()
         options = ("--etcd", etcd, "--listen", "127.0.0.1:0", "--metrics", str(port))
@@ -132,7 +134,8 @@ def test_a_parameter_server_serves_its_metrics(shoal_command: Shoal, tmp_path: P
 
 @pytest.mark.long
 def test_up_says_that_its_etcd_does_not_answer(shoal_command: Shoal) -> None:
-    """An address at which nothing listens, and one that is none; nothing is left running."""
+    """Addresses without a listener, and texts that are not addresses, give an error; no process is
+    left."""
     wrong = f"127.0.0.1:{free_port()}"
     code, output = finish(shoal_command.start("up", "--etcd", wrong, *ANY_PORTS))
     assert code == 1, output

@@ -1,4 +1,4 @@
-"""Versions that a job publishes, and readers beside it, while each part is killed in turn."""
+"""Versions that a job publishes, and readers outside it, while each part is killed in turn."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def worker_pids(command: Shoal) -> list[int]:
 
 
 class Readers:
-    """Reading processes, and what they have said so far."""
+    """Reading processes, and their output so far."""
 
     def __init__(self, command: Shoal, cluster: dict[str, str], names: Sequence[str]) -> None:
         self.processes = {
@@ -32,12 +32,13 @@ class Readers:
         self.said: dict[str, list[str]] = {name: [] for name in names}
 
     def await_more(self, count: int = 3) -> None:
-        """Return once each of them has installed so many further versions."""
+        """Return once each reader has installed so many further versions."""
         for name, process in self.processes.items():
             self.said[name] += read_until(process, "installed", count)
 
     def finish(self) -> dict[str, list[tuple[int, int, str]]]:
-        """What each has installed: number, step and digest, all of it whole."""
+        """Number, step and digest of each version that a reader installed, by reader; all of them
+        were whole."""
         found = {}
         for name, process in self.processes.items():
             code, output = finish(process, self.said[name])
@@ -51,8 +52,8 @@ class Readers:
 
 
 def check_orders(installed: dict[str, list[tuple[int, int, str]]]) -> None:
-    """Each reader's numbers rise, and a number is one content for all of them. Steps may fall once,
-    where members have gone back to copies that they had of a lost one's state."""
+    """Versions rise at each reader, and one number has the same content for all readers. Steps may
+    fall once, when members went back to their copies of a lost member's state."""
     for versions in installed.values():
         numbers = [number for number, *_ in versions]
         assert numbers == sorted(set(numbers))
@@ -70,8 +71,8 @@ def check_orders(installed: dict[str, list[tuple[int, int, str]]]) -> None:
 def test_versions_go_on_while_each_part_is_killed(
     shoal_command: Shoal, tmp_path: Path, strategy: str
 ) -> None:
-    """A worker, a server and the coordinator are killed; readers never see half a version, none
-    goes back, and one that comes late reads the last version with the trainer gone."""
+    """A worker, a server and the coordinator are killed. Readers never see half a version and never
+    go back; one that starts late reads the last version after the trainer has ended."""
     (tmp_path / "train.py").write_text(publishing_script(1000, 100))
     (tmp_path / "read.py").write_text(reading_script())
     up = shoal_command.start("up", "--dir", str(tmp_path / "up"), *ANY_PORTS)
@@ -103,8 +104,8 @@ def test_versions_go_on_while_each_part_is_killed(
 
 @pytest.mark.long
 def test_numbers_go_on_when_a_job_begins_anew(shoal_command: Shoal, tmp_path: Path) -> None:
-    """The launcher is killed with its workers. The job begins from nothing, its steps from 1, and
-    a reader that has installed versions of the first run goes on with those of the second."""
+    """The launcher is killed with its workers. The job starts over with step 1, and a reader that
+    has installed versions of the first run continues with those of the second."""
     (tmp_path / "train.py").write_text(publishing_script(1000, 100))
     (tmp_path / "read.py").write_text(reading_script())
     up = shoal_command.start("up", "--dir", str(tmp_path / "up"), *ANY_PORTS)
@@ -135,7 +136,7 @@ def test_numbers_go_on_when_a_job_begins_anew(shoal_command: Shoal, tmp_path: Pa
 def run_once_free(
     command: Shoal, arguments: Sequence[str], cluster: dict[str, str]
 ) -> "subprocess.Popen[str]":
-    """Start the job anew, as soon as its killed members count as lost."""
+    """Start the job over as soon as its killed members count as lost."""
     while True:
         run = command.start(*arguments, environment=cluster)
         try:

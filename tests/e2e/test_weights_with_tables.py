@@ -73,7 +73,7 @@ with shoal.subscribe("ctr/model", tables=True) as model:
 def test_a_job_publishes_its_tables_with_its_parameters(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """What changed from version to version makes the reader's own rows those of the newest one."""
+    """Changes from version to version make the reader's rows those of the newest version."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "read.py").write_text(READ)
     up = shoal_command.start("up", "--dir", str(tmp_path / "up"), *ANY_PORTS)

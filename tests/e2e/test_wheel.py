@@ -1,4 +1,4 @@
-"""The wheel as a user installs it: complete, and working without the source tree."""
+"""The wheel as a user installs it: complete, and usable without the source tree."""
 
 import os
 import subprocess
@@ -60,8 +60,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_is_complete(wheel: Path) -> None:
-    """Protocol sources, the type marker of each package and the page are in it, with the library
-    that draws its charts and that one's licence; no tests are."""
+    """The wheel contains protocol sources, the type marker of each package, and the page with the
+    library that draws its charts and its licence; it contains no tests."""
     names = zipfile.ZipFile(wheel).namelist()
     for package in ("shoal", "shoal_client", "shoal_proto", "shoal_server"):
         assert f"{package}/py.typed" in names
@@ -75,7 +75,7 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
 
 
 def test_the_wheel_is_for_linux_and_says_whose_it_is(wheel: Path) -> None:
-    """pip refuses it on other systems; an index shows author and keywords."""
+    """pip refuses the wheel on other systems; an index shows author and keywords."""
     assert wheel.name.endswith("-py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64.whl")
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -104,10 +104,10 @@ print(len(modules))
 
 @pytest.mark.long
 def test_every_module_imports_from_the_wheel(installed: Path, tmp_path: Path) -> None:
-    """All modules of the four packages import, from the new environment and not the source."""
+    """Modules of the four packages import from the new environment, not from the source."""
     prefix = f"PREFIX = {str(installed.parent)!r}\n"
     python = str(installed / "python")
-    # Keras, which some modules are for, wants to be told.
+    # Some modules are for Keras, which needs its backend named.
     number = run(python, "-c", prefix + IMPORT_ALL, cwd=tmp_path, KERAS_BACKEND="torch")
     assert int(number) > 50
 

@@ -1,1 +1,1 @@
-"""Faults of every part, one after another, in a job that is held in each phase."""
+"""Faults of each part in turn, in a job that is held in each phase."""

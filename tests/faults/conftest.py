@@ -47,7 +47,7 @@ def replicas(replica_pool: Replicas) -> Replicas:
 
 @contextmanager
 def new_cast(replicas: Replicas) -> Iterator[Cast]:
-    """Members of a job that there was not before."""
+    """Members of a new job."""
     with Ranks() as ranks, Cast(f"job-{next(_numbers)}", replicas, ranks) as cast:
         yield cast
 

@@ -1,4 +1,4 @@
-"""The leader, or etcd under it, fails while jobs are in every phase of the protocol."""
+"""The leader, or etcd under it, fails while jobs are in each phase of the protocol."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -60,7 +60,7 @@ def _cut_off_from_etcd(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
 
 
 def _is_deposed(old: Replica, new: Replica) -> None:
-    """Once it is back it follows, and the other one leads on."""
+    """Wait until the old leader is back and follows the new one, which still leads."""
     awaited(lambda: old.follows(new.grpc), DEPOSED_S, "it follows")
     assert new.leads()
 
@@ -79,7 +79,8 @@ def _etcd_away(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
     old = replicas.leader()
     etcd.signal_all(signal.SIGSTOP)
     try:
-        # By its own clock its lease may have run out: nobody leads until etcd is back.
+        # The leader's lease may have run out by its own clock: no coordinator leads until etcd is
+        # back.
         awaited(lambda: not old.leads(), DEPOSED_S, "without etcd nobody leads")
     finally:
         etcd.restore()
@@ -128,7 +129,7 @@ PARAMS = [
 def struck(
     request: pytest.FixtureRequest, replica_pool: Replicas, etcd: Etcd
 ) -> Iterator[Mapping[str, Future[None]]]:
-    """How jobs that were held in each phase went on after the fault."""
+    """Outcomes of the jobs that were held in each phase while the fault struck."""
     replicas = replica_pool.full(NUM_REPLICAS)
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(len(HELD)))
@@ -146,5 +147,5 @@ def struck(
 @pytest.mark.sampled("phase")
 @pytest.mark.parametrize("phase", HELD)
 def test_a_job_in_any_phase_goes_on(struck: Mapping[str, Future[None]], phase: str) -> None:
-    """No generation is lost or decided twice, and nobody who trains hears of it."""
+    """Generations are neither lost nor decided twice, and training members are not disturbed."""
     struck[phase].result()

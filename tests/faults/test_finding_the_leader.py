@@ -1,4 +1,4 @@
-"""The order in which a client asks the replicas, where some of them no longer know who leads."""
+"""The order in which a client asks the replicas when some do not know the current leader."""
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import NotLeader, Unavailable
@@ -7,7 +7,8 @@ MAX_CALLS = 6
 
 
 def _path(named: dict[str, str], leader: str) -> list[str]:
-    """Whom a client asks until it finds the leader. `named`: whom a replica says to ask."""
+    """Addresses that a client asks until it finds the leader. `named`: the leader that each replica
+    names."""
     coordinators = Coordinators(["a", "b", "c"])
     asked = []
     while coordinators.current != leader and len(asked) < MAX_CALLS:
@@ -24,26 +25,26 @@ def _path(named: dict[str, str], leader: str) -> list[str]:
 
 
 def test_a_replica_that_knows_the_leader_is_believed() -> None:
-    """One step leads to it."""
+    """The client asks the named leader next."""
     assert _path({"a": "c", "b": "c"}, leader="c") == ["a"]
 
 
 def test_a_deposed_leader_that_still_names_itself_is_passed_by() -> None:
-    """It is cut off from etcd, and so does not hear who succeeded it."""
+    """Cut off from etcd, the deposed leader does not learn of its successor."""
     assert _path({"a": "a"}, leader="b") == ["a"]
 
 
 def test_a_dead_leader_that_another_replica_still_names_is_passed_by() -> None:
-    """The search goes on behind the replica that gave the name."""
+    """The search continues after the replica that gave the name."""
     assert _path({"b": "a"}, leader="c") == ["a", "b", "a"]
 
 
 def test_replicas_that_name_each_other_are_passed_by() -> None:
-    """A name that was given by a named one counts for nothing."""
+    """A name from a replica that was itself named does not count."""
     assert _path({"a": "b", "b": "a"}, leader="c")[-1] != "c"
 
 
 def test_an_address_outside_the_list_is_tried_when_named() -> None:
-    """A replica may advertise another address than workers were given."""
+    """A replica may advertise another address than the one that workers were given."""
     assert _path({"a": "elsewhere"}, leader="elsewhere") == ["a"]
     assert _path({"a": "elsewhere", "b": "c"}, leader="c") == ["a", "elsewhere", "b"]

@@ -1,4 +1,4 @@
-"""Members that come and go at once, too many of them, and one that does not fit."""
+"""Members that come and go at the same time, surplus members, and one whose proposal differs."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,11 +13,12 @@ OTHER_FIELDS = {"strategy": "ddp", "schema": "s2"}
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_two_joiners_race_a_leave(cast: Cast, attempt: int) -> None:
-    """Whatever comes first: all who are there then train together, with one record of each."""
+    """The order does not matter: all remaining members train together, with one record of each
+    generation."""
     _, _, c = cast.training("a", "b", "c")
     acts = [lambda: cast.joins("d", desired=3), lambda: cast.joins("e", desired=3), c.leave]
     with ThreadPoolExecutor(len(acts)) as threads:
-        # Another one is handed to a thread first each time.
+        # Each attempt hands another action to a thread first.
         for running in [threads.submit(act) for act in acts[attempt:] + acts[:attempt]]:
             running.result()
     names = ("a", "b", "d", "e")
@@ -27,7 +28,8 @@ def test_two_joiners_race_a_leave(cast: Cast, attempt: int) -> None:
 
 
 def test_who_is_surplus_stands_by_and_takes_a_free_place(cast: Cast) -> None:
-    """It is no error, disturbs nobody, and needs no further call once somebody leaves."""
+    """A surplus member gets no error and disturbs no other. It needs no further call when a member
+    leaves."""
     a, b = cast.training("a", "b", high=2)
     c = cast.joins("c", high=2)
     assert c.await_notice("standby").standby.position == 1
@@ -39,7 +41,8 @@ def test_who_is_surplus_stands_by_and_takes_a_free_place(cast: Cast) -> None:
 
 
 def test_one_of_several_that_differs_fails_the_attempt_for_all(cast: Cast) -> None:
-    """No majority wins: all three have one aborted record that names the field and its values."""
+    """A majority does not win: the three members have one aborted record, which names the field and
+    its values."""
     fitting = [cast.joins(name, desired=3) for name in ("a", "b")]
     odd = cast.joins("c", desired=3, fields=OTHER_FIELDS)
     members = [*fitting, odd]
@@ -51,7 +54,7 @@ def test_one_of_several_that_differs_fails_the_attempt_for_all(cast: Cast) -> No
     assert record.verdict == pb.VERDICT_ABORTED
     (conflict,) = record.conflicts
     assert conflict.field == "schema"
-    # Who is refused in answer to a call may hear that before the notice.
+    # A member that is refused in answer to a call may end before the notice arrives.
     outcomes = [
         notice.outcome for member in members for k, notice in member.notices if k == "outcome"
     ]
@@ -60,7 +63,8 @@ def test_one_of_several_that_differs_fails_the_attempt_for_all(cast: Cast) -> No
 
 
 def test_a_newcomer_that_differs_disturbs_nobody(cast: Cast) -> None:
-    """It is refused by name and value; who trains hears nothing of it."""
+    """The newcomer is refused with the name of the field and its values; training members get no
+    notice."""
     a, b = cast.training("a", "b")
     odd = cast.joins("c", fields=OTHER_FIELDS)
     assert isinstance(odd.failed(), ProposalConflict)

@@ -1,4 +1,4 @@
-"""A member is killed or halted while its job is in every phase of the protocol."""
+"""A member is killed or halted while its job is in each phase of the protocol."""
 
 import signal
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ ENDED_S = 20.0
 def struck(
     request: pytest.FixtureRequest, replica_pool: Replicas
 ) -> Iterator[Mapping[str, Future[None]]]:
-    """How jobs went on that lost a member in each phase."""
+    """Outcomes of the jobs that lost a member in each phase."""
     replicas = replica_pool.full(NUM_REPLICAS)
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(len(LOSABLE)))
@@ -30,7 +30,8 @@ def struck(
         outcomes: dict[str, Future[None]] = {}
         for name, build in LOSABLE.items():
             jobs[name] = job = build(stack.enter_context(new_cast(replicas)))
-            # At once: a job is held in its phase for no longer than the coordinator's limits say.
+            # Signal at once: the coordinator's limits bound the time for which a job stays in its
+            # phase.
             job.victim.send_signal(request.param)
             outcomes[name] = threads.submit(job.goes_on)
         wait(outcomes.values())
@@ -43,8 +44,8 @@ def struck(
 
 
 def _wakes(job: Losable, outcome: Future[None]) -> None:
-    """What it had to say is refused, and it is told so: as one that was lost, or, where that came
-    first, as one that was too late to answer."""
+    """Wake a halted member: its calls are refused. The error is that of a fenced member, or that of
+    a missed deadline if it came first."""
     outcome.result()
     before = job.cast.record()
     job.victim.send_signal(signal.SIGCONT)
@@ -54,5 +55,5 @@ def _wakes(job: Losable, outcome: Future[None]) -> None:
 
 @pytest.mark.parametrize("phase", LOSABLE)
 def test_the_others_go_on_without_it(struck: Mapping[str, Future[None]], phase: str) -> None:
-    """All of them have one record of each generation, and the lost one's calls are refused."""
+    """Survivors have one record of each generation, and calls of the lost member are refused."""
     struck[phase].result()

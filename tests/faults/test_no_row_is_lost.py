@@ -1,4 +1,5 @@
-"""Servers with tables are killed, come and go: rows are the serial replay of what was told."""
+"""Servers with tables are killed, started and drained: rows equal the serial replay of the answered
+pushes."""
 
 import itertools
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ def new_work(
         seed=11,
         initialiser=Initialiser(kind="normal", spread=1.0),
         optimizer=OPTIMIZERS[kind],
-        # An id is pushed twice before it has a row: counts are part of what must not be lost.
+        # An id gets its row with its third push: the counts before it must not be lost either.
         admission=Admission(kind="count", min_pushes=3),
         num_shards=NUM_SHARDS,
     )
@@ -68,8 +69,8 @@ def kill_servers(cluster: ParameterCluster, kind: str, num_kills: int) -> None:
 @pytest.mark.sampled()
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_primaries_lose_no_row(cluster: ParameterCluster, kind: str) -> None:
-    """SIGKILL after SIGKILL under pushes: what every worker was told and saw, and every row in the
-    end, are those of one shard that got the same pushes one after the other."""
+    """Kills under pushes: the answers that each worker got, the rows that it saw and the final rows
+    are those of one shard that got the same pushes in turn."""
     kill_servers(cluster, kind, NUM_KILLS // len(KINDS))
 
 
@@ -77,14 +78,14 @@ def test_killed_primaries_lose_no_row(cluster: ParameterCluster, kind: str) -> N
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_kills_lose_no_row(cluster: ParameterCluster, kind: str) -> None:
-    """The same, for as long as a machine has the time."""
+    """A longer campaign of the same kind."""
     kill_servers(cluster, kind, NUM_NIGHTLY_KILLS // len(KINDS))
 
 
 @pytest.mark.long
 def test_moves_lose_no_row(cluster: ParameterCluster) -> None:
-    """A server that comes is given shards, one that gets SIGTERM hands its own over first; the
-    state of each row's optimizer goes with the row, as the pushes behind the moves show."""
+    """A new server gets shards; one that gets SIGTERM hands its own over first. The state of each
+    row's optimizer moves with the row, as later pushes show."""
     work = new_work(cluster, "adam")
     with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:
         run.await_spread()
@@ -101,7 +102,7 @@ def test_moves_lose_no_row(cluster: ParameterCluster) -> None:
 def test_a_job_that_begins_right_after_a_kill_is_placed_on_servers_that_live(
     tmp_path: Path,
 ) -> None:
-    """The lease of the killed one is still there."""
+    """The lease of the killed server has not run out yet."""
     with ParameterCluster(tmp_path, 2) as cluster:
         cluster["ps-0"].kill()
         work = new_work(cluster, "adagrad")
@@ -119,9 +120,9 @@ def test_a_job_that_begins_right_after_a_kill_is_placed_on_servers_that_live(
 def test_servers_that_were_killed_at_once_have_every_durable_row(
     tmp_path: Path, num_servers: int, coming_back: str
 ) -> None:
-    """A push that was on its way is applied once. Leases end one after the other, and a shard may
-    be given to a backup that is dead too: the one journal that has the shard is waited for, and
-    nothing else is made of it."""
+    """A push in progress is applied once. Leases end one by one, and a shard may be given to a
+    backup that is dead as well: the server whose journal has the shard is waited for, and the shard
+    does not start over."""
     with ParameterCluster(tmp_path, num_servers, with_journals=True) as cluster:
         work = new_work(cluster, "adam", Acknowledgement.ACKNOWLEDGEMENT_DURABLE)
         with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:
@@ -141,7 +142,8 @@ def test_servers_that_were_killed_at_once_have_every_durable_row(
 
 @pytest.mark.long
 def test_a_server_that_leaves_leaves_every_durable_row_on_a_disk(tmp_path: Path) -> None:
-    """Its shards are in another server's journal before it ends: that one may be killed at once."""
+    """Shards of the leaving server are in the other one's journal before it ends: the other may be
+    killed at once."""
     with ParameterCluster(tmp_path, 2, with_journals=True) as cluster:
         work = new_work(cluster, "adam", Acknowledgement.ACKNOWLEDGEMENT_DURABLE)
         with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:

@@ -1,4 +1,5 @@
-"""Servers, the coordinator and etcd fail at random: what survives is what was acknowledged."""
+"""Servers, the coordinator and etcd fail at random: the surviving updates are the acknowledged
+ones."""
 
 import itertools
 import signal
@@ -17,7 +18,7 @@ from support.network.namespaces import RoutedHosts, why_unavailable
 NUM_SERVERS, NUM_WORKERS = 3, 3
 NUM_KILLS = 30
 NUM_FIRST_KILLS = 4
-"""In `make test`."""
+"""Kills in `make test`."""
 NUM_NIGHTLY_KILLS = 1000
 HANG_UP_RATE = 0.3
 SEED = 1
@@ -34,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParameterClust
 
 @pytest.fixture
 def wired(tmp_path: Path, network: Network) -> Iterator[ParameterCluster]:
-    """Servers that can be cut off from everybody else."""
+    """Servers that can be cut off from all other processes."""
     with ParameterCluster(tmp_path, NUM_SERVERS, network) as cluster:
         yield cluster
 
@@ -49,8 +50,8 @@ def new_work(cluster: ParameterCluster, kind: str, directory: Path) -> Work:
 
 
 def settled(run: Campaign) -> None:
-    """Every server serves and every shard has its copies. Now and then a worker then goes away in
-    the midst of a push."""
+    """Wait until all servers serve and all shards have their copies. Then, at random, end a
+    worker's session in the middle of a push."""
     run.cluster.await_ready()
     run.await_in_step()
     if run.rng.random() < HANG_UP_RATE:
@@ -63,7 +64,7 @@ def assert_nothing_lost(run: Campaign) -> None:
     context = f"seed {run.seed}, {run.work.directory}: {report}\n{history_of(run, report)}"
     assert not report.faults, context
     assert report.num_acknowledged > 0
-    # Who compares copies may have found one that nobody came to see.
+    # The comparison of copies may have logged a difference that no worker saw.
     assert not any("copy_differs" in line for line in run.cluster.said_of(run.work.job)), context
 
 
@@ -77,7 +78,7 @@ def kill_servers(cluster: ParameterCluster, kind: str, directory: Path, num_kill
 
 
 def test_a_few_killed_servers_lose_nothing(cluster: ParameterCluster, tmp_path: Path) -> None:
-    """The same as below, for one optimizer."""
+    """A short campaign, with one optimizer."""
     kill_servers(cluster, KINDS[0], tmp_path, NUM_FIRST_KILLS)
 
 
@@ -86,8 +87,8 @@ def test_a_few_killed_servers_lose_nothing(cluster: ParameterCluster, tmp_path: 
     "kind", [KINDS[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in KINDS[1:])]
 )
 def test_killed_servers_lose_nothing(cluster: ParameterCluster, kind: str, tmp_path: Path) -> None:
-    """30 kills of primaries under load, half of them for each optimizer: every acknowledged push
-    is there, once, and every bit of the values says so."""
+    """30 kills of primaries under load, divided among the optimizers: all acknowledged pushes are
+    applied exactly once, and the values are equal to the last bit."""
     kill_servers(cluster, kind, tmp_path, NUM_KILLS // len(KINDS))
 
 
@@ -97,13 +98,13 @@ def test_killed_servers_lose_nothing(cluster: ParameterCluster, kind: str, tmp_p
 def test_a_thousand_kills_lose_nothing(
     cluster: ParameterCluster, kind: str, tmp_path: Path
 ) -> None:
-    """The same, for as long as a machine has the time."""
+    """A longer campaign of the same kind."""
     kill_servers(cluster, kind, tmp_path, NUM_NIGHTLY_KILLS // len(KINDS))
 
 
 @contextmanager
 def _halted(run: Campaign) -> Iterator[None]:
-    """A primary hangs, and then goes on as if nothing had been."""
+    """Halt a primary for a time."""
     victim = run.victim()
     victim.send_signal(signal.SIGSTOP)
     try:
@@ -114,7 +115,7 @@ def _halted(run: Campaign) -> Iterator[None]:
 
 @contextmanager
 def _cut_off(run: Campaign) -> Iterator[None]:
-    """A primary hears and reaches nobody, etcd neither."""
+    """Cut a primary off from all other processes, etcd included."""
     victim = run.victim()
     victim.cut_off()
     try:
@@ -138,7 +139,7 @@ def _etcd_killed(run: Campaign) -> Iterator[None]:
 
 @contextmanager
 def _killed_without_etcd(run: Campaign) -> Iterator[None]:
-    """A primary dies while nobody can write down who takes over."""
+    """Kill a primary while etcd cannot record a successor."""
     victim = run.victim()
     run.cluster.signal_etcd(signal.SIGSTOP)
     try:
@@ -159,7 +160,8 @@ FAULTS: list[Callable[[Campaign], AbstractContextManager[None]]] = [
 
 
 def strike(cluster: ParameterCluster, kind: str, directory: Path, seed: int) -> None:
-    """Each fault once, in an order that the seed gives; each until everybody gets through."""
+    """Strike with each fault once, in an order drawn by the seed, until a push of every worker
+    succeeds."""
     work = new_work(cluster, kind, directory)
     with campaign(cluster, work, seed, NUM_WORKERS) as run:
         for fault in run.rng.sample(FAULTS, len(FAULTS)):
@@ -171,7 +173,7 @@ def strike(cluster: ParameterCluster, kind: str, directory: Path, seed: int) -> 
 
 @pytest.mark.long
 def test_moves_lose_nothing(cluster: ParameterCluster, tmp_path: Path) -> None:
-    """A server that comes is given shards, one that is told to end gives its own away first."""
+    """A new server gets shards; one that is asked to end gives its own away first."""
     work = new_work(cluster, "adam", tmp_path)
     with campaign(cluster, work, SEED, NUM_WORKERS) as run:
         run.await_spread()
@@ -185,7 +187,7 @@ def test_moves_lose_nothing(cluster: ParameterCluster, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_no_other_fault_loses_anything(wired: ParameterCluster, tmp_path: Path) -> None:
-    """Servers that hang or are cut off are deposed, and change nothing when they are back."""
+    """Servers that were halted or cut off are deposed, and change nothing when they are back."""
     strike(wired, "adam", tmp_path, SEED)
 
 
@@ -196,7 +198,7 @@ def test_no_other_fault_loses_anything(wired: ParameterCluster, tmp_path: Path) 
 def test_no_fault_in_any_order_loses_anything(
     wired: ParameterCluster, kind: str, seed: int, tmp_path: Path
 ) -> None:
-    """The same in other orders."""
+    """Faults come in other orders."""
     strike(wired, kind, tmp_path, seed)
 
 
@@ -214,9 +216,8 @@ def hosts() -> Iterator[RoutedHosts]:
 def test_no_partition_pause_or_outage_loses_anything(
     hosts: RoutedHosts, seed: int, tmp_path: Path
 ) -> None:
-    """Every kind once, of a length and in an order that the seed gives: servers that are cut from
-    etcd only, from each other only, from workers only; several that are halted; an etcd that is
-    away."""
+    """Faults of each kind strike once, with lengths and in an order drawn by the seed: servers cut
+    only from etcd, from each other or from workers, several servers halted, etcd away."""
     with ParameterCluster(tmp_path, NUM_SERVERS, hosts=hosts) as cluster:
         work = new_work(cluster, KINDS[seed % len(KINDS)], tmp_path)
         with campaign(cluster, work, seed, NUM_WORKERS) as run:

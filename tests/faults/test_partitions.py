@@ -1,4 +1,4 @@
-"""The network between workers and the coordinator that leads, and between that and etcd."""
+"""Partitions between workers and the leading coordinator, and between it and etcd."""
 
 import signal
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ AWAY_S = 30.0
 
 @pytest.fixture
 def wire(network: Network, replicas: Replicas) -> Iterator[Wire]:
-    """A way to the coordinator that leads, which no other member goes."""
+    """A connection to the leading coordinator that no other member uses."""
     wire = network.wire(replicas.leader().grpc)
     yield wire
     wire.restore()
 
 
 def test_a_network_that_comes_back_in_time_costs_nothing(cast: Cast, wire: Wire) -> None:
-    """Every connection broke: the members are back before anybody counts as lost."""
+    """Connections break, and the members are back before one of them counts as lost."""
     members = cast.training("a", "b", at=wire.endpoints)
     wire.cut()
     for member in members:
@@ -42,7 +42,8 @@ def test_a_network_that_comes_back_in_time_costs_nothing(cast: Cast, wire: Wire)
 def test_who_is_cut_off_for_long_is_lost_and_comes_as_another(
     cast: Cast, wire: Wire, held: bool
 ) -> None:
-    """The rest go on. It learns that it is fenced as soon as it is heard again."""
+    """The other members continue. The member learns that it is fenced as soon as its calls arrive
+    again."""
     for name in ("a", "b"):
         cast.joins(name, desired=3)
     cut_off = cast.joins("c", at=wire.endpoints, desired=3)
@@ -67,13 +68,14 @@ def test_who_is_cut_off_for_long_is_lost_and_comes_as_another(
 def test_who_joins_while_etcd_is_away_is_in_once_it_is_back(
     cast: Cast, replicas: Replicas, etcd: Etcd
 ) -> None:
-    """The generation that runs runs on, and nobody is declared lost, the newcomer included."""
+    """The running generation continues, and no member is declared lost, the newcomer included."""
     a, b = cast.training("a", "b")
     leader = replicas.leader()
     etcd.signal_all(signal.SIGSTOP)
     try:
         c = cast.joins("c")
-        # Nobody leads without etcd. Until then the newcomer's attendance waited to be written.
+        # No coordinator leads without etcd. The newcomer's attendance waits until it can be
+        # written.
         awaited(lambda: not leader.leads(), AWAY_S, "without etcd nobody leads")
     finally:
         etcd.restore()
@@ -85,7 +87,7 @@ def test_who_joins_while_etcd_is_away_is_in_once_it_is_back(
 
 @pytest.mark.long
 def test_a_lost_member_stays_fenced_under_the_next_leader(cast: Cast, replicas: Replicas) -> None:
-    """A process that was halted wakes up when another coordinator leads: it changes nothing."""
+    """A halted process wakes up after another coordinator has taken over: it changes nothing."""
     victim = cast.process("victim")
     a = cast.joins("a")
     a.trains_with("a", "victim")

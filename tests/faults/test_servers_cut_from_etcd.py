@@ -1,8 +1,7 @@
-"""Parameter servers that reach everybody but etcd: they serve on, until they may be taken for dead.
+"""Parameter servers that are cut only from etcd serve until they may be declared dead.
 
-Nobody but etcd misses them: no stream breaks, and workers see nothing of it. Whoever looks into
-etcd sees their leases run out. So they go on for as long as nobody may give their shards away, and
-not a moment longer.
+Their streams do not break, and workers do not notice. In etcd their leases run out. So they serve
+for as long as their shards may not be given away, and no longer.
 """
 
 import sys
@@ -41,14 +40,14 @@ LEVELS = {
 
 @pytest.fixture
 def wires(tmp_path: Path, network: Network) -> Iterator[dict[str, Wire]]:
-    """The way of each server to an etcd, and that of the coordinator."""
+    """Connections of each server and of the coordinator to an etcd."""
     with running_etcd(tmp_path) as etcd:
         yield {name: network.wire(etcd) for name in (*HOLDERS, "ps-2", "coordinator")}
 
 
 @pytest.fixture
 def servers(wires: dict[str, Wire]) -> Iterator[ParameterServers]:
-    """Two, which hold all shards."""
+    """Two servers, which hold all shards."""
     with ParameterServers(0, etcd=wires["coordinator"].endpoints[0]) as servers:
         for name in HOLDERS:
             add(servers, wires, name)
@@ -74,7 +73,7 @@ def new_client(
     member: str = "w0",
     timeout_s: float = LIMIT_S,
 ) -> ParameterClient:
-    """Of a worker that knows where its shard is led."""
+    """A client of a worker that knows the primary of its shard."""
     token = servers.admit(member)
     client = ParameterClient(
         [servers.coordinator], lambda: token, timeout_s=timeout_s, acknowledgement=level
@@ -93,7 +92,8 @@ def assignment(servers: ParameterServers) -> ShardAssignment:
 
 
 def cut_from_etcd(servers: ParameterServers, wires: dict[str, Wire]) -> None:
-    """Both holders, which have the shard in step; their leases are over when this returns."""
+    """Cut both holders of the shard off from etcd once they are in step, and wait until their
+    leases have run out."""
     awaited(lambda: assignment(servers).backups, LIMIT_S, "the shard has a copy")
     for name in HOLDERS:
         wires[name].silence()
@@ -108,11 +108,11 @@ def cut_from_etcd(servers: ParameterServers, wires: dict[str, Wire]) -> None:
 def test_pushes_go_on_where_etcd_comes_back_in_time(
     servers: ParameterServers, wires: dict[str, Wire]
 ) -> None:
-    """Also those of a worker that asks for the map meanwhile, which knows no way to them any more.
-    Nobody else is given the shard, and nothing is lost."""
+    """Pushes continue even for a worker that fetches the map meanwhile and finds no server's
+    address in it. The shard stays with its holders, and nothing is lost."""
     with closing(new_client(servers)) as client:
         awaited(lambda: assignment(servers).backups, LIMIT_S, "the shard has a copy")
-        # So that the shard is led by another server than the layout says.
+        # Have another server lead the shard than the layout names.
         servers.stop(assignment(servers).primary.server_id)
         gone = ({*HOLDERS} - servers._stacks.keys()).pop()
         client.push(filled(-1.0))
@@ -133,7 +133,7 @@ def test_pushes_go_on_where_etcd_comes_back_in_time(
 
 @pytest.fixture
 def soon_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers are taken for dead sooner than it takes to read this."""
+    """Shorten the time after which a server is declared dead."""
     for name, module in tuple(sys.modules.items()):
         if name.startswith("shoal_server.") and hasattr(module, "DEAD_AFTER_S"):
             monkeypatch.setattr(module, "DEAD_AFTER_S", DEAD_AFTER_S)
@@ -144,9 +144,9 @@ def soon_dead(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_may_be_taken_for_dead_acknowledges_nothing(
     soon_dead: None, servers: ParameterServers, wires: dict[str, Wire], level: str
 ) -> None:
-    """Both holders are cut from etcd for good, and a third server is there: no push is acknowledged
-    from before the record says that the shard is lost, or another's, and those that come to the old
-    pair are refused by name."""
+    """Holders of the shard are cut from etcd for good, and a third server is there. Pushes are
+    acknowledged only until the record declares the shard lost or another server's; later ones to
+    the old pair are refused by name."""
     new_client(servers).close()
     impatient = new_client(servers, LEVELS[level], member="w1", timeout_s=1.0)
     with closing(impatient) as client:

@@ -1,4 +1,4 @@
-"""The client of the worker's SDK, where a scripted member could be more patient than it is."""
+"""The client of the worker's SDK, in cases where a scripted member could be too patient."""
 
 import signal
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def _training(replicas: Replicas, job: str) -> Iterator[list[MemberSession]]:
 def test_a_leader_that_dies_between_a_loss_and_the_next_generation(
     replicas: Replicas, num_settled: int
 ) -> None:
-    """Survivors say again that they stand still, and form the next generation at its successor."""
+    """Survivors report their step again to the successor, and form the next generation there."""
     with _training(replicas, f"client-{num_settled}") as (a, b, c):
         c.leave(completed=False, reason="told to")
         for member in (a, b):

@@ -1,4 +1,4 @@
-"""A push was received once it lies in the memory of its backup's process, read or not."""
+"""A push is received once it lies in the memory of its backup's process, read or not."""
 
 import signal
 import time
@@ -24,7 +24,7 @@ SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 SIZES = {"within its message": 8, "in shared memory": 20_000}
 NUM_PUSHES = 3
 SILENCE_S = 2.0
-"""After which a primary goes on without a backup that says nothing."""
+"""The time after which a primary continues without a silent backup."""
 
 
 def filled(num_elements: int, value: float) -> dict[str, memoryview]:
@@ -60,8 +60,8 @@ def client(cluster: ParameterCluster) -> Iterator[ParameterClient]:
 def test_what_a_halted_backup_has_not_read_outlives_the_primary(
     cluster: ParameterCluster, client: ParameterClient, how: str
 ) -> None:
-    """Pushes are acknowledged while it is halted; their primary is killed; the backup goes on, and
-    leads with all of them."""
+    """Pushes are acknowledged while the backup is halted; then their primary is killed. The backup
+    wakes up and leads with all of them."""
     num_elements = SIZES[how]
     client.place([ParameterSpec(name="w", shape=[num_elements], dtype="float32")])
     client.create(SGD, filled(num_elements, 0.0))
@@ -74,7 +74,7 @@ def test_what_a_halted_backup_has_not_read_outlives_the_primary(
     began_s = time.monotonic()
     for _ in range(NUM_PUSHES):
         client.push(filled(num_elements, -1.0))
-    # Else the primary may have gone on without it.
+    # A longer wait could mean that the primary continued without its backup.
     assert time.monotonic() - began_s < SILENCE_S
     primary.kill()
     backup.send_signal(signal.SIGCONT)

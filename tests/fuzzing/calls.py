@@ -1,4 +1,4 @@
-"""Every gRPC call of a coordinator and of a parameter server, with unexpected messages."""
+"""Calls of gRPC to a coordinator and to a parameter server, with unexpected messages."""
 
 import asyncio
 import importlib
@@ -17,13 +17,14 @@ from google.protobuf.descriptor import Descriptor
 import shoal_proto.v1
 
 ANSWER_S = 0.4
-"""Who would wait longer is not waited for."""
+"""Deadline of a call: the fuzzer does not wait for longer answers."""
 OF_SERVERS = {"Parameters", "Tables", "Replication", "ShardSnapshots"}
-"""Services that a parameter server has; a coordinator has the others."""
+"""Services of a parameter server; a coordinator has the others."""
 UNHANDLED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 LOST = "Internal error from Core"
-"""What grpc.aio itself says where the server has ended a stream that is still written to: then it
-loses the server's status. The same is sent once more by gRPC's other API, which keeps it."""
+"""Details that grpc.aio gives if the server has ended a stream that is still written to: it loses
+the server's status. The input is then sent again by gRPC's synchronous API, which keeps the
+status."""
 AT_ONCE = 16
 
 
@@ -32,7 +33,7 @@ class Call:
     path: str
     request: Descriptor
     is_stream: bool
-    """Of requests."""
+    """True if the requests are a stream."""
     of_server: bool
 
 
@@ -52,7 +53,7 @@ def all_calls() -> Sequence[Call]:
 
 
 class CallFuzzer:
-    """Sends to the coordinator at one address and the parameter server at another."""
+    """Sends calls to the coordinator at one address and the parameter server at another."""
 
     def __init__(
         self, maker: MessageMaker, draw: random.Random, coordinator: str, server: str
@@ -87,8 +88,8 @@ class CallFuzzer:
         return Input(surface="grpc", to=call.path, parts=parts)
 
     async def run(self, num: int, findings: Findings) -> None:
-        """So many inputs, some at the same time."""
-        # Drawn in one go: what is answered first must not change what is drawn.
+        """Send so many inputs, some of them at the same time."""
+        # Inputs are drawn before any is sent: the order of answers must not change the draw.
         left = iter([self.draw_input() for _ in range(num)])
 
         async def worker() -> None:
@@ -123,7 +124,7 @@ class CallFuzzer:
         findings.note(sent, outcome)
 
     def _status(self, call: Call, sent: Input) -> tuple[grpc.StatusCode, str]:
-        """What the server ends the call with."""
+        """The status with which the server ends the call."""
         answers = self._blocking[call.of_server].stream_stream(sent.to)(
             iter(sent.parts), timeout=ANSWER_S
         )

@@ -1,6 +1,6 @@
-"""A run over all surfaces, for some time or so many inputs, by one seed.
+"""A run over all surfaces, for some time or some number of inputs, by one seed.
 
-make fuzz                                               # a minute, by a seed that is told
+make fuzz                                               # a minute, by a seed that is printed
 .venv/bin/python -m fuzzing.campaign --seconds 300 --seed 7        # with tests/ on PYTHONPATH
 """
 
@@ -29,16 +29,16 @@ from support.network import http
 CALLS, FRAMES, REQUESTS, FILES, RECORDS = 1500, 60, 120, 1500, 150
 """Inputs of each surface in one round."""
 RECORD_ROUNDS = 25
-"""Records are put in one round of so many: the coordinator is started anew to read them."""
+"""Rounds between two that put records: the coordinator is restarted to read them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     findings: Findings
     depositions: Sequence[str]
-    """What the log says of each."""
+    """The log line of each."""
     rss_growth_bytes: int
-    """Of a coordinator or parameter server, since its first rounds were over."""
+    """Growth of the memory of a coordinator or parameter server after its first rounds."""
 
     @property
     def num_inputs(self) -> int:
@@ -63,7 +63,7 @@ class Campaign:
         self.findings = Findings()
 
     def round(self, size: float = 1.0) -> None:
-        """Some inputs of every surface."""
+        """Send some inputs to each surface."""
         self._num_rounds += 1
         self._cluster.renew()
         self._maker.known = dict(self._cluster.known())
@@ -117,7 +117,7 @@ def run(
     size: float = 1.0,
     before: Callable[[FuzzedCluster, Findings], object] = lambda cluster, findings: None,
 ) -> Outcome:
-    """Rounds until the time is over, and so many inputs were sent at least."""
+    """Run rounds until the time is over and at least `num_inputs` inputs were sent."""
     began_s = time.monotonic()
     with FuzzedCluster(directory) as cluster:
         campaign, memory = Campaign(cluster, seed, directory / "files"), MemoryGrowth()
@@ -140,8 +140,7 @@ def run(
 
 
 class MemoryGrowth:
-    """By how much the memory of a process has grown since its first rounds were over, the largest
-    of all of them."""
+    """The largest growth of any process' memory after its first rounds."""
 
     WARM_ROUNDS = 3
 

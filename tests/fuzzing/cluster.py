@@ -1,4 +1,4 @@
-"""A real cluster to be fuzzed: etcd, a coordinator, a parameter server, an honest member."""
+"""A real cluster to be fuzzed: etcd, a coordinator, a parameter server, and a correct member."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_proto.v1.shards_pb2 import ParameterSpec, ShardMap
 
 OTHER_JOBS = ("second", "third")
-"""Requests name these too, and few more: no job stays for ever."""
+"""Further jobs that requests name: only a few."""
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1)])
 NOT_FORESEEN = (
     "Traceback",
@@ -42,18 +42,19 @@ NOT_FORESEEN = (
     "image_failed",
     "never retrieved",
 )
-"""What a log has of an exception that nothing had foreseen."""
+"""Text in a log line about an exception that no code handles."""
 
 
 class FuzzedCluster:
-    """`with FuzzedCluster(directory) as cluster:` all of it serves, and `digits` has shards."""
+    """A cluster as a context manager: inside it all parts serve, and the job `digits` has
+    shards."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stack = ExitStack()
         self._num_members = self._num_jobs = 0
         self.job = "digits"
-        """It has parameters, and a member."""
+        """The job with parameters and a member."""
         self._read_bytes: dict[Path, int] = {}
         self._num_coordinators = 0
 
@@ -92,7 +93,7 @@ class FuzzedCluster:
         )
 
     def restart_coordinator(self) -> None:
-        """Kill it: the next one reads what lies in etcd by now."""
+        """Kill the coordinator, and start another one, which reads the records now in etcd."""
         address = self.coordinator.grpc
         self.coordinator.process.kill()
         self.coordinator.process.wait(10.0)
@@ -118,8 +119,8 @@ class FuzzedCluster:
         self.member.close()
 
     def renew(self) -> None:
-        """A member that is there, whatever became of the one before: the job may be over by now,
-        and then there is another one."""
+        """Replace the member, whatever became of the last one. If its job is over by now, start
+        another job."""
         self.member.close()
         try:
             self.member = self._joined()
@@ -146,7 +147,7 @@ class FuzzedCluster:
         return token
 
     def known(self) -> Mapping[str, Sequence[Any]]:
-        """What requests should mostly name, to get beyond the first check."""
+        """Values that most requests should name, to pass the first checks."""
         token = self.token
         wrong = Token(job=OTHER_JOBS[0], generation=1, member_id="m1", incarnation="guess")
         spec = pb.JobSpec(job=self.job, min_members=1, max_members=8, desired_members=1)
@@ -181,17 +182,17 @@ class FuzzedCluster:
         }
 
     def offer(self, draw: random.Random) -> OpenBulkReply:
-        """A key for a connection of the bulk transport; one in four as another server's."""
+        """A key for a connection of the bulk transport; one in four is that of another server."""
         with grpc.insecure_channel(self.server.grpc) as channel:
             if draw.random() < 0.25:
                 return ReplicationStub(channel).OpenBulk(OpenFollowRequest(), timeout=10.0)
             asked = OpenBulkRequest(token=self.token)
             return ParametersStub(channel).OpenBulk(asked, timeout=10.0)
 
-    # --- what is looked for ---
+    # --- findings ---
 
     def not_foreseen(self) -> Sequence[str]:
-        """Lines of the logs since the last time that tell of exceptions; processes that died."""
+        """New lines of the logs that report exceptions, and processes that died."""
         found = []
         for path in sorted(self._directory.glob("*.log")):
             with path.open("rb") as file:
@@ -214,12 +215,12 @@ class FuzzedCluster:
         return [line for line in lines if '"event": "deposed"' in line]
 
     def rss_bytes(self) -> Mapping[int, int]:
-        """Of the coordinator and the parameter server that run now, by process id."""
+        """Memory of the running coordinator and parameter server, by process id."""
         pids = [each.process.pid for each in (self.coordinator, self.server)]
         return {pid: _rss_bytes(pid) for pid in pids}
 
     def await_served(self) -> None:
-        """Both answer still."""
+        """Wait until both processes answer."""
         for process in (self.coordinator, self.server):
             with grpc.insecure_channel(process.grpc) as channel:
                 awaited(lambda c=channel: _is_served(c), 60.0, f"{process.name} answers")

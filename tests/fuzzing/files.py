@@ -1,4 +1,4 @@
-"""What lies on disks and in buckets, changed by somebody: journals, images, manifests."""
+"""Files on disks and in buckets, changed by another writer: journals, images, manifests."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1, momentum=0.9)])
 
 
 class FileFuzzer:
-    """Reads spoilt copies of good files, in this process: only a refusal may come of it."""
+    """Reads spoilt copies of good files in this process; the only error may be a refusal."""
 
     def __init__(self, draw: random.Random, directory: Path) -> None:
         self._draw = draw
@@ -61,7 +61,7 @@ class FileFuzzer:
         return Input(surface="files", to=kind, parts=[data])
 
     def _forged_manifest(self) -> bytes:
-        """Other values, under a checksum that is right."""
+        """A manifest with changed values and a correct checksum."""
         outer = json.loads(self.manifest)
         body = outer["snapshot"]
         for _ in range(self._draw.choice((1, 1, 3))):
@@ -107,7 +107,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _journal(directory: Path) -> bytes:
-    """Write a journal of one shard; the bytes of its image."""
+    """Write a journal of one shard, and return the bytes of its image."""
     block = Block(parameter="p", num_elements=NUM_ELEMENTS)
     spec = Shard(shard_id=0, server_id="ps-0", epoch=1, dtype="float32", blocks=[block])
     shard = new_dense_shard(spec, SGD, bytearray(4 * NUM_ELEMENTS))

@@ -1,4 +1,4 @@
-"""What a run of the fuzzer counts, and the inputs that it found something with."""
+"""Counters of a run of the fuzzer, and the inputs that found something."""
 
 import base64
 import hashlib
@@ -13,7 +13,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """One input of one surface; what it is sent to (a call, a kind of file), and its bytes."""
+    """An input of one surface: its target (a call, a kind of file), and its bytes."""
 
     surface: str
     to: str
@@ -32,14 +32,14 @@ class Input:
 
 @dataclass
 class Findings:
-    """Of one run."""
+    """Findings of one run."""
 
     num_inputs: Counter[str] = field(default_factory=Counter)
-    """By surface."""
+    """Number of inputs by surface."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """By what was answered."""
+    """Number of answers by surface and outcome."""
     unhandled: list[tuple[Input | None, str]] = field(default_factory=list)
-    """What nothing had foreseen, with the input if it is known."""
+    """Errors that no code handles, each with its input if known."""
 
     def note(self, sent: Input, outcome: str) -> None:
         self.num_inputs[sent.surface] += 1
@@ -49,7 +49,7 @@ class Findings:
         self.unhandled.append((sent, what))
 
     def keep(self, directory: Path) -> None:
-        """Write what was found with a known input, to be replayed."""
+        """Write the findings whose input is known, to be replayed."""
         for sent, what in self.unhandled:
             if sent is None:
                 continue
@@ -61,6 +61,6 @@ class Findings:
 
 
 def corpus(surface: str) -> Iterator[Input]:
-    """What was found before."""
+    """Inputs of earlier findings."""
     for path in sorted(CORPUS.glob(f"{surface}-*.json")):
         yield Input.from_json(path.read_text())

@@ -1,4 +1,4 @@
-"""Frames of the bulk transport as a client that was let in may send them, and as a stranger."""
+"""Frames of the bulk transport, as an admitted client may send them, and as an unknown one."""
 
 import asyncio
 import random
@@ -57,7 +57,7 @@ class FrameFuzzer:
         return min(self._draw.choice(NEAR), most)
 
     async def send(self, sent: Input, offer: OpenBulkReply, findings: Findings) -> None:
-        """Over a connection of its own, which the server may end as it likes."""
+        """Send the input over a connection of its own, which the server may end."""
         reader, writer = await asyncio.open_unix_connection(f"\0{offer.local_name}")
         outcome = "hung up"
         try:

@@ -1,4 +1,5 @@
-"""HTTP as the API's own schema describes it, with values that it does not expect; and not HTTP."""
+"""Requests that the API's own schema describes, with unexpected values; and bytes that are not
+HTTP."""
 
 import asyncio
 import json
@@ -14,11 +15,11 @@ from fuzzing.messages import TEXTS, spoilt
 ANSWER_S = 2.0
 STREAM = "/api/v1/stream"
 ANYWHERE = (400, 403, 408, 413, 414, 421, 431, 503)
-"""What any request may be answered with, whatever is documented: 403 where its `Origin` is another
-site, before it is looked at what is asked."""
+"""Status codes that any request may get, documented or not: 403 if its `Origin` is another site,
+before the request itself is examined."""
 
 HEADERS = ("origin", "cookie", "authorization")
-"""What is read of a request beside its target and body."""
+"""Headers that the server reads."""
 URLS = (
     "http://[",
     "http://evil.example",
@@ -30,7 +31,8 @@ URLS = (
 
 
 class HttpFuzzer:
-    """`document`: the API's OpenAPI. `known`: values of path parameters that there are."""
+    """Draws and sends requests. `document`: the API's OpenAPI. `known`: existing values of path
+    parameters."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class HttpFuzzer:
         data = b""
         try:
             writer.write(sent.parts[0])
-            # What is spoilt may be no whole request, and a stream has no end.
+            # A spoilt input may not be a whole request, and a stream has no end.
             is_whole = bool(sent.to) and STREAM.encode() not in sent.parts[0]
             async with asyncio.timeout(ANSWER_S if is_whole else 0.05):
                 data = await reader.read(4096)

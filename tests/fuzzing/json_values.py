@@ -1,4 +1,4 @@
-"""JSON with a value that should not be there."""
+"""JSON with an unexpected value."""
 
 import random
 from copy import deepcopy
@@ -12,7 +12,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def spoil_json(draw: random.Random, value: Any) -> None:
-    """Change one value somewhere within, take it away, or add one."""
+    """Change one value somewhere inside, remove it, or add one."""
     holders = list(_holders(value))
     holder = draw.choice(holders)
     if isinstance(holder, dict):

@@ -1,4 +1,4 @@
-"""Messages as nobody of ours would send them, made from the descriptors of the real ones."""
+"""Unexpected messages, made from the descriptors of the real ones."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -75,8 +75,8 @@ MAX_DEPTH = 6
 
 
 class MessageMaker:
-    """Makes messages of any type by a seeded draw. `known`: what there is, by a field's name, such
-    as jobs and shard ids; and whole messages by the name of their type, such as tokens."""
+    """Makes messages of any type by a seeded draw. `known`: existing values by a field's name, such
+    as jobs and shard ids, and whole messages by their type's name, such as tokens."""
 
     def __init__(self, draw: random.Random, known: Mapping[str, Sequence[Any]]) -> None:
         self._draw = draw
@@ -156,7 +156,7 @@ class MessageMaker:
         return self._draw.randbytes(size)
 
     def spoilt(self, data: bytes) -> bytes:
-        """The same bytes with a few changed, cut out, repeated or put in."""
+        """The bytes with a few changed, removed, repeated or inserted."""
         return spoilt(self._draw, data)
 
 

@@ -1,4 +1,4 @@
-"""Records in etcd that somebody else wrote there: read by who leads, and by every server."""
+"""Records in etcd from another writer, read by the leader and by every server."""
 
 import json
 import random
@@ -15,11 +15,11 @@ from shoal_proto.etcd.etcd_pb2_grpc import KVStub
 
 PREFIX = "/shoal/v1/"
 OWN = ("leader", "quarantine/")
-"""Whoever writes there decides who leads: nothing that a reader could be robust against."""
+"""Keys that decide who leads: no reader can be robust against another writer of these."""
 
 
 class RecordFuzzer:
-    """Puts spoilt copies of what lies in etcd there, under jobs and servers of other names."""
+    """Puts spoilt copies of etcd's records there, for jobs and servers of other names."""
 
     def __init__(self, draw: random.Random, endpoint: str) -> None:
         self._draw = draw
@@ -32,7 +32,7 @@ class RecordFuzzer:
         self._channel.close()
 
     def draw_inputs(self, num: int) -> Sequence[Input]:
-        """Of real records, and of what is known to be garbage."""
+        """Inputs made from real records, and from known garbage."""
         real = self._real()
         found = []
         while len(found) < num:
@@ -63,7 +63,7 @@ class RecordFuzzer:
 
     @staticmethod
     def _renamed(key: str, name: str) -> str:
-        """The same kind of key, of another job or server."""
+        """The same kind of key, for another job or server."""
         parts = key.removeprefix(PREFIX).split("/")
         if len(parts) > 1:
             parts[1] = name

@@ -1,4 +1,4 @@
-"""A run of the fuzzer, short in the checks and of minutes at night; and what it found before."""
+"""A run of the fuzzer, short in the checks and of minutes at night, and its earlier findings."""
 
 import asyncio
 import hashlib
@@ -35,7 +35,7 @@ NIGHTLY_S = 300.0
 
 
 def test_what_a_seed_draws_is_always_the_same() -> None:
-    """Or nobody could look for what was found."""
+    """A finding could not be reproduced otherwise."""
 
     def draw(seed: int) -> list[bytes]:
         source = random.Random(seed)
@@ -48,7 +48,7 @@ def test_what_a_seed_draws_is_always_the_same() -> None:
 
 
 def test_messages_are_of_every_call_and_many_pass_the_bounds() -> None:
-    """What is refused at the door alone tests nothing behind it."""
+    """Inputs that the first check refuses test no code after it."""
     maker, bounds = MessageMaker(random.Random(SEED), {"job": ["digits"]}), MessageBounds()
     passed = 0
     for call in all_calls():
@@ -94,8 +94,8 @@ def _of_another_optimizer(spec: DenseSpec) -> None:
 def test_an_image_of_what_no_server_makes_is_refused_by_name(
     tmp_path: Path, spoil: Callable[[DenseSpec], None], named: str
 ) -> None:
-    """Its checksum is right: somebody has written it so, or a later release has. In a snapshot and
-    in a journal, too."""
+    """Images with a correct checksum may come from another program or a later release; they are
+    refused in a snapshot and in a journal."""
     data = FileFuzzer(random.Random(SEED), tmp_path).image
     image = image_file.from_bytes(data, sha256=image_file.digest(data), file="image", shard_id=0)
     spec = DenseSpec.FromString(image.spec)
@@ -142,7 +142,7 @@ def test_a_manifest_of_a_time_that_no_real_number_holds_is_refused(tmp_path: Pat
 
 @pytest.mark.long
 def test_nothing_unforeseen_comes_of_any_input(tmp_path: Path) -> None:
-    """A cluster of real processes takes some of every surface, and those that were found before."""
+    """A cluster of real processes gets inputs of each surface, and the earlier findings."""
     outcome = run(SEED, seconds=0, size=0.3, directory=tmp_path, before=replay)
     tell(outcome)
     assert outcome.findings.unhandled == []
@@ -152,7 +152,7 @@ def test_nothing_unforeseen_comes_of_any_input(tmp_path: Path) -> None:
 
 
 def replay(cluster: FuzzedCluster, findings: Findings) -> None:
-    """What gRPC calls were found with before."""
+    """Send the inputs of gRPC that had earlier findings."""
 
     async def send() -> None:
         draw = random.Random(SEED)
@@ -178,7 +178,7 @@ def test_an_input_is_kept_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_nothing_unforeseen_comes_of_five_minutes(tmp_path: Path) -> None:
-    """By a seed that is told."""
+    """The seed is drawn and printed."""
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     outcome = run(seed, seconds=NIGHTLY_S, directory=tmp_path)

@@ -1,5 +1,5 @@
-"""The HTTP API by schemathesis: requests drawn from its own schema, good and bad, and answers that
-have to be as the schema says."""
+"""The HTTP API under schemathesis: requests drawn from its own schema, valid and invalid, and
+answers that must follow the schema."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from support.network import http
 
 SEED = 20261123
 EXAMPLES = 150
-"""Of each operation, with values that the schema allows and as many with others."""
+"""Examples for each operation: so many that the schema allows, and as many that it does not."""
 ALL = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
     *("response_schema_conformance", "response_headers_conformance"),
@@ -34,8 +34,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedCluster]
 def test_answers_are_as_the_schema_says(
     cluster: FuzzedCluster, mode: schemathesis.GenerationMode
 ) -> None:
-    """Of every operation but the stream, which has no end: no 500, no status, type, header or field
-    that the schema does not have; and nothing that is not foreseen in a log."""
+    """Operations are checked except the stream, which has no end. No answer is a 500, or has a
+    status, type, header or field outside the schema, and no log has an unhandled exception."""
     load_all_checks()
     checks = CHECKS.get_by_names(ALL)
     url = cluster.coordinator.http
@@ -53,12 +53,12 @@ def test_answers_are_as_the_schema_says(
             max_examples=EXAMPLES,
             deadline=None,
             database=None,
-            # Schemathesis draws and throws away much of what is wrong in no way.
+            # Schemathesis discards many of its draws in negative mode, because they are valid.
             suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
         )
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def check(case: Any) -> None:
-            # Half of them about what there is: the rest ends at the first look.
+            # Half of the requests name existing things: the others fail at the first check.
             if len(str(case.path_parameters)) % 2:
                 case.path_parameters |= {
                     k: v for k, v in known.items() if k in case.path_parameters
@@ -68,7 +68,7 @@ def test_answers_are_as_the_schema_says(
         try:
             check()
         except Unsatisfiable:
-            # Nothing of what it takes can be wrong: it takes nothing.
+            # The operation takes no input, so that no input can be wrong.
             assert mode is schemathesis.GenerationMode.NEGATIVE and not operation.body
             continue
         seen += 1

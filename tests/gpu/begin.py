@@ -1,6 +1,6 @@
-"""Runs a case in this process: begin.py NAME SETTINGS.json, once a line comes on stdin.
+"""Runs a case in this process: begin.py NAME SETTINGS.json, once a line arrives on stdin.
 
-Until then it imports what it needs, while the case before it runs.
+Meanwhile it imports what the case needs, while the case before it runs.
 """
 
 import sys
@@ -11,7 +11,7 @@ from support.processes.forking import forked  # noqa: F401 - what the server is 
 
 
 def main() -> None:
-    # First: it imports beside this process.
+    # Start it first: the server imports in parallel to this process.
     forkserver.ensure_running()
     from gpu.case import run  # noqa: PLC0415
 
@@ -19,6 +19,6 @@ def main() -> None:
         run(sys.argv[1], Path(sys.argv[2]))
 
 
-# Not in members, which import the module that started them.
+# Members import the module that started them, and must not run this.
 if __name__ == "__main__":
     main()

@@ -33,16 +33,16 @@ TESTS = Path(__file__).parents[1]
 SECONDS = 480.0
 ON_CPU_SECONDS = 1500.0
 ON_CPU = 3.0
-"""Cases get so many times their limits there: two cores do what a GPU and its host do."""
+"""Factor of the cases' limits on a CPU: two cores do the work of a GPU and its host."""
 LEAST_S = 5.0
-"""A case is not begun with less time left."""
+"""Least remaining time with which a case is begun."""
 END_S = 10.0
-"""How long the processes that a case started may take to end after it."""
+"""Time that the processes of a case may take to end after it."""
 ERROR_BYTES = 4000
 
 
 class Running:
-    """The process of one case: it imports what it needs, and waits to be let go."""
+    """The process of one case: it imports what it needs, and waits for the signal to run."""
 
     def __init__(self, name: str, folder: Path, environment: Mapping[str, str]) -> None:
         self._mark = Mark()
@@ -64,9 +64,10 @@ class Running:
             )
 
     def finish(self, limit_s: float, end_s: float) -> str:
-        """Let it run the case; what went wrong, or nothing. No process of it is left then.
+        """Let the process run the case; return the error, or an empty text. No process of the case
+        is left then.
 
-        `end_s`: how long its other processes may take to end after it.
+        `end_s`: time that its other processes may take to end after it.
         """
         try:
             self._process.communicate(b"go\n", timeout=limit_s)
@@ -78,7 +79,7 @@ class Running:
         return error or (f"processes were left: {sorted(left.values())}" if left else "")
 
     def end(self, within_s: float = 0.0) -> dict[int, str]:
-        """Kill what is left of it after that time; what that was."""
+        """Kill the processes that are left after that time; return them."""
         left = self._mark.kill(within_s)
         self._process.wait()
         return left
@@ -96,13 +97,14 @@ class Campaign:
     seconds: float
     """Limit of all cases together."""
     patience: float
-    """Limits of cases are multiplied by it."""
+    """Factor of the cases' limits."""
     cases: Mapping[str, Entry]
     module: str = "gpu.cases"
-    """The module in which the cases' processes find them, under CASES."""
+    """The module in which the processes find the cases, as CASES."""
 
     def run(self) -> list[dict[str, Any]]:
-        """The lines of all cases. No process of a case is left, also if an interrupt ends this."""
+        """Run all cases, and return their lines. No process of a case is left, even after an
+        interrupt."""
         self.out.mkdir(parents=True, exist_ok=True)
         results = self.out / "results.jsonl"
         results.write_text("")
@@ -131,8 +133,8 @@ class Campaign:
         return (self.out / name).resolve()
 
     def _start(self, name: str, shared: Mapping[str, str], ends: ExitStack) -> Running:
-        """Begin with the imports of a case, in a folder that nothing of an earlier run is in. Its
-        processes end with `ends`."""
+        """Start the process of a case, which begins with the imports, in a folder without files of
+        an earlier run. Its processes end with `ends`."""
         folder = self._folder(name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -144,7 +146,7 @@ class Campaign:
         return running
 
     def _line(self, name: str, running: Running, left_s: float) -> dict[str, Any]:
-        """Run one case; its line."""
+        """Run one case, and return its line."""
         entry, folder = self.cases[name], self._folder(name)
         line: dict[str, Any] = {"name": name, "title": entry.title, "passed": False}
         if left_s < LEAST_S:
@@ -159,14 +161,14 @@ class Campaign:
 
 
 def _outcome(folder: Path) -> dict[str, Any]:
-    """The figures that the case has come to."""
+    """The figures that the case measured."""
     path = folder / "outcome.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return {key: value for key, value in found.items() if value}
 
 
 def chosen(only: str) -> dict[str, Entry]:
-    """The cases of a list of names, in the order of their value. Raises SystemExit."""
+    """The cases with these names, most important first. Raises SystemExit."""
     names = [name.strip() for name in only.split(",") if name.strip()]
     if only.strip() and not names:
         raise SystemExit(f"--only {only!r} names no case; there are: {', '.join(CASES)}")
@@ -177,8 +179,8 @@ def chosen(only: str) -> dict[str, Entry]:
 
 
 def check_free(out: Path, names: Iterable[str]) -> None:
-    """Raise SystemExit where folders of other things would be taken for those of these cases, which
-    are removed before a case begins."""
+    """Raise SystemExit if a folder with a case's name holds other files: such a folder is removed
+    before the case begins."""
     if out.exists() and not out.is_dir():
         raise SystemExit(f"--out {out}: no folder")
     for name in names:
@@ -191,7 +193,7 @@ def check_free(out: Path, names: Iterable[str]) -> None:
 
 
 def make_out(out: Path) -> None:
-    """Make the folder of the results. Raises SystemExit if nothing can be written there."""
+    """Make the folder of the results. Raises SystemExit if it cannot be written to."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.jsonl").write_text("")
@@ -250,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         patience=ON_CPU if is_cpu else 1.0,
         cases=cases,
     )
-    # Ends the cases' processes as Ctrl-C does.
+    # SIGTERM ends the cases' processes, like Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         lines = campaign.run()

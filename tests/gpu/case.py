@@ -1,4 +1,4 @@
-"""Parts that the cases have in common: a cluster, members in it, and their reports."""
+"""Parts that the cases share: a cluster, members in it, and their reports."""
 
 import json
 import traceback
@@ -31,7 +31,7 @@ class Case:
     directory: Path
     figures: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    """Figures that only a GPU can give."""
+    """Figures that are measured only on a GPU."""
 
     @property
     def patience_s(self) -> float:
@@ -39,7 +39,7 @@ class Case:
         return 40.0 if self.machine.device == "cuda" else 90.0
 
     def plan(self, job: str, task: Task, **options: Any) -> Plan:
-        """A member's part, to be completed by its name."""
+        """A plan for a member, without the member's name."""
         return Plan(
             machine=self.machine, directory=str(self.directory), job=job, task=task, **options
         )
@@ -57,21 +57,21 @@ class Case:
             yield running
 
     def on_gpu_only(self, name: str, value: Any) -> None:
-        """A figure that has a meaning on a GPU alone."""
+        """Record a figure that has a meaning only on a GPU."""
         if self.machine.device == "cuda":
             self.figures[name] = value
         else:
             self.left_out.append(name)
 
     def alone(self, plan: Plan, num_steps: int) -> dict[str, torch.Tensor]:
-        """The weights that one process trains to without Shoal's strategies."""
+        """The weights that one process reaches without Shoal's strategies."""
         with Ranks() as ranks:
             rank = ranks.start(train_alone, plan, num_steps)
             return weights_of(rank.expect("finished", self.patience_s))
 
 
 def weights_of(finished: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights in the file that a process has named."""
+    """The weights in the file that a process has reported."""
     found: dict[str, torch.Tensor] = torch.load(finished["weights"])
     return found
 
@@ -91,7 +91,7 @@ class Crew:
         return self.members[name]
 
     def start_all(self, count: int, faults: Mapping[str, Any] | None = None) -> None:
-        """The members m0, m1, ... that the first generation is made of."""
+        """Start the members m0, m1, ... of the first generation."""
         for number in range(count):
             name = f"m{number}"
             self.start(name, desired_members=count, fault=(faults or {}).get(name))
@@ -101,14 +101,14 @@ class Crew:
         return self.members[name].expect(kind, self._case.patience_s)
 
     def trains(self, name: str, *, world_size: int = 0, after_step: int = -1) -> dict[str, Any]:
-        """The member's first step to be committed above a step, with so many members."""
+        """The member's first committed step after `after_step` with so many members."""
         while True:
             step = self.expect(name, "committed")
             if step["step"] > after_step and world_size in (0, step["world_size"]):
                 return step
 
     def finish(self, *names: str) -> list[dict[str, Any]]:
-        """Reports of these members at their end; each has ended well."""
+        """Final reports of these members, each of which ended with exit code 0."""
         ends = [self.expect(name, "finished") for name in names]
         for name in names:
             code = self.members[name].join(self._case.patience_s)
@@ -116,7 +116,7 @@ class Crew:
         return ends
 
     def steps(self, name: str, kind: str = "committed") -> list[dict[str, Any]]:
-        """Reports of this kind from the member, the oldest first."""
+        """The member's reports of this kind, oldest first."""
         return [data for each, data in self.members[name].seen if each == kind]
 
     def resumed_s(self, names: Sequence[str], struck: Mapping[str, Any]) -> float:
@@ -142,7 +142,7 @@ class Crew:
         assert numbers == list(range(first, first + len(numbers))), f"{name}: steps {numbers}"
 
     def check_alike(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Fail unless all these members have the same weights, bit for bit; the weights."""
+        """Fail unless all these members have the same weights, bit for bit; return the weights."""
         ends = [self.steps(name, "finished")[-1] for name in names]
         first, *others = map(weights_of, ends)
         for name, other in zip(names[1:], others, strict=True):
@@ -150,7 +150,8 @@ class Crew:
         return first
 
     def check_as_alone(self, names: Sequence[str], tolerance: float = EXACT) -> float:
-        """Fail unless these members have the weights of one process; the largest difference."""
+        """Fail unless these members have the weights of one process; return the largest
+        difference."""
         weights = self.check_alike(names)
         num_steps = self.steps(names[0], "finished")[-1]["step"]
         found = difference(weights, self._case.alone(self._plan, num_steps))
@@ -166,11 +167,11 @@ def crew_of(case: Case, plan: Plan, *, num_servers: int = 0) -> Iterator[Crew]:
 
 
 def run(name: str, settings: Path) -> None:
-    """Run one case. Its figures are in outcome.json beside the settings then, and its fault in
+    """Run one case. Its figures are written to outcome.json beside the settings, and its error to
     error.txt."""
     directory = settings.parent
     given = json.loads(settings.read_text())
-    # They import this module.
+    # The cases import this module.
     entry = import_module(given["module"]).CASES[name]
     case = Case(machine=Machine(**given["machine"]), directory=directory)
     try:

@@ -1,4 +1,4 @@
-"""The device, the sizes and the environment that all cases of a run have in common."""
+"""The device, the sizes and the environment that all cases of a run share."""
 
 import os
 import shutil
@@ -22,24 +22,26 @@ class Machine:
     backend: str
     """"nccl" or "gloo"."""
     num_gpus: int
-    """Ranks take them in turn: several ranks share one if there are fewer GPUs than ranks."""
+    """Number of GPUs. Ranks take them in turn: several ranks share one if there are fewer GPUs than
+    ranks."""
     full: bool
-    """Models as large as those of users; otherwise small ones, for a trial of the cases."""
+    """True for models as large as users'; otherwise they are small, for a trial of the cases."""
 
     @property
     def shares_gpus(self) -> bool:
-        """True if some case has more ranks than there are GPUs."""
+        """True if a case has more ranks than there are GPUs."""
         return self.device == "cuda" and self.num_gpus < MOST_RANKS
 
     def visible_gpu(self, rank: int, visible: str) -> str:
-        """The value of CUDA_VISIBLE_DEVICES for a rank, from that of the whole run."""
+        """The value of CUDA_VISIBLE_DEVICES for a rank, derived from that of the whole run."""
         every = visible.split(",") if visible else [str(gpu) for gpu in range(self.num_gpus)]
-        # CUDA takes those up to the first that is not there, such as -1.
+        # CUDA ignores the entries from the first invalid one on, such as -1.
         every = [each.strip() for each in every[: self.num_gpus]]
         return every[rank % len(every)]
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """The environment of each case's processes. What Shoal itself has to set is not in it."""
+        """The environment of each case's processes, without the variables that Shoal itself has to
+        set."""
         own = {name: value for name, value in given.items() if not name.startswith("SHOAL_")}
         own |= {
             "SHOAL_BACKEND": self.backend,
@@ -49,18 +51,18 @@ class Machine:
         if self.shares_gpus:
             own |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_CUMEM_ENABLE": "1"}
             own |= {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": own.get("NCCL_DEBUG", "WARN")}
-            # With it, several ranks on one GPU abort.
+            # Several ranks on one GPU abort if this is set.
             own.pop("NCCL_NVLS_ENABLE", None)
         return own
 
 
 @contextmanager
 def shared_by_time(machine: Machine, folder: Path) -> Iterator[Mapping[str, str]]:
-    """The variable by which processes share a GPU through MPS, while the block runs; empty if there
-    is no MPS, or nothing to share.
+    """Yield the variables by which processes share a GPU through MPS; empty if there is no MPS, or
+    no GPU to share.
 
     Without MPS the processes of one GPU take turns of about 2 ms, and a kernel that waits for a
-    peer burns its turn: collectives work, their times mean nothing.
+    peer uses up its turn: collectives work, but their times mean nothing.
     """
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None or not machine.shares_gpus:
@@ -86,7 +88,7 @@ def shared_by_time(machine: Machine, folder: Path) -> Iterator[Mapping[str, str]
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, torch, NCCL and the driver, and the GPUs. Starts nothing on a GPU."""
+    """Versions of Python, torch, NCCL and the driver, and the GPUs. Uses no GPU."""
     import platform  # noqa: PLC0415
     from importlib.metadata import version  # noqa: PLC0415
 

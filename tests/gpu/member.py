@@ -1,4 +1,4 @@
-"""The processes of the cases: members of a job, with a fault at a place of the case's choice."""
+"""The processes of the cases: members of a job, with a fault at a point that the case chooses."""
 
 import hashlib
 import math
@@ -35,9 +35,9 @@ class Fault:
     """A signal that a member sends to itself."""
 
     place: str
-    """"backward": between two layers' backward passes; "exchange": before an all-reduce of more
-    than 64 values; "before the group" and "within the group": where the group of a generation is
-    made."""
+    """The point: "backward" is between two layers' backward passes, "exchange" before an all-reduce
+    of more than 64 values, "before the group" and "within the group" at the making of a
+    generation's group."""
     step: int = 0
     """The first step in which it may happen."""
     number: int = signal.SIGKILL
@@ -50,14 +50,14 @@ class Plan:
     machine: Machine
     task: Task
     directory: str
-    """The folder of the weights, one file a member."""
+    """The folder for the weights, one file for each member."""
     job: str
     member_id: str | None = None
-    """None: the launcher names it."""
+    """Name of the member; a launcher gives it if it is None."""
     coordinator: str | None = None
-    """None: the launcher knows it."""
+    """Address of the coordinator; a launcher gives it if it is None."""
     index: int = 0
-    """GPU of this member; none under a launcher, which chooses it."""
+    """GPU of this member; unused under a launcher, which chooses it."""
     strategy: str = "ddp"
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the strategy."""
@@ -66,25 +66,25 @@ class Plan:
     desired_members: int | None = None
     max_members: int | None = None
     num_steps: int = 0
-    """0: until `stop_file` is there."""
+    """Number of steps; 0 trains until `stop_file` exists."""
     stop_file: str = ""
     pace_s: float = 0.0
-    """Time of a step beside its computation."""
+    """Time of a step in addition to its computation."""
     fault: Fault | None = None
     checkpoints: str = ""
-    """Directory that a checkpoint goes to every 5 steps."""
+    """Directory for a checkpoint every 5 steps."""
     compiled: str = ""
-    """The backend of torch.compile; empty: none."""
+    """The backend of torch.compile; empty if the model is not compiled."""
     amp: bool = False
-    """A scaler, and autocast to a 16-bit type."""
+    """Train with a scaler, and autocast to a 16-bit type."""
     infinite_step: int = -1
     """The step in which this member's gradients are infinite."""
     look_file: str = ""
-    """Report once what this process holds, while the file exists."""
+    """File in answer to which this process reports its memory, threads and descriptors once."""
 
 
 def use_gpu(machine: Machine, rank: int) -> str:
-    """Let this process see the rank's GPU alone, before anything runs there; the device."""
+    """Make only the rank's GPU visible to this process, before it uses any; return the device."""
     if machine.device == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         os.environ["CUDA_VISIBLE_DEVICES"] = machine.visible_gpu(rank, visible)
@@ -92,19 +92,19 @@ def use_gpu(machine: Machine, rank: int) -> str:
 
 
 def on_device(task: Task, device: str) -> tuple[Tensor, Tensor]:
-    """The samples."""
+    """The samples, moved to the device."""
     inputs, targets = task.data()
     return inputs.to(device), targets.to(device)
 
 
 def train(report: Report, plan: Plan) -> None:
-    """Steps until the last one or the stop; reports each, and the weights' file."""
+    """Train until the last step or the stop; report each step, and the file of the weights."""
     _follow_cuts(report)
     _train(report, plan)
 
 
 def train_each(report: Report, plans: tuple[Plan, ...]) -> None:
-    """Run jobs one after the other in this process."""
+    """Run jobs in turn in this process."""
     for plan in plans:
         _train(report, plan)
 
@@ -151,7 +151,7 @@ def _train(report: Report, plan: Plan) -> None:
 
 
 class StepsOf:
-    """The steps of one member, and what it reports of each."""
+    """The steps of one member, and its reports about each."""
 
     def __init__(
         self, report: Report, plan: Plan, session: shoal.Session, model: nn.Module, scaler: Any
@@ -200,7 +200,7 @@ class StepsOf:
             self._report("looks", **held_by_process())
 
     def _place(self) -> dict[str, float]:
-        """The generation of this step, and the values that the case looks at."""
+        """World size and generation of this step, and values that the case compares."""
         session = self._session
         found: dict[str, float] = {"world_size": session.world_size}
         if session.strategy.synchronous:
@@ -237,7 +237,7 @@ def _sum_of(model: nn.Module) -> float:
 
 
 def digest(weights: Mapping[str, Tensor]) -> str:
-    """The weights bit for bit."""
+    """A hash of the weights' bits."""
     found = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         found.update(name.encode())
@@ -246,7 +246,7 @@ def digest(weights: Mapping[str, Tensor]) -> str:
 
 
 class Planted:
-    """A fault at its place, from its step on."""
+    """A fault at its point, armed from its step on."""
 
     def __init__(self, report: Report, fault: Fault) -> None:
         self._report, self._fault = report, fault
@@ -263,7 +263,7 @@ class Planted:
             self._wrap(dist, "init_process_group", self._around_group)
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Arm the fault if this step is late enough."""
         self._armed = step >= self._fault.step
         self._passes = 0
 
@@ -277,7 +277,8 @@ class Planted:
         return _Strikes.apply(output, self)  # type: ignore[no-untyped-call]
 
     def backward_passed(self) -> None:
-        """A layer's gradients are there; behind the second one some are on their way."""
+        """Count a layer's backward pass, and strike at the third: gradients of earlier ones are in
+        transit."""
         self._passes += 1
         if self._passes == 3:
             self.strike()
@@ -297,7 +298,7 @@ class Planted:
 
     def _around_group(self, call: Any, *given: Any, **named: Any) -> Any:
         made = call(*given, **named)
-        # NCCL makes its communicator with the first collective, which comes next.
+        # NCCL makes its communicator with the first collective, which follows.
         if torch.cuda.is_available():
             threading.Timer(0.05, self.strike).start()
         else:
@@ -306,7 +307,7 @@ class Planted:
 
 
 class _Strikes(torch.autograd.Function):
-    """Lets values and gradients through, and tells the fault."""
+    """Passes values and gradients on, and notifies the fault."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, planted: Planted) -> Tensor:
@@ -333,7 +334,7 @@ def _follow_cuts(report: Report) -> None:
 
 
 def held_by_process() -> dict[str, float]:
-    """Device memory, threads, descriptors and memory."""
+    """Device memory, threads, descriptors and resident memory of this process."""
     found: dict[str, float] = {
         "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208
         "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
@@ -353,7 +354,7 @@ def _rss_bytes() -> int:
 
 
 def train_alone(report: Report, plan: Plan, num_steps: int) -> None:
-    """Weights that one process reaches by the same steps without Shoal's strategies."""
+    """Train the same steps in one process without Shoal's strategies, and save the weights."""
     device, task = use_gpu(plan.machine, plan.index), plan.task
     model, optimizer = task.build(device)
     samples = on_device(task, device)

@@ -21,9 +21,9 @@ class Task:
     data: Callable[[], tuple[Tensor, Tensor]]
     batch: int
     optimizer: str = "momentum"
-    """Name in `OPTIMIZERS`."""
+    """A name in `OPTIMIZERS`."""
     epochs: int = 100_000
-    """More than any case trains; it ends with its step or with a file."""
+    """More epochs than any case trains: it ends at its last step or by its file."""
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
 
     def build(self, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -39,7 +39,7 @@ class Task:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
-    # For a loss that has to fall visibly in some tens of steps.
+    # A rate with which a loss falls visibly in some tens of steps.
     "fast sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.3),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
     # A gradient of nothing but rounding makes no steps so.
@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def chain(width: int, depth: int) -> nn.Module:
-    """Layers that can be cut anywhere, of widths that divide by few numbers."""
+    """Layers that can be cut at any point, with widths that few numbers divide."""
     layers: list[nn.Module] = [nn.Linear(20, width), nn.Tanh()]
     for _ in range(depth):
         layers += [nn.Linear(width, width + 1), nn.Tanh(), nn.Linear(width + 1, width), nn.Tanh()]
@@ -57,8 +57,7 @@ def chain(width: int, depth: int) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Pairs of layers around which `torch.compile` finds something to compile, whatever wraps
-    them."""
+    """Pairs of layers in which `torch.compile` finds something to compile, whatever wraps them."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -86,12 +85,12 @@ def vectors(num_samples: int = 96) -> tuple[Tensor, Tensor]:
 
 
 def chains(width: int, depth: int = 2, *, optimizer: str = "momentum") -> Task:
-    """A task of such layers."""
+    """A task with such a chain of layers."""
     return Task(make=partial(chain, width, depth), data=vectors, batch=24, optimizer=optimizer)
 
 
 def chain_of(num_bytes: int, *, optimizer: str = "momentum") -> Task:
-    """A task whose parameters have about so many bytes."""
+    """A task whose parameters take about so many bytes."""
     return chains(max(16, round((num_bytes / 4 / 2) ** 0.5)), depth=1, optimizer=optimizer)
 
 
@@ -109,7 +108,7 @@ class Tied(nn.Sequential):
 
 
 def words(vocabulary: int, positions: int = 0, num_samples: int = 64) -> tuple[Tensor, Tensor]:
-    """Tokens and the ones that follow them; single ones without `positions`."""
+    """Tokens and their successors: single tokens, or sequences if `positions` is given."""
     generator = torch.Generator().manual_seed(12)
     drawn = torch.randint(vocabulary, (num_samples, (positions or 1) + 1), generator=generator)
     return (drawn[:, :-1], drawn[:, 1:]) if positions else (drawn[:, 0], drawn[:, 1])
@@ -182,7 +181,7 @@ def gpt(*, full: bool) -> Task:
 
 
 class Normed(nn.Module):
-    """Convolutions with a BatchNorm behind each."""
+    """Convolutions, each followed by a BatchNorm."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -199,7 +198,7 @@ class Normed(nn.Module):
 
 
 def images(size: int) -> tuple[Tensor, Tensor]:
-    """Noise with classes."""
+    """Random images with random classes."""
     generator = torch.Generator().manual_seed(13)
     drawn = torch.randn(64, 3, size, size, generator=generator)
     return drawn, torch.randint(CLASSES, (64,), generator=generator)

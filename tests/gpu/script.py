@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# As a script it is started from its own folder.
+# A script starts with its own folder on the path.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 

@@ -1,4 +1,4 @@
-"""The campaign of `make gpu-test`: how it runs cases, and all of them on a CPU."""
+"""The campaign of `make gpu-test`: how it runs cases, and a run of all cases on a CPU."""
 
 import json
 import os
@@ -43,7 +43,7 @@ CASES = {
 
 @pytest.fixture
 def own_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Entry]:
-    """Cases of the test's own, which the campaign's processes find too."""
+    """Cases of the test's own, which the campaign's processes find as well."""
     (tmp_path / "own_cases.py").write_text(OWN_CASES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found: dict[str, Mapping[str, Entry]] = {}
@@ -52,7 +52,7 @@ def own_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, E
 
 
 def run_of(out: Path, entries: Mapping[str, Entry], seconds: float) -> list[dict[str, object]]:
-    """The lines that a campaign over these cases has written."""
+    """The lines that a campaign with these cases has written."""
     campaign.Campaign(
         machine=ON_CPU, out=out, seconds=seconds, patience=1.0, cases=entries, module="own_cases"
     ).run()
@@ -80,7 +80,7 @@ def test_a_case_that_fails_or_hangs_does_not_keep_the_others_from_being_run(
 
 @pytest.mark.nightly
 def test_a_campaign_ends_in_time(tmp_path: Path, own_cases: Mapping[str, Entry]) -> None:
-    """Cases that are left then are told as not run."""
+    """Cases that are left at that time are reported as not run."""
     lines = run_of(tmp_path / "out", {"hangs": own_cases["hangs"], **own_cases}, 6.0)
     assert [line["passed"] for line in lines] == [False] * 4
     assert lines[-1]["error"] == "not run: the 6 s are over"
@@ -89,7 +89,7 @@ def test_a_campaign_ends_in_time(tmp_path: Path, own_cases: Mapping[str, Entry])
 def test_an_interrupt_leaves_no_process_of_a_case(
     tmp_path: Path, own_cases: Mapping[str, Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither of the case that runs, nor of the next one, which imports meanwhile."""
+    """Processes of the running case end, and those of the next one, which is already importing."""
     marks: list[Mark] = []
 
     class Noted(Mark):
@@ -169,7 +169,7 @@ def test_ranks_take_gpus_in_turn() -> None:
 
 
 def test_nccl_is_told_of_shared_gpus_and_of_nothing_else() -> None:
-    """Variables that Shoal has to set, whatever an image exports, are not set here."""
+    """Variables that Shoal itself sets are not set here, whatever an image exports."""
     image = {"NCCL_NVLS_ENABLE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "SHOAL_JOB": "x"}
     one = Machine(device="cuda", backend="nccl", num_gpus=1, full=True).environment(image)
     assert one["NCCL_MULTI_RANK_GPU_ENABLE"] == "1" and "NCCL_NVLS_ENABLE" not in one
@@ -181,7 +181,7 @@ def test_nccl_is_told_of_shared_gpus_and_of_nothing_else() -> None:
 def test_a_gpu_is_shared_through_mps_while_the_cases_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for its control program writes down what it is told."""
+    """A stand-in for the control program of MPS records its arguments and its input."""
     program = tmp_path / "nvidia-cuda-mps-control"
     log = tmp_path / "told"
     program.write_text(
@@ -201,8 +201,8 @@ def test_a_gpu_is_shared_through_mps_while_the_cases_run(
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_every_case_passes_on_a_cpu(tmp_path: Path) -> None:
-    """Real clusters, processes and signals over Gloo, small models: so that on a GPU it is not the
-    cases that fail."""
+    """Real clusters, processes and signals over Gloo with small models show that the cases
+    themselves work."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
     command = [sys.executable, "-m", "gpu.campaign", "--device", "cpu", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -1,4 +1,4 @@
-"""Frames of the bulk transport: however a stream is cut, and whatever becomes of a byte of it."""
+"""Frames of the bulk transport, whichever way a stream is cut and whichever byte of it changes."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ def a_piece(body: bytes) -> bytes:
 
 
 def read_all(stream: bytes, sizes: list[int]) -> list[tuple[FrameKind, int, int, bytes]]:
-    """The frames of a stream that comes in parts of these sizes, over and over."""
+    """The frames of a stream that arrives in parts of these sizes, repeated in turn."""
     reader = FrameReader()
     frames, at, turn = [], 0, 0
     while at < len(stream):
@@ -51,7 +51,7 @@ def test_frames_are_whole_however_the_stream_is_cut(bodies: list[bytes], sizes: 
             (FrameKind.FREE_SLOT, 0, 5, b""),
             (FrameKind.PIECE, 8, 0, body),
         ]
-    # Byte by byte would take long for large bodies.
+    # Parts of one byte would take long for large bodies.
     assert read_all(stream, [max(size, len(stream) // 500) for size in sizes]) == expected
 
 
@@ -78,7 +78,7 @@ def test_what_a_header_may_not_say(stream: bytes, words: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(FrameKind) - {FrameKind.HELLO}))
 def test_who_does_not_begin_as_expected_gets_no_memory(kind: FrameKind) -> None:
-    """A header costs a stranger 40 bytes, and may announce megabytes."""
+    """A header costs an unknown sender 40 bytes, and may announce megabytes."""
     reader = FrameReader(first=FrameKind.HELLO)
     stream = bulk.header(kind, num_bytes=MAX_PIECE_BYTES)
     reader.space()[: len(stream)] = stream

@@ -1,4 +1,4 @@
-"""Differences of two versions: exact for every bit pattern, small where little has changed."""
+"""Differences of two versions: exact for all bit patterns, and small if little has changed."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +28,8 @@ def applied(base: bytes, difference: bytes) -> bytes:
 
 
 def adam_step(num: int, rate: float) -> tuple[Shorts, Shorts]:
-    """bf16 weights before and after an update of about `rate` each, of float32 master weights."""
+    """Weights in bf16 before and after an update of about `rate` each, with float32 master
+    weights."""
     draw = np.random.default_rng(0)
     weights = draw.standard_normal(num, np.float32) * np.float32(0.028)
     update = np.clip(draw.standard_normal(num, np.float32), -3, 3) * np.float32(rate)
@@ -43,7 +44,7 @@ def bf16(values: npt.NDArray[np.float32]) -> Shorts:
 @pytest.mark.parametrize("size", codec.SIZES)
 @pytest.mark.parametrize("seed", range(8))
 def test_each_bit_pattern_becomes_any_other(size: int, seed: int) -> None:
-    """All 65,536 are turned into random others: NaN, infinities and both zeros among them."""
+    """Turn all 65,536 patterns into random others, NaN, infinities and both zeros included."""
     base = np.arange(65536, dtype=np.uint16)
     target = np.random.default_rng(seed).permutation(base)
     target[::3] = base[::3]
@@ -62,7 +63,7 @@ def test_one_pattern_becomes_each_other(start: int) -> None:
 
 @pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 65533, 65534, 65535, 65536, 131070, 300_000])
 def test_gaps_of_any_length_are_kept(gap: int) -> None:
-    """Also in a row, at the beginning and at the end."""
+    """Gaps follow each other, and stand at the beginning and at the end."""
     base = np.zeros(3 * gap + 7, np.uint16)
     target = base.copy()
     for position in (gap, 2 * gap + 1, 3 * gap + 2, len(base) - 1):
@@ -149,7 +150,8 @@ def test_a_difference_of_another_size_is_refused() -> None:
 def test_a_damaged_difference_never_gives_anything_but_bytes_or_a_refusal(
     position: int, change: int
 ) -> None:
-    """The caller compares digests; what it must not see is another exception, or a crash."""
+    """The caller compares digests of the result; another exception, or a crash, must not reach
+    it."""
     damaged = bytearray(DIFFERENCE)
     damaged[position] ^= change
     with suppress(MalformedMessage):

@@ -1,4 +1,5 @@
-"""Our description of etcd's API against etcd itself, where the client does not go anyway."""
+"""The project's description of etcd's API, checked against etcd itself for calls that the client
+does not use."""
 
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from shoal_proto.etcd import etcd_pb2_grpc as stubs
 
 
 def test_status_members_and_leases(tmp_path: Path) -> None:
-    """Every field we describe holds what its name says, and etcd tells nothing we mistake."""
+    """Fields hold what their names say, and no answer of etcd is misread."""
     with running_etcd(tmp_path) as endpoint, grpc.insecure_channel(endpoint) as channel:
         status = stubs.MaintenanceStub(channel).Status(pb.StatusRequest(), timeout=5)
         assert re.fullmatch(r"\d+\.\d+\.\d+\S*", status.version)
@@ -40,5 +41,5 @@ def test_status_members_and_leases(tmp_path: Path) -> None:
         gone = store.DeleteRange(pb.DeleteRangeRequest(key=b"k", prev_kv=True), timeout=5)
         assert (gone.deleted, gone.prev_kvs[0].value) == (1, b"2")
         for message in (status, member, lease, left, changed, keys, gone):
-            # Bytes that etcd sent and our description lacks are kept, and cost nothing to look at.
+            # Fields that etcd sent and the description lacks are preserved as unknown fields.
             assert type(message).FromString(message.SerializeToString()) == message

@@ -1,4 +1,4 @@
-"""Children that are forked while other threads are within gRPC, as workers of a DataLoader are."""
+"""Processes forked while other threads are inside gRPC, like the workers of a DataLoader."""
 
 import subprocess
 import sys

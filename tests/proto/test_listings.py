@@ -1,4 +1,4 @@
-"""Listings: small whatever they list, and read back line by line."""
+"""Listings are small whatever they contain, and are read back line by line."""
 
 import random
 import zlib
@@ -17,7 +17,7 @@ LAYER = (
 
 
 def test_a_hundred_thousand_parameters_are_listed_each_by_name() -> None:
-    """In a few kilobytes, since layers are alike."""
+    """Layers that are alike make the listing a few kilobytes."""
     lines = [f"parameter layers.{n}.{each}" for n in range(20_000) for each in LAYER]
     packed = pack(lines)
     assert len(packed) < 8 * 1024
@@ -44,7 +44,8 @@ def test_line_breaks_within_a_name_make_no_further_lines() -> None:
 
 @pytest.mark.long
 def test_a_listing_that_cannot_be_made_small_names_blocks() -> None:
-    """With the first entry of each, and a digest that shows in which block a difference is."""
+    """A block shows its first entry and a digest, so that a difference can be located to a
+    block."""
     seed = random.Random(1)
     lines = [f"parameter {seed.getrandbits(128):x}: (4,) float32" for _ in range(100_000)]
     packed = pack(lines)
@@ -74,6 +75,6 @@ def test_a_listing_that_cannot_be_made_small_names_blocks() -> None:
     ],
 )
 def test_other_bytes_are_told_from_a_listing(packed: bytes) -> None:
-    """Such as a listing that would unpack to more than memory holds."""
+    """Bytes to be refused include a listing that would unpack to more than memory holds."""
     with pytest.raises(UnreadableListing):
         unpack(packed)

@@ -1,4 +1,5 @@
-"""Which clusters of this user a command finds by an address, and which it does not."""
+"""Local clusters: the ones of this user that a command finds by an address, and the ones that it
+must not."""
 
 import signal
 import subprocess
@@ -50,7 +51,7 @@ def test_a_cluster_is_found_by_each_of_its_addresses_until_it_ends(tmp_path: Pat
 
 
 def test_what_a_killed_cluster_left_counts_for_nothing(tmp_path: Path) -> None:
-    """Not even before the next one starts, which removes it."""
+    """A command ignores the record even before the next cluster starts, which removes it."""
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -66,7 +67,7 @@ def test_what_a_killed_cluster_left_counts_for_nothing(tmp_path: Path) -> None:
 
 
 def test_what_another_user_could_have_laid_is_not_believed(tmp_path: Path) -> None:
-    """A folder that others may write to, a link, and one that is another user's."""
+    """Folders to be refused: one that others may write to, a link, and one of another user."""
     announced = Announcement(record("127.0.0.1:7700"))
     folder = announced.path.parent
     folder.chmod(0o770)
@@ -85,8 +86,8 @@ def test_what_another_user_could_have_laid_is_not_believed(tmp_path: Path) -> No
 def test_a_directory_for_temporary_files_of_its_own_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither TMPDIR of the cluster nor that of a command says where the record is. It does where
-    the usual place is somebody else's, or nobody's to write to."""
+    """TMPDIR of the cluster or of a command does not decide the record's location, unless the usual
+    folder belongs to another user or cannot be written to."""
     announced = Announcement(record("127.0.0.1:7700"))
     for directory in ("scheduler", "absent"):
         monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path / directory))
@@ -105,7 +106,8 @@ def test_a_directory_for_temporary_files_of_its_own_changes_nothing(
 
 
 def test_another_network_has_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """127.0.0.1:7700 in a container is not that of its host, with which it shares a directory."""
+    """The address 127.0.0.1:7700 in a container is not that of its host, even if both share a
+    directory."""
     announced = Announcement(record("127.0.0.1:7700"))
     monkeypatch.setattr(local_clusters, "_network", lambda: -1)
     assert find(["127.0.0.1:7700"]) is None
@@ -124,7 +126,8 @@ def test_a_broken_record_costs_no_command(tmp_path: Path) -> None:
 
 
 def test_what_is_given_comes_before_what_is_found(tmp_path: Path) -> None:
-    """Files of the environment, else those of a local cluster at a coordinator's address."""
+    """Files named in the environment come first, then those of a local cluster at a coordinator's
+    address."""
     for folder in ("given", "found"):
         (tmp_path / folder).mkdir()
         for name in ("ca.crt", "worker.crt", "worker.key", "viewer.crt", "viewer.key"):

@@ -1,4 +1,4 @@
-"""Which names jobs, members and servers may have."""
+"""Valid names of jobs, members and servers."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from shoal_proto.names import is_name
 
 @pytest.mark.parametrize("text", ["a", "my-run_1.x", "_a", "9", "x" * 128])
 def test_names(text: str) -> None:
-    """Letters, digits and a few signs, as they stand in keys, paths and URLs."""
+    """Names of letters, digits and a few signs can stand in keys, paths and URLs."""
     assert is_name(text)
 
 
 @pytest.mark.parametrize("text", ["", "my run", ".a", "-a", "a/b", "\u00e9", "a\n", "x" * 129])
 def test_no_names(text: str) -> None:
-    """What would be another key, a hidden file, an option, or too long."""
+    """Refuse texts that would be another key, a hidden file, an option, or too long."""
     assert not is_name(text)

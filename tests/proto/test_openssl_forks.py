@@ -1,4 +1,4 @@
-"""A fork waits for who is within OpenSSL, and its child can use OpenSSL."""
+"""A fork waits while a thread is inside OpenSSL, and its child can use OpenSSL."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ WITHIN_S = 10.0
 
 
 def forked() -> None:
-    """A child that comes to its end, waited for."""
+    """Fork a child that ends at once, and wait for it."""
     child = os.fork()
     if not child:
         with NO_FORK:
@@ -22,7 +22,8 @@ def forked() -> None:
 
 
 def test_a_fork_waits_for_who_is_within_openssl() -> None:
-    """And then goes on; its child does not find the lock held by a thread that it does not have."""
+    """The fork proceeds once the thread has left; the child does not inherit a lock that is held by
+    a thread that it does not have."""
     within, forking, is_forked, leave = (threading.Event() for _ in range(4))
 
     def hold() -> None:
@@ -50,7 +51,7 @@ def test_a_fork_waits_for_who_is_within_openssl() -> None:
 
 
 def test_a_server_that_says_nothing_keeps_no_fork_waiting() -> None:
-    """The handshake is given up after its time; a fork meanwhile waits for none of it."""
+    """The handshake ends by its timeout; a fork meanwhile does not wait for it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     ended: list[BaseException] = []
 
@@ -66,7 +67,7 @@ def test_a_server_that_says_nothing_keeps_no_fork_waiting() -> None:
         thread.start()
         taken, _ = silent.accept()
         with taken:
-            # The first words of the handshake: it has begun, and waits for an answer.
+            # The first bytes of the handshake: it has begun, and waits for an answer.
             assert taken.recv(1)
             forked()
             assert thread.is_alive()
@@ -75,7 +76,7 @@ def test_a_server_that_says_nothing_keeps_no_fork_waiting() -> None:
 
 
 def test_what_is_no_tls_is_an_error_of_the_socket() -> None:
-    """And the connection is closed."""
+    """The connection is closed as well."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     with socket.create_server(("127.0.0.1", 0)) as server:
         connected = socket.create_connection(server.getsockname())

@@ -1,4 +1,4 @@
-"""Many values that are much alike, packed."""
+"""Packing of many values that are much alike."""
 
 import struct
 import zlib
@@ -13,12 +13,13 @@ from shoal_proto.packing.packed_values import MAX_VALUES_BYTES, pack, unpack
 
 @given(values=st.lists(st.binary(max_size=20), max_size=10))
 def test_any_values_come_back_as_they_were(values: list[bytes]) -> None:
-    """Of whatever lengths."""
+    """Values of any lengths are restored."""
     assert unpack(pack(values)) == values
 
 
 def test_what_a_thousand_ranks_say_of_themselves_takes_a_hundredth() -> None:
-    """As Gloo has it: an address, and the numbers of the connections to all others."""
+    """Values as Gloo exchanges them: an address, and the numbers of the connections to all other
+    ranks."""
     numbers = struct.pack("<1000q", *range(1000))
     values = [zlib.crc32(bytes([n % 256, n // 256])).to_bytes(154) + numbers for n in range(1000)]
     assert len(pack(values)) < sum(map(len, values)) / 100

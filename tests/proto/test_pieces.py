@@ -1,4 +1,4 @@
-"""Pieces read and written in place are those of protobuf, whatever they hold."""
+"""Pieces read and written in place equal those of protobuf, whatever they hold."""
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -28,7 +28,7 @@ def test_what_is_written_is_what_protobuf_reads(
     size: int,
     checksum: int,
 ) -> None:
-    """Both readers see the same, and the data are aligned."""
+    """Readers of both kinds see the same, and the data are aligned."""
     parts = (MARK, memoryview(bytes(size)))
     data = MARK + bytes(size)
     encoded = pieces.encode(FIELDS[kind], shard_id, offset_bytes, parts, checksum)
@@ -52,7 +52,7 @@ def test_what_is_written_is_what_protobuf_reads(
 def test_what_protobuf_writes_is_read(
     shard_id: int, offset_bytes: int, data: bytes, checksum: int
 ) -> None:
-    """A client of any make may push."""
+    """A client in any language may push."""
     piece = Piece(shard_id=shard_id, offset_bytes=offset_bytes, data=data, checksum=checksum)
     read = pieces.PieceDecoder(pieces.PUSH_REQUEST, PushRequest.FromString)(
         PushRequest(piece=piece).SerializeToString()
@@ -62,7 +62,7 @@ def test_what_protobuf_writes_is_read(
 
 
 def test_other_messages_are_parsed_as_ever() -> None:
-    """A header is no piece."""
+    """A header is not a piece."""
     message = PushRequest(header=PushHeader(sequence=7))
     read = pieces.PieceDecoder(pieces.PUSH_REQUEST, PushRequest.FromString)(
         message.SerializeToString()
@@ -72,7 +72,8 @@ def test_other_messages_are_parsed_as_ever() -> None:
 
 @given(st.data())
 def test_damaged_messages_are_read_as_protobuf_reads_them(choice: st.DataObject) -> None:
-    """Cut short, or with a byte changed: an error, or exactly what protobuf makes of them."""
+    """A message cut short, or with a changed byte, is an error or exactly what protobuf makes of
+    it."""
     encoded = bytearray(pieces.encode(pieces.PUSH_REQUEST, 3, 1000, (b"abcdefgh" * 9,), 77))
     if choice.draw(st.booleans()):
         del encoded[choice.draw(st.integers(0, len(encoded) - 1)) :]
@@ -93,6 +94,6 @@ def test_damaged_messages_are_read_as_protobuf_reads_them(choice: st.DataObject)
 
 
 def test_the_checksum_is_that_of_zlib() -> None:
-    """The value that CRC-32's definition gives to check an implementation by."""
+    """The expected value is the check value of CRC-32's definition."""
     assert crc32(b"123456789") == 0xCBF43926
     assert crc32(b"6789", crc32(b"12345")) == 0xCBF43926

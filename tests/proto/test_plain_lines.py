@@ -1,4 +1,4 @@
-"""What a worker printed, as readers elsewhere are shown it."""
+"""Lines that a worker printed, as they are shown to readers elsewhere."""
 
 import pytest
 from hypothesis import given

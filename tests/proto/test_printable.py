@@ -1,4 +1,4 @@
-"""What others wrote is shown by a terminal, and obeyed by none."""
+"""Texts written by others: a terminal shows their control sequences and never obeys them."""
 
 import os
 import pty
@@ -36,7 +36,7 @@ def test_what_a_terminal_obeys_is_escaped(text: str, shown: str, of_lines: str |
 
 
 def test_all_texts_of_an_answer_are() -> None:
-    """Keys too; lines stay where an error has some."""
+    """Keys are escaped, too; an error keeps its line breaks."""
     given = {"a\x1b": ["\n", 1, None, {"last_error": "x\ny\x1b"}], "b": 0.5}
     assert printable_json(given) == {
         "a\\x1b": ["\\n", 1, None, {"last_error": "x\ny\\x1b"}],

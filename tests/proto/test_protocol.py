@@ -1,4 +1,5 @@
-"""Two processes speak the newest version of the protocol that both know, or part by name."""
+"""Two processes use the newest version of the protocol that both know; otherwise the error says
+which is older."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""The digest of a roster, and its packed form: the same for all, whatever wrote it."""
+"""The digest of a roster and its packed form are the same for all members, whichever release wrote
+them."""
 
 import zlib
 
@@ -37,7 +38,7 @@ def roster(fields: dict[str, str]) -> pb.Roster:
 
 
 def test_the_order_of_a_map_does_not_count() -> None:
-    """Whoever fills in the fields in another order has the same digest."""
+    """A process that fills in the fields in another order gets the same digest."""
     digests = {
         roster_digest(roster(dict(items)))
         for items in (list(FIELDS.items()), list(reversed(FIELDS.items())), sorted(FIELDS.items()))
@@ -46,13 +47,13 @@ def test_the_order_of_a_map_does_not_count() -> None:
 
 
 def test_a_roster_that_was_sent_has_the_digest_that_it_had() -> None:
-    """Sender and receiver agree."""
+    """Sender and receiver compute the same digest."""
     sent = roster(FIELDS)
     assert roster_digest(pb.Roster.FromString(sent.SerializeToString())) == roster_digest(sent)
 
 
 def test_the_form_is_fixed() -> None:
-    """Whatever version of protobuf a member has: the form is part of the protocol."""
+    """The form is part of the protocol, and does not depend on a member's version of protobuf."""
     digest = "1cab775e729fd3c8c2cfb56f31bb8a2e85807567e63134ffe357e9e5c4653c5a"
     assert roster_digest(roster(FIELDS)) == digest
 
@@ -67,7 +68,7 @@ def test_every_field_of_an_entry_counts(field: str) -> None:
 
 @pytest.mark.parametrize("field", [f.name for f in pb.Roster.DESCRIPTOR.fields])
 def test_every_field_of_a_roster_counts(field: str) -> None:
-    """Nor do those with another source, step or whatever else a roster holds."""
+    """Members that were shown another source or step do not accept the same digest."""
     one, other = roster(FIELDS), roster(FIELDS)
     other.ClearField(field)
     assert roster_digest(one) != roster_digest(other)
@@ -78,7 +79,7 @@ def test_a_packed_roster_unpacks_as_it_was() -> None:
 
 
 def test_a_packed_roster_keeps_fields_of_a_later_release() -> None:
-    """Its digest covers them: a host may share it among members of two releases."""
+    """The digest covers these fields: a host may share the roster among members of two releases."""
     later = pb.Roster.FromString(roster(FIELDS).SerializeToString() + b"\x82\xf4\x03\x04next")
     assert roster_digest(unpack(pb.Roster, pack(later))) == roster_digest(later)
 

@@ -1,4 +1,4 @@
-"""The secrets of jobs and launchers: where they are read, and what is refused."""
+"""Secrets of jobs and launchers: where they are read, and which ones are refused."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from shoal_proto.secrets import (
 
 
 def test_a_secret_proves_itself_and_nothing_else_does() -> None:
-    """Not its digest, and nothing proves that there is none."""
+    """The digest does not prove the secret, and nothing proves an absent one."""
     secret = drawn()
     digest = digest_of(secret)
     assert proves(secret, digest)
@@ -46,7 +46,7 @@ def test_a_jobs_secret_is_the_first_line_of_its_owners_file(tmp_path: Path) -> N
 def test_what_is_no_secret_is_refused_by_name(
     tmp_path: Path, text: str, mode: int, named: str
 ) -> None:
-    """And the message does not tell it."""
+    """The message does not contain the secret."""
     path = tmp_path / "secret"
     path.write_text(text)
     path.chmod(mode)
@@ -61,7 +61,8 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_process_that_no_launcher_started_is_reported_on_by_nobody() -> None:
-    """Each draws one that nobody knows; of a launcher that says nothing any report counts."""
+    """A member without a launcher draws a secret that no other process knows. If a launcher gave no
+    secret, reports from any process count."""
     assert member_secrets({LAUNCH_VARIABLE: "s"}).launch_digest == digest_of("s")
     first, second = member_secrets({}).launch_digest, member_secrets({}).launch_digest
     assert first and second and first != second

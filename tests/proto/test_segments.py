@@ -65,7 +65,8 @@ def test_a_view_outlives_its_segment() -> None:
 
 
 def test_a_buffer_that_is_still_referred_to_is_not_sealed() -> None:
-    """Someone could write through it; once it is given up, the segment can be sealed."""
+    """A remaining reference could write to the memory; once it is gone, the segment can be
+    sealed."""
     writer = SegmentWriter.prepare(100)
     held = writer.buffer[3:]
     with pytest.raises(InternalError, match="refers to its buffer"):
@@ -112,7 +113,7 @@ def is_open(descriptor: int) -> bool:
 
 
 def test_a_forked_process_keeps_nothing_from_being_sealed_or_freed() -> None:
-    """Data loaders fork while the memory of the next version is ready already."""
+    """Data loaders fork while the memory of the next version is already prepared."""
     held, writer = sealed(b"weights"), SegmentWriter.prepare(100)
     view = held.view()
     numbers = {held.descriptor, writer._descriptor}
@@ -175,7 +176,8 @@ def place_of(segment: Segment) -> int:
 
 
 def test_memory_is_received_into_again_once_nothing_refers_to_it() -> None:
-    """Not while a segment, a duplicate of it or a view is there, whichever goes last."""
+    """A segment, a duplicate of it or a view keeps the memory in use, whichever is released
+    last."""
     memory = ReusedMemory()
     first = filled(memory, b"weights")
     place, digest = place_of(first), first.digest

@@ -25,7 +25,7 @@ __all__ = ["shoal_command"]
 def test_workers_of_two_releases_train_one_model(
     shoal_command: Shoal, tmp_path: Path, coordinator: str, strategy: str
 ) -> None:
-    """Each applies every update once, under a coordinator of either release."""
+    """Workers of both releases apply every update once, under a coordinator of either release."""
     (tmp_path / "train.py").write_text(counting_script(EPOCHS, STEPS_PER_EPOCH, RATE))
     (tmp_path / "done").touch()
     with running_etcd(tmp_path) as etcd, Supervisor(grace_s=5.0) as supervisor:

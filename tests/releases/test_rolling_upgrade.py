@@ -1,4 +1,4 @@
-"""A cluster goes from one release to another, part by part, while jobs train; and back."""
+"""A cluster changes its release part by part, and back again, while jobs train."""
 
 import asyncio
 import json
@@ -47,7 +47,8 @@ class Cluster:
         return self.coordinator.grpc
 
     def coordinate(self, release: Mapping[str, str]) -> None:
-        """A coordinator of the release, at the address of the one that is ended."""
+        """Start a coordinator of the release at the address of the current one, which is ended
+        first."""
         listen = "127.0.0.1:0"
         if self.coordinator is not None:
             listen = self.coordinator.grpc
@@ -63,7 +64,7 @@ class Cluster:
         awaited(self.coordinator.leads, LEADS_WITHIN_S, f"{name} leads")
 
     def serve(self, release: Mapping[str, str], count: int) -> None:
-        """So many parameter servers of the release, in the place of those that run."""
+        """Start `count` parameter servers of the release, and end those that ran before."""
         before, self._servers = self._servers, []
         for position in range(count):
             self._started += 1
@@ -79,7 +80,7 @@ class Cluster:
 
 
 def job_records(etcd: str) -> dict[str, dict[str, object]]:
-    """The jobs' own records, by job."""
+    """The state record of each job, by job."""
 
     async def read() -> dict[str, dict[str, object]]:
         async with EtcdClient(EtcdConfig(endpoints=(etcd,))) as store:
@@ -109,7 +110,7 @@ def test_jobs_train_on_while_a_cluster_changes_its_release_and_goes_back(
         given = {"SHOAL_COORDINATOR": cluster.address, "OMP_NUM_THREADS": "1", **release}
         bounds = ("-n", "2", "--max", "4", "--job", strategy)
         started = shoal_command.start("run", *bounds, "train.py", strategy, environment=given)
-        # It trains beside those of the other release, if there are any.
+        # The worker trains with those of the other release, if there are any.
         outputs[strategy] = read_until(started, "stepped on 20")
         return started
 
@@ -132,7 +133,8 @@ def test_jobs_train_on_while_a_cluster_changes_its_release_and_goes_back(
                 code, output = finish(before)
                 assert code in (0, 143), output
             step_on()
-        # Every job has been written by a coordinator of the next release, and by others since.
+        # A coordinator of the next release has written every job, and other coordinators have
+        # since.
         records = job_records(cluster.etcd)
         assert set(records) == set(runs)
         assert all("of_the_next_release" in record for record in records.values()), records
@@ -150,6 +152,6 @@ def test_jobs_train_on_while_a_cluster_changes_its_release_and_goes_back(
         for name in ("coordinator-1", "coordinator-4", "coordinator-7"):
             logged = [json.loads(line) for line in (tmp_path / f"{name}.log").open()]
             assert "job_set_aside" not in {line.get("event") for line in logged}
-            # Whoever leaves while a generation forms breaks it off; nothing else may.
+            # A generation may be aborted only because a member was drained while it formed.
             aborted = [line["reason"] for line in logged if line.get("event") == "phase_aborted"]
             assert all("left: drained" in reason for reason in aborted), aborted

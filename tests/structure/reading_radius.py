@@ -27,7 +27,7 @@ PACKAGES = {
 
 @cache
 def modules() -> Mapping[str, Path]:
-    """The source by module name, without generated code; a package stands for its `__init__`."""
+    """Source modules by name, without generated code; a package stands for its `__init__`."""
     found = {}
     for package, root in PACKAGES.items():
         for path in (root / package).rglob("*.py"):
@@ -44,13 +44,13 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def walked(path: Path) -> tuple[ast.AST, ...]:
-    """Nodes of a module."""
+    """Nodes of a module's syntax tree."""
     return tuple(ast.walk(parsed(path)))
 
 
 def imported(path: Path, *, with_types: bool = True) -> Iterator[str]:
-    """The source modules named in its import statements. `with_types`: also those in blocks of
-    `if TYPE_CHECKING:`."""
+    """Names of the source modules in a module's import statements; `with_types`: blocks of `if
+    TYPE_CHECKING:` included."""
     apart = set() if with_types else _type_checking(path)
     for node in walked(path):
         names = []
@@ -77,7 +77,7 @@ def _type_checking(path: Path) -> set[ast.AST]:
 
 @dataclass(frozen=True, kw_only=True)
 class Radius:
-    """The modules that a reader of one module may have to open, that one included."""
+    """The modules that a reader of one module may have to open, the module itself included."""
 
     modules: frozenset[str]
 
@@ -103,7 +103,7 @@ def num_lines(module: str) -> int:
 
 
 def named(name: str) -> str:
-    """The module of that full name, or the only one that ends with it."""
+    """The module with that full name, or the only one whose name ends with it."""
     found = [each for each in modules() if each == name or each.endswith(f".{name}")]
     if len(found) != 1:
         sys.exit(f"{name}: expected one module, seen {', '.join(sorted(found)) or 'none'}")

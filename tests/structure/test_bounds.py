@@ -1,4 +1,5 @@
-"""Every text, list and number that a request may hold has a bound, declared by its name."""
+"""Bounds on requests: each text, list and number that a request may hold has one, declared by
+name."""
 
 import importlib
 import pkgutil
@@ -11,15 +12,16 @@ from shoal_proto.v1.weights_pb2 import FetchSegmentRequest, PutSegmentRequest
 from shoal_server.serving import bounds
 
 WITHOUT = (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_ENUM)
-"""Bounded by their own kind."""
+"""Types whose values are bounded in themselves."""
 TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 SENT_IN_BULK = (FetchSegmentRequest, PutSegmentRequest)
-"""They open calls of the bulk transport alone."""
+"""Messages that open calls of the bulk transport, which no gRPC service has."""
 REALS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 
 
 def requests() -> Iterator[Descriptor]:
-    """Every message that a service or a bulk connection is sent, and what is in it."""
+    """Yield each message that a gRPC method or a bulk connection receives, and the messages nested
+    in it."""
     seen: set[str] = set()
 
     def within(message: Descriptor) -> Iterator[Descriptor]:
@@ -42,7 +44,7 @@ def requests() -> Iterator[Descriptor]:
 
 
 def test_every_field_of_every_request_has_a_bound() -> None:
-    """One that has none is to be added to `serving/bounds.py`."""
+    """The bound of a new field belongs in `serving/bounds.py`."""
     found = list(requests())
     assert len(found) > 100
     missing = []
@@ -56,7 +58,8 @@ def test_every_field_of_every_request_has_a_bound() -> None:
 
 
 def test_each_bound_is_of_its_fields_kind() -> None:
-    """A text has a length; seconds are real numbers, and named like them."""
+    """A bound of a text has a length; one of seconds belongs to a real number whose name ends in
+    `_s`."""
     wrong = []
     for message in requests():
         for field in message.fields:

@@ -1,4 +1,4 @@
-"""Connections between parts of Shoal: made in one place, so that none goes through a proxy."""
+"""Connections between parts of Shoal are made in one place, so that none goes through a proxy."""
 
 import ast
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ GRPC_PLACE = "shoal_proto.tls.channels"
 HTTP_PLACE = "shoal_client.connection.http"
 CHANNELS = {"insecure_channel", "secure_channel"}
 HTTP_PACKAGES = {"httpx", "requests", "urllib3", "aiohttp", "http.client", "urllib.request"}
-"""Packages that read http_proxy unless they are told not to. httpcore does not read it."""
+"""Packages that read http_proxy unless this is turned off; httpcore does not read it."""
 ERRORS = {"HTTPError", "InvalidURL", "TransportError"}
 TYPES = {"Client", "Response"}
 """Names of httpx that open no connection: errors, and types in annotations."""
 TO_STRANGERS = {"credentials.py"}
-"""Clients of services that are no part of Shoal: here Kubernetes, where a proxy is honoured."""
+"""Clients of services outside Shoal: here Kubernetes, where a proxy is honoured."""
 
 
 def sources(words: set[str]) -> Iterator[tuple[str, ast.Module]]:
-    """The modules in which one of these words stands, by name."""
+    """Yield the name and syntax tree of each module whose text contains one of these words."""
     found = dict(modules())
     for folder in ("deploy", "examples"):
         found |= {path.name: path for path in sorted((ROOT / folder).rglob("*.py"))}
@@ -33,7 +33,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def test_one_module_makes_every_grpc_channel() -> None:
-    """It turns the proxy off, whatever options a caller gives."""
+    """The module turns the proxy off, whatever options a caller gives."""
     found = {
         name
         for name, tree in sources(CHANNELS)
@@ -42,12 +42,12 @@ def test_one_module_makes_every_grpc_channel() -> None:
         and (node.attr if isinstance(node, ast.Attribute) else node.name) in CHANNELS
     }
     assert found == {GRPC_PLACE, "plain_grpc_worker.py"}
-    # An example of a worker in any language: it shows the option itself.
+    # This example of a worker in any language shows the option itself.
     assert "grpc.enable_http_proxy" in (ROOT / "examples/plain_grpc_worker.py").read_text()
 
 
 def test_one_module_makes_every_http_client() -> None:
-    """What other modules use of such a package is its errors and its types."""
+    """Other modules use only the errors and the types of such a package."""
     found = []
     for name, tree in sources({"http", "requests", "urllib"}):
         if name in {HTTP_PLACE, *TO_STRANGERS}:
@@ -70,5 +70,5 @@ def test_one_module_makes_every_http_client() -> None:
                 if node.attr not in ERRORS and not is_type:
                     found.append(f"{name}: httpx.{node.attr}")
     assert found == ["probe.py: urllib.request"]
-    # A file that is copied into images, without any package: it says so itself.
+    # A file that is copied into images without any package: it turns the proxy off itself.
     assert "ProxyHandler({})" in (ROOT / "deploy/probe.py").read_text()

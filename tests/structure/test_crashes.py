@@ -1,4 +1,4 @@
-"""A process that ends while it runs tests fails the whole run."""
+"""A run fails if a process that runs tests ends."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ OPTIONS = ["-q", "-n", "1", "--max-worker-restart", "0", "-p", "no:cacheprovider
 def test_a_run_in_which_a_process_ends_does_not_end_as_one_with_a_failed_test(
     tmp_path: Path, body: str, expected: int
 ) -> None:
-    """CI runs failed tests once more. A test that was never run would be missed."""
+    """CI runs failed tests again; it would miss a test that was never run."""
     shutil.copy(CONFTEST, tmp_path)
     (tmp_path / "test_it.py").write_text(f"import os\n\n\ndef test_it():\n    {body}\n")
     outer = {name for name in os.environ if name.startswith(("PYTEST_", "SHOAL_TESTS_"))}

@@ -34,7 +34,7 @@ def test_no_module_is_long() -> None:
 
 
 def test_no_class_has_many_attributes() -> None:
-    """Its fields, and what its methods set of itself."""
+    """Attributes are the class' fields and the names that its methods assign on `self`."""
     found = {
         f"{name}.{node.name}": len(attributes(node))
         for name, path in modules().items()
@@ -65,7 +65,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 
 def test_packages_import_each_other_in_no_circle() -> None:
-    """Also not within a function: of two packages one knows the other, or neither does."""
+    """Imports within functions count, too."""
     known: dict[str, set[str]] = defaultdict(set)
     for name, path in modules().items():
         own = package_of(name)
@@ -85,7 +85,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
 
 
 MAX_RADIUS_MODULES, MAX_RADIUS_LINES = 87, 14_050
-"""Reading radius of the strategy "ddp": to be lowered with it, and never raised."""
+"""Reading radius of the strategy "ddp": lower it when the radius shrinks, and never raise it."""
 
 
 def test_what_a_reader_of_ddp_may_have_to_open_does_not_grow() -> None:
@@ -102,7 +102,7 @@ NO_NOUNS = frozenset({
     "Whereabouts", "Who", "Why", "Word",
 })
 # fmt: on
-"""Names of classes from which nobody guesses what is inside, also with an underscore before."""
+"""Names of classes that do not say what is inside, also with an underscore before them."""
 
 
 def test_no_two_public_classes_have_one_name() -> None:
@@ -132,7 +132,7 @@ def package_of(module: str) -> str:
 
 
 def test_nothing_private_of_argparse_is_used() -> None:
-    """Its private classes change with Python's versions."""
+    """Private classes of argparse change between versions of Python."""
     found = []
     for name, path in modules().items():
         for node in walked(path):
@@ -145,7 +145,7 @@ def test_nothing_private_of_argparse_is_used() -> None:
 
 
 def test_what_benches_and_examples_import_of_the_source_is_there() -> None:
-    """mypy does not read them, and most run by hand only."""
+    """mypy reads neither folder, and most of these scripts run only by hand."""
     found = [
         f"{path.relative_to(ROOT)}: {module}.{name}"
         for folder in ("bench", "examples")
@@ -158,7 +158,7 @@ def test_what_benches_and_examples_import_of_the_source_is_there() -> None:
 
 
 def test_what_benches_import_of_each_other_is_there() -> None:
-    """A script finds what lies beside it first, everything in `bench` else."""
+    """A script's own folder is searched first, then `bench`."""
     bench = ROOT / "bench"
     found = []
     for path in bench.rglob("*.py"):
@@ -176,7 +176,8 @@ def test_what_benches_import_of_each_other_is_there() -> None:
 
 
 def from_source(path: Path) -> Iterator[tuple[str, str]]:
-    """Module and name of each `from` import of the source, but for what is made at import."""
+    """Yield module and name of each `from` import of the source, except `shoal`, whose names are
+    made at import."""
     for node in walked(path):
         if isinstance(node, ast.ImportFrom) and node.module in modules() and node.module != "shoal":
             yield from ((node.module, each.name) for each in node.names)
@@ -184,7 +185,7 @@ def from_source(path: Path) -> Iterator[tuple[str, str]]:
 
 @cache
 def names_of(path: Path) -> frozenset[str]:
-    """What is assigned, defined or imported at the top of a module."""
+    """Names assigned, defined or imported in a module."""
     names: set[str] = set()
     for node in walked(path):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

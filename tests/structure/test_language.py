@@ -35,9 +35,10 @@ PHRASES = (
     "behind a step",
 )
 MESSAGE_PHRASES = (*PHRASES, "of which", "whom", "whoever", "behind", "heard of", "stands by")
-"""Phrases that no message has: each has plain words, and the last ones no subject."""
+"""Phrases that no message may contain: the first have plain words, the last ones lack a subject."""
 MAX_PRONOUNS, MIN_WORDS = 0.25, 8
-"""The part of a docstring's words that may be pronouns, and where that is looked at."""
+"""The largest part of a docstring's words that may be pronouns, and the length from which this is
+checked."""
 LEFT: dict[str, int] = {
     "client/shoal_client/commands": 22,
     "client/shoal_client/demo": 2,
@@ -56,12 +57,12 @@ LEFT: dict[str, int] = {
     "server/shoal_server/parameters": 6,
     "worker/shoal/launcher": 5,
 }
-"""Docstrings of attributes by folder that open so today, many of them texts of the API's schema and
-of options: to be removed, and none to be added."""
+"""Docstrings of attributes that open badly today, counted by folder; many are texts of the API's
+schema and of options. Remove them, and add none."""
 LEFT_PHRASES: dict[str, int] = {}
-"""Lines by phrase that have it."""
+"""Lines that contain each phrase today."""
 LEFT_MESSAGES: dict[str, str] = {}
-"""Messages that have a phrase of these, each with the reason."""
+"""Messages that contain one of these phrases, each with the reason."""
 
 
 def docstrings(path: Path) -> Iterator[str]:
@@ -75,7 +76,8 @@ def docstrings(path: Path) -> Iterator[str]:
 
 @cache
 def messages(path: Path) -> tuple[str, ...]:
-    """Texts for people: in `raise`, in a log, and in the parts of an error or of an option."""
+    """Texts that people see: in `raise`, in a log call, and in the parts of an error or of an
+    option."""
     found: dict[tuple[int, int], str] = {}
     for node in walked(path):
         roots: list[ast.AST] = []
@@ -129,7 +131,7 @@ def test_phrases_have_plain_words() -> None:
 
 
 def test_messages_have_plain_words() -> None:
-    """A log line or an error says to an operator what was seen, without pictures."""
+    """An operator reads in a log line or an error what was seen, without pictures."""
     pattern = re.compile(r"\b(" + "|".join(MESSAGE_PHRASES) + r")\b")
     found = [
         f"{path.relative_to(ROOT)}: {text}"

@@ -1,4 +1,4 @@
-"""Nothing that a coordinator does for jobs can write to etcd without comparing the leader's key."""
+"""Writes of a coordinator to etcd for its jobs always compare the leader's key."""
 
 import ast
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 SERVER = Path(__file__).parents[2] / "server" / "shoal_server"
 COORDINATOR = SERVER / "coordinator"
 
-# They make the one store that the others have, or hold the election.
+# Modules that make the one store that the others use, or that hold the election.
 MAKERS = {"assembly.py", "process.py", "leadership/leader_failover.py"}
-# They read; what they are given may be any store.
+# Modules that only read; the store that they are given may be any.
 READERS = {
     "repair/inspection.py",
     "persistence/stored_jobs.py",
@@ -35,7 +35,7 @@ def test_only_the_makers_have_a_store_that_writes_without_the_comparison() -> No
 def test_readers_write_nothing() -> None:
     for name in READERS - {"persistence/stored_jobs.py"}:
         assert not names_in(COORDINATOR / name) & WRITES, name
-    # It makes the writes that the registry then has `DurableJobs` make.
+    # This module builds the writes that the registry passes on to `DurableJobs`.
     calls = [
         node
         for node in ast.walk(ast.parse((COORDINATOR / "persistence/stored_jobs.py").read_text()))
@@ -47,7 +47,7 @@ def test_readers_write_nothing() -> None:
 
 
 def test_what_is_written_for_a_job_goes_through_the_comparison() -> None:
-    """`transact` is called by nobody else in the coordinator than who has a LeaderStore."""
+    """A module of the coordinator that calls `transact` has a LeaderStore."""
     for path in COORDINATOR.rglob("*.py"):
         name = str(path.relative_to(COORDINATOR))
         tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""The edges of the replication core get all that they need from its effects."""
+"""The edges of the replication core get everything that they need from its effects."""
 
 import ast
 
@@ -7,8 +7,8 @@ from structure.reading_radius import imported, modules, walked
 CORE, PROTOCOL = "shoal_server.core.replication.", "shoal_server.core.replication.protocol."
 EDGES = "shoal_server.parameters.replication."
 WIRING = {f"{EDGES}core_driver", f"{EDGES}shard_replicas"}
-"""The driver, which steps the core, and the module that makes the edges and answers what operators
-and recovery ask about the core's state."""
+"""The driver, which steps the core, and the module that makes the edges and answers questions of
+operators and of recovery about the core's state."""
 OTHER_DECISIONS = {f"{EDGES}journal_recovery": f"{CORE}backing.disowning"}
 """An edge with a decision of its own, which the core does not make."""
 

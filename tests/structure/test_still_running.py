@@ -1,4 +1,4 @@
-"""A test that waits in vain for a process says what that process does."""
+"""A test that waits in vain for a process reports what that process does."""
 
 import threading
 
@@ -16,7 +16,7 @@ def _wait_for_nobody(report: Report) -> None:
 
 @pytest.mark.long
 def test_a_process_that_does_not_end_is_told_of_with_its_stacks() -> None:
-    """Of all its threads, as Python has them and as the kernel does."""
+    """The report shows the stacks of all its threads, from Python and from the kernel."""
     with Ranks() as ranks:
         rank = ranks.start(_wait_for_nobody)
         rank.expect("waits")

@@ -1,4 +1,5 @@
-"""Pulls and pushes by shared memory, by sockets and by gRPC: the same bits, and the same care."""
+"""Pulls and pushes by shared memory, by sockets and by gRPC give the same bits, with the same
+checks."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -50,7 +51,7 @@ def connect(
 def trained(
     servers: ParameterServers, transport: str, optimizer: OptimizerSpec = MOMENTUM
 ) -> Mapping[str, bytes]:
-    """The parameters after some pushes, of which one has not every gradient."""
+    """The parameters after some pushes, one of which lacks some gradients."""
     with closing(connect(servers, transport, job=f"job-{transport}")) as client:
         client.place(SCHEMA)
         client.create(optimizer, drawn(0))
@@ -80,7 +81,7 @@ def test_every_way_gives_the_same_bits(servers: ParameterServers) -> None:
 
 
 def test_values_that_a_gradient_was_computed_on_follow_it(servers: ParameterServers) -> None:
-    """Twice as many bytes go to a server as come back."""
+    """Twice as many bytes go to a server as come back from it."""
     policy = StalenessPolicy(kind="compensate", strength=0.5)
     optimizer = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1)], staleness=policy)
     by_grpc = trained(servers, "grpc", optimizer)
@@ -89,7 +90,7 @@ def test_values_that_a_gradient_was_computed_on_follow_it(servers: ParameterServ
 
 
 def test_two_workers_by_different_ways(servers: ParameterServers) -> None:
-    """What one pushes the other sees, whichever way either takes."""
+    """Updates that one worker pushes are seen by the other, whichever transport each uses."""
     with (
         closing(connect(servers, "auto")) as near,
         closing(connect(servers, "tcp", member="w1")) as far,
@@ -142,7 +143,7 @@ def test_a_later_call_with_larger_shards_shares_more_memory(servers: ParameterSe
 
 @pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
 def test_more_shards_are_refused_than_shared_memory_holds(transport: str) -> None:
-    """They are refused before the client has come to send them: no place is kept for those."""
+    """The pushes are refused before the client sends these shards: no slot is reserved for them."""
     with ParameterServers(1) as servers, closing(connect(servers, transport)) as client:
         num_elements = 5 * client_arena.NUM_SLOTS * 2**18
         schema = [ParameterSpec(name="w", shape=[num_elements], dtype="float32")]
@@ -161,7 +162,7 @@ def test_more_shards_are_refused_than_shared_memory_holds(transport: str) -> Non
 
 
 def test_a_server_without_memory_to_share_takes_the_socket() -> None:
-    """More than the parameters need is not there."""
+    """The server has no memory beyond what the parameters need."""
     with (
         ParameterServers(1, memory_limit_bytes=9_000_000) as servers,
         closing(connect(servers, "auto")) as client,
@@ -182,7 +183,7 @@ def test_an_unknown_transport_is_refused(servers: ParameterServers) -> None:
 def test_a_connection_made_while_the_client_is_closed_is_not_waited_at(
     servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its shards have no values: a pull that the servers let in would wait for them."""
+    """The shards have no values: a pull that the servers admitted would wait for them."""
     client = connect(servers, "auto")
     client.place(SCHEMA)
 

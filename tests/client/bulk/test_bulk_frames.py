@@ -1,4 +1,4 @@
-"""What a server does with the frames of a client, and a client with a server that is not well."""
+"""A server that gets bad frames from a client, and a client whose server fails."""
 
 import math
 import socket
@@ -86,7 +86,7 @@ Small = tuple[ParameterServers, ParameterClient, Token]
 
 
 def test_a_push_frame_by_frame(small: Small) -> None:
-    """The one way in which it is done right: what the next tests do wrong is refused for that."""
+    """A correct push: the next tests are refused for the fault that each adds."""
     raw = opened(small)
     raw.send(opening(small[2]), piece(), bulk.header(FrameKind.END))
     reply, end = raw.next(), raw.next()
@@ -100,7 +100,8 @@ def test_a_push_frame_by_frame(small: Small) -> None:
 def test_the_end_of_a_push_goes_with_its_last_answer(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the client has ended it by then; else it follows once the client has. One a call."""
+    """The end follows the last answer at once if the client has ended the push by then; otherwise
+    it follows the client's end. A call has one end."""
     sent: list[tuple[Buffer, ...]] = []
     send = FrameConnection.send
 
@@ -117,7 +118,7 @@ def test_the_end_of_a_push_goes_with_its_last_answer(
         FrameKind.END,
     ]
     assert [parts[-1] == end for parts in sent] == [True]
-    # Refused as it is opened: answered before the client comes to its end.
+    # The push is refused at its opening: the answer comes before the client's end.
     raw.send(opening(small[2], 2, epoch=9))
     answer = raw.next()
     raw.send(piece(), end)
@@ -144,7 +145,7 @@ def test_only_a_key_that_was_given_opens_a_connection_and_only_once(
 
 @pytest.mark.parametrize("kind", [FrameKind.MESSAGE, FrameKind.PIECE])
 def test_what_a_stranger_announces_is_not_waited_for(small: Small, kind: FrameKind) -> None:
-    """Nor is memory set aside for it: megabytes for each header of 40 bytes."""
+    """The server sets no memory aside either: a header of 40 bytes may announce megabytes."""
     raw = RawConnection(small[0], small[2], greeting=bulk.header(kind, num_bytes=MAX_PIECE_BYTES))
     raw.socket.settimeout(HELLO_S / 2)
     assert raw.next() is None
@@ -241,7 +242,7 @@ PULL = PullRequest(shards=[PullItem(shard_id=0, epoch=1)])
 def test_a_server_that_says_nothing_is_given_up(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that is stopped, or whose machine has lost its network: nothing breaks the socket."""
+    """The server is stopped, or its machine has lost its network: nothing closes the socket."""
     monkeypatch.setattr(client_connection, "SILENCE_S", 0.2)
     started_s = time.monotonic()
     with pytest.raises(Unavailable, match="no data for"):
@@ -253,7 +254,7 @@ def test_a_server_that_says_nothing_is_given_up(
 def test_a_server_that_is_slow_but_there_is_waited_for(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the time of the call is over."""
+    """The client waits until the call's time limit."""
     monkeypatch.setattr(client_connection, "SILENCE_S", 0.3)
     answers = ends[0].pull(PULL, [], 1.0)
     ends[1].sendall(bulk.header(FrameKind.BEAT))
@@ -269,7 +270,7 @@ def test_a_server_that_hangs_up_is_told_from_one_that_is_done(ends: Ends) -> Non
 
 
 def test_a_call_that_its_caller_leaves_ends_the_connection(ends: Ends) -> None:
-    """What is still on its way must not be taken for the answer to the next call."""
+    """Data still in transit must not be read as the answer to the next call."""
     version = bulk.message(FrameKind.MESSAGE, b"\x0a\x06\x08\x00\x10\x01\x18\x08")
     ends[1].sendall(version)
     answers = ends[0].pull(PULL, [], 60.0)

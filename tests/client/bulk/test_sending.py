@@ -1,4 +1,4 @@
-"""What a call sends of its parts, and when."""
+"""The parts that a call sends, and the order of sending and receiving."""
 
 import mmap
 import os
@@ -46,7 +46,7 @@ def sent(num_bytes: int) -> list[Frame]:
     ("num_bytes", "num_pieces"), [(TARGET_SHARD_BYTES, 1), (2 * PIECE_BYTES + 256, 3)]
 )
 def test_a_shard_of_the_usual_size_goes_in_one_piece(num_bytes: int, num_pieces: int) -> None:
-    """So the server has nothing to join."""
+    """The server then has no pieces to join."""
     *pieces, _ = sent(num_bytes)
     assert [frame.kind for frame in pieces] == [FrameKind.PIECE] * num_pieces
     assert sum(frame.num_bytes for frame in pieces) == num_bytes
@@ -55,7 +55,7 @@ def test_a_shard_of_the_usual_size_goes_in_one_piece(num_bytes: int, num_pieces:
 
 
 def received_by(connected: socket.socket, reader: FrameReader) -> list[int]:
-    """The shards that the other end told of since, in its order."""
+    """The shards that the other end has announced since the last call, in its order."""
     try:
         reader.received(connected.recv_into(reader.space()))
     except BlockingIOError:
@@ -65,7 +65,7 @@ def received_by(connected: socket.socket, reader: FrameReader) -> list[int]:
 
 
 def test_the_server_is_told_of_a_large_part_before_the_next_one_is_copied() -> None:
-    """Else it had nothing to do while all places are filled."""
+    """Otherwise the server would be idle until all slots are filled."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     ours, theirs = socket.socketpair()
     reader = FrameReader()
@@ -86,7 +86,7 @@ def test_the_server_is_told_of_a_large_part_before_the_next_one_is_copied() -> N
 
 
 def test_a_place_is_filled_again_before_the_next_answer_is_taken() -> None:
-    """Both answers are there; meanwhile the server would wait for the third part."""
+    """Answers to the first two parts are there; the server waits for the third part meanwhile."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     parts = [
         GradientPart(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)
@@ -110,7 +110,7 @@ def test_a_place_is_filled_again_before_the_next_answer_is_taken() -> None:
 
 
 def test_a_server_that_fails_a_call_and_hangs_up_is_heard_to_the_end() -> None:
-    """Though the next part cannot be sent to it any more."""
+    """The next part cannot be sent to the server any more."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     parts = [
         GradientPart(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(2)
@@ -133,7 +133,7 @@ def test_a_server_that_fails_a_call_and_hangs_up_is_heard_to_the_end() -> None:
 def test_an_answer_is_looked_for_before_this_thread_sleeps(
     num_parts: int, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a call of large parts, where there is another processor for the server."""
+    """A call of large parts looks for answers if there is another processor for the server."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     part = [
         GradientPart(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)
@@ -149,7 +149,7 @@ def test_an_answer_is_looked_for_before_this_thread_sleeps(
 
     class Poll:
         def register(self, *_: object) -> None:
-            """Nothing else is waited for."""
+            """Register nothing: poll() of this fake does not wait for a socket."""
 
         def poll(self, _: float) -> None:
             answers("asleep")

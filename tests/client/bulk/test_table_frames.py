@@ -1,4 +1,4 @@
-"""Rows by the bulk transport: what a server does with frames as a stranger might send them."""
+"""Rows by the bulk transport: a server's answers to frames that another program might send."""
 
 import socket
 import struct
@@ -94,7 +94,7 @@ class Small:
         return _piece(self.shard_id, data, offset=offset, checksum=checksum)
 
     def values(self) -> list[float]:
-        """Of the first row."""
+        """Values of the first row."""
         rows = self.client.look_up({self.where: IDS[:8]})[self.where]
         return list(struct.unpack("<4f", rows.values))
 
@@ -115,7 +115,7 @@ def served() -> Iterator[ParameterServers]:
 
 @pytest.fixture
 def small(served: ParameterServers, request: pytest.FixtureRequest) -> Iterator[Small]:
-    """In a job of its own."""
+    """A job of its own on the shared server."""
     token = served.admit("w0", job=f"job-{abs(hash(request.node.name))}")
     with (
         closing(ParameterClient([served.coordinator], lambda: token)) as parameters,
@@ -144,7 +144,7 @@ def found_by(raw: RawConnection) -> list[FoundRows]:
 
 @pytest.mark.parametrize("cut_at", [len(ROWS), 8, 40])
 def test_a_push_frame_by_frame(small: Small, cut_at: int) -> None:
-    """The one way in which it is done right, in one piece or in two that are cut anywhere."""
+    """A correct push, in one piece or in two that are cut anywhere."""
     raw = small.opened()
     pieces = [small.piece(ROWS[:cut_at])]
     if cut_at < len(ROWS):
@@ -157,14 +157,14 @@ def test_a_push_frame_by_frame(small: Small, cut_at: int) -> None:
     assert end is not None
     assert end.kind is FrameKind.END
     assert small.values() == [2.0] * DIM
-    # The same once more is a retry, also by the other transport's rules.
+    # The same push again is a retry, as on the other transport.
     raw.send(small.pushing(), small.piece(ROWS), END)
     assert outcome_of(raw).duplicate
     assert small.values() == [2.0] * DIM
 
 
 def test_a_lookup_frame_by_frame(small: Small) -> None:
-    """Items are answered under their numbers, those of one shard too."""
+    """Items are answered by number, even if several are for one shard."""
     raw = small.opened()
     raw.send(small.asking(2, 1), _piece(0, IDS[:16]), _piece(1, IDS[16:]), END)
     seen: dict[int, bytes] = {}
@@ -246,7 +246,7 @@ def test_frames_that_no_client_sends_end_the_call(small: Small, frame: bytes, wo
 
 
 def test_rows_in_the_message_itself_are_refused(small: Small) -> None:
-    """By this transport they come in pieces, where their bytes are checked and counted."""
+    """Rows come in pieces on this transport, and their bytes are checked and counted there."""
     raw = small.opened()
     request = TableLookupRequest(header=TableLookupHeader(token=small.token))
     request.rows.add(shard_id=small.shard_id, epoch=1, ids=IDS)
@@ -263,7 +263,7 @@ def test_a_call_that_does_not_parse_is_refused(small: Small, kind: FrameKind) ->
 
 @pytest.mark.parametrize("is_push", [True, False])
 def test_another_members_key_does_not_make_a_stranger_one(small: Small, *, is_push: bool) -> None:
-    """Each call has its member's token, and it is checked each time."""
+    """Calls each carry their member's token, which is checked each time."""
     stranger = Token(job=small.token.job, generation=1, member_id="w9", incarnation="none")
     raw = small.opened()
     if is_push:
@@ -282,7 +282,7 @@ def test_more_rows_than_a_message_may_ask_for_are_refused(small: Small) -> None:
 
 
 def test_ids_of_another_shard_are_refused_for_their_item_alone(small: Small) -> None:
-    """With one shard no id is another's: ids that are cut off are."""
+    """The table has one shard, so no id belongs to another: truncated ids stand for such ids."""
     raw = small.opened()
     raw.send(small.asking(1, 1), _piece(0, IDS[:4]), _piece(1, IDS[:8]), END)
     answers = []
@@ -296,7 +296,7 @@ def test_ids_of_another_shard_are_refused_for_their_item_alone(small: Small) -> 
 def test_where_no_bulk_connection_can_be_had_rows_go_by_grpc(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_transport, "connect", lambda *told: None)
+    monkeypatch.setattr(bulk_transport, "connect", lambda *arguments: None)
     with closing(TableClient([small.servers.coordinator], lambda: small.token)) as client:
         client.fetch_map()
         rows = client.look_up({small.where: IDS})[small.where]
@@ -316,8 +316,8 @@ def test_where_no_bulk_connection_can_be_had_rows_go_by_grpc(
 
 
 def test_more_rows_than_the_shared_memory_has_places_for(small: Small) -> None:
-    """A step with many more rows than the one before, or none: more memory is shared, and all
-    come."""
+    """The client shares more memory for a step with many more rows than the last one, or after one
+    with none, and all rows arrive."""
     with closing(
         TableClient([small.servers.coordinator], lambda: small.token, transport="auto")
     ) as client:

@@ -1,4 +1,5 @@
-"""`shoal certs`: files that only their owner reads, never overwritten, renewed in place."""
+"""`shoal certs` writes files that only their owner can read, overwrites none, and renews in
+place."""
 
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -32,7 +33,7 @@ def test_init_makes_an_authority_and_a_certificate_for_each_role(tmp_path: Path)
     for role in CertificateRole:
         holder = holder_of(read((folder / f"{role.value}.crt").read_bytes()))
         assert holder is not None and holder.caller == Caller(role, role.value)
-        # Short-lived unless asked otherwise.
+        # Certificates are short-lived by default.
         assert holder.valid == timedelta(hours=24)
         TlsIdentity(in_folder(folder, role))
     coordinator = holder_of(read((folder / "coordinator.crt").read_bytes()))
@@ -141,13 +142,14 @@ def test_renewed_files_are_taken_and_half_written_ones_are_not(
 def test_an_authority_that_the_files_do_not_have_any_more_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has the old one's key makes no server for a process that runs on."""
+    """A holder of the old authority's key cannot serve a process that keeps running."""
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
     servers = []
     for name in ("old", "new"):
         folder = CertificateFolder(tmp_path / name)
         folder.init()
-        # As with a page for browsers: it takes everybody, so that only the client decides.
+        # Use the context of the page for browsers: it accepts any client, so that only the client
+        # decides.
         servers.append(
             TlsIdentity(in_folder(folder.path, CertificateRole.COORDINATOR)).material.open
         )
@@ -203,7 +205,7 @@ def test_who_calls_is_read_from_one_uri(names: list[bytes], caller: Caller | Non
 
 
 def test_only_who_serves_has_a_name_to_serve_under(tmp_path: Path) -> None:
-    """A worker's certificate is none that a client takes for a coordinator's."""
+    """A client does not accept a worker's certificate as a coordinator's."""
     folder = CertificateFolder(tmp_path / "certs")
     folder.init()
     for role, is_taken in (
@@ -220,7 +222,7 @@ def test_only_who_serves_has_a_name_to_serve_under(tmp_path: Path) -> None:
 
 
 def _meet(calling: ssl.SSLObject, answering: ssl.SSLObject) -> bool:
-    """Whether the handshake comes about."""
+    """True if the handshake succeeds."""
     for _ in range(4):
         for side in (calling, answering):
             try:

@@ -37,13 +37,13 @@ class World:
     url: str
 
     async def shoal_drain(self, *arguments: str) -> int:
-        """What `shoal drain` returns or raises; the coordinator goes on meanwhile."""
+        """Run `shoal drain` in a thread, so that the coordinator runs meanwhile."""
         addresses = ("--coordinator", self.members.address, "--http", self.url)
         return await asyncio.to_thread(parse(["drain", *addresses, *arguments]))
 
 
 def train_on(member: MemberSession) -> GenerationRecord:
-    """Step after step, until the members agree to stop: the generation to go over to."""
+    """Take steps until the members agree to stop; return the record of the next generation."""
     for step in count():
         record = member.begin_step(step)
         if record is not None:
@@ -62,7 +62,8 @@ async def world() -> AsyncIterator[World]:
 
 
 async def test_one_of_two_leaves_and_the_other_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command returns when the member is gone, and says which generation runs without it."""
+    """The command returns when the member has left, and names the generation that runs without
+    it."""
     async with world() as at:
         a, _ = await at.members.training("a", "b")
         asked = asyncio.create_task(at.shoal_drain("b", "--job", "j"))
@@ -70,14 +71,14 @@ async def test_one_of_two_leaves_and_the_other_goes_on(capsys: pytest.CaptureFix
         await asyncio.to_thread(a.ready, record)
         assert await asked == 0
         assert [entry.member_id for entry in record.roster.entries] == ["a"]
-        # A member's log is on this screen, too.
+        # The log of a member is on this screen, too.
         lines = capsys.readouterr().out.splitlines()
         (shown,) = [line for line in lines if line.startswith("b left job j after ")]
         assert shown.endswith(f"; generation {record.roster.generation} runs with 1 member")
 
 
 async def test_who_is_not_there_is_named_with_those_who_are() -> None:
-    """A wrong name is the coordinator's error, and nobody is drained."""
+    """A wrong name is an error of the coordinator, and no member is drained."""
     async with world() as at:
         await at.members.training("a", "b")
         with pytest.raises(UnknownMember, match="one of a, b"):
@@ -87,7 +88,7 @@ async def test_who_is_not_there_is_named_with_those_who_are() -> None:
 
 
 async def test_a_member_that_does_not_come_to_its_boundary() -> None:
-    """The wait is bounded, and the error tells where the member stands."""
+    """The wait is bounded, and the error says where the member is."""
     async with world() as at:
         await at.members.training("a", "b")
         with pytest.raises(DeadlineExceeded, match="b has not left job j yet; saw it is "):
@@ -95,7 +96,7 @@ async def test_a_member_that_does_not_come_to_its_boundary() -> None:
 
 
 class ChangingLeaders:
-    """Both ways to ask, each of which fails as it does while another coordinator takes over."""
+    """Fails both kinds of request as during a change of the leading coordinator."""
 
     def __init__(self, *failures: ShoalError) -> None:
         self.failures = list(failures)
@@ -115,7 +116,7 @@ class ChangingLeaders:
 
 
 def test_a_change_of_leaders_does_not_end_the_wait() -> None:
-    """The next leader, which may have heard nothing of it, is asked to let it go as well."""
+    """The next leader may not know of the request: it is asked for the drain as well."""
     at = ChangingLeaders(
         DeadlineExceeded("no answer in time"), NotLeader("a standby"), Unavailable("nobody leads")
     )
@@ -127,7 +128,7 @@ def test_a_change_of_leaders_does_not_end_the_wait() -> None:
 
 
 def test_a_member_that_has_left_before_it_is_asked_for_again_has_left() -> None:
-    """The answer to the first call did not come through; the next leader knows no such member."""
+    """The answer to the first call was lost; the next leader knows no such member."""
     at = ChangingLeaders(Unavailable("nobody leads"), UnknownMember("no member b"))
     request = DrainRequest(job="j", member_id="b")
     give_up_s = time.monotonic() + unhurried(30.0)
@@ -137,7 +138,7 @@ def test_a_member_that_has_left_before_it_is_asked_for_again_has_left() -> None:
 
 
 async def test_no_coordinator_is_a_clear_error() -> None:
-    """The address that does not answer is named."""
+    """The error names the address that does not answer."""
     async with world() as at:
         with pytest.raises(Unavailable, match=r"no coordinator answers at http://127\.0\.0\.1:1"):
             await at.shoal_drain("a", "--job", "j", "--http", "http://127.0.0.1:1")

@@ -24,7 +24,7 @@ def narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_a_member(world: World) -> None:
-    """What a loss leaves on the board: steps on the way, and the line."""
+    """Put the events and the summary of a loss on the board."""
     world.board.event("digits", "member_removed", "vm-2: its launcher saw it end (SIGKILL)")
     lost = (Departure(member_id="vm-2", cause="SIGKILL", lost=True),)
     world.board.runs(
@@ -49,7 +49,7 @@ def lose_a_member(world: World) -> None:
 def test_events_tell_the_story_in_a_line(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The steps on the way to it are there on request."""
+    """`-v` shows the events before the line as well."""
     lose_a_member(world)
     capsys.readouterr()  # the board's own log
     assert parse(["events", "digits", "--http", url])() == 0
@@ -72,7 +72,7 @@ def test_the_newest_events_are_shown_and_as_json_for_scripts(
 
 
 def test_events_that_come_are_followed(world: World, url: str) -> None:
-    """What was there first, then each as it comes, and none twice."""
+    """Events that exist come first, then each new one, and none twice."""
     world.board.event("digits", "snapshot_taken", "the first")
     config = events.EventsConfig(job="digits", follow=True)
     found: list[str] = []
@@ -106,7 +106,7 @@ def test_status_of_a_job_that_there_is_not_is_refused_by_name(
 def test_top_fits_a_narrow_terminal(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of all jobs, and of one with its members and its newest changes."""
+    """`top` for all jobs, and for one with its members and its newest changes."""
     lose_a_member(world)
     capsys.readouterr()  # the board's own log
     world.put(status_world.job("x" * 60))
@@ -123,7 +123,8 @@ def test_top_fits_a_narrow_terminal(
 
 
 def test_a_straggler_is_marked(world: World) -> None:
-    """Half as long again as the member in the middle; of two nobody can say who is slow."""
+    """A straggler takes half as long again as the median member; between two members none can be
+    named."""
 
     def entry(name: str, step_time_s: float) -> dict[str, object]:
         return {"member": {"member_id": name}, "health": {"step_time_s": step_time_s}}
@@ -136,7 +137,7 @@ def test_a_straggler_is_marked(world: World) -> None:
 def test_jobs_that_are_over_are_counted_and_not_shown(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a cluster with a history, what runs is what somebody looks for."""
+    """An operator of a cluster with a history looks for the jobs that run."""
     over = status_world.job("old", phase="finished", state="finished", members=())
     world.put(replace(over, life=replace(over.life, begun_unix_s=1.0, ended_unix_s=2.0)))
     assert parse(["status", "--http", url])() == 0

@@ -24,7 +24,7 @@ class World:
         self.members, self.url = members, url
 
     async def shoal(self, command: str, *arguments: str) -> int:
-        """What the command returns or raises; the coordinator goes on meanwhile."""
+        """Run the command in a thread, so that the coordinator runs meanwhile."""
         addresses = ("--coordinator", self.members.address)
         if command in ("jobs", "status", "why", "top"):
             addresses = ("--http", self.url.removeprefix("http://"))
@@ -40,7 +40,7 @@ async def world() -> AsyncIterator[World]:
 
 
 def train_on(member: MemberSession) -> int:
-    """Step after step, until the member is told to go: the step that it did not begin."""
+    """Take steps until the member is drained; return the step that it did not begin."""
     step = 0
     while True:
         try:
@@ -53,7 +53,8 @@ def train_on(member: MemberSession) -> int:
 
 
 async def test_a_job_is_stopped_listed_and_retried(capsys: pytest.CaptureFixture[str]) -> None:
-    """Members leave at a boundary, the state is shown, nobody joins, until it is retried."""
+    """Members leave at a boundary, the job is listed as stopped, and no member can join until it is
+    retried."""
     async with world() as at:
         members = await at.members.training("a", "b")
         trainers = [asyncio.to_thread(train_on, member) for member in members]
@@ -81,7 +82,8 @@ async def test_a_job_is_stopped_listed_and_retried(capsys: pytest.CaptureFixture
 
 
 async def test_a_wait_ends_with_the_outcome_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
-    """75 if the job is not over in time, 1 once it is stopped, 0 once it is finished."""
+    """The exit code is 75 if the job is not over in time, 1 once it is stopped, and 0 once it is
+    finished."""
     async with world() as at:
         members = await at.members.training("a", "b")
         assert await at.shoal("wait", "j", "--wait-s", "0") == os.EX_TEMPFAIL
@@ -108,7 +110,7 @@ def jobs_at(url: str) -> Json:
 async def test_a_job_that_all_members_left_is_interrupted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It is not shown as running, and how the last member went is said."""
+    """The job is not shown as running, and the end of its last member is shown."""
     async with world() as at:
         members = await at.members.training("a", "b")
         assert [job["state"] for job in await asyncio.to_thread(jobs_at, at.url)] == ["running"]
@@ -120,7 +122,7 @@ async def test_a_job_that_all_members_left_is_interrupted(
         assert job["last_ending"].startswith("b: ") and "no such file" in job["last_ending"]
         for command in (["jobs"], ["status"], ["why", "j"], ["top", "--once"]):
             assert await at.shoal(*command) == 0
-            # The coordinator logs to this screen, too.
+            # The coordinator's log is on this screen, too.
             lines = capsys.readouterr().out.splitlines()
             shown = "\n".join(line for line in lines if "[debug " not in line)
             assert "interrupted" in shown and "collect" not in shown

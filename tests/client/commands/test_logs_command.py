@@ -1,4 +1,4 @@
-"""`shoal logs`: what workers printed, as their launcher hands it on or keeps it in files."""
+"""`shoal logs` shows the output of workers that their launcher passes on or keeps in files."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,8 @@ NOWHERE = "http://127.0.0.1:1"
 def test_the_newest_lines_of_a_member_come_from_its_launcher(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """More of them than an answer has, in order; the member may be named in two ways."""
+    """The command shows more lines than one answer holds, in order; the member may be named in two
+    ways."""
     world.printed["w1"] = [f"line {number}" for number in range(500)]
     for arguments in (["digits", "w1"], ["w1", "--job", "digits"]):
         assert main(["logs", *arguments, "-n", "120", "--http", url]) == 0
@@ -75,7 +76,7 @@ def test_files_of_this_host_are_shown_where_the_coordinator_has_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And told to be that: they may be of an earlier run of that name."""
+    """The command says that these are files: they may belong to an earlier run with that name."""
     monkeypatch.setenv("SHOAL_LOG_DIR", str(tmp_path))
     arguments = ["logs", "digits", "w9", "--http", url]
     assert main(arguments) == 1
@@ -109,7 +110,7 @@ def test_the_newest_lines_are_shown_over_restarts(
 def test_a_worker_that_prints_for_ever_fills_no_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two files, and the newest lines are in them."""
+    """The newest lines are in two files."""
     monkeypatch.setattr(worker_logs, "MAX_BYTES", 4096)
     kept = WorkerLog(log_path(tmp_path, "digits", "w0"))
     for number in range(2000):
@@ -124,9 +125,9 @@ def test_a_worker_that_prints_for_ever_fills_no_disk(
 def test_nothing_is_written_to_a_file_that_another_laid_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory's name can be guessed, so another user may be there first: a file of theirs, a
-    link, one more name of a file. Their own is told by its owner, here as if this user were
-    another."""
+    """The directory's name can be guessed, so another user may have put a file there, a symbolic
+    link, or a hard link. A file of theirs is recognised by its owner; here this process runs as if
+    it were another user."""
     path = log_path(tmp_path / "guessed", "digits", "w0")
     path.parent.mkdir(parents=True)
     target = tmp_path / "target"

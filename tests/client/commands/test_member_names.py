@@ -1,4 +1,4 @@
-"""Commands that take a member's id alone, and those that find the user's only cluster."""
+"""Commands that are given only a member's id, and those that find the user's only cluster."""
 
 import os
 import socket
@@ -36,7 +36,7 @@ def worker() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def put_process(world: World, pid: int) -> None:
-    """Give member w1 of `digits` this process."""
+    """Make this process that of member w1 of `digits`."""
     members = [status_world.member("w0", 0), status_world.member("w1", 1)]
     process = members[1].process
     members[1] = status_world.member(
@@ -100,7 +100,7 @@ def test_a_member_is_killed_by_its_name(
 def test_no_process_is_killed_that_is_not_the_member(
     world: World, url: str, worker: "subprocess.Popen[bytes]"
 ) -> None:
-    """A pid of another host may be anybody's here."""
+    """A pid of another host may belong to any process here."""
     put_process(world, os.getpid())
     with pytest.raises(InvalidSpec, match=f"on here; this host is {socket.gethostname()}"):
         parse(["kill", "w1", "--http", url])()
@@ -110,7 +110,7 @@ def test_no_process_is_killed_that_is_not_the_member(
 def test_the_last_members_of_a_job_without_any_are_named(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also after a coordinator's restart, which forgets events and keeps generations."""
+    """A restarted coordinator shows them, too: it has lost the events and kept the generations."""
     world.printed["w2"] = ["the end"]
     world.change("digits", members=())
     assert main(["logs", "digits", "--http", url]) == 0
@@ -121,7 +121,7 @@ def test_the_last_members_of_a_job_without_any_are_named(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder below which the records of this user's clusters are."""
+    """The folder that contains the records of this user's clusters."""
     monkeypatch.setattr(local_clusters, "_PARENT", tmp_path)
     monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("SHOAL_HTTP", raising=False)
@@ -133,7 +133,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "command", ["stop", "retry", "rm", "wait", "accept-loss", "repair", "snapshot", "snapshots"]
 )
 def test_a_command_on_a_job_asks_the_only_cluster(folder: Path, command: str) -> None:
-    """The command uses its certificates. With several clusters, one has to be named."""
+    """The command uses that cluster's certificates. If there are several clusters, one has to be
+    named."""
 
     def addresses() -> Sequence[str]:
         config = read_config([command, "digits"], installed_commands())

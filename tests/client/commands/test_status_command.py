@@ -27,7 +27,7 @@ def shoal(*arguments: str) -> int:
 def test_status_shows_every_job_with_members_generations_and_servers(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names, phases, reasons and figures are on the screen, and text in brackets stays text."""
+    """Names, phases, reasons and figures are shown, and text in brackets stays text."""
     reason = "waits [for] 2 members"
     world.put(status_world.job("other", phase="collect", reason=reason, members=()))
     world.samples_of["digits"] = status_world.samples()
@@ -48,7 +48,7 @@ def test_status_shows_every_job_with_members_generations_and_servers(
 def test_status_shows_the_rounds_of_members_with_a_bound(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And what one that is ahead waits for."""
+    """A member that is ahead shows what it waits for."""
     reason = "w0 in round 13: its own next is 17, the bound 3"
     slow = status_world.member("w0", 0, clock=13)
     world.change(
@@ -65,8 +65,8 @@ def test_status_shows_the_rounds_of_members_with_a_bound(
 def test_status_shows_which_weights_each_engine_serves(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Version and digest; and the alarm if the digest is not that of the version. A script's series
-    is shown, too, though it is of no job."""
+    """Engines show version and digest, and an alarm if the digest is not that of the version. The
+    series of a script is shown, too, though it belongs to no job."""
     world.published += [status_world.published(), status_world.published("svc/r", differs=True)]
     assert shoal("status", "--http", url) == 0
     shown = capsys.readouterr().out
@@ -81,14 +81,14 @@ def test_status_shows_which_weights_each_engine_serves(
 def test_status_of_one_job_leaves_the_others_out(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--job narrows it down."""
+    """`--job` selects one job."""
     world.put(status_world.job("other"))
     assert shoal("status", "--http", url, "--job", "other") == 0
     assert "digits" not in capsys.readouterr().out
 
 
 def test_status_as_json_is_what_the_api_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A script gets every job with members, generations and shards."""
+    """A script gets all jobs with members, generations and shards."""
     assert shoal("status", "--http", url, "--json") == 0
     (job,) = json.loads(capsys.readouterr().out)
     assert job["summary"]["job"] == "digits"
@@ -106,7 +106,7 @@ def test_status_as_json_is_what_the_api_says(url: str, capsys: pytest.CaptureFix
 def test_status_without_jobs_says_so(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An empty coordinator is no error."""
+    """A coordinator without jobs is not an error."""
     world.by_name.clear()
     assert shoal("status", "--http", url) == 0
     assert "has no jobs" in capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_status_without_jobs_says_so(
 def test_why_answers_in_a_sentence(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The member's reason, the job's, and the last error."""
+    """The answer has the member's reason, the job's, and the last error."""
     waiting = status_world.member("w9", state="waiting", waiting_for="other members")
     world.change("digits", members=(waiting,), phase="collect", reason="1 of 2 are ready")
     world.board.report("digits", "w9", status_world.health("w9", last_error="peer reset"))
@@ -129,7 +129,8 @@ def test_why_answers_in_a_sentence(
 
 
 def test_who_is_not_there_is_the_servers_own_error(url: str) -> None:
-    """The same class that the coordinator raised, with what there is."""
+    """The error has the class that the coordinator raised, and names the members or jobs that
+    exist."""
     with pytest.raises(UnknownMember, match="one of w0, w1, w2"):
         shoal("why", "w7", "--job", "digits", "--http", url)
     with pytest.raises(UnknownJob, match="one of digits"):
@@ -138,7 +139,7 @@ def test_who_is_not_there_is_the_servers_own_error(url: str) -> None:
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:{port}", "nonsense", "http://[bad"])
 def test_an_unreachable_coordinator_is_a_clear_error(address: str) -> None:
-    """It names the address, and how to give another."""
+    """The error names the option and the variable for the address."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(Unavailable, match=r"--http URL or \$SHOAL_HTTP"):
@@ -146,7 +147,7 @@ def test_an_unreachable_coordinator_is_a_clear_error(address: str) -> None:
 
 
 def test_something_else_at_the_address_is_a_clear_error() -> None:
-    """A web server that is no coordinator is not taken for one."""
+    """A web server that is not a coordinator is recognised."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer() -> None:
@@ -165,7 +166,7 @@ def test_something_else_at_the_address_is_a_clear_error() -> None:
 def test_the_address_comes_from_the_environment(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """$SHOAL_HTTP stands in for --http."""
+    """$SHOAL_HTTP is used if `--http` is not given."""
     monkeypatch.setenv("SHOAL_HTTP", url)
     assert shoal("status") == 0
     assert "digits" in capsys.readouterr().out
@@ -174,7 +175,7 @@ def test_the_address_comes_from_the_environment(
 def test_status_is_whole_in_eighty_columns(
     world: World, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is cut off; who does not train is told of in words."""
+    """The output is not cut off; a member that does not train has a sentence."""
     monkeypatch.setenv("COLUMNS", "80")
     long_wait = "w1 to finish its step before the new generation can start from there"
     waits = status_world.member("w2", 2, state="bringing-up", waiting_for=long_wait)
@@ -192,7 +193,7 @@ def test_status_is_whole_in_eighty_columns(
 def test_why_of_a_job_says_what_its_members_wait_for(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Causes, once for all who wait for the same."""
+    """Causes are shown once for all members that wait for the same."""
     away = "w0, which has been in your code for 54 s"
     first = status_world.member("w0", 0, waiting_for="nothing: it has been in your code for 54 s")
     others = [status_world.member(f"w{rank}", rank, waiting_for=away) for rank in (1, 2)]
@@ -206,7 +207,7 @@ def test_why_of_a_job_says_what_its_members_wait_for(
 
 
 FORGED = "\x1b[2J\x1b]0;mine\x07\n12:00:00 generation 9: all is well\u202e"
-"""It clears the screen, names the window, begins a line and turns the next text around."""
+"""A text that clears the screen, names the window, begins a line and reverses the text after it."""
 
 
 @pytest.mark.parametrize(
@@ -222,8 +223,8 @@ def test_no_text_of_others_is_an_order_to_the_terminal(
     command: str,
     columns: str,
 ) -> None:
-    """A host, a reason, an error, a device, a name that was logged: whoever joins a job may send
-    what it likes there."""
+    """Hosts, reasons, errors, devices and logged names come from members, which may send any
+    text."""
     os.environ["COLUMNS"] = columns
     first = status_world.member("w0", 0, waiting_for=FORGED, state="collecting")
     first = replace(first, process=replace(first.process, host=FORGED))
@@ -242,14 +243,14 @@ def test_no_text_of_others_is_an_order_to_the_terminal(
     shown = capsys.readouterr().out
     assert not {"\x1b", "\x07", "\u202e"} & set(shown)
     lines = [line for line in shown.splitlines() if line.startswith("12:00:00 generation 9")]
-    # Of the traceback of an error each line stands below the one before.
+    # Lines of an error's traceback are shown below each other.
     assert len(lines) == (command == "why-member")
 
 
 def test_an_error_of_others_is_no_order_to_the_terminal(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither is what an argument had in it that the error repeats."""
+    """The error repeats an argument with control characters."""
     assert main(["status", "--http", url, "--job", FORGED]) == 2
     errors = capsys.readouterr().err
     assert "bad name of a job" in errors

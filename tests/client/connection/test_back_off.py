@@ -1,4 +1,4 @@
-"""How long a client waits between its attempts to find who leads."""
+"""Pauses of a client between its attempts to find the leader."""
 
 import random
 
@@ -7,7 +7,8 @@ from shoal_proto.back_off import FIRST_S, LONGEST_S, PROMPT_LONGEST_S, PROMPT_S,
 
 
 def test_a_new_leader_is_asked_for_promptly_and_an_absent_one_seldom() -> None:
-    """For the length of a fail-over no pause is long; after that they grow to their maximum."""
+    """Pauses are short for as long as a leader failover may take; then they grow to their
+    maximum."""
     back_off, waited_s, num_prompt = BackOff(), 0.0, 0
     while waited_s < PROMPT_S:
         pause_s = back_off.pause_s(chance())
@@ -21,7 +22,7 @@ def test_a_new_leader_is_asked_for_promptly_and_an_absent_one_seldom() -> None:
 
 
 def test_after_a_success_the_next_failure_is_a_new_one() -> None:
-    """However long the last search took."""
+    """The duration of the last search does not matter."""
     back_off = BackOff()
     while back_off.pause_s(chance()) < LONGEST_S / 2:
         continue
@@ -30,8 +31,8 @@ def test_after_a_success_the_next_failure_is_a_new_one() -> None:
 
 
 def test_members_do_not_come_in_step() -> None:
-    """Two that lost the same leader at the same moment wait differently, whatever their scripts
-    have seeded."""
+    """Two members that lost the same leader at the same moment wait differently, even if their
+    scripts set the same seed."""
     waits = []
     for _ in range(2):
         random.seed(7)
@@ -41,8 +42,8 @@ def test_members_do_not_come_in_step() -> None:
 
 
 def test_a_script_draws_what_it_seeded() -> None:
-    """Clients wait on threads of their own, at any moment between a seed and what it is for: a
-    Keras layer, for one, draws the seed of its weights from the process's generator."""
+    """Clients wait on threads of their own, possibly between a script's seed and its use: a Keras
+    layer, for example, draws the seed of its weights from the process' generator."""
     random.seed(7)
     before = random.getstate()
     BackOff().pause_s(chance())
@@ -50,7 +51,7 @@ def test_a_script_draws_what_it_seeded() -> None:
 
 
 def test_pauses_grow_to_their_bound_and_begin_anew() -> None:
-    """Each is twice the last one; without a bound all are as long as the first."""
+    """Pauses double each time; without a bound all are as long as the first."""
     pauses = BackOff(1.0, 5.0)
     assert [pauses.pause_s() for _ in range(4)] == [1.0, 2.0, 4.0, 5.0]
     pauses.reset()

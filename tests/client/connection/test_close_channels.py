@@ -1,4 +1,4 @@
-"""A worker that is told to stop ends, even where a connection cannot be closed."""
+"""A worker that is told to stop ends, even if a connection cannot be closed."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from shoal_client.connection.coordinators import CLOSE_WITHIN_S, close_channels
 
 
 class Channel:
-    """Closes once `end` is set."""
+    """A channel that closes once `end` is set."""
 
     def __init__(self, end: threading.Event) -> None:
         self._end = end
@@ -19,7 +19,7 @@ class Channel:
 
 
 def test_a_channel_that_does_not_close_holds_up_nobody() -> None:
-    """The others are closed, and the caller goes on within the bound."""
+    """The other channels are closed, and the call returns within the bound."""
     never, at_once = threading.Event(), threading.Event()
     at_once.set()
     stuck, good = Channel(never), Channel(at_once)
@@ -34,7 +34,7 @@ def test_a_channel_that_does_not_close_holds_up_nobody() -> None:
 
 
 def test_channels_are_closed_before_it_returns() -> None:
-    """Where nothing holds it up, the end is waited for."""
+    """The call waits for channels that close without delay."""
     at_once = threading.Event()
     at_once.set()
     channels = [Channel(at_once), Channel(at_once)]

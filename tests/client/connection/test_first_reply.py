@@ -1,4 +1,4 @@
-"""Leaving a coordinator that accepts connections and answers nothing."""
+"""A client leaves a coordinator that accepts connections and does not answer."""
 
 import asyncio
 import socket
@@ -13,7 +13,7 @@ from shoal_server.etcd.memory import MemoryStore
 
 
 async def test_a_silent_replica_is_left_for_one_that_answers() -> None:
-    """Its process is stopped, say: the kernel accepts the connection, and nothing follows."""
+    """A stopped process shows this: the kernel accepts the connection, and no data follow."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with served(MemoryStore()) as world:
             client = world.client("a")
@@ -35,7 +35,7 @@ class Stream:
 
 
 def test_each_silence_doubles_the_patience_and_an_answer_restores_it() -> None:
-    """A leader under load is not asked again and again, and a bound remains."""
+    """A leader under load is not asked again and again, and the waits stay bounded."""
     timeout = FirstReplyTimeout(0.001)
     waited = []
     for _ in range(6):

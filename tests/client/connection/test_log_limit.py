@@ -1,4 +1,4 @@
-"""What is logged of something that happens again and again."""
+"""Log lines about an event that repeats."""
 
 import structlog
 from structlog.testing import capture_logs

@@ -13,7 +13,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 KEEP, RECEIVE = pb.STATE_ACTION_KEEP, pb.STATE_ACTION_RECEIVE
 LIMIT_S = 30.0
 SHORT_S = 0.3
-"""For those who never answer: the whole of it is waited for."""
+"""Limit for peers that never answer: the whole of it passes."""
 
 
 def entry(name: str, port: int = 1, **fields: object) -> pb.RosterEntry:
@@ -27,7 +27,7 @@ def entry(name: str, port: int = 1, **fields: object) -> pb.RosterEntry:
 
 @contextmanager
 def listening(name: str, address: str = "127.0.0.1") -> Iterator[pb.RosterEntry]:
-    """A peer that can be reached, as the roster tells of it."""
+    """A reachable peer, with its entry in a roster."""
     listener = ProbeListener(address, name, f"start of {name}")
     try:
         yield entry(name, listener.port)
@@ -37,7 +37,7 @@ def listening(name: str, address: str = "127.0.0.1") -> Iterator[pb.RosterEntry]
 
 @contextmanager
 def full_backlog() -> Iterator[int]:
-    """A port whose queue of connections is full, so that what comes to it is dropped."""
+    """A port with a full queue of connections, so that packets to it are dropped."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(4):
@@ -48,7 +48,7 @@ def full_backlog() -> Iterator[int]:
 
 
 def test_peers_that_listen_are_reached_by_all_at_once() -> None:
-    """Over and over, at an address, at a name, and on all interfaces."""
+    """Checks succeed repeatedly, at an address, at a name, and on all interfaces."""
     with listening("a") as a, listening("b") as b, listening("c", "192.0.2.1") as everywhere:
         named = pb.RosterEntry()
         named.CopyFrom(b)
@@ -58,7 +58,8 @@ def test_peers_that_listen_are_reached_by_all_at_once() -> None:
 
 
 def test_each_peer_that_cannot_be_reached_is_named_with_what_was_seen() -> None:
-    """A closed port, a port where nothing gets through, an address without a route, a bad name."""
+    """The peers have a closed port, a port that drops packets, an address without a route, and a
+    bad name."""
     with listening("fine") as fine, full_backlog() as blackhole:
         with listening("left") as left:
             pass
@@ -78,20 +79,20 @@ def test_each_peer_that_cannot_be_reached_is_named_with_what_was_seen() -> None:
 
 
 def test_a_port_that_another_process_has_taken_over_is_not_the_peer() -> None:
-    """Another incarnation of the same member neither."""
+    """Another incarnation of the same member is not the peer either."""
     with listening("a") as a:
         a.public_id = public_id("an earlier start of a")
         assert "another process answers" in check([a], LIMIT_S)["a"]
 
 
 def test_a_peer_that_lets_connect_and_is_busy_is_reached() -> None:
-    """The network is not to blame for what a process takes its time for."""
+    """A process that is slow does not mean that the network is broken."""
     with socket.create_server(("127.0.0.1", 0)) as busy:
         assert check([entry("busy", busy.getsockname()[1])], SHORT_S) == {}
 
 
 def test_a_caller_that_goes_away_at_once_does_not_end_the_listener() -> None:
-    """Nor do many."""
+    """Many such callers do not end it either."""
     with listening("a") as a:
         for _ in range(50):
             socket.create_connection((a.address, a.probe_port)).close()
@@ -103,7 +104,7 @@ def test_a_caller_that_goes_away_at_once_does_not_end_the_listener() -> None:
     [("auto", {"new elsewhere"}), ("always", {"new here", "new elsewhere"}), ("never", set())],
 )
 def test_only_pairs_with_somebody_new_are_checked(when: str, checked: set[str]) -> None:
-    """And by default only those on two hosts; who has no probe port is none's to check."""
+    """Pairs on one host are not checked by default, and a member without a probe port never is."""
     entries = [
         entry("own", host="h1", state=KEEP),
         entry("old elsewhere", host="h2", state=KEEP),
@@ -120,7 +121,8 @@ def test_only_pairs_with_somebody_new_are_checked(when: str, checked: set[str]) 
 
 @pytest.mark.parametrize("number", [2, MAX_PEERS + 1, MAX_PEERS + 2, 1000])
 def test_in_a_large_roster_every_member_is_checked_by_as_many_as_it_checks(number: int) -> None:
-    """A pair is checked from both sides or not at all; the work grows with the logarithm."""
+    """A pair is checked from both sides or not at all; the number of checks grows with the
+    logarithm."""
     entries = [entry(str(place)) for place in range(number)]
     checked = {
         (str(place), peer.member_id) for place in range(number) for peer in ring(entries, place)

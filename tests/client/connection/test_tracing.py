@@ -33,10 +33,10 @@ SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 
 
 class Spans(InMemorySpanExporter):
-    """All that was traced in this process, servers included."""
+    """Spans of this process, servers included."""
 
     def paths(self) -> list[list[str]]:
-        """Of each span, the names from the root of its trace to it."""
+        """Names from the trace's root to each span."""
         by_id = {span.context.span_id: span for span in self.finished}
         return [_path_to(span, by_id) for span in self.finished]
 
@@ -70,13 +70,14 @@ def filled(value: float) -> memoryview:
 
 
 def test_calls_and_pushes_are_traces_to_etcd(spans: Spans, tmp_path: Path) -> None:
-    """A placing and a push, each a trace: the caller's span, the server's in it, then etcd's."""
+    """A placement and a push are a trace each: the caller's span, in it the server's, in it
+    etcd's."""
     with running_etcd(tmp_path) as etcd, ParameterServers(2, etcd=etcd) as servers:
         token = servers.admit("w0")
         client = ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
         client.place(SCHEMA)
         client.create(SGD, {"w": filled(0.0)})
-        # The server knows this process of the member no more, and asks etcd who it is.
+        # The server does not know this new process of the member, and asks etcd about it.
         token = servers.admit("w0", incarnation="two")
         values = filled(9.0)
         client.push({"w": filled(-1.0)}, into={"w": values})
@@ -88,13 +89,13 @@ def test_calls_and_pushes_are_traces_to_etcd(spans: Spans, tmp_path: Path) -> No
     assert any(path[-1].startswith("etcd") for path in placing), paths
     [push] = spans.named("Push")
     [served_push] = spans.named("Parameters/Push")
-    # The last word to the caller leaves before the server has put the push away.
+    # The last part of the answer leaves before the server has finished with the push.
     assert push.start_time <= served_push.start_time <= push.end_time
 
 
 async def test_a_join_is_one_trace_to_etcd(spans: Spans, tmp_path: Path) -> None:
-    """All that a member says until it trains, each with the coordinator's part and what that wrote;
-    what it says later is a trace of its own."""
+    """Calls of a member until it trains are in one trace, each with the coordinator's span and its
+    writes; a later call is a trace of its own."""
     with running_etcd(tmp_path) as etcd:
         store = EtcdClient(EtcdConfig(endpoints=(etcd,)))
         async with served(store) as world:
@@ -105,7 +106,7 @@ async def test_a_join_is_one_trace_to_etcd(spans: Spans, tmp_path: Path) -> None
         assert ["Join", call, f"Membership/{call}"] in paths, paths
     written = [path for path in paths if path[-1].startswith("etcd") and path[0] == "Join"]
     assert ["Join", "Attend", "Membership/Attend", "etcd, once"] in written, paths
-    # What decides the generation is written for the last answer to its proposal.
+    # The generation's decision is written for the last answer to its proposal.
     assert ["Join", "Answer", "Membership/Answer", "etcd, once"] in written, paths
     assert len(spans.named("Join")) == 2
     assert ["Leave", "Membership/Leave"] in paths, paths
@@ -123,9 +124,8 @@ async def _joins_and_leaves(world: Served) -> None:
 
 
 async def test_a_write_is_part_of_the_trace_that_asked_for_it(spans: Spans, tmp_path: Path) -> None:
-    """A write that waited for another one belongs to the call that asked for it, not to another.
-
-    The call may end first: the watch can report the write before etcd answers it."""
+    """A write that waited for another one belongs to the call that asked for it. The call may end
+    first: the watch can report the write before etcd answers it."""
     with running_etcd(tmp_path) as etcd:
         store = EtcdClient(EtcdConfig(endpoints=(etcd,)))
         async with served(store) as world:
@@ -158,7 +158,8 @@ with tracing.span("Push"):
 
 
 def test_spans_go_by_otlp_under_the_name_of_their_part() -> None:
-    """SHOAL_TRACES=otlp: by HTTP to the endpoint that OpenTelemetry's own variable names."""
+    """SHOAL_TRACES=otlp sends spans by HTTP to the endpoint that OpenTelemetry's own variable
+    names."""
     received: list[ExportTraceServiceRequest] = []
 
     class Collector(BaseHTTPRequestHandler):

@@ -1,4 +1,5 @@
-"""The demo's count of samples, from the workers' own lines: rules that one can check by hand."""
+"""The demo's count of samples from the lines that workers wrote: rules that can be checked by
+hand."""
 
 from pathlib import Path
 
@@ -56,14 +57,15 @@ def test_a_commit_that_died_with_its_worker_does_not_count() -> None:
 
 
 def test_lost_and_repeated_are_seen() -> None:
-    """A survivor that goes on with the next step though nobody committed this one loses samples."""
+    """A survivor that continues with the next step though no worker committed this one loses
+    samples."""
     worker = account(begin(1, 0, 0, 1), begin(2, 1, 2), commit(2, 1), begin(2, 2, 2), commit(2, 2))
     count = count_synchronous([worker], EXPECTED)
     assert (count.lost, count.repeated, count.steps, count.samples) == (3, 1, 2, 2)
 
 
 def test_an_unanswered_push_counts_as_the_servers_say() -> None:
-    """Of the killed worker's last push only the servers know whether it was applied."""
+    """The killed worker's last push has an outcome that only the servers know."""
     dead = account(begin(1, 0, 0, 1), commit(1, 0), begin(1, 1, 2, 3))
     heir = account(begin(2, 0, 2, 3), commit(2, 0), name="b")
     applied = count_asynchronous([dead, heir], EXPECTED, pushes_applied=3)
@@ -75,7 +77,7 @@ def test_an_unanswered_push_counts_as_the_servers_say() -> None:
 
 
 def test_recovery_is_the_next_step_of_the_next_generation() -> None:
-    """A step already under way at the kill does not pass for a recovery."""
+    """A step that was already in progress at the kill does not count as a recovery."""
     survivor = account(commit(1, 0, 10.0), commit(1, 1, 10.6), commit(2, 2, 11.5))
     assert generation_at([survivor], 10.5) == 1
     assert recovery_s([survivor], 10.5, after_generation=1) == pytest.approx(1.0)
@@ -84,7 +86,7 @@ def test_recovery_is_the_next_step_of_the_next_generation() -> None:
 
 
 def test_pause_is_the_longest_gap_beyond_the_usual() -> None:
-    """With a step each tenth of a second before, a gap of 0.5 s is a pause of 0.4 s."""
+    """A gap of 0.5 s is a pause of 0.4 s if steps took 0.1 s before."""
     steady = [commit(1, index, 10.0 + index / 10) for index in range(11)]
     later = [commit(1, 11, 11.1), commit(1, 12, 11.6), commit(1, 13, 11.7)]
     assert pause_s([account(*steady, *later)], 11.0) == pytest.approx(0.4)

@@ -1,4 +1,4 @@
-"""What a launcher tells of its workers reaches whichever coordinator takes it."""
+"""Reports of a launcher about its workers reach any coordinator that accepts them."""
 
 import queue
 import socket
@@ -48,7 +48,7 @@ def address(coordinator: Coordinator) -> Iterator[str]:
 def test_a_coordinator_that_hangs_is_waited_for_once(
     coordinator: Coordinator, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host whose workers all end tells of them at once, not one every two seconds."""
+    """A host whose workers all end reports them at once, not one every two seconds."""
     monkeypatch.setattr(reports, "CALL_TIMEOUT_S", SILENT_S)
     with socket.create_server(("127.0.0.1", 0)) as hung:
         silent = f"127.0.0.1:{hung.getsockname()[1]}"
@@ -68,7 +68,7 @@ def test_a_coordinator_that_hangs_is_waited_for_once(
 def test_the_answer_to_a_report_says_that_nobody_can_join_any_more(
     coordinator: Coordinator, address: str, phase: str
 ) -> None:
-    """Until an operator lets the job be joined again, which the next answer shows."""
+    """An operator may let members join again; the next answer then shows it."""
     with HostReporter([address]) as reporter:
         for reported, known in ((phase, phase), ("running", ""), ("finished", "")):
             coordinator.phase = reported

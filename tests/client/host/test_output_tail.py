@@ -1,4 +1,4 @@
-"""The newest of what a worker printed, cut into parts."""
+"""The newest output of a worker, cut into parts."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ def test_lines_before_and_after_a_position_join_without_a_gap() -> None:
 
 
 def test_a_worker_that_prints_for_ever_takes_no_more_memory() -> None:
-    """And who asks for what is gone gets the oldest that is there, and sees that."""
+    """A reader that asks for discarded output gets the oldest that is left, and can see that."""
     tail = filled(max_bytes=1000)
     for number in range(50_000):
         tail.add(f"line {number}")
@@ -65,7 +65,7 @@ def test_what_was_no_text_is_kept_as_well() -> None:
     st.integers(0, 400),
 )
 def test_parts_are_what_a_slow_twin_cuts(lines: list[str], most: int, position: int) -> None:
-    """No byte is lost or comes twice, going up from any position, or down."""
+    """Parts read upwards or downwards from any position neither lose a byte nor repeat one."""
     tail, text = filled(*lines), "".join(f"{line}\n" for line in lines).encode()
     position = min(position, len(text))
     up, at = b"", position

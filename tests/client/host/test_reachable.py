@@ -1,4 +1,4 @@
-"""A command finds a coordinator that leads, whatever its other addresses are."""
+"""A command finds a leading coordinator, whatever its other addresses are."""
 
 import asyncio
 import socket
@@ -27,7 +27,8 @@ def stop_job(channel: grpc.Channel) -> Method[pb.JobStanding]:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of a process that is stopped: its kernel connects, and nobody answers."""
+    """The address of a stopped process: its kernel accepts connections, and the process does not
+    answer."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -40,7 +41,7 @@ def refusing() -> str:
 
 
 async def test_nobody_waits_for_an_address_that_does_not_answer(silent: str, refusing: str) -> None:
-    """Neither to find out whether somebody leads, nor with the call that follows."""
+    """The search for a leader and the call after it both skip such an address."""
     async with served(MemoryStore()) as world:
         await world.joined("a")
         addresses = [silent, refusing, world.address]
@@ -60,7 +61,7 @@ async def test_nobody_waits_for_an_address_that_does_not_answer(silent: str, ref
 
 
 async def test_while_nobody_leads_yet_the_others_are_asked_again(silent: str) -> None:
-    """Who says nothing does not hold up those who know more."""
+    """A silent coordinator does not delay the others."""
     async with served(MemoryStore(), Limits()) as world:
         await world.coordinator.step_down()
         asking = asyncio.create_task(

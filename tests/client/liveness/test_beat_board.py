@@ -1,4 +1,4 @@
-"""The memory that a launcher and its workers share."""
+"""The memory that a launcher shares with its workers."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def board() -> Iterator[BeatBoard]:
 
 
 def test_a_claim_is_read_by_who_watches_the_process(board: BeatBoard) -> None:
-    """Token, heartbeat and steps come over to the slot of that number, and to no other."""
+    """Token, heartbeat and steps appear in the slot with that number, and in no other."""
     worker = BeatSlot.open(board.address(1))
     assert board.slots[1].claimed(os.getpid()) is None
     worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
@@ -48,7 +48,7 @@ def test_another_process_has_no_claim_in_the_slot(board: BeatBoard) -> None:
 
 
 def test_nobody_vouches_for_ever_for_a_worker_that_hangs(board: BeatBoard) -> None:
-    """Once none of its threads has run for as long as its patience says, the claim is void."""
+    """A claim is void once none of the worker's threads has run for the time that it gave."""
     worker = BeatSlot.open(board.address(0))
     worker.claim(TOKEN, heartbeat_s=0.25, patience_s=0.0)
     assert board.slots[0].claimed(os.getpid()) is None
@@ -57,7 +57,7 @@ def test_nobody_vouches_for_ever_for_a_worker_that_hangs(board: BeatBoard) -> No
 
 
 def test_an_accepted_beat_is_for_the_claim_that_it_spoke_of(board: BeatBoard) -> None:
-    """What was accepted for an earlier incarnation does not keep the next one silent."""
+    """A heartbeat accepted for an earlier incarnation does not count for the next one."""
     worker, launcher = BeatSlot.open(board.address(0)), board.slots[0]
     worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
     first = launcher.claimed(os.getpid())
@@ -74,7 +74,7 @@ def test_an_accepted_beat_is_for_the_claim_that_it_spoke_of(board: BeatBoard) ->
 
 @pytest.mark.parametrize("made", ["nowhere", "file", "number", "text"])
 def test_what_is_no_slot_is_left_alone(board: BeatBoard, tmp_path: Path, made: str) -> None:
-    """An address that came to another host names some other file there: not a byte changes."""
+    """An address from another host may name a different file here: no byte of it changes."""
     path = tmp_path / "precious"
     path.write_bytes(bytes(8192))
     addresses = {

@@ -1,4 +1,5 @@
-"""Whose main thread dies is seen at once, with the exit code that the kernel will tell of later."""
+"""Death of a process' main thread is noticed at once, with the exit code that the kernel reports
+later."""
 
 import mmap
 import os
@@ -67,7 +68,7 @@ def watched(board: BeatBoard, pid: int) -> tuple[ExitWatch, "queue.SimpleQueue[i
 def test_an_exit_is_told_of_with_its_code(
     board: BeatBoard, start: Start, code: str, expected: int
 ) -> None:
-    """Before anybody has waited for the process."""
+    """The report comes before any process has waited for the exited one."""
     process = start(f"sys.stdin.readline(); {code}")
     watch, codes = watched(board, process.pid)
     assert process.stdin is not None
@@ -79,7 +80,8 @@ def test_an_exit_is_told_of_with_its_code(
 
 
 def test_a_killed_process_is_seen_before_its_memory_is_gone(board: BeatBoard, start: Start) -> None:
-    """Its exit is seen while the kernel has still to free what it held: a gigabyte, touched."""
+    """The exit is noticed while the kernel still frees the process' memory: a gigabyte, all
+    touched."""
     process = start("held = bytearray(b'1') * (1 << 30); print('full', flush=True); input()")
     assert process.stdout is not None
     assert process.stdout.readline() == "full\n"
@@ -104,7 +106,8 @@ def test_a_killed_process_is_seen_before_its_memory_is_gone(board: BeatBoard, st
 
 
 def test_letting_go_is_no_exit(board: BeatBoard, start: Start) -> None:
-    """A worker that leaves its job tells of it by itself; its exit comes from the kernel."""
+    """A worker that leaves its job releases the lifeline; its exit is then reported by the
+    kernel."""
     leave = "slot.withdraw(); print('let go', flush=True)"
     process = start(f"{leave}; sys.stdin.readline(); sys.exit(4)")
     watch, codes = watched(board, process.pid)
@@ -120,7 +123,8 @@ def test_letting_go_is_no_exit(board: BeatBoard, start: Start) -> None:
 def test_a_process_that_becomes_another_program_has_not_exited(
     board: BeatBoard, start: Start
 ) -> None:
-    """The kernel lets go of its locks then too; and the new program may hold the lifeline anew."""
+    """The kernel releases the locks in that case, too; the new program may hold the lifeline
+    again."""
     again = "import sys; exec(sys.argv[2]); sys.stdin.readline(); sys.exit(5)"
     process = start(
         f"os.execv(sys.executable, [sys.executable, '-c', {again!r}, sys.argv[1], {HOLD!r}])"
@@ -146,7 +150,7 @@ def test_a_slot_serves_one_process_after_the_other(board: BeatBoard, start: Star
 
 
 def test_another_thread_than_the_main_one_holds_nothing(board: BeatBoard) -> None:
-    """It may end long before its process does."""
+    """Another thread may end long before its process does."""
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
     slot = BeatSlot.open(board.address(1))
     thread = threading.Thread(target=lambda: answers.put(slot.lifeline.hold()))
@@ -166,7 +170,7 @@ def test_a_process_that_lives_has_no_exit_code() -> None:
 
 
 def test_a_lifeline_lies_anywhere_in_shared_memory(tmp_path: Path) -> None:
-    """Held and let go of through two mappings of one file, as by two processes."""
+    """Hold and release through two mappings of one file, as two processes would."""
     path = tmp_path / "memory"
     path.write_bytes(bytes(4096))
     with path.open("r+b") as file:

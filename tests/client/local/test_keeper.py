@@ -1,4 +1,4 @@
-"""What is kept up: started again, later and later, and given up where that does not help."""
+"""Parts that are restarted after growing pauses, and given up if restarts do not help."""
 
 import os
 import queue
@@ -24,7 +24,7 @@ def supervisor() -> Iterator[Supervisor]:
 
 
 class Part:
-    """A process that sleeps, and what its keeper does about its ends."""
+    """A process that sleeps, and its keeper's reactions to its ends."""
 
     def __init__(self, supervisor: Supervisor, policy: RestartPolicy) -> None:
         self._supervisor = supervisor
@@ -33,7 +33,7 @@ class Part:
         self.failures: list[int] = []
         self.comes_up = True
         self.waits_for_etcd = 0
-        """So many starts end with EX_TEMPFAIL first."""
+        """Number of starts that first end with EX_TEMPFAIL."""
         self.process = self._spawn()
         self.keeper = Keeper(
             self.process,
@@ -68,20 +68,21 @@ class Part:
 
 
 def test_what_ends_is_started_again(supervisor: Supervisor) -> None:
-    """With a line that says what happened, and one when it serves again."""
+    """A line says what happened, and another one that the part serves again."""
     part = Part(supervisor, SETTLED_AT_ONCE)
     for _ in range(4):
         part.kill()
         assert part.says.get(timeout=DEADLINE_S) == "part was killed by SIGKILL; starting it again"
         assert part.says.get(timeout=DEADLINE_S) == "part serves again"
-    # Each had come up well, so that it never was a second failure in a row.
+    # Each part had settled before its end, so no failure was the second in a row.
     assert part.failures == [1] * 4
     part.end()
     assert part.given_up.empty()
 
 
 def test_what_does_not_stay_up_is_given_up(supervisor: Supervisor) -> None:
-    """The third end in a row, none after a while of serving: told once, and not started again."""
+    """The third end in a row, without a settled time between, is reported once and not followed by
+    a start."""
     part = Part(supervisor, AT_ONCE)
     for _ in range(2):
         part.kill()
@@ -95,7 +96,7 @@ def test_what_does_not_stay_up_is_given_up(supervisor: Supervisor) -> None:
 
 
 def test_what_does_not_come_up_is_given_up(supervisor: Supervisor) -> None:
-    """A start that fails counts as an end."""
+    """A failed start counts as an end."""
     part = Part(supervisor, AT_ONCE)
     part.comes_up = False
     part.kill()
@@ -105,7 +106,8 @@ def test_what_does_not_come_up_is_given_up(supervisor: Supervisor) -> None:
 
 
 def test_what_waits_for_etcd_is_started_for_as_long_as_that_takes(supervisor: Supervisor) -> None:
-    """More often than a part may end otherwise; and that it does not come up is said once."""
+    """Starts that fail because of etcd may outnumber the ends that a part is allowed; the failure
+    is reported once."""
     part = Part(supervisor, AT_ONCE)
     part.waits_for_etcd = 20
     part.kill()
@@ -115,7 +117,7 @@ def test_what_waits_for_etcd_is_started_for_as_long_as_that_takes(supervisor: Su
         "part did not come up again (no etcd); starting it again",
         "part serves again",
     ]
-    # What it does by itself afterwards counts as before.
+    # A failure of the part itself counts as before.
     part.comes_up = False
     part.kill()
     _, reason = part.given_up.get(timeout=DEADLINE_S)
@@ -124,7 +126,7 @@ def test_what_waits_for_etcd_is_started_for_as_long_as_that_takes(supervisor: Su
 
 
 def test_what_is_let_go_of_may_end(supervisor: Supervisor) -> None:
-    """Nobody starts it again, and its keeper is done."""
+    """The part is not started again, and its keeper ends."""
     part = Part(supervisor, AT_ONCE)
     part.end()
     assert part.failures == []
@@ -132,12 +134,12 @@ def test_what_is_let_go_of_may_end(supervisor: Supervisor) -> None:
 
 
 def test_pauses_grow_up_to_a_bound() -> None:
-    """Doubled for each end in a row."""
+    """Pauses double with each end in a row."""
     policy = RestartPolicy(first_pause_s=0.5, max_pause_s=3.0)
     assert [policy.pause_s(failures) for failures in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, 3.0]
 
 
 def test_a_bad_policy_is_refused() -> None:
-    """When it is made."""
+    """The policy is checked when it is made."""
     with pytest.raises(InvalidSpec):
         RestartPolicy(max_failures=0)

@@ -1,4 +1,5 @@
-"""A cluster on this machine: all parts up inside the block, none after it, failures told."""
+"""A cluster on this machine: all parts run inside the block, none after it, and failures are
+reported."""
 
 import queue
 import signal
@@ -34,8 +35,8 @@ DEADLINE_S = 60.0
 
 
 def test_all_parts_serve_and_end(tmp_path: Path) -> None:
-    """Inside the block the coordinator answers on both ports and a part's death is told at once;
-    after it no part is left."""
+    """The coordinator answers on both ports inside the block, and the death of a part is reported
+    at once; no part is left after the block."""
     ended: queue.SimpleQueue[Process] = queue.SimpleQueue()
     config = LocalClusterConfig(directory=tmp_path / "cluster", num_parameter_servers=1)
     with LocalCluster(config, on_exit=ended.put) as cluster:
@@ -53,28 +54,28 @@ def test_all_parts_serve_and_end(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
-    """kill -9 of one, then of all: each serves again where it was, and etcd has what it held.
+    """Kill one part, then all: each serves again at its address, and etcd has its data.
 
-    Between the write and the end of etcd a coordinator comes up again: etcd 3.5.0 to 3.5.2 can lose
-    what they committed just before they were killed.
+    A coordinator comes up again between the write and the kill of etcd: etcd 3.5.0 to 3.5.2 can
+    lose data committed just before a kill.
     """
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     config = LocalClusterConfig(
         directory=tmp_path, num_parameter_servers=1, restart=RestartPolicy()
     )
-    with LocalCluster(config, say=said.put) as cluster:
+    with LocalCluster(config, say=messages.put) as cluster:
         before, addresses = cluster.processes, list(cluster.parameter_servers)
         with EtcdKeys(cluster.etcd) as etcd:
             etcd.put("kept", "yes")
             before["coordinator"].send_signal(signal.SIGKILL)
-            assert [said.get(timeout=DEADLINE_S) for _ in range(2)] == [
+            assert [messages.get(timeout=DEADLINE_S) for _ in range(2)] == [
                 "coordinator was killed by SIGKILL; starting it again",
                 "coordinator serves again",
             ]
             before = cluster.processes
             for process in before.values():
                 process.send_signal(signal.SIGKILL)
-            lines = [said.get(timeout=DEADLINE_S) for _ in range(6)]
+            lines = [messages.get(timeout=DEADLINE_S) for _ in range(6)]
             assert etcd.get("kept") == "yes"
         assert sorted(lines) == sorted(
             [f"{name} was killed by SIGKILL; starting it again" for name in before]
@@ -92,8 +93,8 @@ def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
 
 
 def test_two_clusters_share_an_etcd(tmp_path: Path) -> None:
-    """Each has its own leader and jobs under its own prefix, and sees nothing of the other; where
-    one has two coordinators, the second takes over from the first."""
+    """Clusters have leaders and jobs under their own prefixes, and do not see each other's. If a
+    cluster has two coordinators, the second takes over from the first."""
     with (
         running_etcd(tmp_path) as etcd,
         LocalCluster(sharing(etcd, tmp_path, "/team-a", num_coordinators=2)) as ours,
@@ -110,7 +111,7 @@ def test_two_clusters_share_an_etcd(tmp_path: Path) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
         while not ready(other.http) and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        # Whoever leads is found among all addresses, also by the status page's.
+        # The leader is found among all addresses, including those of the status page.
         with StatusClient(f"{leader.http},{other.http}") as status:
             assert [job["job"] for job in status.jobs()] == ["shared-name"]
         with EtcdKeys(etcd) as held:
@@ -141,8 +142,8 @@ def jobs_at(url: str) -> list[str]:
 
 @pytest.mark.long
 def test_a_cluster_without_etcd_is_given_up(tmp_path: Path) -> None:
-    """Its data are gone bad: the reason names etcd and shows its log, early and late askers alike;
-    the others, which cannot come up without it, wait and end with the cluster."""
+    """The data of etcd are damaged. The reason names etcd and shows its log, to callers that ask
+    early or late; the other parts, which need etcd, wait and end with the cluster."""
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     policy = RestartPolicy(max_failures=2, first_pause_s=0.01)
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, restart=policy)
@@ -163,7 +164,8 @@ def test_a_cluster_without_etcd_is_given_up(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_parameter_servers_come_and_go(tmp_path: Path) -> None:
-    """One more serves when the call returns; one that is to end has ended, and well."""
+    """A further server serves when the call returns; a server to be ended has ended with exit code
+    0."""
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=1)
     with LocalCluster(config) as cluster:
         (first,) = cluster.parameter_servers
@@ -179,7 +181,8 @@ def test_parameter_servers_come_and_go(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_part_that_does_not_come_up_is_told(tmp_path: Path) -> None:
-    """A taken port: the error names the part and shows its log, and the rest is stopped."""
+    """The part's port is in use: the error names the part and shows its log, and the others are
+    stopped."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -193,7 +196,7 @@ def test_a_part_that_does_not_come_up_is_told(tmp_path: Path) -> None:
 
 
 def test_the_time_limits_of_a_command_reach_its_coordinator(tmp_path: Path) -> None:
-    """What `shoal run` and `shoal up` are given is what members are told on admission."""
+    """Limits given to `shoal run` and `shoal up` are those that members get on admission."""
     assert ClusterOptions().limits == {}
     given = ClusterOptions(join_s=600, collective_s=7).limits
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, limits=given)
@@ -203,7 +206,7 @@ def test_the_time_limits_of_a_command_reach_its_coordinator(tmp_path: Path) -> N
 
 
 def join_as_the_only_member(coordinators: Sequence[str], job: str) -> Limits:
-    """Join the job and leave it at once: the limits that its coordinator told."""
+    """Join the job and leave it at once; return the limits from its coordinator."""
     member = Member(
         coordinators=coordinators,
         spec=JobSpec(job=job, min_members=1, max_members=1, desired_members=1),
@@ -220,7 +223,7 @@ def join_as_the_only_member(coordinators: Sequence[str], job: str) -> Limits:
 
 @pytest.mark.long
 def test_limits_that_do_not_go_together_are_told_with_the_order(tmp_path: Path) -> None:
-    """The coordinator's own words, in the error of the cluster that does not come up."""
+    """The error of the failed cluster contains the coordinator's own message."""
     limits = {"--join-s": 10.0, "--collective-s": 9.0}
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, limits=limits)
     with pytest.raises(Unavailable, match="exited with code 2") as raised:
@@ -256,7 +259,7 @@ class EtcdKeys:
 
 
 def test_bad_number_of_servers(tmp_path: Path) -> None:
-    """Fewer than none is refused when the settings are made."""
+    """A negative number is refused when the settings are made."""
     with pytest.raises(InvalidSpec, match="-1"):
         LocalClusterConfig(directory=tmp_path, num_parameter_servers=-1)
     with pytest.raises(InvalidSpec, match="0"):

@@ -1,4 +1,4 @@
-"""An etcd for who has none: found, started without a clash, restarted on its data."""
+"""An etcd for users who have none: found, started without a clash, restarted on its data."""
 
 import os
 import platform
@@ -45,7 +45,8 @@ def get(endpoint: str) -> bytes:
 
 
 def test_the_etcd_of_the_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program called etcd on PATH is taken before the wheel's, a script of the wheel is not."""
+    """A program called etcd on PATH comes before the wheel's; a script of the wheel does not
+    count."""
     packaged = find_etcd()
     own = tmp_path / "etcd"
     own.symlink_to(packaged)
@@ -61,7 +62,8 @@ def test_the_etcd_of_the_path_comes_first(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_restart_finds_its_data(supervisor: Supervisor, tmp_path: Path) -> None:
-    """What was written is there after a kill: at the old place, and from another start."""
+    """Data written before a kill are there after a restart at the same address, and after a new
+    start."""
     (etcd,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
     put(etcd.endpoint, b"kept")
     etcd.process.kill()
@@ -97,7 +99,8 @@ def test_etcds_started_together_do_not_clash(supervisor: Supervisor, tmp_path: P
 def test_a_port_taken_in_the_last_moment(
     supervisor: Supervisor, tmp_path: Path, num_members: int
 ) -> None:
-    """Whoever takes the port between its choice and etcd's start only costs another try."""
+    """Another process that takes the port between its choice and etcd's start costs one more
+    attempt."""
     thieves: list[socket.socket] = []
 
     def spawn(command: ChildCommand) -> Process:
@@ -121,7 +124,7 @@ def test_a_port_taken_in_the_last_moment(
 
 
 def test_a_restart_on_a_taken_port(supervisor: Supervisor, tmp_path: Path) -> None:
-    """A member that is to come back where it was, but cannot, is an error that shows the log."""
+    """A member that cannot come back at its address gives an error that shows the log."""
     (etcd,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
     etcd.process.kill()
     etcd.process.wait()
@@ -134,7 +137,7 @@ def test_a_restart_on_a_taken_port(supervisor: Supervisor, tmp_path: Path) -> No
 
 
 def test_an_etcd_that_cannot_start(supervisor: Supervisor, tmp_path: Path) -> None:
-    """A bad argument ends the wait at once and the error shows what etcd said."""
+    """A bad argument ends the wait at once, and the error shows etcd's output."""
     with pytest.raises(Unavailable, match="no-such-flag"):
         start_etcd(supervisor.spawn, tmp_path, replace(QUICK, arguments=("--no-such-flag",)))
     assert supervisor.running == []
@@ -143,7 +146,7 @@ def test_an_etcd_that_cannot_start(supervisor: Supervisor, tmp_path: Path) -> No
 def test_the_environment_of_another_etcd_is_ignored(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ETCD_* variables meant for another etcd do not reach ours."""
+    """ETCD_* variables for another etcd do not reach this one."""
     monkeypatch.setenv("ETCD_CERT_FILE", str(tmp_path / "none.pem"))
     (etcd,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
     put(etcd.endpoint, b"1")
@@ -152,7 +155,7 @@ def test_the_environment_of_another_etcd_is_ignored(
 def test_debians_etcd_starts_on_aarch64(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """etcd 3.4 ends there at once without the variable, which no other machine needs."""
+    """etcd 3.4 ends at once on aarch64 without the variable, which other machines do not need."""
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     (etcd,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
     environment = Path(f"/proc/{etcd.process.pid}/environ").read_bytes().split(b"\0")
@@ -160,7 +163,7 @@ def test_debians_etcd_starts_on_aarch64(
 
 
 def test_a_new_cluster_on_old_data_is_refused(supervisor: Supervisor, tmp_path: Path) -> None:
-    """Three members are not started over what another cluster left."""
+    """Three members are not started on the data of another cluster."""
     (tmp_path / "etcd-0.etcd").mkdir()
     with pytest.raises(InvalidSpec, match="data of another one"):
         start_etcd(supervisor.spawn, tmp_path, QUICK, num_members=3)
@@ -169,7 +172,7 @@ def test_a_new_cluster_on_old_data_is_refused(supervisor: Supervisor, tmp_path: 
 def test_an_etcd_of_several_members_goes_through_no_proxy(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its members reach one another directly, at whatever addresses they listen."""
+    """Members reach each other directly, at any addresses."""
     for name in ("http_proxy", "HTTPS_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for each in start_etcd(supervisor.spawn, tmp_path, QUICK, num_members=2):

@@ -1,4 +1,4 @@
-"""The time that a part has to come up, and what is left of a cluster that did not."""
+"""The time that a part has to come up, and the files of a cluster that did not."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ LATER_S = 3600.0
 
 
 def test_a_start_has_as_long_as_it_makes_progress_within_a_bound() -> None:
-    """A machine at load 30 gives a part a fifteenth of a core, and it comes up all the same."""
+    """A machine at load 30 gives a part a fifteenth of a core, and the part still comes up."""
     start = StartTime(60.0, 0.0)
     for now_s in range(0, int(MOST_S) + 1, 5):
         assert start.why_over(now_s, now_s / 15) == "", now_s
@@ -24,7 +24,7 @@ def test_a_start_has_as_long_as_it_makes_progress_within_a_bound() -> None:
 
 
 def test_a_start_without_progress_is_given_up() -> None:
-    """A part that waits uses a little, too."""
+    """A part that only waits uses a little CPU time, too."""
     start = StartTime(60.0, 0.0)
     assert start.why_over(61.0, 2.0) == ""
     assert start.why_over(121.0, 2.1) == ""
@@ -46,10 +46,9 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_a_killed_command_left_is_removed_by_the_next(parent: Path) -> None:
-    """Not the directory of a command that runs, nor one that is not Shoal's."""
-    killed = [parent / "shoal-up-dead", parent / "shoal-host-dead"]
-    others, young = parent / "shop-up-1", parent / "shoal-run-new"
-    for each in (*killed, others, young):
+    """Directories of a running command and of other programs stay."""
+    killed, others, young = (parent / n for n in ("shoal-up-dead", "shop-up-1", "shoal-run-new"))
+    for each in (killed, others, young):
         (each / "certs").mkdir(parents=True)
         (each / "certs" / "ca.key").write_text("secret")
     with temporary_directory("shoal-up-") as running:

@@ -1,4 +1,4 @@
-"""Child processes: nobody outlives their parent, every end is noticed."""
+"""Child processes: none outlives its parent, and every end is noticed."""
 
 import os
 import queue
@@ -31,7 +31,7 @@ def is_alive(pid: int) -> bool:
 
 
 def await_death(pid: int) -> bool:
-    """Whether a process that is not ours ends before the deadline."""
+    """True if a process that is not a child ends before the deadline."""
     deadline_s = time.monotonic() + DEADLINE_S
     while is_alive(pid):
         if time.monotonic() > deadline_s:
@@ -64,7 +64,7 @@ def supervisor(
 def test_lines_and_exit_code_arrive(
     supervisor: Supervisor, exits: queue.SimpleQueue[Process]
 ) -> None:
-    """Each line of stdout and stderr reaches the sink, the last one without its newline too."""
+    """Lines of stdout and stderr reach the sink, including a last line without newline."""
     lines: list[str] = []
     code = "import sys; print('a'); print('b', file=sys.stderr); print('c', end=''); sys.exit(7)"
     process = supervisor.spawn(python(code, sink=lines.append))
@@ -76,7 +76,7 @@ def test_lines_and_exit_code_arrive(
 def test_death_by_signal_is_told_at_once(
     supervisor: Supervisor, exits: queue.SimpleQueue[Process]
 ) -> None:
-    """A SIGKILL is told within a tenth of a second, as the negative signal number."""
+    """SIGKILL is reported within a tenth of a second, as the negative signal number."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     process = supervisor.spawn(python(FOREVER, sink=lines.put))
     assert lines.get(timeout=DEADLINE_S) == "up"
@@ -90,7 +90,7 @@ def test_death_by_signal_is_told_at_once(
 def test_a_halted_child_is_told_of(
     supervisor: Supervisor, stops: queue.SimpleQueue[tuple[Process, bool]]
 ) -> None:
-    """SIGSTOP and SIGCONT of a child are told, each once, and it can still be stopped."""
+    """SIGSTOP and SIGCONT of a child are each reported once, and it can still be stopped."""
     process = supervisor.spawn(python(FOREVER, sink=lambda line: None))
     process.send_signal(signal.SIGSTOP)
     assert stops.get(timeout=DEADLINE_S) == (process, True)
@@ -104,7 +104,7 @@ def test_a_halted_child_is_told_of(
 def test_no_child_is_thought_halted_for_good(
     supervisor: Supervisor, stops: queue.SimpleQueue[tuple[Process, bool]]
 ) -> None:
-    """However soon the SIGCONT follows the SIGSTOP, the last word is that the child goes on."""
+    """The last report is that the child continues, however soon SIGCONT follows SIGSTOP."""
     process = supervisor.spawn(python(FOREVER, sink=lambda line: None))
     stat = Path(f"/proc/{process.pid}/stat")
     for _ in range(300):
@@ -118,7 +118,7 @@ def test_no_child_is_thought_halted_for_good(
 
 
 def test_stop_is_graceful_then_not(supervisor: Supervisor) -> None:
-    """SIGTERM gives a child its chance; one that ignores it is killed after the grace time."""
+    """SIGTERM lets a child end by itself; one that ignores it is killed after the grace time."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     graceful = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); "
     deaf = "import signal; signal.signal(15, signal.SIG_IGN); "
@@ -144,7 +144,7 @@ def test_what_a_child_started_ends_with_it(supervisor: Supervisor) -> None:
 
 
 def test_a_command_that_is_not_there(supervisor: Supervisor, tmp_path: Path) -> None:
-    """It exits with 127 and its log names the command."""
+    """The exit code is 127, and the log names the command."""
     log_path = tmp_path / "log"
     process = supervisor.spawn(
         ChildCommand(name="ghost", arguments=("/no/such/command",), log_path=log_path)
@@ -154,7 +154,7 @@ def test_a_command_that_is_not_there(supervisor: Supervisor, tmp_path: Path) -> 
 
 
 def test_close_ends_all_and_starts_no_more() -> None:
-    """After the block no child is left, and a further spawn is refused instead of hanging."""
+    """Children have ended after the block, and a further spawn is refused instead of hanging."""
     with Supervisor(grace_s=1.0) as supervisor:
         children = [supervisor.spawn(python(FOREVER, sink=lambda line: None)) for _ in range(3)]
     assert all(child.exit_code is not None for child in children)
@@ -184,7 +184,7 @@ with Supervisor() as supervisor:
 
 
 def test_no_child_survives_a_killed_parent() -> None:
-    """SIGKILL of the parent ends the child, though a thread that has ended had asked for it."""
+    """SIGKILL of the parent ends the child, even if the thread that started it has ended before."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None

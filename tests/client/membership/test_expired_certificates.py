@@ -1,4 +1,5 @@
-"""A certificate that expires while a job trains ends no member: it waits for a renewed one."""
+"""A certificate that expires while a job trains ends no member: the member waits for a renewed
+one."""
 
 import signal
 import time
@@ -34,7 +35,8 @@ BRIEFLY = timedelta(seconds=8)
 
 @contextmanager
 def expiring(directory: Path) -> Iterator[tuple[LocalCluster, TlsFiles]]:
-    """A cluster whose coordinator is started again, and a worker's certificate of seconds."""
+    """A cluster that restarts its coordinator, and a worker's certificate that is valid for
+    seconds."""
     folder = CertificateFolder(directory / "certs")
     folder.init()
     config = LocalClusterConfig(
@@ -42,7 +44,8 @@ def expiring(directory: Path) -> Iterator[tuple[LocalCluster, TlsFiles]]:
         num_parameter_servers=0,
         certificates=folder.path,
         restart=RestartPolicy(),
-        # A member that waits for its certificate is not to be taken for lost by a slow machine.
+        # A member that waits for its certificate must not be declared lost because the machine is
+        # slow.
         limits={"--heartbeat-s": 5.0, "--join-s": 1200.0},
     )
     with LocalCluster(config) as cluster:
@@ -53,7 +56,7 @@ def expiring(directory: Path) -> Iterator[tuple[LocalCluster, TlsFiles]]:
 
 
 def renew(files: TlsFiles) -> None:
-    """Another certificate of the same holder, for an hour, in place of the one that expired."""
+    """Replace the expired certificate by another one of the same role, valid for an hour."""
     folder = CertificateFolder(files.cert.parent)
     made = folder.issue(
         CertificateHolder(caller=Caller(CertificateRole.WORKER, "fresh"), valid=HOUR)
@@ -90,7 +93,7 @@ def trains(member: MemberSession) -> None:
 
 
 def loses_its_coordinator(cluster: LocalCluster, expired: Callable[[], bool]) -> None:
-    """Killed once the certificate has expired; another one serves at its address."""
+    """Kill the coordinator once the certificate has expired; another one serves at its address."""
     until(expired, "expired")
     killed = cluster.processes["coordinator"]
     killed.send_signal(signal.SIGKILL)
@@ -98,7 +101,7 @@ def loses_its_coordinator(cluster: LocalCluster, expired: Callable[[], bool]) ->
 
 
 def test_a_member_goes_on_once_its_certificate_is_renewed(tmp_path: Path) -> None:
-    """The same one in the same generation, and it has said what it waits for."""
+    """The member keeps its incarnation and generation, and has reported what it waits for."""
     with (
         expiring(tmp_path) as (cluster, files),
         identity.using(files),
@@ -125,7 +128,7 @@ def test_a_member_goes_on_once_its_certificate_is_renewed(tmp_path: Path) -> Non
 def test_a_member_ends_when_its_own_bound_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name, with the bound."""
+    """The error is CertificateRefused, with the bound and the variable that sets it."""
     monkeypatch.setenv(VARIABLE, "2")
     with (
         expiring(tmp_path) as (cluster, files),

@@ -1,4 +1,4 @@
-"""Answers that the processes of one host share: each is asked for once."""
+"""Answers that the processes of one host share: each is requested once."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The member's core as transcripts: what it hears, and what follows."""
+"""The member's core as transcripts: its inputs, and the effects."""
 
 import math
 from dataclasses import dataclass, field
@@ -85,8 +85,10 @@ class Member:
     now_s: float = 0.0
 
     def hears(self, *notices: pb.Notice) -> list[str]:
-        """What follows from notices, in words."""
-        return [word for notice in notices for word in self.does(ev.NoticeReceived(notice=notice))]
+        """The effects of notices, as text."""
+        return [
+            effect for notice in notices for effect in self.does(ev.NoticeReceived(notice=notice))
+        ]
 
     def does(self, event: ev.Event) -> list[str]:
         return [described(effect) for effect in self.core.step(event, self.now_s)]
@@ -135,7 +137,7 @@ def proposal(step: int = 0) -> ev.ProposalMade:
 
 
 def a_member() -> Member:
-    """One that is admitted and has proposed."""
+    """An admitted member that has proposed."""
     member = Member()
     assert member.does(ev.JoinWanted()) == ["OpenStream"]
     assert member.hears(ADMITTED) == ["ClaimBeats"]
@@ -144,7 +146,7 @@ def a_member() -> Member:
 
 
 def training(generation: int = 1) -> Member:
-    """One that trains with b, and has begun step 7."""
+    """A member that trains with b, and has begun step 7."""
     member = a_member()
     member.hears(committed(generation, "a", "b"))
     assert member.enters(above=0) == generation
@@ -192,7 +194,8 @@ def test_no_step_is_begun_past_an_offer_before_all_agreed_on_where_to_stop() -> 
 
 
 def test_an_offer_is_the_same_whenever_it_is_made() -> None:
-    """A new leader collects them anew, whatever was begun below the boundary since."""
+    """A new leader collects the offers again, whatever steps below the boundary were begun
+    since."""
     member = training()
     change = committed(2, "a", "b", "c", planned=True)
     assert member.hears(change, change) == ["Offer 8 for 2"] * 2
@@ -275,7 +278,7 @@ def test_a_new_leader_is_told_where_a_trainer_stands_still() -> None:
 
 
 def test_a_new_leader_is_told_of_a_collective_that_failed() -> None:
-    """The old one may have died between its decision and the word of it."""
+    """The old leader may have died between its decision and the notice of it."""
     member = training()
     assert member.does(ev.CollectiveFailed(error="reset")) == ["ReportBroken"]
     member.does(ev.StreamEnded(error=NOBODY))
@@ -286,7 +289,7 @@ def test_a_new_leader_is_told_of_a_collective_that_failed() -> None:
 
 
 def test_a_generation_that_was_formed_anew_ends_the_one_before_it() -> None:
-    """Though nobody lives who could tell of that end."""
+    """Processes that could report that end may all be dead."""
     member = training()
     assert member.hears(committed(3, "a", "b")) == ["generation_broken", "Break 1"]
     assert member.core.break_seen(1, 0, 10, 0) == ev.GenerationOver(over=True)
@@ -330,7 +333,8 @@ def test_the_pauses_between_attempts_to_attend_grow_and_begin_anew() -> None:
 
 
 def test_a_member_that_nobody_admits_says_once_that_it_waits() -> None:
-    """What for, how long, and why. Not while a change of leaders is all that it is."""
+    """The line says what the member waits for, how long, and why. A mere change of leaders gives no
+    line."""
     member = Member()
     assert member.does(ev.JoinWanted(within_s=600.0)) == ["OpenStream"]
     told_at = {}
@@ -350,8 +354,8 @@ def test_a_member_that_nobody_admits_says_once_that_it_waits() -> None:
 def test_what_a_trainer_says_is_said_until_it_is_heard() -> None:
     member = training()
     call = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
-    words = [described(effect) for effect in member.core.step(ended(call, NOBODY), 60)]
-    assert words == ["coordinator_away", "ReportBroken"]
+    effects = [described(effect) for effect in member.core.step(ended(call, NOBODY), 60)]
+    assert effects == ["coordinator_away", "ReportBroken"]
     for failure in range(5):
         call = the_call(member.core.step(ended(call, NOBODY), 100.0 * failure))
     assert call.after_s > 0
@@ -361,7 +365,8 @@ def test_what_a_trainer_says_is_said_until_it_is_heard() -> None:
 
 
 def test_what_a_member_says_is_in_vain_once_its_membership_has_ended() -> None:
-    """A call that nobody answers is given up then; that it leaves is said all the same."""
+    """A call without an answer is then given up; the notice that the member leaves is still
+    sent."""
     member = training()
     report = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
     assert not member.core.is_idle(report)
@@ -393,14 +398,14 @@ EXPIRED = CertificateRefused("no TLS connection", seen="it expired")
 
 
 def test_who_was_admitted_waits_for_a_certificate_that_is_accepted() -> None:
-    """It says so once, tries every coordinator, and ends when its own bound is over."""
+    """The member logs this once, tries every coordinator, and ends when its own bound is over."""
     member = a_member()
-    words = member.does(ev.StreamEnded(error=EXPIRED))
-    assert words == ["certificate_refused", "FindLeader CertificateRefused", "OpenStream"]
+    effects = member.does(ev.StreamEnded(error=EXPIRED))
+    assert effects == ["certificate_refused", "FindLeader CertificateRefused", "OpenStream"]
     assert "it expired" in member.core.waiting_for
     member.now_s = 599.0
-    words = member.does(ev.StreamEnded(error=EXPIRED))
-    assert words == ["FindLeader CertificateRefused", "OpenStream"]
+    effects = member.does(ev.StreamEnded(error=EXPIRED))
+    assert effects == ["FindLeader CertificateRefused", "OpenStream"]
     call = the_call(member.core.step(proposal(), member.now_s))
     assert "OpenStream" not in member.does(ended(call, EXPIRED))
     assert member.core.failure is None
@@ -410,7 +415,7 @@ def test_who_was_admitted_waits_for_a_certificate_that_is_accepted() -> None:
 
 
 def test_each_certificate_has_the_whole_of_the_time() -> None:
-    """It counts from the first refusal since a connection last came about."""
+    """The time counts from the first refusal after the last successful connection."""
     member = a_member()
     member.hears(ADMITTED)
     member.does(ev.StreamEnded(error=EXPIRED))
@@ -428,7 +433,8 @@ def test_who_was_never_admitted_is_told_at_once_that_its_certificate_is_refused(
 
 
 def test_what_is_refused_ends_the_membership() -> None:
-    """The generation's collectives are cut, and the launcher knows whatever the script does."""
+    """The generation's collectives are cut, and the launcher learns of the end whatever the script
+    does."""
     member = training()
     call = the_call(member.core.step(ev.TrainerStopped(step=7, has_state=True), 0))
     assert member.does(ended(call, JobFinished("the job is over"))) == [
@@ -469,8 +475,8 @@ def test_an_outage_of_heartbeats_is_one_line_in_the_log() -> None:
 
 def test_who_is_fenced_trains_no_more() -> None:
     member = training()
-    words = member.does(ev.HeartbeatRefused(error=Fenced("lost")))
-    assert words == ["ReportEnding Fenced", "Break 1", "RaiseError Fenced"]
+    effects = member.does(ev.HeartbeatRefused(error=Fenced("lost")))
+    assert effects == ["ReportEnding Fenced", "Break 1", "RaiseError Fenced"]
     assert isinstance(member.begins(8), ev.RaiseError)
 
 
@@ -537,7 +543,7 @@ def test_a_drained_member_hands_over_once_and_goes_when_the_others_run() -> None
 
 
 def test_the_log_says_once_that_a_member_is_to_leave() -> None:
-    """It is told twice: to come to the others' step, and that they run without it."""
+    """The member gets two notices: to stop at the others' step, and that they run without it."""
     member = training()
     levels = []
     for now in (False, True):
@@ -548,7 +554,7 @@ def test_the_log_says_once_that_a_member_is_to_leave() -> None:
 
 
 def test_a_refused_call_may_tell_a_member_that_it_has_left_before_the_notice_does() -> None:
-    """That is no loss: nothing is cut, and the word that it leaves is not needed."""
+    """The member is not lost: its collectives are not cut, and it need not send that it leaves."""
     member = training()
     member.does(ev.DrainWanted(reason="SIGTERM"))
     member.hears(committed(2, "b", planned=True), stop_at(2, 8))
@@ -566,7 +572,8 @@ def test_a_refused_call_may_tell_a_member_that_it_has_left_before_the_notice_doe
 
 
 def test_who_trains_on_in_a_job_in_quarantine_goes_when_its_drain_is_over() -> None:
-    """Nobody agrees with it on anything until the job is repaired; it asks now and then."""
+    """Members cannot agree on anything until the job is repaired; this one repeats its request with
+    growing pauses."""
     member = training()
     call = the_call(member.core.step(ev.DrainWanted(reason="SIGTERM"), 0))
     quarantined = JobQuarantined("a record cannot be read")

@@ -1,4 +1,4 @@
-"""Nobody gives up on a coordinator that is away, however long that lasts."""
+"""Members wait for an absent coordinator, however long that lasts."""
 
 import asyncio
 import threading
@@ -30,14 +30,16 @@ LONGER_THAN_ANY_LIMIT_S = 1.5 * LIMITS.join_s
 
 @pytest.fixture(autouse=True)
 def clients_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with limits of a minute: a roster may be answered for longer than a client rests."""
+    """Shorten the clients' pauses: with limits of a minute, a roster can be answered for longer
+    than a client pauses."""
     for name in ("PROMPT_LONGEST_S", "LONGEST_S"):
         monkeypatch.setattr(back_off, name, LIMITS.prepare_s / 8)
 
 
 @asynccontextmanager
 async def away(store: MemoryStore, world: Served) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """The coordinator is not there, until what is given is called: then one is at its address."""
+    """The coordinator is away until the yielded function is called, which starts one at its
+    address."""
     await world.coordinator.step_down()
     await world.server.stop(None)
     back = served(store, LIMITS, address=world.address)
@@ -58,7 +60,7 @@ async def away(store: MemoryStore, world: Served) -> AsyncIterator[Callable[[], 
 
 
 async def outlasts(waiting: "asyncio.Future[Any]", come_back: Callable[[], Awaitable[None]]) -> Any:
-    """What the wait came to; it must not have ended before a coordinator is there."""
+    """Result of the wait, which must not have ended before a coordinator is back."""
     ended, _ = await asyncio.wait({waiting}, timeout=LONGER_THAN_ANY_LIMIT_S)
     assert not ended, f"it gave up: {waiting.exception()!r}"
     await come_back()
@@ -99,7 +101,8 @@ async def test_a_wait_for_the_next_generation_goes_on(monkeypatch: pytest.Monkey
 
 @pytest.mark.long
 async def test_a_broken_generation_is_reported_when_a_coordinator_is_back() -> None:
-    """Two members whose collective failed meanwhile: neither raises the peer's loss as its own."""
+    """Two members report a collective that failed meanwhile: neither raises the other's loss as its
+    own."""
     store = MemoryStore()
     async with served(store, LIMITS) as world:
         members = await world.training("a", "b")
@@ -118,7 +121,7 @@ BATCH = 8
 
 
 class AwaySamples:
-    """The coordinator's samples, once `back` is set."""
+    """The coordinator's samples, available once `back` is set."""
 
     num_samples = 1000
 
@@ -158,7 +161,7 @@ class AwaySamples:
 
 
 def test_samples_are_asked_for_until_they_come() -> None:
-    """The trainer's loop turns meanwhile, and what was done before is told once."""
+    """The trainer's loop continues meanwhile, and earlier completed samples are reported once."""
     samples = AwaySamples()
     leases = Leases(samples, BATCH)  # type: ignore[arg-type]
     done = SampleRange(0, 100, 108)
@@ -175,7 +178,7 @@ def test_samples_are_asked_for_until_they_come() -> None:
 
 
 def test_who_holds_samples_goes_on_while_nobody_answers() -> None:
-    """What was leased is trained on, and told when a coordinator is back: each range once."""
+    """Leased samples are trained on, and reported when a coordinator is back: each range once."""
     samples = AwaySamples()
     samples.back.set()
     leases = Leases(samples, BATCH)  # type: ignore[arg-type]
@@ -198,7 +201,7 @@ def test_who_holds_samples_goes_on_while_nobody_answers() -> None:
 
 
 def test_samples_are_refused_at_once() -> None:
-    """A member that was lost meanwhile does not ask for ever."""
+    """A member that was lost meanwhile does not ask again."""
     samples = AwaySamples()
     samples.error = Fenced("lost")
     leases = Leases(samples, BATCH)  # type: ignore[arg-type]
@@ -208,7 +211,7 @@ def test_samples_are_refused_at_once() -> None:
 
 
 class AwayClocks(Coordinators):
-    """Answers the first call after so many that find nobody."""
+    """Answers after a number of calls that find no coordinator."""
 
     def __init__(self, num_silent: int) -> None:
         super().__init__(["127.0.0.1:1"])
@@ -222,7 +225,8 @@ class AwayClocks(Coordinators):
 
 
 def test_a_clock_waits_for_a_coordinator_as_long_as_it_takes() -> None:
-    """Its own limit is for the other members, and an outage uses nothing of it up."""
+    """The clock's own limit is for waits on other members, and an outage does not count towards
+    it."""
     coordinators = AwayClocks(6)
     clock = Clock(coordinators, Token, bound=1, wait_s=0.01)
     assert clock.begin() is True
@@ -241,7 +245,8 @@ def test_a_closed_connection_ends_every_wait() -> None:
 
 
 def test_who_is_to_leave_does_not_wait_for_clocks_that_nobody_keeps() -> None:
-    """A member of `ssp` or `bsp` whose coordinator is gone for good: its drain is over first."""
+    """The coordinator of a member of `ssp` or `bsp` is gone for good: the time of its drain ends
+    first."""
     coordinators = AwayClocks(10**9)
     drained = MemberDrained("a leaves job j", seen="SIGTERM")
     ended: list[MemberDrained] = []
@@ -254,8 +259,9 @@ def test_who_is_to_leave_does_not_wait_for_clocks_that_nobody_keeps() -> None:
 
 
 async def test_who_is_to_leave_says_nothing_more_to_a_coordinator_that_is_gone() -> None:
-    """SIGTERM to the coordinators and the workers of a job at once: a collective fails, and nobody
-    is there to hear of it. The trainer's call is over once the drain's time is, not the call's."""
+    """Coordinators and workers of a job get SIGTERM at once: a collective fails, and the report
+    reaches no coordinator. The trainer's call ends with the drain's time, not with the call's
+    own."""
     limits = Limits(heartbeat_s=0.05, collective_s=10.0, join_s=60.0)
     async with served(MemoryStore(), limits) as world:
         (a,) = await world.training("a")

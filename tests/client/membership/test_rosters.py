@@ -19,7 +19,7 @@ from shoal_server.etcd.memory import MemoryStore
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Digests that members fetched, in a world in which a roster of three is large."""
+    """Digests that members fetched; a roster of three counts as large here."""
     digests: list[str] = []
     answer = NewestRosters.answer
 
@@ -43,7 +43,7 @@ async def train(world: Served, *names: str, shared: Path | None = None) -> None:
 
 
 async def test_each_member_fetches_a_large_roster_once(fetched: list[str]) -> None:
-    """The record that decides it is about a roster that the member has."""
+    """The deciding record is about a roster that the member already has."""
     async with served(MemoryStore()) as world:
         await train(world, "a", "b", "c")
     assert len(fetched) == 3
@@ -86,7 +86,7 @@ def nobody(digest: str, timeout_s: float) -> bytes:
 
 
 def test_a_roster_that_was_shown_is_put_in() -> None:
-    """Also after another one was shown: an attempt may fail."""
+    """The roster is kept while others are shown: an attempt may fail."""
     known = Rosters(nobody)
     for generation in range(1, KEPT_ROSTERS + 1):
         known.complete(outcome(generation, with_roster=True), 1.0)

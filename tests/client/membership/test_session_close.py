@@ -16,7 +16,7 @@ DEADLINE_S = 30.0
 
 
 class ClosedMeanwhile(Coordinators):
-    """The session that they belong to is closed just before it opens its stream."""
+    """Coordinators whose session is closed just before it opens its stream."""
 
     session: MemberSession
     closer: threading.Thread
@@ -25,13 +25,14 @@ class ClosedMeanwhile(Coordinators):
         changed = self.session._changed
         with changed:
             self.closer.start()
-            # `close` tells all who wait when it has cancelled the stream, of which there is none.
+            # `close` notifies the waiting threads once it has cancelled the stream; there is none
+            # here.
             assert changed.wait(DEADLINE_S)
         return super().channel()
 
 
 async def test_a_membership_that_is_closed_while_it_connects_holds_up_nobody() -> None:
-    """The stream that it opens then is not left to a coordinator that has nothing to say on it."""
+    """The stream opened then does not stay open at a coordinator that has nothing to send on it."""
     async with served(MemoryStore()) as world:
         membership = MemberSession(world.client("a")._member)
         coordinators = ClosedMeanwhile([world.address])

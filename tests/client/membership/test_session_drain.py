@@ -19,7 +19,7 @@ WITHIN_S = 60.0
 
 
 class Lockstep:
-    """Trains members step by step, all of them at once, as a collective makes them do."""
+    """Trains members step by step and all at once, as a collective makes them do."""
 
     def __init__(self, *members: MemberSession) -> None:
         self.members = members
@@ -27,7 +27,7 @@ class Lockstep:
         self.stopped_at: dict[str, int] = {}
 
     async def until_changed(self, step: int = 0) -> list[pb.GenerationRecord | MemberDrained]:
-        """What each of them is told where they stop."""
+        """The result of each member when it stops: the next record, or its drain."""
         return await asyncio.gather(
             *(asyncio.to_thread(self._train, m, step) for m in self.members)
         )
@@ -52,7 +52,7 @@ def names(record: pb.GenerationRecord) -> list[str]:
 
 
 async def test_a_drained_member_leaves_at_the_step_at_which_the_others_go_on_without_it() -> None:
-    """By plan: nobody sees a break, and all stop before the same step."""
+    """The change is planned: members see no break, and all stop before the same step."""
     async with served(MemoryStore()) as world:
         a, b, c = await world.training("a", "b", "c")
         c.drain("spot notice")
@@ -71,7 +71,8 @@ async def test_a_drained_member_leaves_at_the_step_at_which_the_others_go_on_wit
 
 
 async def test_a_member_without_whom_nobody_can_train_leaves_at_once() -> None:
-    """The last one of a job. Its state is gone with it, and the next member does not begin anew."""
+    """The last member of a job takes the state with it: the next one gets StateLost instead of
+    starting over."""
     async with served(MemoryStore()) as world:
         (a,) = await world.training("a")
         a.drain("spot notice")
@@ -87,7 +88,7 @@ async def test_a_member_without_whom_nobody_can_train_leaves_at_once() -> None:
 
 
 async def test_a_member_that_trains_nowhere_yet_leaves_at_once() -> None:
-    """It waits for others that may never come, and is not to wait for them any more."""
+    """The member waits for others that may never come; the drain ends this wait."""
     async with served(MemoryStore()) as world:
         a = await world.joined("a", desired=2)
         waiting = asyncio.ensure_future(asyncio.to_thread(a.await_generation, 0, WITHIN_S))
@@ -97,7 +98,8 @@ async def test_a_member_that_trains_nowhere_yet_leaves_at_once() -> None:
 
 
 async def test_a_change_that_fails_behind_the_boundary_lets_the_drained_member_go() -> None:
-    """The old generation is over by then: the member settles like the others, and may leave."""
+    """The old generation is over by then: the member reports its step like the others, and may
+    leave."""
     async with served(MemoryStore()) as world:
         a, b, c = await world.training("a", "b", "c")
         c.drain("spot notice")
@@ -105,8 +107,8 @@ async def test_a_change_that_fails_behind_the_boundary_lets_the_drained_member_g
         crossed = await asyncio.gather(*(asyncio.to_thread(_cross, m) for m in (a, b)))
         assert [names(record) for record in crossed] == [["a", "b"]] * 2
         await asyncio.to_thread(a.report_broken, "no route to b")
-        # The step that it may begin now is one of a generation that is over; unless it reads first
-        # that nobody needs it any more.
+        # The step that it may begin now belongs to a generation that is over, unless it learns
+        # first that it is not needed any more.
         with contextlib.suppress(MemberDrained):
             assert await leaver is None
         assert await asyncio.to_thread(c.await_break, 1, WITHIN_S)
@@ -122,7 +124,7 @@ async def test_a_change_that_fails_behind_the_boundary_lets_the_drained_member_g
 
 
 def _cross(member: MemberSession) -> pb.GenerationRecord:
-    """Stop for the next generation before the first step; do not bring it up."""
+    """Stop for the next generation before the first step, and do not bring it up."""
     member.wait_over(1, WITHIN_S)
     record = member.begin_step(0)
     assert record is not None
@@ -135,7 +137,7 @@ def _stand(member: MemberSession) -> pb.GenerationRecord | None:
 
 
 async def test_a_new_leader_is_told_of_the_drain() -> None:
-    """The one that was asked went away before there was anybody to hand over to."""
+    """The leader that got the drain went away before there was a member to hand over to."""
     store = MemoryStore()
     async with served(store) as first:
         (a,) = await first.training("a")
@@ -170,7 +172,7 @@ def _hears_of_drain(member: MemberSession) -> bool:
 
 
 async def test_without_a_coordinator_a_drained_member_leaves_after_a_bound() -> None:
-    """Nobody can agree on anything then, and the host may be about to go."""
+    """Members cannot agree on anything without a coordinator, and the host may be about to go."""
     limits = Limits(heartbeat_s=0.05, join_s=4)
     async with served(MemoryStore(), limits) as world:
         (a,) = await _training_alone(world)

@@ -1,4 +1,4 @@
-"""What a membership leaves on the board of its launcher about how it ended."""
+"""Endings of memberships, as they appear on the launcher's board."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ from shoal_server.etcd.memory import MemoryStore
 
 QUICK = Limits(heartbeat_s=0.1, join_s=14.0)
 SLOW = Limits(heartbeat_s=5.0)
-"""No heartbeat comes between a loss and what the test does then."""
+"""A long interval: no heartbeat comes between a loss and the test's next action."""
 WITHIN_S = 20.0
 
 
@@ -49,13 +49,13 @@ def who(membership: MemberSession) -> MemberProcess:
 
 
 async def until_failed(membership: MemberSession) -> None:
-    """Its heartbeat thread sets what `wait_over` waits for."""
+    """Wait until the heartbeat thread has found that the membership failed."""
     assert await asyncio.to_thread(membership.wait_over, 0, WITHIN_S)
 
 
 async def test_who_was_declared_lost_is_fenced(slot: BeatSlot) -> None:
-    """Its own heartbeat tells it; what its script makes of that does not matter. A fresh
-    incarnation in the same process begins anew."""
+    """The member's own heartbeat finds the loss, whatever its script does then. A new incarnation
+    in the same process starts over."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
         await asyncio.to_thread(member.join)
@@ -68,7 +68,7 @@ async def test_who_was_declared_lost_is_fenced(slot: BeatSlot) -> None:
 
 
 async def test_who_learns_of_its_loss_as_it_leaves_is_fenced(slot: BeatSlot) -> None:
-    """The error that its script failed with came from elsewhere: a server, a peer."""
+    """The script's error came from elsewhere, for example from a server or a peer."""
     async with served(MemoryStore(), SLOW) as world:
         member = world.client("a", beat_slot=slot)
         await asyncio.to_thread(member.join)
@@ -78,7 +78,7 @@ async def test_who_learns_of_its_loss_as_it_leaves_is_fenced(slot: BeatSlot) -> 
 
 
 async def test_who_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> None:
-    """Not even by a beat that was under way when it left."""
+    """A heartbeat that was in progress when the member left does not fence it either."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
         await asyncio.to_thread(member.join)
@@ -90,7 +90,7 @@ async def test_who_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> None:
 
 
 async def test_who_was_replaced_is_not_to_come_back(slot: BeatSlot) -> None:
-    """Two processes of one name would take the place from each other for ever."""
+    """Two processes with one name would replace each other again and again."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
         await asyncio.to_thread(member.join)
@@ -113,7 +113,8 @@ async def test_who_was_replaced_is_not_to_come_back(slot: BeatSlot) -> None:
 async def test_what_the_trainer_ends_with(
     slot: BeatSlot, error: ShoalError, ending: MembershipEnding
 ) -> None:
-    """The launcher is told if the next process would end with it as well, and if it may not."""
+    """The launcher learns if the next process would end with the same error, and if it would
+    not."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
         await asyncio.to_thread(member.join)
@@ -124,8 +125,8 @@ async def test_what_the_trainer_ends_with(
 async def test_who_joins_the_job_again_that_it_has_finished(
     slot: BeatSlot, other_slot: BeatSlot
 ) -> None:
-    """A second session of a script is nothing that was not needed: the script is to be mended.
-    Another member came too late."""
+    """A second session of a script is a fault of the script. Another member merely came too
+    late."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("twice", desired=1, beat_slot=slot)
         await asyncio.to_thread(member.join)
@@ -141,8 +142,8 @@ async def test_who_joins_the_job_again_that_it_has_finished(
 
 
 async def test_who_comes_behind_one_of_its_scripts_jobs_has_failed(slot: BeatSlot) -> None:
-    """It was started again, and its script begins with a job that the others are past: the ones
-    that follow would never have it."""
+    """The member was started again, and its script begins with a job that the others have finished:
+    it would never reach the jobs after it."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", desired=1)
         await asyncio.to_thread(member.join)
@@ -158,7 +159,7 @@ async def test_who_comes_behind_one_of_its_scripts_jobs_has_failed(slot: BeatSlo
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_who_fails_where_it_judges_is_told_so_at_once(slot: BeatSlot) -> None:
-    """What it asks of a storage or a network may raise whatever it likes."""
+    """A validator may call a storage or a network, and raise any exception."""
 
     def judge(prepare: Prepare) -> Sequence[Rejection]:
         raise PermissionError("the bucket is closed")

@@ -1,4 +1,4 @@
-"""The simulation steps the member that ships: a fault that is put into it is found."""
+"""The simulation steps the production member core, and finds a fault that is planted in it."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,19 +15,19 @@ from shoal_proto.v1 import membership_pb2 as pb
 
 MAX_SEEDS = 150
 RARE = 550
-"""Where the search for a fault begins that only a rare schedule shows."""
+"""First seed of the search for a fault that only a rare schedule shows."""
 
 Patch = pytest.MonkeyPatch
 
 
 def a_step_is_begun_past_the_offer(patch: Patch) -> None:
-    """Before all have agreed on where to stop."""
+    """A step is begun before all members have agreed on the boundary."""
     boundary = property(lambda change: 1_000_000 if change.stop_at is None else change.stop_at)
     patch.setattr(PlannedChange, "boundary", boundary)
 
 
 def the_own_offer_is_taken_for_the_boundary(patch: Patch) -> None:
-    """The highest counts, not one's own."""
+    """The boundary should be the highest offer, not the member's own."""
     boundary = property(lambda change: change.offer)
     patch.setattr(PlannedChange, "boundary", boundary)
 
@@ -70,7 +70,7 @@ def a_break_of_an_older_generation_is_ignored(patch: Patch) -> None:
 
 
 def time_runs_while_nobody_leads(patch: Patch) -> None:
-    """Members are late for what nobody could tell them."""
+    """Members exceed limits for messages that no coordinator could send them."""
 
     def give_up_s(clock: HeldClock, since_s: float, limit_s: float, now_s: float) -> float:
         return max(since_s, clock.paused_until_s(now_s)) + limit_s
@@ -79,7 +79,8 @@ def time_runs_while_nobody_leads(patch: Patch) -> None:
 
 
 def a_call_outlasts_the_stream_that_gave_rise_to_it(patch: Patch) -> None:
-    """For longer than members wait for others: that nobody leads is not seen meanwhile."""
+    """A call lasts for longer than members wait for others: the missing leader is not noticed
+    meanwhile."""
 
     def with_stream(core: MemberCore, request: ev.Request, now_s: float) -> ev.CallLeader:
         return core._calls.new(request, ev.Persistence.WITH_STREAM, core.limits.join_s, now_s)
@@ -88,7 +89,7 @@ def a_call_outlasts_the_stream_that_gave_rise_to_it(patch: Patch) -> None:
 
 
 def a_later_step_is_offered_than_need_be(patch: Patch) -> None:
-    """The old generation trains on for longer than it takes to agree."""
+    """The old generation trains on for longer than the agreement takes."""
     real = GenerationTrack._offer_request
 
     def offer(track: GenerationTrack, own: int, generation: int, step: int) -> pb.OfferRequest:
@@ -125,7 +126,7 @@ FAULTS: Sequence[tuple[Callable[[Patch], None], Callable[[int], None]]] = (
 def test_the_simulation_finds(
     fault: Callable[[Patch], None], run: Callable[[int], None], monkeypatch: Patch
 ) -> None:
-    """Within some seeds an invariant does not hold; without the fault the same seed is passed."""
+    """Invariants fail with some seed; the same seed passes without the fault."""
     with monkeypatch.context() as patch:
         fault(patch)
         first = RARE if fault is a_new_leader_is_not_told_of_a_failed_collective else 0

@@ -1,4 +1,5 @@
-"""A client's view of parameters on two servers: whole, exactly once, and with clear errors."""
+"""A client's view of parameters on two servers: complete, updated exactly once, with clear
+errors."""
 
 import threading
 from array import array
@@ -58,7 +59,7 @@ def assert_all(buffers: dict[str, memoryview], value: float) -> None:
 
 
 def trained(servers: ParameterServers, member_id: str = "w0") -> ParameterClient:
-    """A client whose parameters exist, all zero."""
+    """A client whose parameters are created, all zero."""
     client = connect(servers, servers.admit(member_id))
     client.place(SCHEMA)
     client.create(SGD, filled(0.0))
@@ -67,8 +68,8 @@ def trained(servers: ParameterServers, member_id: str = "w0") -> ParameterClient
 
 
 def test_create_push_pull(servers: ParameterServers) -> None:
-    """What is pushed comes back applied, to the pusher in the same call and to others on a pull;
-    both servers hold a part."""
+    """A push returns the updated values to its sender, and others see them in a pull; both servers
+    hold a part."""
     client = trained(servers)
     shard_map = client.fetch_map()
     assert {shard.server_id for shard in shard_map.shards} == {"ps-0", "ps-1"}
@@ -87,7 +88,7 @@ def test_create_push_pull(servers: ParameterServers) -> None:
 
 
 def test_creating_twice_keeps_the_first_values(servers: ParameterServers) -> None:
-    """Any member may create at any time; only the first values count."""
+    """Members may create at any time; the first values count."""
     client = trained(servers)
     assert client.create(SGD, filled(5.0)) == 0
     values = filled(9.0)
@@ -100,7 +101,7 @@ def test_creating_twice_keeps_the_first_values(servers: ParameterServers) -> Non
 
 
 def test_gradients_may_be_partial(servers: ParameterServers) -> None:
-    """A parameter without gradient stays as it is, the others move."""
+    """A parameter without a gradient does not change; the others do."""
     client = trained(servers)
     values = filled(9.0)
     gradients = filled(-1.0)
@@ -114,7 +115,7 @@ def test_gradients_may_be_partial(servers: ParameterServers) -> None:
 
 
 def test_staleness_counts_the_pushes_of_others(servers: ParameterServers) -> None:
-    """Staleness is how many updates the gradient did not know of."""
+    """Staleness is the number of updates since the values that the gradient was computed on."""
     first, second = trained(servers), trained(servers, "w1")
     into = filled(9.0)
     first.push(filled(-1.0), into=into)
@@ -128,7 +129,7 @@ def test_staleness_counts_the_pushes_of_others(servers: ParameterServers) -> Non
 
 
 def test_many_members_lose_nothing(servers: ParameterServers) -> None:
-    """Members that push at the same time all count, each push once."""
+    """Members push at the same time, and each push counts once."""
     clients = [trained(servers, f"w{i}") for i in range(4)]
     failures: list[BaseException] = []
 
@@ -155,7 +156,7 @@ def test_many_members_lose_nothing(servers: ParameterServers) -> None:
 
 
 def test_waiting_for_values(servers: ParameterServers) -> None:
-    """A member that comes before the values exist waits for them, or is told so in time."""
+    """A member that comes before the values exist waits for them, or gets an error in time."""
     early = connect(servers, servers.admit("w1"))
     early.place(SCHEMA)
     with pytest.raises(ShardNotReady):
@@ -187,7 +188,7 @@ def test_another_model_is_refused_by_name(servers: ParameterServers) -> None:
 
 
 def test_wrong_buffers_are_refused_before_anything_is_sent(servers: ParameterServers) -> None:
-    """Unknown names, other lengths and read-only buffers are the caller's to mend."""
+    """The caller's faults are unknown names, other lengths and read-only buffers."""
     client = trained(servers)
     with pytest.raises(ShapeMismatch, match="no parameter extra"):
         client.push({"extra": memoryview(bytes(4))})
@@ -205,7 +206,7 @@ def test_wrong_buffers_are_refused_before_anything_is_sent(servers: ParameterSer
 def test_a_gradient_that_is_not_finite_is_refused_with_its_name(
     servers: ParameterServers,
 ) -> None:
-    """NaN is the fault of who sent it: it hears which parameter, and others train on."""
+    """The sender of a NaN learns which parameter has it; other members continue."""
     client, other = trained(servers), trained(servers, "w1")
     gradients = filled(-1.0)
     gradients["bias"] = memoryview(array("f", [0.0] * 69 + [float("nan")])).cast("B")
@@ -220,7 +221,8 @@ def test_a_gradient_that_is_not_finite_is_refused_with_its_name(
 
 
 def test_a_fenced_member_changes_nothing(servers: ParameterServers) -> None:
-    """Once declared lost, a member's pushes are refused, and its successor's are taken."""
+    """Pushes of a member that was declared lost are refused, and those of its successor are
+    accepted."""
     client = trained(servers)
     servers.expel("w0")
     successor = connect(servers, servers.admit("w0", incarnation="two"))
@@ -236,7 +238,7 @@ def test_a_fenced_member_changes_nothing(servers: ParameterServers) -> None:
 
 
 def test_without_servers_placing_fails() -> None:
-    """No parameter server: the error says so, and how to start one."""
+    """The error says that there is no parameter server, and how to start one."""
     with ParameterServers(0) as servers:
         client = connect(servers, servers.admit("w0"))
         with pytest.raises(NoServers, match="shoal ps"):
@@ -245,7 +247,7 @@ def test_without_servers_placing_fails() -> None:
 
 
 def test_a_server_that_is_gone_is_named() -> None:
-    """When the only server does not come back in time, the error names its address."""
+    """The error names the address of the only server, which does not come back in time."""
     with ParameterServers(1) as servers:
         client = connect(servers, servers.admit("w0"), timeout_s=1.0)
         client.place(SCHEMA)
@@ -258,7 +260,7 @@ def test_a_server_that_is_gone_is_named() -> None:
 
 
 def test_training_goes_on_without_a_coordinator(servers: ParameterServers) -> None:
-    """Pushes need the parameter servers only."""
+    """Pushes need only the parameter servers."""
     client = trained(servers)
     values = filled(9.0)
     servers.run(servers.coordinator_server.stop(None))
@@ -268,7 +270,7 @@ def test_training_goes_on_without_a_coordinator(servers: ParameterServers) -> No
 
 
 def test_closing_ends_a_call_under_way(servers: ParameterServers) -> None:
-    """A client that is closed while another thread waits in it lets that thread go."""
+    """A thread that waits in the client ends when another one closes it."""
     client = connect(servers, servers.admit("w0"), timeout_s=60.0)
     client.place(SCHEMA)
     failures: list[BaseException] = []
@@ -294,8 +296,9 @@ def test_closing_ends_a_call_under_way(servers: ParameterServers) -> None:
 def test_shards_of_an_earlier_run_are_not_those_of_the_next(
     servers: ParameterServers, missed: bool
 ) -> None:
-    """A job begins anew under its name: its servers let go of what they have, also one that never
-    saw the old record go, as after a pause in which etcd forgot its history."""
+    """A job starts over under its name: its servers drop its old shards. A server that did not see
+    the old record being deleted does so, too, as after a pause in which etcd compacted its
+    history."""
     trained(servers)
     job = "job"
     before = servers.run(records.read(servers.store, job))

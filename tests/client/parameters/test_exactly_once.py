@@ -1,4 +1,4 @@
-"""Connections that break at any byte, in any direction, neither lose nor repeat a push."""
+"""Connections that break at any byte, in either direction, neither lose nor repeat a push."""
 
 import asyncio
 import random
@@ -36,7 +36,7 @@ TABLE = TableSpec(
 
 
 class BreakingProxy:
-    """Passes bytes on between client and server until it has passed as many as it was told to."""
+    """Forwards bytes between client and server until a given number has passed."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -57,7 +57,7 @@ class BreakingProxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def arm(self) -> None:
-        """Break after some bytes of the next push; a whole one is about four times 80 kB."""
+        """Break after some bytes of the next push; a whole push is about four times 80 kB."""
         self._left_bytes = self._rng.randrange(1, 240_000)
 
     async def disarm(self) -> None:
@@ -102,7 +102,7 @@ def behind(
     transport: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Start the one server, reached by that transport through the proxy alone."""
+    """Start the only server, which that transport reaches only through the proxy."""
     port = servers.run(proxy.start())
     if transport == "grpc":
         proxy.target_port = servers.add("ps-0", advertise=f"127.0.0.1:{port}").port
@@ -123,7 +123,7 @@ def behind(
 def test_each_push_counts_once_over_broken_connections(
     seed: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The values are those of every push applied once, in order, whatever broke on the way."""
+    """The values are those of all pushes applied once, in order, whichever connection broke."""
     with ParameterServers(0) as servers:
         proxy = BreakingProxy(random.Random(seed))
         behind(proxy, servers, transport, monkeypatch)
@@ -156,7 +156,7 @@ def test_each_push_counts_once_over_broken_connections(
 def test_each_push_of_rows_counts_once_over_broken_connections(
     seed: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same for the rows of a table: looked up and pushed, shard by shard, over what breaks."""
+    """Rows of a table are looked up and pushed, shard by shard, over connections that break."""
     with ParameterServers(0) as servers:
         proxy = BreakingProxy(random.Random(seed))
         behind(proxy, servers, transport, monkeypatch)

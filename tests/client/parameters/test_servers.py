@@ -1,4 +1,4 @@
-"""Calls to the servers of a job's shards: whom a refusal, or a hint, sends them to."""
+"""Calls to the servers of a job's shards, and the servers to which refusals and hints lead them."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ A, B, C = (f"127.0.0.1:{port}" for port in (1, 2, 3))
 
 @pytest.fixture
 def servers() -> Iterator[ShardServers[str]]:
-    """The stub of a server is its address."""
+    """Calls whose stub of a server is the server's address."""
     servers = ShardServers[str](lambda address, channel: address, LIMIT_S)
     yield servers
     servers.close()
@@ -62,7 +62,7 @@ def test_a_refusal_that_names_another_server_is_followed_before_others_have_answ
 def test_a_server_that_is_being_called_is_called_once_more_only_behind_that(
     servers: ShardServers[str],
 ) -> None:
-    """Its connection is for one thread at a time."""
+    """A connection serves one thread at a time."""
     found, refused, calls = shard_map(A, B), threading.Event(), threading.Semaphore()
 
     def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
@@ -78,7 +78,7 @@ def test_a_server_that_is_being_called_is_called_once_more_only_behind_that(
 
 
 def test_a_server_that_does_not_answer_is_named_with_what_it_leads_and_what_to_do() -> None:
-    """It counts as alive for minutes: its address alone tells nobody what is missing."""
+    """The server counts as alive for minutes: its address alone does not say what is missing."""
 
     def stub_of(address: str, channel: grpc.Channel) -> ParametersStub:
         return ParametersStub(channel)
@@ -116,7 +116,7 @@ def test_servers_that_send_on_to_each_other_are_not_followed_for_ever() -> None:
 def test_who_is_to_be_called_before_long_is_connected_to_in_the_background(
     servers: ShardServers[str],
 ) -> None:
-    """A call that comes meanwhile waits for that, and uses the connection."""
+    """A call that comes meanwhile waits for the connection, and uses it."""
     begun, go_on, order = threading.Event(), threading.Event(), list[str]()
 
     def connect(stub: str) -> None:
@@ -132,7 +132,7 @@ def test_who_is_to_be_called_before_long_is_connected_to_in_the_background(
     assert begun.wait(LIMIT_S)
     threading.Timer(0.05, go_on.set).start()
     servers.run(lambda: shard_map(C), lambda: None, attempt, 0.0)
-    # Once is enough.
+    # A second request does not connect again.
     servers.connect_ahead(C, connect)
     assert order == [f"connected to {C}", f"called {C}"]
 
@@ -154,7 +154,8 @@ def test_who_cannot_be_connected_to_ahead_is_called_all_the_same(
 def test_servers_that_are_gone_are_waited_for_before_their_shards_are_called_lost(
     wait_s: float,
 ) -> None:
-    """That takes minutes, of which the wait is a part."""
+    """The wait counts from the call's begin, and includes the minutes until the loss is
+    declared."""
     servers = ShardServers[str](lambda address, channel: address, 0.2)
     servers.lost_wait_s = wait_s
     found, begun_s = shard_map(A), time.monotonic()
@@ -177,7 +178,8 @@ def test_servers_that_are_gone_are_waited_for_before_their_shards_are_called_los
 def test_a_forked_process_is_refused_and_leaves_its_parent_the_connections(
     servers: ShardServers[str],
 ) -> None:
-    """Both would read each other's answers, and number their pushes alike."""
+    """The two processes would read each other's answers, and use the same sequence numbers for
+    their pushes."""
 
     def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
         todo.difference_update(shard.shard_id for shard in shards)

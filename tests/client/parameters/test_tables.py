@@ -1,4 +1,5 @@
-"""A client's view of tables on two servers: rows by id, exactly once, also across a failover."""
+"""A client's view of tables on two servers: rows by id, updated exactly once, also across a
+failover."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -65,7 +66,7 @@ def servers() -> Iterator[ParameterServers]:
 
 
 class Member:
-    """A client with one table or more, that speaks in lists."""
+    """A client with one or more tables, used with lists of numbers."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Member:
         self.ids: dict[Where, array[int]] = {}
 
     def look_up(self, ids: Sequence[int], name: str = "users") -> dict[int, list[float]]:
-        """Values by id."""
+        """Look the ids up, and return the values by id."""
         self.ids = {(name, i): ids_of for i, ids_of in route(ids, NUM_SHARDS).items()}
         self.found = self.client.look_up({w: i.tobytes() for w, i in self.ids.items()})
         values = {}
@@ -102,7 +103,7 @@ class Member:
         return values
 
     def push(self, gradient: float) -> TablePushResult:
-        """The same number for every element of every row that was looked up last."""
+        """Push the same gradient for every element of the rows that were looked up last."""
         return self.client.push(
             {
                 where: Gradients(
@@ -127,7 +128,7 @@ by_every_way = pytest.mark.parametrize("transport", WAYS)
 
 @by_every_way
 def test_rows_are_looked_up_and_trained(servers: ParameterServers, transport: str) -> None:
-    """A row has its first values until it is pushed; others see the push; both servers have a
+    """A row has its initial values until it is pushed; others see the push; both servers hold a
     part."""
     member = Member(servers, servers.admit("w0"), table(), transport=transport)
     other = Member(servers, servers.admit("w1"), table())
@@ -149,7 +150,7 @@ def test_rows_are_looked_up_and_trained(servers: ParameterServers, transport: st
 
 @by_every_way
 def test_many_rows_travel_in_many_messages(servers: ParameterServers, transport: str) -> None:
-    """Whatever their number: a message has a bound, a lookup and a push have none."""
+    """Lookups and pushes have no bound on their rows, though a message has one."""
     member = Member(servers, servers.admit("w0"), table(dim=1024), transport=transport)
     before, after = [1.0] * 1024, [0.5] * 1024
     ids = range(3000)
@@ -167,7 +168,7 @@ def test_many_rows_travel_in_many_messages(servers: ParameterServers, transport:
 
 @by_every_way
 def test_a_server_that_dies_takes_no_row_with_it(servers: ParameterServers, transport: str) -> None:
-    """Rows pushed before are there behind the failover, and pushes go on, each counted once."""
+    """Rows pushed earlier exist after the failover, and further pushes each count once."""
     member = Member(servers, servers.admit("w0"), table(), transport=transport)
     ids = list(range(100))
     member.look_up(ids)
@@ -181,7 +182,7 @@ def test_a_server_that_dies_takes_no_row_with_it(servers: ParameterServers, tran
 
 
 def test_rows_that_were_lost_are_not_begun_anew_in_silence() -> None:
-    """The only server comes back without what it held: that is told, not papered over."""
+    """The only server comes back without its rows: this is an error, and no row starts over."""
     with ParameterServers(1) as servers:
         member = Member(servers, servers.admit("w0"), table(), timeout_s=8.0)
         member.look_up([1])
@@ -198,7 +199,8 @@ def test_rows_that_were_lost_are_not_begun_anew_in_silence() -> None:
 def test_rows_are_durable_only_on_servers_with_a_journal(
     servers: ParameterServers, tmp_path: Path
 ) -> None:
-    """Without one a push is refused, and changes nothing; with one it is answered."""
+    """A push to a server without a journal is refused and changes nothing; one to a server with a
+    journal is answered."""
     member = Member(servers, servers.admit("w0"), table(), level=DURABLE)
     member.look_up([1])
     with pytest.raises(InvalidSpec, match="--journal"):
@@ -214,7 +216,7 @@ def test_rows_are_durable_only_on_servers_with_a_journal(
 
 
 def test_several_tables_side_by_side(servers: ParameterServers) -> None:
-    """The same ids mean other rows in another table; one push may touch both."""
+    """An id is another row in another table; one push may change both tables."""
     member = Member(servers, servers.admit("w0"), table(), table("items"))
     member.look_up([1, 2])
     member.push(-1.0)
@@ -226,7 +228,8 @@ def test_several_tables_side_by_side(servers: ParameterServers) -> None:
 
 @by_every_way
 def test_wrong_pushes_change_nothing(servers: ParameterServers, transport: str) -> None:
-    """NaN, rows of other shards, lengths that do not fit: told by what is wrong, row untouched."""
+    """NaN, rows of other shards and wrong lengths each give an error that names the fault, and
+    leave the row unchanged."""
     member = Member(servers, servers.admit("w0"), table(), transport=transport)
     member.look_up([7])
     with pytest.raises(NonFiniteGradient) as refused:
@@ -253,7 +256,7 @@ def test_wrong_pushes_change_nothing(servers: ParameterServers, transport: str) 
 def test_a_fenced_member_neither_reads_nor_writes(
     servers: ParameterServers, transport: str
 ) -> None:
-    """Once declared lost it is told so."""
+    """Calls of a member that was declared lost are refused."""
     member = Member(servers, servers.admit("w0"), table(), transport=transport)
     member.look_up([1])
     servers.expel("w0")
@@ -281,7 +284,8 @@ REFUSED: list[tuple[dict[str, object], type[Exception], str]] = [
 
 
 def test_tables_that_cannot_be_are_refused(servers: ParameterServers) -> None:
-    """Before anything is placed, with the setting and what it may be."""
+    """Tables are checked before anything is placed; the error has the setting and its valid
+    values."""
     token = servers.admit("w0")
     client = ParameterClient([servers.coordinator], lambda: token)
     for changes, error, message in REFUSED:
@@ -295,7 +299,7 @@ def test_tables_that_cannot_be_are_refused(servers: ParameterServers) -> None:
 
 
 def test_another_table_than_the_jobs_is_refused_by_name(servers: ParameterServers) -> None:
-    """All members have the same tables."""
+    """Members of a job have the same tables."""
     member = Member(servers, servers.admit("w0"), table())
     with pytest.raises(ProposalConflict, match="tables differ from those of job job") as refused:
         Member(servers, servers.admit("w1"), table(dim=5))

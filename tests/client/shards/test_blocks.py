@@ -25,7 +25,7 @@ NUM_BYTES = 4 * (2 + 699_000 + 64)
 
 
 def buffers(fill: int | None = None) -> dict[str, memoryview]:
-    """All parameters: random bytes, or all the same."""
+    """Buffers of the parameters, with random bytes or with one value."""
     rng = random.Random(0)
     return {
         name: memoryview(
@@ -44,7 +44,7 @@ def gathered(source: Mapping[str, memoryview]) -> list[Piece]:
 
 
 def test_what_is_gathered_is_scattered_to_the_same_places() -> None:
-    """The shard's blocks come back, in any order of the pieces, and nothing beside them changes."""
+    """The shard's blocks are restored, in any order of the pieces, and nothing else changes."""
     source, into = buffers(), buffers(9)
     blocks = ShardBlocks(SHARD)
     assert blocks.num_bytes == NUM_BYTES
@@ -61,7 +61,7 @@ def test_what_is_gathered_is_scattered_to_the_same_places() -> None:
 
 
 def test_absent_parameters_leave_holes() -> None:
-    """Pieces never reach over a block without a buffer."""
+    """A piece never spans a block without a buffer."""
     source = buffers()
     del source["a"]
     pieces = gathered(source)
@@ -78,7 +78,7 @@ BAD_PIECES = {
 
 @pytest.mark.parametrize("name", BAD_PIECES)
 def test_a_bad_piece_changes_no_buffer(name: str) -> None:
-    """What a server sent is checked before a byte of it is written."""
+    """A piece from a server is checked before a byte of it is written."""
     bad, kind = BAD_PIECES[name]
     into = buffers(9)
     with pytest.raises(kind):

@@ -1,4 +1,4 @@
-"""Readers that pass on to each other what they fetch."""
+"""Readers that pass on the segments that they fetch."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def fetched(relay: Relay, digest: bytes, *, may_be_local: bool, series: str = SE
 
 @pytest.mark.parametrize("may_be_local", WAYS.values(), ids=WAYS.keys())
 def test_a_relay_passes_on_what_it_has(relay: Relay, may_be_local: bool) -> None:
-    """Relay and child of one host use the same memory."""
+    """Relay and child on one host share the memory."""
     segment = sealed(os.urandom(2 * CHUNK_BYTES + 3))
     with relay.version([segment.digest]):
         relay.add(segment)
@@ -109,7 +109,8 @@ def test_what_a_relay_gives_up_is_not_waited_for(relay: Relay) -> None:
 
 
 def test_a_relay_holds_one_version(relay: Relay) -> None:
-    """Besides the one that it fetches; after a failure the one that it had."""
+    """A relay holds one version besides the one that it fetches; after a failure it keeps the
+    earlier one."""
     old, shared, new = (sealed(os.urandom(100)) for _ in range(3))
     with relay.version([]):
         relay.add(old)
@@ -130,8 +131,8 @@ def test_a_relay_holds_one_version(relay: Relay) -> None:
 
 @pytest.mark.long
 def test_a_connection_to_a_relay_outlasts_its_pings(relay: Relay) -> None:
-    """A channel pings every two seconds: gRPC's own servers take that for too often, and close the
-    connection after a few pings."""
+    """A channel pings every two seconds. A gRPC server with its defaults counts these as too many,
+    and closes the connection after a few."""
     has_been_ready, has_left = threading.Event(), threading.Event()
 
     def note(state: grpc.ChannelConnectivity) -> None:
@@ -156,7 +157,7 @@ def test_another_series_is_refused(relay: Relay) -> None:
 
 @pytest.mark.parametrize("may_be_local", WAYS.values(), ids=WAYS.keys())
 def test_a_relay_is_not_taken_at_its_word(relay: Relay, may_be_local: bool) -> None:
-    """The relay has other bytes than the digests that it gives."""
+    """The relay's bytes do not match the digests that it gives."""
     segment = sealed(b"what was published")
     writer = SegmentWriter(segment.num_bytes)
     forged = writer.seal(segment.chunk_digests)
@@ -192,7 +193,8 @@ def relaying(cluster: ParameterCluster, name: str, *, may_be_local: bool = False
 def test_servers_send_a_version_once_to_all_relays(
     cluster: ParameterCluster, script: Script
 ) -> None:
-    """All fetch at the same time, and one comes later. Of the second version one part is new."""
+    """Readers fetch at the same time, except one that comes later. The second version changes one
+    part."""
     same, parts = os.urandom(10), [os.urandom(3 * CHUNK_BYTES) for _ in range(2)]
     with ExitStack() as stack:
         readers = [stack.enter_context(closing(relaying(cluster, f"reader-{n}"))) for n in range(8)]
@@ -212,7 +214,8 @@ def test_servers_send_a_version_once_to_all_relays(
             if number == 2:
                 assert install(late) == [part, same]
             from_servers = sum(each.fetched_bytes - each.relayed_bytes for each in every)
-            # Once, or in part twice if the machine is so busy that a relay begins late.
+            # The servers send the bytes once, or some of them twice if a busy machine delays a
+            # relay.
             num_bytes = number * (len(part) + len(same))
             assert num_bytes <= from_servers <= 2 * num_bytes
 
@@ -221,7 +224,7 @@ def test_servers_send_a_version_once_to_all_relays(
 def test_a_relay_beside_a_server_passes_nothing_on(
     cluster: ParameterCluster, script: Script
 ) -> None:
-    """The relay's memory is the server's, which must stay free to drop it."""
+    """The relay's memory is the server's, and the server must stay free to drop it."""
     parts = [os.urandom(CHUNK_BYTES), b"bytes"]
     record = script.publish(*parts)
     with closing(relaying(cluster, "beside", may_be_local=True)) as beside:
@@ -246,7 +249,7 @@ def test_slices_are_refused_by_name(cluster: ParameterCluster, script: Script) -
 def test_a_relay_that_dies_costs_a_retry(
     cluster: ParameterCluster, script: Script, sent: signal.Signals
 ) -> None:
-    """Chunks that the relay had sent count; the rest comes from a server."""
+    """Chunks that the relay sent are kept; the rest comes from a server."""
     part = os.urandom(6 * CHUNK_BYTES)
     record = script.publish(part, b"bytes")
     command = [sys.executable, halting_relay.__file__, cluster.coordinator.grpc, SERIES]

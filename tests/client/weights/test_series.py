@@ -1,4 +1,4 @@
-"""Versions of a series, published and read on real parts that are killed and started again."""
+"""Versions of a series, published and read while real parts are killed and started again."""
 
 import os
 import threading
@@ -40,7 +40,7 @@ def sealed(data: bytes) -> Segment:
 
 
 def layout(rank: int, num_bytes: int) -> pb.Layout:
-    """One bf16 tensor for each rank."""
+    """A layout with one bf16 tensor for each rank."""
     return pb.Layout(
         tensors=[pb.TensorSpec(name=f"w{rank}", dtype="bfloat16", shape=[num_bytes // 2])],
         slices=[pb.Slice(tensor=0, segment=rank, at=0)],
@@ -49,7 +49,7 @@ def layout(rank: int, num_bytes: int) -> pb.Layout:
 
 
 class Script:
-    """A plain script of some ranks that publishes a series."""
+    """A plain script with some ranks that publishes a series."""
 
     def __init__(
         self, cluster: ParameterCluster, world: int = 1, *, keep: int = 2, copies: int = 2
@@ -70,7 +70,7 @@ class Script:
         self.publication = 0
 
     def publish(self, *parts: bytes, timeout_s: float = LIMIT_S) -> pb.VersionRecord:
-        """Publish one part of each rank at the same time; the version."""
+        """Publish one part of each rank at the same time; return the version."""
         self.publication += 1
         found: list[pb.VersionRecord | ShoalError] = []
         threads = [
@@ -156,7 +156,7 @@ def test_a_reader_that_waits_longer_than_it_may_is_told(reader: SeriesReader) ->
 def test_a_version_of_another_series_is_gone(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
-    """Both versions have the same number. The reader does not ask servers again and again."""
+    """The versions have the same number. Servers are not asked for the bytes again and again."""
     script.publish(b"11", b"22")
     record = reader.wait(timeout_s=LIMIT_S)
     of_another = pb.VersionRecord()
@@ -192,7 +192,7 @@ def test_a_version_without_a_lease_is_gone_and_one_with_a_lease_is_not(
 def test_a_reader_that_is_started_again_under_its_name_is_heard_at_once(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
-    """However often the process before it has reported."""
+    """The number of reports of the process before does not matter."""
     version = script.publish(b"one", b"more")
     for _ in range(5):
         with reader.leased(version.number):
@@ -203,7 +203,7 @@ def test_a_reader_that_is_started_again_under_its_name_is_heard_at_once(
 
 
 def test_another_script_waits_until_the_first_one_has_ended(cluster: ParameterCluster) -> None:
-    """Numbers go on, and the one that was replaced publishes nothing any more."""
+    """Numbers continue, and the replaced script cannot publish any more."""
     with ExitStack() as stack:
         first, second = (stack.enter_context(closing(Script(cluster))) for _ in range(2))
         assert first.publish(b"11").number == 1
@@ -220,7 +220,7 @@ def test_another_script_waits_until_the_first_one_has_ended(cluster: ParameterCl
 def test_a_version_survives_each_server_in_turn(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
-    """Each comes back with nothing in its memory, and gets its copies from another one."""
+    """The killed server comes back with empty memory, and gets its copies from another server."""
     parts = [os.urandom(CHUNK_BYTES + 2), os.urandom(10)]
     record = script.publish(*parts)
     for server_id in ("ps-0", "ps-1", "ps-2"):
@@ -320,8 +320,8 @@ def test_only_the_difference_crosses_a_socket(cluster: ParameterCluster) -> None
 
 
 def test_versions_arrive_in_the_memory_of_earlier_ones(cluster: ParameterCluster) -> None:
-    """Over a socket, for a reader that keeps no more than a base: three versions later the pages
-    are those of the first. What is fetched for others is memory of its own."""
+    """A reader over a socket keeps only a base, so each version arrives in the memory of the
+    version two before it. A fetch for another use gets memory of its own."""
     with (
         closing(Script(cluster)) as script,
         closing(
@@ -344,7 +344,7 @@ def test_versions_arrive_in_the_memory_of_earlier_ones(cluster: ParameterCluster
 
 
 def test_a_wrong_base_gives_the_right_version_all_the_same(cluster: ParameterCluster) -> None:
-    """A reader that believes to have another version: the result is verified, and fetched anew."""
+    """A reader has another version than it believes: the result is verified, and fetched again."""
     with ExitStack() as stack:
         script = stack.enter_context(closing(Script(cluster)))
         reader = stack.enter_context(

@@ -58,7 +58,7 @@ def at(servers: ParameterServers, *numbers: int) -> list[StoreServer]:
 
 
 def request(segment: Segment, chain: list[StoreServer], **fields: Any) -> PutSegmentRequest:
-    """By default for a rank that has put nothing else: what it has put before is undecided."""
+    """A put request; by default of a rank without earlier puts, which would count as undecided."""
     described = Described(digest=segment.digest, num_bytes=segment.num_bytes)
     rank = {"rank": int.from_bytes(segment.digest[:3])}
     named: dict[str, Any] = {"series": SERIES, "epoch": 1, "publication": 1} | rank | fields
@@ -109,7 +109,7 @@ def test_a_server_of_the_chain_that_is_gone_is_not_among_the_holders(
 
 
 def test_on_one_host_the_memory_itself_is_shared(servers: ParameterServers) -> None:
-    """Same inode: nothing was copied, on either way."""
+    """Inodes are equal: nothing was copied in either direction."""
     segment, chain = drawn(CHUNK_BYTES), at(servers, 0, 1)
     with closing(WeightStores(SERIES)) as stores:
         put(stores, segment, chain)
@@ -154,7 +154,7 @@ def test_bytes_of_another_segment_are_refused_and_not_held(
 
 
 def test_memory_that_can_still_be_changed_is_refused(servers: ParameterServers) -> None:
-    """A publisher that could write to what a server has verified would serve other bytes."""
+    """A publisher that could write to verified memory would make the server serve other bytes."""
     descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 100)
     unsealed = Segment(descriptor, 100, bytes(DIGEST_BYTES))
@@ -171,7 +171,7 @@ def test_a_segment_for_which_there_is_no_memory_is_overloaded(stores: WeightStor
         put(stores, first, at(servers, 0))
         with pytest.raises(Overloaded, match="no memory left for published weights"):
             put(stores, second, at(servers, 0), publication=2)
-        # The one that is held is not touched.
+        # The segment that is held stays.
         found = stores.fetch(at(servers, 0), StagedSegment(first.digest), LIMIT_S)
         assert found.view() == first.view()
 
@@ -196,7 +196,7 @@ def test_a_rank_that_publishes_faster_than_versions_come_about_is_overloaded(
         put(stores, drawn(10), at(servers, 0), publication=publication, rank=rank)
     with pytest.raises(Overloaded, match="publications \\[11, 12\\] undecided"):
         put(stores, drawn(10), at(servers, 0), publication=13, rank=rank)
-    # Those that the publisher knows to be refused make room.
+    # Publications that the publisher reports as abandoned do not count.
     put(stores, drawn(10), at(servers, 0), publication=13, rank=rank, abandoned=[11, 12])
 
 
@@ -211,7 +211,7 @@ def test_a_key_is_good_for_its_own_series_alone(servers: ParameterServers) -> No
 def test_a_server_that_hangs_up_in_the_middle_is_unavailable(
     servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has arrived by then stays, and only the rest comes from another holder."""
+    """Chunks that arrived are kept, and only the rest comes from another holder."""
     segment, chain = drawn(4 * CHUNK_BYTES), at(servers, 0, 1)
     with closing(WeightStores(SERIES, may_be_local=False)) as stores:
         put(stores, segment, chain)

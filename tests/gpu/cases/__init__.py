@@ -1,4 +1,4 @@
-"""The cases by name, in the order of their value: running out of time costs the last ones."""
+"""The cases by name, most important first: if time runs out, the last ones are not run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ class Entry:
 
     title: str
     run: Callable[[Case], None]
-    """Fails by an exception."""
+    """The function of the case, which fails by an exception."""
     limit_s: float
-    """Limit on a GPU. A case that takes longer has failed."""
+    """Limit on a GPU. A case that takes longer fails."""
     kills: bool = False
-    """Ends or stops processes in the midst of their work on a GPU: these share it without MPS,
-    which a killed client may take down with it."""
+    """True if the case ends or stops processes in the middle of their work on a GPU: they share it
+    without MPS, which a killed client may take down."""
 
 
 CASES: Mapping[str, Entry] = {

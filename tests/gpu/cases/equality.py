@@ -25,7 +25,7 @@ STRATEGIES: Mapping[str, tuple[str, Mapping[str, Any], str, float]] = {
     "fsdp-tensor": ("fsdp-tensor", {"tensor": 2, "min_split_bytes": 0}, "momentum", EXACT),
     "pipeline": ("pipeline", {}, "momentum", EXACT),
     "hybrid": ("hybrid", {"min_split_bytes": 0}, "momentum", EXACT),
-    # With a round a step, and an outer step that takes the average as it is, they are exact too.
+    # These are exact, too, if a round is one step and the outer step takes the average as it is.
     "local-sgd": ("local-sgd", {"every_steps": 1}, "sgd", EXACT),
     "diloco": (
         "diloco",
@@ -38,7 +38,7 @@ STRATEGIES: Mapping[str, tuple[str, Mapping[str, Any], str, float]] = {
     "ddp-powersgd": ("ddp", {"compression": "powersgd"}, "momentum", COMPRESSED),
 }
 STRATEGY_S = 25.0
-"""Limit of one strategy; after it the others go on without it."""
+"""Limit of one strategy; the others continue after it."""
 
 
 def of_one(case: Case) -> None:
@@ -54,7 +54,8 @@ def of_four(case: Case) -> None:
 
 
 def _every_strategy(case: Case, world_size: int) -> None:
-    """Run a job for each strategy in the same processes; in new ones after one that fails."""
+    """Run a job for each strategy in the same processes, and in new processes after one that
+    fails."""
     task = chains(256 if case.machine.full else 24)
     plans = {
         name: case.plan(
@@ -120,7 +121,8 @@ INFINITE_STEP = 5
 
 
 def infinite(case: Case) -> None:
-    """A scaler that one member's Inf reaches: all skip the step, and have the same scale."""
+    """The Inf of one member reaches the scaler: all members skip the step, and have the same
+    scale."""
     task = chains(512 if case.machine.full else 24)
     for strategy in ("ddp", "fsdp"):
         plan = case.plan(f"amp-{strategy}", task, strategy=strategy, amp=True, num_steps=10)
@@ -131,15 +133,16 @@ def infinite(case: Case) -> None:
             crew.check_alike(["m0", "m1"])
             for name in ("m0", "m1"):
                 steps = {step["step"]: step for step in crew.steps(name)}
-                before, at, behind = (steps[INFINITE_STEP + number] for number in (-1, 0, 1))
+                before, at, after = (steps[INFINITE_STEP + number] for number in (-1, 0, 1))
                 assert at["scale"] == before["scale"] / 2, (name, before["scale"], at["scale"])
                 assert at["sum"] == before["sum"], f"{name} has taken the step with an Inf"
-                assert behind["sum"] != at["sum"], f"{name} has taken no step since"
+                assert after["sum"] != at["sum"], f"{name} has taken no step since"
                 case.figures[f"{strategy}_scale"] = at["scale"]
 
 
 def compiled(case: Case) -> None:
-    """A member is replaced in the midst: nothing is compiled anew, weights are those of eager."""
+    """A member is replaced in mid-training: nothing is compiled again, and the weights are those of
+    eager mode."""
     backend = "inductor" if case.machine.device == "cuda" else "eager"
     width = 256 if case.machine.full else 24
     for strategy, dropout in (("ddp", 0.0), ("fsdp", 0.0), ("ddp", 0.2)):
@@ -176,7 +179,7 @@ def _check_compiled(case: Case, crew: Crew, job: str, *, has_dropout: bool) -> N
 
 
 def offloaded(case: Case) -> None:
-    """Layers that compute in bf16, parameters on the host, pinned also behind a change."""
+    """Layers compute in bf16, and parameters on the host stay pinned after a change of members."""
     task = chains(512 if case.machine.full else 24)
     plan = case.plan(
         "offloaded",

@@ -12,7 +12,7 @@ MOST = {"device_mb": 50.0, "threads": 5.0, "descriptors": 10.0, "rss_mb": 150.0}
 
 
 def over_generations(case: Case) -> None:
-    """A second member joins and leaves, by turns killed and drained; the first one stays."""
+    """A second member joins and leaves, killed and drained in turn; the first one stays."""
     num_generations = 50 if case.machine.full else 30
     stop_file, look_file = case.directory / "stop", case.directory / "look"
     plan = case.plan(
@@ -47,11 +47,12 @@ def over_generations(case: Case) -> None:
 
 
 def _come_and_go(crew: Crew, name: str, *, killed: bool) -> int:
-    """Let a member join, train and leave; returns the generation of the first one alone."""
+    """Let a member join, train and leave; return the generation in which the first member is
+    alone."""
     crew.start(name)
     crew.trains("m0", world_size=2)
     crew.members[name].send_signal(signal.SIGKILL if killed else signal.SIGTERM)
-    # Behind the end of a process the GPU holds nothing of it.
+    # The GPU holds nothing of a process that has ended.
     crew.members[name].join()
     generation: int = crew.trains("m0", world_size=1)["generation"]
     return generation

@@ -1,4 +1,4 @@
-"""Members killed or stopped at places that are hard for NCCL; the others go on, exactly."""
+"""Members killed or stopped at points that are hard for NCCL; the others continue exactly."""
 
 import signal
 
@@ -15,7 +15,7 @@ CUT_S = 2.0
 
 
 def in_backward(case: Case) -> None:
-    """Four, three and two members, of which one is killed while 150 MB of gradients travel."""
+    """A member of four, three and two is killed while 150 MB of gradients are in transit."""
     task = chain_of(150_000_000 if case.machine.full else 100_000)
     plan = case.plan("backward", task, num_steps=24)
     steps_of_faults = {"m2": 6, "m3": 12, "m1": 18}
@@ -38,7 +38,7 @@ def in_backward(case: Case) -> None:
 
 
 def in_bring_up(case: Case) -> None:
-    """Kill a member before the group of its generation is made, and another while it is."""
+    """Kill a member before the group of its generation is made, and another while it is made."""
     plan = case.plan("bring-up", chains(24), num_steps=8)
     faults = {"m3": Fault(place="before the group"), "m2": Fault(place="within the group")}
     with crew_of(case, plan) as crew:
@@ -53,7 +53,8 @@ def in_bring_up(case: Case) -> None:
 
 
 def stopped(case: Case) -> None:
-    """Stop one of three members, then continue it: it comes back, or leaves with a named error."""
+    """Stop one of three members, then continue it: it comes back, or leaves with an error of
+    Shoal."""
     stop_file = case.directory / "stop"
     plan = case.plan("stopped", chains(24), stop_file=str(stop_file), pace_s=0.02)
     fault = Fault(place="backward", step=6, number=signal.SIGSTOP)
@@ -63,7 +64,7 @@ def stopped(case: Case) -> None:
         reached = crew.trains("m0", world_size=2)["step"]
         crew.trains("m2", world_size=2)
         case.figures["resumed_s"] = crew.resumed_s(["m0", "m2"], struck)
-        # So long that torch's own watchdogs would have seen it.
+        # Wait for longer than the limits of torch's own watchdogs.
         crew.trains("m0", after_step=reached + (500 if case.machine.full else 50))
         crew.members["m1"].send_signal(signal.SIGCONT)
         kind, data = crew.members["m1"].expect_any("committed", "raised", timeout_s=case.patience_s)
@@ -101,7 +102,8 @@ def stopped_hsdp(case: Case) -> None:
 
 
 def from_copies(case: Case) -> None:
-    """The part of one that is killed is at a peer; of two neighbours it is nowhere."""
+    """A killed member's part of the state is at a peer; the part is lost if two neighbours are
+    killed."""
     task = chain_of(100_000_000 if case.machine.full else 100_000, optimizer="adamw")
     plan = case.plan("copies", task, strategy="fsdp", num_steps=40, pace_s=0.01)
     fault = Fault(place="backward", step=25)
@@ -125,8 +127,8 @@ def from_copies(case: Case) -> None:
 
 
 def in_exchange(case: Case) -> None:
-    """Kill one of three members while a round's weights are sent: the round is done again, or
-    was done by all. With a round a step the weights are those of one process."""
+    """Kill one of three members while a round's weights are sent: the round is repeated, or was
+    completed by all. A round is one step here, so the weights are those of one process."""
     task = chains(256 if case.machine.full else 24, optimizer="sgd")
     plain = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False}
     for strategy, options in (("local-sgd", {}), ("diloco", plain)):

@@ -1,4 +1,4 @@
-"""Joins and drains as a user brings them about: `shoal run` and `shoal drain`."""
+"""Joins and drains as a user requests them: `shoal run` and `shoal drain`."""
 
 import json
 import pickle
@@ -22,7 +22,8 @@ DRAINED = 143
 
 
 def join_and_drain(case: Case) -> None:
-    """A third joins two and a first is drained, under ddp and fsdp: nobody loses a step."""
+    """A third member joins two, and the first is drained, with ddp and fsdp: no member loses a
+    step."""
     with case.cluster() as cluster:
         for strategy in ("ddp", "fsdp"):
             _join_and_drain(case, cluster, strategy)
@@ -41,7 +42,7 @@ def _join_and_drain(case: Case, cluster: LocalCluster, strategy: str) -> None:
     with _launched(cluster, plan, folder, 2) as first:
         events.await_training(2)
         with _launched(cluster, plan, folder, 1) as second:
-            # The launcher's GPU is that of its first worker.
+            # The launcher's GPU is the one of its first worker.
             events.await_training(3)
             leaver = events.of("joined")[0]["member"]
             asked = ("--job", plan.job, "--coordinator", cluster.coordinator)
@@ -64,7 +65,7 @@ def _join_and_drain(case: Case, cluster: LocalCluster, strategy: str) -> None:
 def _launched(
     cluster: LocalCluster, plan: Plan, folder: Path, count: int
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """`shoal run` with so many workers of the job."""
+    """Run `shoal run` with so many workers of the job."""
     number = len(list(folder.glob("launcher-*.log")))
     with (folder / f"launcher-{number}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -95,13 +96,13 @@ def _command(*arguments: str) -> None:
 
 
 class Events:
-    """Events that the workers have written down, one file a process."""
+    """Events that the workers have written, one file for each process."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self._case, self._folder = case, folder
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """The events of this kind, the oldest first."""
+        """Events of this kind, oldest first."""
         found: list[Mapping[str, Any]] = []
         for path in self._folder.glob("events-*"):
             text = path.read_text()
@@ -111,7 +112,7 @@ class Events:
         )
 
     def await_training(self, world_size: int) -> None:
-        """Wait until five steps in a row are those of so many members."""
+        """Wait until the last five steps have so many members."""
         deadline_s = time.monotonic() + self._case.patience_s
         while True:
             last = self.of("committed")[-5 * world_size :]

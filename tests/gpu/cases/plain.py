@@ -1,4 +1,4 @@
-"""torch.distributed alone: the GPU, the driver and NCCL, before anything of Shoal."""
+"""torch.distributed without Shoal: a check of the GPU, the driver and NCCL."""
 
 import ctypes
 import time
@@ -83,7 +83,7 @@ def _wait(device: str) -> None:
 
 
 def nccl_version() -> str:
-    """The release of the library that this process has loaded, which may be a preloaded one."""
+    """The release of the NCCL that this process has loaded, possibly by LD_PRELOAD."""
     number = ctypes.c_int()
     assert ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number)) == 0
     major, rest = divmod(number.value, 10_000)

@@ -11,8 +11,8 @@ from gpu.models import chain_of, chains
 
 
 def checkpoints(case: Case) -> None:
-    """Members are killed while a checkpoint is written: a new one resumes the newest complete one,
-    bit for bit."""
+    """Members are killed while a checkpoint is written: a new member resumes from the newest
+    complete one, bit for bit."""
     folder = case.directory / "kept"
     plan = case.plan(
         "checkpoints",
@@ -43,7 +43,7 @@ def checkpoints(case: Case) -> None:
 
 
 def _kill_amid_a_write(case: Case, crew: Crew, folder: Path) -> bool:
-    """Kill both members once a checkpoint is begun; True if it was not complete then."""
+    """Kill both members once a checkpoint is begun; return True if it was incomplete then."""
     deadline_s = time.monotonic() + case.patience_s
     while not (begun := list(folder.glob(".step-*.partial"))):
         assert time.monotonic() < deadline_s, "no checkpoint is being written"
@@ -56,7 +56,7 @@ def _kill_amid_a_write(case: Case, crew: Crew, folder: Path) -> bool:
 
 
 def asynchronous(case: Case) -> None:
-    """Two workers and two parameter servers; one worker is killed, and the loss goes on falling."""
+    """A worker of two with two parameter servers is killed, and the loss continues to fall."""
     stop_file = case.directory / "stop"
     for strategy in ("async-sgd", "ssp"):
         plan = case.plan(

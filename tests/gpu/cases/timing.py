@@ -1,4 +1,4 @@
-"""The time of a step beside that of plain PyTorch, by CUDA events."""
+"""The time of a step compared with plain PyTorch's, measured by CUDA events."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ import shoal
 WAYS = ("plain", "plain ddp", "ddp", "zero1", "fsdp")
 BLOCKS = 3
 MOST_OVERHEAD = 1.03
-"""Limit of a ddp step, times plain DDP's."""
+"""Limit of a ddp step, as a multiple of plain DDP's."""
 
 
 def overhead(case: Case) -> None:
-    """Time on one rank a plain loop, plain DDP, and Shoal's ddp, zero1 and fsdp, by turns."""
+    """Time on one rank a plain loop, plain DDP, and Shoal's ddp, zero1 and fsdp, in turn."""
     found = _by_turns(case, gpt(full=case.machine.full), WAYS, skip=5, count=40)
     _tell(case, "gpt", found)
     if case.machine.device == "cuda":
@@ -34,7 +34,8 @@ def overhead(case: Case) -> None:
 
 
 def small_layers(case: Case) -> None:
-    """Steps that are mostly Shoal's, and BatchNorm over two ranks: told, not judged."""
+    """Time small steps, which are mostly Shoal's part, and BatchNorm over two ranks; no limit is
+    checked."""
     task = chains(64)
     _tell(case, "mlp", _by_turns(case, task, ("plain ddp", "ddp"), skip=20, count=100))
     plan = case.plan("normed", normed(full=case.machine.full), num_steps=30)
@@ -61,7 +62,8 @@ def _tell(case: Case, name: str, found: dict[str, list[float]]) -> None:
 def _by_turns(
     case: Case, task: Task, ways: Sequence[str], *, skip: int, count: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of a step in each block of each way. One process a way; one runs at a time."""
+    """Milliseconds of a step in each block, by variant. Each variant has a process; one runs at a
+    time."""
     turns = [forked.Semaphore(0) for _ in ways]
     with case.cluster() as cluster, Ranks() as ranks:
         started = [
@@ -82,7 +84,7 @@ def _by_turns(
 
 
 class Turns:
-    """The blocks of steps of one process, between those of the others."""
+    """The blocks of steps of one process, which alternate with those of the others."""
 
     def __init__(self, turns: Sequence[Any], own: int, skip: int, count: int) -> None:
         self._turns, self._own = turns, own
@@ -91,14 +93,15 @@ class Turns:
         self.milliseconds: list[float] = []
 
     def run(self, step: Callable[[], None], device: str) -> None:
-        """Run all blocks, of steps that need nothing else in between."""
+        """Run all blocks, with steps that need nothing else between them."""
         for _ in range(self.num_steps):
             self.before(device)
             step()
             self.after(device)
 
     def before(self, device: str) -> None:
-        """A step begins."""
+        """Begin a step: wait for this process' turn, and start the clock after the skipped
+        steps."""
         place = self._place = getattr(self, "_place", -1) + 1
         within = place % (self._skip + self._count)
         if not within:
@@ -107,17 +110,17 @@ class Turns:
             self._begun = _mark(device)
 
     def after(self, device: str) -> None:
-        """A step is over."""
+        """End a step: after the block's last one, record the time and pass the turn on."""
         if (self._place + 1) % (self._skip + self._count):
             return
         self.milliseconds.append(_milliseconds(self._begun, _mark(device)) / self._count)
         if device == "cuda":
-            # The others need the memory.
+            # The other processes need the memory.
             torch.cuda.empty_cache()
         self._turns[(self._own + 1) % len(self._turns)].release()
 
     def give_up(self) -> None:
-        """Let the others come to their end without this process."""
+        """Let the others finish without this process."""
         for _ in range(BLOCKS):
             self._turns[(self._own + 1) % len(self._turns)].release()
 
