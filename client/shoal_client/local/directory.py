@@ -1,5 +1,8 @@
-"""The temporary directory of a local cluster or a launcher. It is removed at the end of the
-command, or by the next command if this one was killed. After a failed start its logs are kept for a day."""
+"""The temporary directory of a local cluster or a launcher.
+
+It is removed at the end of the command, or by the next command if this one was killed. After a
+failed start its logs are kept for a day.
+"""
 
 import fcntl
 import os

@@ -47,8 +47,9 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_a_killed_command_left_is_removed_by_the_next(parent: Path) -> None:
     """Directories of a running command and of other programs stay."""
-    killed, others, young = (parent / n for n in ("shoal-up-dead", "shop-up-1", "shoal-run-new"))
-    for each in (killed, others, young):
+    killed = [parent / "shoal-up-dead", parent / "shoal-host-dead"]
+    others, young = parent / "shop-up-1", parent / "shoal-run-new"
+    for each in (*killed, others, young):
         (each / "certs").mkdir(parents=True)
         (each / "certs" / "ca.key").write_text("secret")
     with temporary_directory("shoal-up-") as running:

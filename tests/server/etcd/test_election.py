@@ -142,7 +142,7 @@ async def test_a_deposed_leader_writes_nothing(store: KeyValueStore) -> None:
             assert (await store.transact((new.condition,), (Put(key, b"new"),))).succeeded
             async with asyncio.timeout(5):
                 await old.lost.wait()
-            assert "gone or another's" in old.reason
+            assert "was deleted, or another process has it" in old.reason
             # Resigning a lost term does not affect the present leader.
             await old.resign()
             assert await store.get(keys.LEADER) is not None

@@ -283,7 +283,7 @@ def test_a_wait_for_a_rank_that_does_something_else_ends_at_its_deadline() -> No
             late.append(error)
             raise
 
-    with pytest.raises(dist.DistBackendError, match=r"within 0\.05 s: rank 1 did not come"):
+    with pytest.raises(dist.DistBackendError, match=r"within 0\.05 s: rank 1 did not take part"):
         shoal.run_in_memory(body, 2, timeout_s=0.05)
     assert len(late) == 1
 
