@@ -130,7 +130,7 @@ def test_a_stranger_gets_no_memory(
         listener.bind(opening._address(key))
         listener.listen()
         maker = threading.Thread(
-            target=lambda: handed.append(opening._share(listener, key, 2, MemoryRegion.made(4096)))
+            target=lambda: handed.append(opening._serve(listener, key, 2, MemoryRegion.made(4096)))
         )
         maker.start()
         strangers = [

@@ -588,7 +588,7 @@ async def test_the_segments_of_a_server_that_is_gone_are_given_to_another(
     world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version is lost once no server has it any more; its number is not used again."""
-    monkeypatch.setattr(service_module, "CARE_EACH_S", 0.02)
+    monkeypatch.setattr(service_module, "MAINTAIN_EACH_S", 0.02)
     third = SegmentStore("s3")
     async with third.serving(world.store), world.leading() as client:
         version = await world.published(client, 1)
