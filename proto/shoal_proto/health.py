@@ -15,6 +15,8 @@ Amount = Annotated[float, Ge(0), Le(MAX_COUNT)]
 MAX_LOGGED = 32
 """Most names of logged values in a report."""
 LoggedName = Annotated[str, MinLen(1), MaxLen(100)]
+MAX_COMMAND = 4000
+"""Most characters of a command line in a report."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,21 @@ class Gauge:
     """Marks a figure that is exported to Prometheus, under this name."""
 
     name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOrigin:
+    """Command line and source of the script of a job."""
+
+    __pydantic_config__: ClassVar[Any] = {"use_attribute_docstrings": True}
+
+    command: Annotated[str, MaxLen(MAX_COMMAND)]
+    """Script and its arguments as for a shell. Values that look like secrets are shown as ***."""
+    commit: Annotated[str, MaxLen(64)] = ""
+    """Git commit of the working directory; empty if there is none, or git does not say."""
+    is_modified: bool | None = None
+    """True if files that git tracks differ from the commit, or git does not track the script; null
+    if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +62,8 @@ class CourseFigures:
     )
     """Step and newest value of each name that the script logged; reported by the member that writes
     to the trackers. "NaN" and "Infinity" (as text) are allowed."""
+    run: RunOrigin | None = None
+    """Command line and commit; reported by the same member."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +130,12 @@ def _marked(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 __all__ = [
+    "MAX_COMMAND",
     "MAX_COUNT",
     "MAX_LOGGED",
     "CourseFigures",
     "HealthFigures",
+    "RunOrigin",
     "gauges",
     "max_lengths",
 ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from shoal_proto.health import MAX_LOGGED
+from shoal_proto.health import MAX_LOGGED, RunOrigin
 from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, taken_apart
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
 from shoal_server.status.history.series import MAX_POINTS
@@ -31,6 +31,7 @@ class KeptHistory:
     changes: tuple[ChangeView, ...] = ()
     extra_s: float = 0.0
     logged: tuple[LoggedView, ...] = ()
+    run: RunOrigin | None = None
 
 
 _KEPT = TypeAdapter(KeptHistory)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import structlog
 
+from shoal_proto.health import RunOrigin
 from shoal_server.core.membership.changes import ChangeSummary
 from shoal_server.status.history.logged import LoggedValues
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
@@ -71,6 +72,7 @@ class _JobBoard:
     logged: LoggedValues = field(default_factory=LoggedValues)
     snapshot_unix_s: float | None = None
     checkpoints: _Checkpoints = field(default_factory=_Checkpoints)
+    run: RunOrigin | None = None
 
     def replace(self, member_id: str, health: HealthView) -> _MemberHealth:
         """Start the record of a member's new process, and settle that of its former one."""
@@ -181,10 +183,13 @@ class StatusBoard:
         series: SeriesView,
         changes: Sequence[ChangeView],
         extra_s: float,
+        *,
         logged: Sequence[LoggedView] = (),
+        run: RunOrigin | None = None,
     ) -> None:
         """Continue the history that an earlier leader stored."""
         board = self._board(job)
+        board.run = board.run or run
         board.logged.restore(logged)
         board.series.restore(series)
         board.stories.restore(changes, extra_s)
@@ -215,6 +220,11 @@ class StatusBoard:
         said = [each.writes_checkpoints for each in courses if each is not None]
         known = [each for each in said if each is not None]
         return any(known) if known else None
+
+    def run(self, job: str) -> RunOrigin | None:
+        """Command line and commit of the job's script; None if no member has reported them."""
+        board = self._jobs.get(job)
+        return board.run if board else None
 
     def logged(self, job: str) -> LoggedValues:
         """Values that the script of the job has logged."""
@@ -271,6 +281,7 @@ class StatusBoard:
         if health.course is not None:
             board.logged.add(health.course.logged)
             board.checkpoints.add(health.course.checkpoint_step, self._clock())
+            board.run = health.course.run or board.run
         if health.loss is not None:
             board.last_loss = health.loss
         if health.loss is not None and health.step is not None:
@@ -287,7 +298,7 @@ class StatusBoard:
             board.gone_highest_step = board.gone_total_steps = 0
             board.last_loss = None
             board.stories, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
-            board.checkpoints = _Checkpoints()
+            board.checkpoints, board.run = _Checkpoints(), None
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
         """The latest report of the process with that public id; None if the member's is another."""

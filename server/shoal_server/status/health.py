@@ -32,6 +32,11 @@ EXAMPLE = {
         "checkpoint_step": 1000,
         "writes_checkpoints": True,
         "logged": {"accuracy": [1000, 0.97]},
+        "run": {
+            "command": "train.py --lr 0.1",
+            "commit": "0b7f1c526d4e4f0e9a550d2f4d1d3a110b7f1c52",
+            "is_modified": False,
+        },
     },
 }
 

@@ -12,11 +12,13 @@ from shoal_proto.errors import (
     UnknownJob,
     UnknownMember,
 )
+from shoal_proto.health import RunOrigin
 from shoal_proto.incarnation import public_id
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.health import HealthReport
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
 from shoal_server.status.history.series import Series
+from shoal_server.status.hyperparameters import hyperparameters
 from shoal_server.status.source import StatusSource
 from shoal_server.status.views import (
     OVER,
@@ -124,6 +126,11 @@ class JobDetail(View):
     """Progress of the job."""
     weights: tuple[PublishedSeriesView, ...] = ()
     """The series of weights that it publishes."""
+    run: RunOrigin | None = None
+    """Command line and git commit of its script; null if no member has reported them."""
+    hyperparameters: dict[str, str] = field(default_factory=dict)
+    """Those of `fields` that decide what is trained, with the settings of the optimizer one by
+    one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +340,8 @@ class StatusQueries:
             samples=self.source.samples(job.job),
             course=self._course(job, summary.step),
             weights=tuple(self.source.weights(job.job)),
+            run=self.board.run(job.job),
+            hyperparameters=hyperparameters(job.fields),
         )
 
     def member_detail(self, job: str, member: MemberView) -> MemberDetail:

@@ -6,7 +6,7 @@ from support.clusters import status_world
 from support.clusters.status_world import World
 
 from shoal_proto.errors import Unavailable
-from shoal_proto.health import CourseFigures
+from shoal_proto.health import CourseFigures, RunOrigin
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 from shoal_server.status.views import ProcessView, Readiness
@@ -120,6 +120,26 @@ async def test_a_job_without_a_checkpoint_says_so(
     world.board.report("digits", "w0", status_world.health("w0", course=written))
     await expect(saved).to_contain_text("step 1,000, 200 steps ago, written ")
     await expect(saved).not_to_contain_text(told)
+
+
+async def test_a_job_shows_what_it_runs(world: World, server: StatusServer, page: Page) -> None:
+    """Its command line and commit under its name, its hyperparameters among the settings; a long
+    command line takes some lines, and is read whole by scrolling."""
+    run = RunOrigin(command="train.py --token *** --lr 0.1", commit="5f" * 20, is_modified=True)
+    course = CourseFigures(run=run)
+    world.board.report("digits", "w0", status_world.health("w0", course=course))
+    fields = {"strategy": "ddp", "global_batch": "96", "optimizer": "SGD(lr=0.1 parameters=4)"}
+    world.change("digits", fields={**fields, "schema": "5f" * 32})
+    await page.goto(f"{server.url}/?job=digits")
+    origin = page.locator(".origin")
+    await expect(origin).to_have_text("train.py --token *** --lr 0.1 commit 5f5f5f5f5f5f, modified")
+    await expect(page.get_by_role("region", name="Settings").locator("dt:visible")).to_have_text(
+        ["strategy", "global batch", "optimizer", "lr"]
+    )
+    long = RunOrigin(command=f"train.py {'--layer conv ' * 250}")
+    world.board.report("digits", "w0", status_world.health("w0", course=CourseFigures(run=long)))
+    await expect(origin).to_have_attribute("tabindex", "0")
+    assert await origin.evaluate("(n) => n.scrollHeight > n.clientHeight && n.clientHeight < 120")
 
 
 async def test_an_interrupted_job_shows_how_its_last_member_ended(

@@ -85,6 +85,8 @@ class Step:
             self._source.attempted()
         self.guard.check()
         self._controller.job_log.begins()
+        if self._reports is not None:
+            self._reports.step_begins()
         strategy = self._controller.strategy
         strategy.begin_step()
         with ExitStack() as opened:

@@ -1,6 +1,7 @@
 """Reports of a member's steps for the status page."""
 
 import os
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -12,14 +13,18 @@ from torch import Tensor
 
 from shoal.membership.health import HealthReporter
 from shoal.session.elastic_controller import ElasticController
+from shoal.session.run_origin import run_origin
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.health import CourseFigures, HealthFigures
+from shoal_proto.health import CourseFigures, HealthFigures, RunOrigin
 
 log = structlog.get_logger(__name__)
 
 INTERVAL_S = 1.0
 """Shortest interval between reads of a loss: reading it may wait for the device."""
+
+ORIGIN_WITHIN_S = 1.0
+"""Longest time that the end of a short job waits for git."""
 
 
 def check_entered(reports: "StepReports | None", call: str) -> None:
@@ -99,10 +104,29 @@ class StepReports:
         self._samples = 0
         self._num_steps: int | None = None
         self._unreported: tuple[Tensor | None, float] | None = None
+        self._origin: RunOrigin | None = None
+        self._origin_reader: threading.Thread | None = None
 
     def trains_for(self, num_steps: int | None) -> None:
         """Set the number of steps of the job; None if it is unknown."""
         self._num_steps = num_steps
+
+    def step_begins(self) -> None:
+        """Note that a step begins. The member that reports for the job reads its command line and
+        commit before its first step, on another thread: git may take long."""
+        controller = self._controller
+        reports = controller.job_log.is_writer and controller.member.coordinators
+        if self._origin_reader is None and reports:
+            self._origin_reader = threading.Thread(
+                target=self._read_origin, name="shoal-origin", daemon=True
+            )
+            self._origin_reader.start()
+
+    def _read_origin(self) -> None:
+        self._origin = run_origin()
+        if self._strategy is None:
+            # The first step may be long, or fail; later reports have the rest of the course, too.
+            self._health.update(HealthFigures(course=CourseFigures(run=self._origin)))
 
     def step_done(
         self, strategy: Strategy, loss: Tensor | None, step_time_s: float, num_samples: int
@@ -161,11 +185,13 @@ class StepReports:
         )
 
     def _course(self, strategy: Strategy) -> CourseFigures:
+        job_log = self._controller.job_log
         return CourseFigures(
             num_steps=self._num_steps,
             checkpoint_step=strategy.written_checkpoint,
             writes_checkpoints=strategy.writes_checkpoints,
-            logged=self._controller.job_log.newest(),
+            logged=job_log.newest(),
+            run=self._origin if job_log.is_writer else None,
         )
 
     def close(self, *, completed: bool) -> None:
@@ -174,6 +200,8 @@ class StepReports:
         if completed:
             # Not after a failure: reading a loss from a failed device might never return.
             self._report()
+        if self._origin_reader is not None:
+            self._origin_reader.join(ORIGIN_WITHIN_S)
         if self._strategy is not None:
             strategy = self._strategy
             self._health.update(

@@ -83,7 +83,7 @@ function memberFacts({ member, health }) {
     shoal: member.process.shoal_version, joined: moment(new Date(member.joined_unix_s * 1000)),
   }).filter(([, value]) => value);
   return [
-    h("dl", { class: "settings" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
+    listed(facts),
     health && health.last_error && h("p", { class: "error" }, health.last_error),
   ];
 }

@@ -9,6 +9,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const IN_SVG = new Set(["svg", "path", "circle"]);
 const FILTERED_FROM = 8;
 const ENDS_WITH = 7;
+const LONG_COMMAND = 300;
 const TONES = {
   running: "good", training: "good", ready: "good", serving: "good", committed: "info",
   starting: "info", preparing: "info", "bringing-up": "info", joining: "info",
@@ -197,16 +198,27 @@ function saved({ summary, course, synchronous }, now_s) {
       : course.writes_checkpoints ? "No checkpoint is written yet: if all members were lost, the job would start from its newest earlier one, or from step 0." : "";
   return kept.length === 0 && !warning ? null : section("Saved", "where the job would continue if all members were lost",
     warning && h("p", { class: "unsaved" }, warning),
-    kept.length > 0 && h("dl", { class: "settings" }, kept.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
+    kept.length > 0 && listed(kept));
 }
+
+// What the job runs: command line and commit of its script.
+function origin({ run }) {
+  if (!run) return null;
+  const commit = run.commit && [" commit ", h("code", { title: run.commit }, run.commit.slice(0, 12)), run.is_modified && ", modified"];
+  return h("p", { class: "origin", tabindex: run.command.length > LONG_COMMAND ? "0" : null },
+    h("code", { title: "Command line of the member that reports for the job" }, run.command), commit && h("span", null, commit));
+}
+
+const listed = (entries) => h("dl", { class: "settings" }, entries.map(([name, value]) =>
+  h("div", null, h("dt", null, name), h("dd", null, value))));
 
 function settings(job) {
   const agreed = Object.entries(job.fields).sort();
   const bounds = [["members", `${job.min_members} to ${job.max_members}, ${job.desired_members} desired`]];
   return section("Settings", "the same on all members",
-    h("div", { class: "body" }, h("details", null, h("summary", null, plural(agreed.length, "setting")),
-      h("dl", { class: "settings" }, [...bounds, ...agreed].map(([name, value]) =>
-        h("div", null, h("dt", null, name), h("dd", null, value)))))));
+    listed(Object.entries(job.hyperparameters).map(([name, value]) => [spoken(name), value])),
+    h("div", { class: "body" }, h("details", null, h("summary", null, `All ${plural(agreed.length, "setting")}`),
+      listed([...bounds, ...agreed]))));
 }
 
 function sparkline(losses, memberId) {
@@ -461,6 +473,7 @@ function jobView(state) {
       jobActions(state)),
     detail.summary.last_ending && h("p", { class: "error last-ending" }, `Last member to leave: ${detail.summary.last_ending}`),
     h("p", { class: "reason" }, detail.summary.reason),
+    origin(detail),
     progress(detail),
     figures(job, state),
     charts(detail),
