@@ -84,7 +84,19 @@ class HealthFigures:
     )
     """Samples this member trains on in a second."""
     memory_bytes: Annotated[Count | None, Gauge("shoal_member_memory_bytes")] = None
-    """Memory in use: the device's, or the process's if it trains on the CPU."""
+    """Memory in use: what torch holds on the GPU, or the process's if it trains on the CPU."""
+    cpu_cores: Annotated[Amount | None, Gauge("shoal_member_cpu_cores")] = None
+    """Processors that the process used on average: 1.5 is one and a half. Processes that it has
+    started, as for loading, do not count."""
+    host_received_bytes_per_s: Annotated[
+        Amount | None, Gauge("shoal_member_host_received_bytes_per_second")
+    ] = None
+    """Bytes that the member's host receives in a second, for all its processes; without
+    loopback."""
+    host_sent_bytes_per_s: Annotated[
+        Amount | None, Gauge("shoal_member_host_sent_bytes_per_second")
+    ] = None
+    """Bytes that the member's host sends in a second, for all its processes; without loopback."""
     device: Annotated[str, MaxLen(100)] | None = None
     """Device that it trains on: cpu, cuda:0 ..."""
     staleness_steps: Annotated[Amount | None, Gauge("shoal_member_staleness_steps")] = None

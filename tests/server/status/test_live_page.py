@@ -142,6 +142,18 @@ async def test_a_job_shows_what_it_runs(world: World, server: StatusServer, page
     assert await origin.evaluate("(n) => n.scrollHeight > n.clientHeight && n.clientHeight < 120")
 
 
+async def test_members_show_what_they_use(world: World, server: StatusServer, page: Page) -> None:
+    """Processors, and the traffic of the host; without a column for members that report none."""
+    await page.goto(f"{server.url}/?job=digits")
+    row = page.get_by_role("region", name="Members").get_by_role("row").nth(1)
+    await expect(row).to_contain_text("w0")
+    await expect(page.get_by_role("columnheader", name="Host's network")).to_have_count(0)
+    usage = {"cpu_cores": 1.503, "host_received_bytes_per_s": 3 << 20, "host_sent_bytes_per_s": 0}
+    world.board.report("digits", "w0", status_world.health("w0", **usage))
+    await expect(row).to_contain_text("1.5 cores")
+    await expect(row).to_contain_text("3.0 MiB/s in0 B/s out")
+
+
 async def test_an_interrupted_job_shows_how_its_last_member_ended(
     world: World, server: StatusServer, page: Page
 ) -> None:

@@ -1,11 +1,9 @@
 """Reports of a member's steps for the status page."""
 
-import os
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import structlog
@@ -14,6 +12,7 @@ from torch import Tensor
 from shoal.membership.health import HealthReporter
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.run_origin import run_origin
+from shoal.session.usage import UsageMeter, memory_bytes
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.health import CourseFigures, HealthFigures, RunOrigin
@@ -104,6 +103,7 @@ class StepReports:
         self._samples = 0
         self._num_steps: int | None = None
         self._unreported: tuple[Tensor | None, float] | None = None
+        self._usage = UsageMeter()
         self._origin: RunOrigin | None = None
         self._origin_reader: threading.Thread | None = None
 
@@ -168,14 +168,17 @@ class StepReports:
         if self._strategy is None or self._unreported is None:
             return
         strategy, (loss, step_time_s), self._unreported = self._strategy, self._unreported, None
-        metrics = strategy.metrics()
+        metrics, usage = strategy.metrics(), self._usage.read()
         self._health.update(
             HealthFigures(
                 step=strategy.step,
                 loss=float(loss) if loss is not None and loss.numel() == 1 else None,
                 step_time_s=step_time_s,
                 samples_per_s=samples_per_s,
-                memory_bytes=_resident_bytes(),
+                memory_bytes=memory_bytes(),
+                cpu_cores=usage.cpu_cores if usage else None,
+                host_received_bytes_per_s=usage.received_bytes_per_s if usage else None,
+                host_sent_bytes_per_s=usage.sent_bytes_per_s if usage else None,
                 staleness_steps=metrics.get("staleness"),
                 sent_bytes_per_step=metrics.get("bytes_per_step"),
                 compression_ratio=metrics.get("compression_ratio"),
@@ -212,8 +215,3 @@ class StepReports:
                 )
             )
         self._health.close()
-
-
-def _resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")

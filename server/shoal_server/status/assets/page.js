@@ -266,7 +266,10 @@ function memberRow({ member, health, losses }, now_s, shows) {
       && h("span", { class: "sub" }, `${significant(health.step_time_s * 1000)} ms a step`)),
     shows.staleness && cell("Staleness", "num", significant(figureOf("staleness_steps"))),
     shows.rounds && cell("Round", "num", member.clock === null ? "–" : count(member.clock)),
-    cell("Memory", "num", bytes(figureOf("memory_bytes"))),
+    cell("Memory, CPU", "num", bytes(figureOf("memory_bytes")), isNumber(figureOf("cpu_cores"))
+      && h("span", { class: "sub" }, `${Number(health.cpu_cores.toFixed(2))} cores`)),
+    shows.network && cell("Host's network", "num", isNumber(figureOf("host_received_bytes_per_s"))
+      ? [`${bytes(health.host_received_bytes_per_s)}/s in`, h("span", { class: "sub" }, `${bytes(health.host_sent_bytes_per_s)}/s out`)] : "–"),
     cell("Last seen", `num${seen_s > 5 ? " late" : ""}`, duration(seen_s)),
     cell("Waits for", "why", member.waiting_for, error && h("span", { class: "error" }, error)));
 }
@@ -284,6 +287,7 @@ function members(page_job, now_s) {
   const shows = {
     staleness: job.members.some((m) => m.health && isNumber(m.health.staleness_steps)),
     rounds: job.members.some((m) => isNumber(m.member.clock)),
+    network: job.members.some((m) => m.health && isNumber(m.health.host_received_bytes_per_s)),
     slow: new Set(page_job.slow),
   };
   const hidden = job.summary.num_members - job.members.length;
@@ -295,7 +299,7 @@ function members(page_job, now_s) {
           h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, column("Rank", true), column("Member"), column("State"),
             column("Step", true), column("Loss", true), column("Samples/s", true),
             shows.staleness && column("Staleness", true), shows.rounds && column("Round", true),
-            column("Memory", true), column("Last seen", true),
+            column("Memory, CPU", true), shows.network && column("Host's network", true), column("Last seen", true),
             column("Waits for"))),
           h("tbody", { role: "rowgroup" }, job.members.map((entry) =>
             memberRow(entry, now_s, shows))))),
