@@ -55,6 +55,8 @@ class CourseFigures:
     """Total number of steps of the job, if its members take them together."""
     checkpoint_step: Count | None = None
     """The step of the newest checkpoint that the member has helped to write."""
+    checkpoint_bytes: Count | None = None
+    """Bytes of that checkpoint, of all members together."""
     writes_checkpoints: bool | None = None
     """True if the script asked for checkpoints."""
     logged: Annotated[dict[LoggedName, tuple[Count, float]], MaxLen(MAX_LOGGED)] = field(

@@ -8,7 +8,7 @@ from typing import Literal
 
 import structlog
 
-from shoal_proto.health import RunOrigin
+from shoal_proto.health import CourseFigures, RunOrigin
 from shoal_server.core.membership.changes import ChangeSummary
 from shoal_server.status.history.logged import LoggedValues
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
@@ -49,11 +49,14 @@ class _Checkpoints:
     """True after the first report: later checkpoints are new when they are reported."""
     step: int = -1
     unix_s: float | None = None
+    num_bytes: int | None = None
 
-    def add(self, step: int | None, unix_s: float) -> None:
+    def add(self, course: CourseFigures, unix_s: float) -> None:
+        step = course.checkpoint_step
         if step is not None and step > self.step:
             # The first report may name a checkpoint that is long there: its age is not known.
             self.step, self.unix_s = step, unix_s if self.is_followed else None
+            self.num_bytes = course.checkpoint_bytes
         self.is_followed = True
 
 
@@ -212,6 +215,11 @@ class StatusBoard:
         board = self._jobs.get(job)
         return board.checkpoints.unix_s if board else None
 
+    def checkpoint_bytes(self, job: str) -> int | None:
+        """Bytes of the newest checkpoint that was reported; None if none was."""
+        board = self._jobs.get(job)
+        return board.checkpoints.num_bytes if board else None
+
     def writes_checkpoints(self, job: str) -> bool | None:
         """True if a member of the job has reported that it writes checkpoints, False if all that
         reported do not, None if none has said."""
@@ -280,7 +288,7 @@ class StatusBoard:
             self._tell(job, board.stories.paused(pause))
         if health.course is not None:
             board.logged.add(health.course.logged)
-            board.checkpoints.add(health.course.checkpoint_step, self._clock())
+            board.checkpoints.add(health.course, self._clock())
             board.run = health.course.run or board.run
         if health.loss is not None:
             board.last_loss = health.loss

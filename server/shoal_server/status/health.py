@@ -33,6 +33,7 @@ EXAMPLE = {
     "course": {
         "num_steps": 56000,
         "checkpoint_step": 1000,
+        "checkpoint_bytes": 1258291200,
         "writes_checkpoints": True,
         "logged": {"accuracy": [1000, 0.97]},
         "run": {

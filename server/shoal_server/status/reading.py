@@ -98,6 +98,8 @@ class CourseView(View):
     """Step of the newest checkpoint that members have reported."""
     checkpoint_unix_s: float | None = None
     """Time at which members reported that checkpoint; null if this coordinator took over later."""
+    checkpoint_bytes: int | None = None
+    """Bytes of that checkpoint, of all members together; null if unknown."""
     writes_checkpoints: bool | None = None
     """True if the members write checkpoints; null if none has said."""
     snapshot_unix_s: float | None = None
@@ -285,6 +287,7 @@ class StatusQueries:
             eta_s=None if job.state in OVER else self._eta_s(job, progress, num_steps),
             checkpoint_step=board.highest(job.job, "checkpoint_step"),
             checkpoint_unix_s=board.checkpoint_unix_s(job.job),
+            checkpoint_bytes=board.checkpoint_bytes(job.job),
             writes_checkpoints=board.writes_checkpoints(job.job),
             snapshot_unix_s=board.snapshot_unix_s(job.job),
             logged=board.logged(job.job).newest(),

@@ -164,8 +164,9 @@ async def test_the_age_of_a_checkpoint_is_known_if_it_was_seen_to_come(
 
     assert (await course())["writes_checkpoints"] is None
     assert (await course(writes_checkpoints=False))["writes_checkpoints"] is False
-    first = await course(writes_checkpoints=True, checkpoint_step=100)
+    first = await course(writes_checkpoints=True, checkpoint_step=100, checkpoint_bytes=4096)
     assert first["writes_checkpoints"] is True
+    assert first["checkpoint_bytes"] == 4096
     assert isinstance(first["checkpoint_unix_s"], float)
     again = await course(checkpoint_step=100)
     assert again["checkpoint_unix_s"] == first["checkpoint_unix_s"]

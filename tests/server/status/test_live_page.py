@@ -116,9 +116,10 @@ async def test_a_job_without_a_checkpoint_says_so(
     await page.goto(f"{server.url}/?job=digits")
     saved = page.get_by_role("region", name="Saved")
     await expect(saved).to_contain_text(told)
-    written = CourseFigures(writes_checkpoints=True, checkpoint_step=1000)
+    written = CourseFigures(writes_checkpoints=True, checkpoint_step=1000, checkpoint_bytes=3 << 30)
     world.board.report("digits", "w0", status_world.health("w0", course=written))
     await expect(saved).to_contain_text("step 1,000, 200 steps ago, written ")
+    await expect(saved).to_contain_text(" ago, 3.0 GiB")
     await expect(saved).not_to_contain_text(told)
 
 

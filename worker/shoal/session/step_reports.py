@@ -188,10 +188,11 @@ class StepReports:
         )
 
     def _course(self, strategy: Strategy) -> CourseFigures:
-        job_log = self._controller.job_log
+        job_log, written = self._controller.job_log, strategy.written_checkpoint
         return CourseFigures(
             num_steps=self._num_steps,
-            checkpoint_step=strategy.written_checkpoint,
+            checkpoint_step=written.step if written else None,
+            checkpoint_bytes=written.num_bytes if written else None,
             writes_checkpoints=strategy.writes_checkpoints,
             logged=job_log.newest(),
             run=self._origin if job_log.is_writer else None,

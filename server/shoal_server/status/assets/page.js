@@ -189,7 +189,8 @@ function saved({ summary, course, synchronous }, now_s) {
   const steps = isNumber(course.checkpoint_step) && plural(Math.max(0, summary.step - course.checkpoint_step), "step");
   const kept = [
     isNumber(course.checkpoint_step) && ["Checkpoint", [`step ${count(course.checkpoint_step)}, ${steps} ago`,
-      isNumber(course.checkpoint_unix_s) && [", written ", ago(course.checkpoint_unix_s, now_s)]]],
+      isNumber(course.checkpoint_unix_s) && [", written ", ago(course.checkpoint_unix_s, now_s)],
+      isNumber(course.checkpoint_bytes) && `, ${bytes(course.checkpoint_bytes)}`]],
     isNumber(course.snapshot_unix_s) && ["Snapshot", ago(course.snapshot_unix_s, now_s)],
   ].filter(Boolean);
   const isOver = OVER.has(summary.state);
