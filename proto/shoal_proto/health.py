@@ -42,6 +42,23 @@ class RunOrigin:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """Parts of the time from one step to the next, on average since the last report."""
+
+    __pydantic_config__: ClassVar[Any] = {"use_attribute_docstrings": True}
+
+    data_s: Amount | None = None
+    """Seconds of waiting for a batch to be loaded; null if the script loads batches itself."""
+    compute_s: Amount
+    """Seconds of a step's passes and update, without the exchange."""
+    exchange_s: Amount
+    """Seconds in which the step waited for other members or for parameter servers. Exchange that
+    runs beside the backward pass, or on a GPU, does not count."""
+    between_s: Amount
+    """Seconds of everything else: the script's own code between steps, changes of members."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CourseFigures:
     """Progress of a job, as a member reports it."""
 
@@ -81,6 +98,8 @@ class HealthFigures:
     """Newest loss. "NaN" and "Infinity" (as text) are allowed: they are news, not a bad report."""
     step_time_s: Annotated[Amount | None, Gauge("shoal_member_step_duration_seconds")] = None
     """Seconds that a step takes."""
+    step_parts: StepParts | None = None
+    """Where the time of a step goes."""
     samples_per_s: Annotated[Amount | None, Gauge("shoal_member_throughput_samples_per_second")] = (
         None
     )
@@ -150,6 +169,7 @@ __all__ = [
     "CourseFigures",
     "HealthFigures",
     "RunOrigin",
+    "StepParts",
     "gauges",
     "max_lengths",
 ]

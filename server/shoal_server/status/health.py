@@ -17,6 +17,7 @@ EXAMPLE = {
     "step": 1200,
     "loss": 0.183,
     "step_time_s": 0.021,
+    "step_parts": {"data_s": 0.001, "compute_s": 0.015, "exchange_s": 0.005, "between_s": 0.0},
     "samples_per_s": 12190.5,
     "memory_bytes": 734003200,
     "cpu_cores": 1.5,

@@ -1,12 +1,14 @@
 """The live page in a real browser."""
 
+import re
+
 import pytest
 from playwright.async_api import Page, expect
 from support.clusters import status_world
 from support.clusters.status_world import World
 
 from shoal_proto.errors import Unavailable
-from shoal_proto.health import CourseFigures, RunOrigin
+from shoal_proto.health import CourseFigures, RunOrigin, StepParts
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 from shoal_server.status.views import ProcessView, Readiness
@@ -153,6 +155,29 @@ async def test_members_show_what_they_use(world: World, server: StatusServer, pa
     world.board.report("digits", "w0", status_world.health("w0", **usage))
     await expect(row).to_contain_text("1.5 cores")
     await expect(row).to_contain_text("3.0 MiB/s in0 B/s out")
+
+
+async def test_members_show_where_a_steps_time_goes(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """The exchange takes as long as for the member that waits least; what others have beyond it is
+    waiting. The numbers are in the member's dialog, too."""
+    for name, compute_s, exchange_s in (("w0", 0.004, 0.003), ("w1", 0.006, 0.001)):
+        parts = StepParts(
+            data_s=0.001, compute_s=compute_s, exchange_s=exchange_s, between_s=0.0005
+        )
+        world.board.report("digits", name, status_world.health(name, step_parts=parts))
+    await page.goto(f"{server.url}/?job=digits")
+    rows = page.get_by_role("region", name="Members").get_by_role("row")
+    bars = [rows.nth(number).locator(".parts") for number in (1, 2)]
+    shown = (
+        "data 1 ms, computing 4 ms, exchange 1 ms, waiting for others 2 ms, between steps 0.5 ms"
+    )
+    await expect(bars[0]).to_have_accessible_name(shown)
+    await expect(bars[1]).to_have_accessible_name(re.compile("computing 6 ms.*others 0 ms"))
+    assert await bars[0].locator("i.compute").evaluate("(n) => n.style.width") == "47.1%"
+    await rows.nth(1).get_by_role("button", name="w0").click()
+    await expect(page.get_by_role("dialog", name="Member")).to_contain_text(shown)
 
 
 async def test_an_interrupted_job_shows_how_its_last_member_ended(

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import structlog
 from torch import Tensor
@@ -15,7 +16,7 @@ from shoal.session.run_origin import run_origin
 from shoal.session.usage import UsageMeter, memory_bytes
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.health import CourseFigures, HealthFigures, RunOrigin
+from shoal_proto.health import CourseFigures, HealthFigures, RunOrigin, StepParts
 
 log = structlog.get_logger(__name__)
 
@@ -83,6 +84,54 @@ class TrainingPauses:
         )
 
 
+class StepTimes(NamedTuple):
+    """Times of one committed step."""
+
+    step_s: float
+    exchange_s: float
+    """Part of the step that waited for other members or for servers."""
+    loading_s: float | None
+    """Time that this member has waited for batches so far; None if the script loads them."""
+
+
+@dataclass(kw_only=True)
+class StepPartsMeter:
+    """Averages of the parts of a step, from report to report."""
+
+    _since_s: float | None = None
+    """Time of the last report, or of the first step."""
+    _loading_s: float = 0.0
+    _step_s: float = 0.0
+    _exchange_s: float = 0.0
+    _num_steps: int = 0
+
+    def add(self, times: StepTimes, now_s: float) -> None:
+        """Add a step that is committed now. The first one only starts the measurement."""
+        if self._since_s is None:
+            self._since_s, self._loading_s = now_s, times.loading_s or 0.0
+            return
+        self._num_steps += 1
+        self._step_s += times.step_s
+        self._exchange_s += times.exchange_s
+
+    def read(self, loading_s: float | None, now_s: float) -> StepParts | None:
+        """Return the averages since the last call; None without a step since."""
+        count, since_s = self._num_steps, self._since_s
+        if not count or since_s is None:
+            return None
+        loaded_s = (loading_s or 0.0) - self._loading_s
+        rest_s = now_s - since_s - self._step_s - loaded_s
+        parts = StepParts(
+            data_s=None if loading_s is None else loaded_s / count,
+            compute_s=max(0.0, self._step_s - self._exchange_s) / count,
+            exchange_s=self._exchange_s / count,
+            between_s=max(0.0, rest_s) / count,
+        )
+        self._since_s, self._loading_s = now_s, loading_s or 0.0
+        self._step_s, self._exchange_s, self._num_steps = 0.0, 0.0, 0
+        return parts
+
+
 class StepReports:
     """Health reports about the steps of one member."""
 
@@ -102,7 +151,8 @@ class StepReports:
         self._reported_s = 0.0
         self._samples = 0
         self._num_steps: int | None = None
-        self._unreported: tuple[Tensor | None, float] | None = None
+        self._unreported: tuple[Tensor | None, StepTimes] | None = None
+        self._parts = StepPartsMeter()
         self._usage = UsageMeter()
         self._origin: RunOrigin | None = None
         self._origin_reader: threading.Thread | None = None
@@ -129,15 +179,16 @@ class StepReports:
             self._health.update(HealthFigures(course=CourseFigures(run=self._origin)))
 
     def step_done(
-        self, strategy: Strategy, loss: Tensor | None, step_time_s: float, num_samples: int
+        self, strategy: Strategy, loss: Tensor | None, times: StepTimes, num_samples: int
     ) -> None:
         """Note that a step was committed. Cheap, except for one call per interval, which reads the
         loss."""
         if strategy.synchronous:
             self._note_pause(strategy)
         self._samples += num_samples
-        self._strategy, self._unreported = strategy, (loss, step_time_s)
+        self._strategy, self._unreported = strategy, (loss, times)
         now_s = time.monotonic()
+        self._parts.add(times, now_s)
         since_s = now_s - self._reported_s
         if since_s < INTERVAL_S:
             return
@@ -167,13 +218,14 @@ class StepReports:
     def _report(self, samples_per_s: float | None = None) -> None:
         if self._strategy is None or self._unreported is None:
             return
-        strategy, (loss, step_time_s), self._unreported = self._strategy, self._unreported, None
+        strategy, (loss, times), self._unreported = self._strategy, self._unreported, None
         metrics, usage = strategy.metrics(), self._usage.read()
         self._health.update(
             HealthFigures(
                 step=strategy.step,
                 loss=float(loss) if loss is not None and loss.numel() == 1 else None,
-                step_time_s=step_time_s,
+                step_time_s=times.step_s,
+                step_parts=self._parts.read(times.loading_s, time.monotonic()),
                 samples_per_s=samples_per_s,
                 memory_bytes=memory_bytes(),
                 cpu_cores=usage.cpu_cores if usage else None,

@@ -265,6 +265,7 @@ function memberRow({ member, health, losses }, now_s, shows) {
     lossCell(health, losses, member.member_id),
     cell("Samples/s", "num", count(figureOf("samples_per_s")), isNumber(figureOf("step_time_s"))
       && h("span", { class: "sub" }, `${significant(health.step_time_s * 1000)} ms a step`)),
+    shows.parts && cell("A step's time", "share", stepBar(health, shows.least_exchange_s)),
     shows.staleness && cell("Staleness", "num", significant(figureOf("staleness_steps"))),
     shows.rounds && cell("Round", "num", member.clock === null ? "–" : count(member.clock)),
     cell("Memory, CPU", "num", bytes(figureOf("memory_bytes")), isNumber(figureOf("cpu_cores"))
@@ -274,6 +275,28 @@ function memberRow({ member, health, losses }, now_s, shows) {
     cell("Last seen", `num${seen_s > 5 ? " late" : ""}`, duration(seen_s)),
     cell("Waits for", "why", member.waiting_for, error && h("span", { class: "error" }, error)));
 }
+
+// Parts of the time of a step, each with its length in seconds, its colour and its name.
+function stepParts({ step_parts: parts }, least_exchange_s) {
+  const common_s = Math.min(parts.exchange_s, isNumber(least_exchange_s) ? least_exchange_s : Infinity);
+  return [[parts.data_s, "data", "data"], [parts.compute_s, "compute", "computing"], [common_s, "exchange", "exchange"],
+    [parts.exchange_s - common_s, "wait", "waiting for others"], [parts.between_s, "between", "between steps"],
+  ].filter(([part_s]) => isNumber(part_s));
+}
+
+const inWords = (parts) => parts.map(([part_s, , name]) => `${name} ${milliseconds(part_s)}`).join(", ");
+
+function stepBar(health, least_exchange_s) {
+  if (!health || !health.step_parts) return "–";
+  const parts = stepParts(health, least_exchange_s);
+  const total_s = parts.reduce((sum, [part_s]) => sum + part_s, 0) || 1;
+  return h("div", { class: "parts", role: "img", title: inWords(parts), "aria-label": inWords(parts) },
+    parts.map(([part_s, kind]) => h("i", { class: kind, style: { width: `${(100 * part_s / total_s).toFixed(1)}%` } })));
+}
+
+const partsLegend = () => h("p", { class: "legend parts-legend" }, "A step's time: ",
+  [["data", "data"], ["compute", "computing"], ["exchange", "exchange"], ["wait", "waiting for others"], ["between", "between steps"]]
+    .map(([kind, name]) => h("span", null, h("i", { class: kind }), name)));
 
 // On a narrow screen a member is a card with labels; the roles keep the table a table for screen
 // readers.
@@ -290,6 +313,8 @@ function members(page_job, now_s) {
     rounds: job.members.some((m) => isNumber(m.member.clock)),
     network: job.members.some((m) => m.health && isNumber(m.health.host_received_bytes_per_s)),
     slow: new Set(page_job.slow),
+    parts: job.members.some((m) => m.health && m.health.step_parts),
+    least_exchange_s: page_job.least_exchange_s,
   };
   const hidden = job.summary.num_members - job.members.length;
   const all = `${plural(job.summary.num_members, "member")}, ${job.min_members} to ${job.max_members} may train`;
@@ -298,12 +323,13 @@ function members(page_job, now_s) {
       : h("div", { class: "scroll members", tabindex: "0", role: "region", "aria-label": "Members" },
         h("table", { role: "table" }, h("caption", { class: "hidden" }, "Members of the job"),
           h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, column("Rank", true), column("Member"), column("State"),
-            column("Step", true), column("Loss", true), column("Samples/s", true),
+            column("Step", true), column("Loss", true), column("Samples/s", true), shows.parts && column("A step's time"),
             shows.staleness && column("Staleness", true), shows.rounds && column("Round", true),
             column("Memory, CPU", true), shows.network && column("Host's network", true), column("Last seen", true),
             column("Waits for"))),
           h("tbody", { role: "rowgroup" }, job.members.map((entry) =>
             memberRow(entry, now_s, shows))))),
+    shows.parts && partsLegend(),
     job.members.length > 1 && h("p", { class: "more" }, h("button", { type: "button", "data-output": "all", "aria-haspopup": "dialog" }, "Output of all members")),
     (hidden > 0 || page.all_members) && h("p", { class: "more" },
       hidden > 0 ? `${count(hidden)} more; members with a problem are listed first. ` : "",

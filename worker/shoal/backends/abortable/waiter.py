@@ -1,6 +1,7 @@
 """Waits of a trainer for its collectives; another thread can abort these waits."""
 
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,23 @@ from shoal.backends.process_group.transports import can_be_cut
 
 Completion = torch.futures.Future[str]
 """Future that ends a wait: its value is the reason if the awaited work failed, else ""."""
+
+
+class WaitingTime(threading.local):
+    """Time for which the present thread has waited for other ranks or for servers, to show where a
+    step's time goes. A context for such a wait; does not nest."""
+
+    seconds = 0.0
+    _began_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.monotonic() - self._began_s
+
+
+waiting = WaitingTime()
 
 
 @dataclass(frozen=True)
@@ -28,7 +46,8 @@ class OngoingCollective:
         NCCL's work completes before its result is computed. Only `work.wait()` makes the stream of
         this thread wait for the result.
         """
-        reason = self.completion.wait()
+        with waiting:
+            reason = self.completion.wait()
         if reason:
             raise RuntimeError(reason)
         self.work.wait()
@@ -141,7 +160,8 @@ def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
     """
     assert work is not None, "asked for asynchronously, by a rank of the group"
     if not can_be_cut(group):
-        work.wait()
+        with waiting:
+            work.wait()
         return
     whole = _whole(group)
     with _lock:
