@@ -400,15 +400,16 @@ class StatusQueries:
             )
         self.board.report(name, member_id, report.view(time.time()))
 
-    def history(self, name: str) -> HistoryView:
-        """The job's figures over time. Raises UnknownJob, NotLeader."""
+    def history(self, name: str, last_s: float = 0.0) -> HistoryView:
+        """The job's figures over time, or those of the newest `last_s` seconds. Raises UnknownJob,
+        NotLeader."""
         self.job(name)
         known = self.board.history(name)
         series = known[1] if known is not None else Series()
         return HistoryView(
-            series=series.view(),
+            series=series.view(last_s),
             changes=tuple(self.board.changes(name)),
-            logged=self.board.logged(name).view(),
+            logged=self.board.logged(name).view(series.step_before(last_s)),
         )
 
     def events(self, name: str, after: int, limit: int, *, details: bool = True) -> EventsView:
