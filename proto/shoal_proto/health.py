@@ -99,7 +99,7 @@ class HealthFigures:
     step_time_s: Annotated[Amount | None, Gauge("shoal_member_step_duration_seconds")] = None
     """Seconds that a step takes."""
     step_parts: StepParts | None = None
-    """Where the time of a step goes."""
+    """Parts of the time from one step to the next."""
     samples_per_s: Annotated[Amount | None, Gauge("shoal_member_throughput_samples_per_second")] = (
         None
     )

@@ -97,8 +97,8 @@ class PageJob(View):
     """Sum over the members that train."""
     mean_loss: float | None
     least_exchange_s: float | None = None
-    """The shortest `exchange_s` of a member that trains. What others have beyond it is time in
-    which they waited for members that were later than they."""
+    """The shortest `exchange_s` of a member that trains; null for asynchronous jobs. The rest of
+    another member's `exchange_s` is a wait for members that came later."""
 
 
 @dataclass(frozen=True, kw_only=True)

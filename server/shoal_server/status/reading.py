@@ -131,7 +131,7 @@ class JobDetail(View):
     run: RunOrigin | None = None
     """Command line and git commit of its script; null if no member has reported them."""
     hyperparameters: dict[str, str] = field(default_factory=dict)
-    """Those of `fields` that decide what is trained, with the settings of the optimizer one by
+    """The agreed fields that decide what is trained, with the settings of the optimizer one by
     one."""
 
 

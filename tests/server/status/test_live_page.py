@@ -141,8 +141,9 @@ async def test_a_job_shows_what_it_runs(world: World, server: StatusServer, page
     )
     long = RunOrigin(command=f"train.py {'--layer conv ' * 250}")
     world.board.report("digits", "w0", status_world.health("w0", course=CourseFigures(run=long)))
-    await expect(origin).to_have_attribute("tabindex", "0")
-    assert await origin.evaluate("(n) => n.scrollHeight > n.clientHeight && n.clientHeight < 120")
+    command = origin.locator(".command")
+    await expect(command).to_have_attribute("tabindex", "0")
+    assert await command.evaluate("(n) => n.scrollHeight > n.clientHeight && n.clientHeight < 120")
 
 
 async def test_members_show_what_they_use(world: World, server: StatusServer, page: Page) -> None:

@@ -206,8 +206,9 @@ function saved({ summary, course, synchronous }, now_s) {
 function origin({ run }) {
   if (!run) return null;
   const commit = run.commit && [" commit ", h("code", { title: run.commit }, run.commit.slice(0, 12)), run.is_modified && ", modified"];
-  return h("p", { class: "origin", tabindex: run.command.length > LONG_COMMAND ? "0" : null },
-    h("code", { title: "Command line of the member that reports for the job" }, run.command), commit && h("span", null, commit));
+  return h("p", { class: "origin" },
+    h("code", { class: "command", title: "Command line of the member that reports for the job", tabindex: run.command.length > LONG_COMMAND ? "0" : null }, run.command),
+    commit && h("span", null, commit));
 }
 
 const listed = (entries) => h("dl", { class: "settings" }, entries.map(([name, value]) =>
@@ -264,8 +265,7 @@ function memberRow({ member, health, losses }, now_s, shows) {
     cell("Step", "num", count(step)),
     lossCell(health, losses, member.member_id),
     cell("Samples/s", "num", count(figureOf("samples_per_s")), isNumber(figureOf("step_time_s"))
-      && h("span", { class: "sub" }, `${significant(health.step_time_s * 1000)} ms a step`)),
-    shows.parts && cell("A step's time", "share", stepBar(health, shows.least_exchange_s)),
+      && h("span", { class: "sub" }, `${significant(health.step_time_s * 1000)} ms a step`), stepBar(health, shows.least_exchange_s)),
     shows.staleness && cell("Staleness", "num", significant(figureOf("staleness_steps"))),
     shows.rounds && cell("Round", "num", member.clock === null ? "–" : count(member.clock)),
     cell("Memory, CPU", "num", bytes(figureOf("memory_bytes")), isNumber(figureOf("cpu_cores"))
@@ -287,7 +287,7 @@ function stepParts({ step_parts: parts }, least_exchange_s) {
 const inWords = (parts) => parts.map(([part_s, , name]) => `${name} ${milliseconds(part_s)}`).join(", ");
 
 function stepBar(health, least_exchange_s) {
-  if (!health || !health.step_parts) return "–";
+  if (!health || !health.step_parts) return null;
   const parts = stepParts(health, least_exchange_s);
   const total_s = parts.reduce((sum, [part_s]) => sum + part_s, 0) || 1;
   return h("div", { class: "parts", role: "img", title: inWords(parts), "aria-label": inWords(parts) },
@@ -323,7 +323,7 @@ function members(page_job, now_s) {
       : h("div", { class: "scroll members", tabindex: "0", role: "region", "aria-label": "Members" },
         h("table", { role: "table" }, h("caption", { class: "hidden" }, "Members of the job"),
           h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, column("Rank", true), column("Member"), column("State"),
-            column("Step", true), column("Loss", true), column("Samples/s", true), shows.parts && column("A step's time"),
+            column("Step", true), column("Loss", true), column("Samples/s", true),
             shows.staleness && column("Staleness", true), shows.rounds && column("Round", true),
             column("Memory, CPU", true), shows.network && column("Host's network", true), column("Last seen", true),
             column("Waits for"))),

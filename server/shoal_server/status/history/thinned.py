@@ -85,7 +85,7 @@ class ThinnedCurve(Generic[P]):
 
     @property
     def end(self) -> int:
-        """The position behind the newest point; 0 without points."""
+        """The position after the newest point; 0 without points."""
         return max((_end(level, points[-1]) for level, points in self._filled()), default=0)
 
     def _filled(self) -> Iterable[tuple[int, deque[P]]]:
