@@ -28,16 +28,16 @@ from rows import print_entries, record
 from torch import Tensor
 from training.changes import KEYS, Change, add_arguments, changes_asked, described, starting
 from training.jobs import logs_in
-from training.machines import START_S, Machines, NotTraining, Plan, shoal_async_sgd
+from training.machines import Machines, NotTraining, Plan, shoal_async_sgd
 
-PAUSE_S, STEPS_BEFORE = 0.03, 30
+PAUSE_S = 0.03
 END_S = 60.0
 SAMPLES_OF_A_PUSH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """How the weights differ from what the workers wrote down."""
+    """Number of pushes, and the difference between the weights and the workers' logs."""
 
     pushes: int
     samples_lost: int
@@ -73,16 +73,11 @@ def replay(
     first, later = starting(changes)
     losses = sum(not each.joins for each in later if each.at_s < length_s)
     with shoal_async_sgd(plan) as running, Machines(plan, running) as machines:
-        for name in first:
-            machines.join(name)
-        machines.await_training(len(first), STEPS_BEFORE, START_S)
-        start_s = time.monotonic()
-        num_changes = machines.follow(later, start_s, length_s, notice_s)
-        machines.steps.read()
-        all_steps = [step.at_s for own in machines.steps.by_pid.values() for step in own]
+        run = machines.replay(first, later, length_s, notice_s)
         (plan.directory / "stop").touch()
         await_weights(plan.directory, len(machines.names))
-    at_s = sorted(each for each in all_steps if start_s <= each < start_s + length_s)
+    start_s, end_s = run.start_s, run.start_s + length_s
+    at_s = sorted(step.at_s for step in run.steps if start_s <= step.at_s < end_s)
     found = counted(
         (torch.load(path) for path in plan.directory.glob("weights-*.pt")),
         (path.read_text().splitlines(True) for path in plan.directory.glob("samples-*")),
@@ -90,13 +85,11 @@ def replay(
     if found.samples_unlogged > losses * SAMPLES_OF_A_PUSH:
         raise SystemExit(f"{found} with {losses} losses: a push was applied twice")
     return {
-        "changes": num_changes,
+        "changes": run.num_changes,
         "losses": losses,
         "wall_s": length_s,
         "pushes_per_s": len(at_s) / length_s,
-        "longest_pause_s": max(
-            after - at for at, after in pairwise([start_s, *at_s, start_s + length_s])
-        ),
+        "longest_pause_s": max(after - at for at, after in pairwise([start_s, *at_s, end_s])),
         "pushes": found.pushes,
         "samples_lost": found.samples_lost,
         "samples_unlogged": found.samples_unlogged,

@@ -11,11 +11,11 @@ machines train. `distance` is the largest difference of a weight from one proces
 
 `kills` is torchft's protocol: so many workers of tiny replicas are killed one after the other, each
 once at least three of four train, without any checkpoint; the launcher of a worker restarts it. One
-worker is never killed. `distance` as above; and of each process that lives through all of it
-(coordinator or lighthouse, etcd, a killed worker's launcher, the survivor's launcher, the survivor)
-memory, threads and open files, and the files and bytes in /dev/shm: by a sample after each
-twentieth of the kills, with all four training. `growth` is from the sample after a tenth to the
-last one, per kill.
+worker is never killed. The pause of a step is longer, as a start needs the same cores. `distance`
+as above; and of each process that lives through all of it (coordinator or lighthouse, etcd, a
+killed worker's launcher, the survivor's launcher, the survivor) memory, threads and open files, and
+the files and bytes in /dev/shm: by a sample after each twentieth of the kills, with all four
+training. `growth` is from the sample after a tenth to the last one, per kill.
 
 The model, the pause of each step and the systems are those of bench/trace.py.
 """
@@ -50,7 +50,7 @@ from training.machines import (
 )
 from training.usage import Usage, growth_per_kill, shared_memory, usage_of
 
-PAUSE_S = 0.03
+PAUSE_S, KILLS_PAUSE_S = 0.03, 0.1
 NUM_STEPS, CHECKPOINT_EVERY = 3000, 100
 BETWEEN_KILLS = (330, 555)
 NUM_KILLS, NUM_SAMPLES = 2000, 20
@@ -145,10 +145,10 @@ def with_distances(found: Sequence[tuple[dict[str, Any], int, Any]]) -> list[dic
     ]
 
 
-def plan_of(directory: Path) -> Plan:
+def plan_of(directory: Path, pause_s: float = PAUSE_S) -> Plan:
     return Plan(
         directory=directory,
-        pause_s=PAUSE_S,
+        pause_s=pause_s,
         max_machines=NUM_WORKERS,
         checkpoint_every=CHECKPOINT_EVERY,
         max_restarts=1_000_000,
@@ -239,7 +239,7 @@ def measure_kills(asked: argparse.Namespace, systems: Sequence[str]) -> list[dic
     found = []
     with tempfile.TemporaryDirectory() as name:
         for system in systems:
-            plan = plan_of(Path(name) / system)
+            plan = plan_of(Path(name) / system, KILLS_PAUSE_S)
             try:
                 figures, *end = run_kills(system, plan, asked.kills, asked.seed)
             except (NotTraining, Stuck) as error:

@@ -26,7 +26,6 @@ docs/benchmarks/results/trace.json, for docs/report.md.
 
 import argparse
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -47,10 +46,9 @@ from training.changes import (
 )
 from training.effective import checkpoint_every, effective
 from training.exactness import checkpoint_and_step_s, one_process_at
-from training.machines import ONE_PROCESS, START_S, SYSTEMS, Machines, NotTraining, Plan
+from training.machines import ONE_PROCESS, SYSTEMS, Machines, NotTraining, Plan
 
 PAUSE_S = 0.03
-STEPS_BEFORE = 30
 
 
 def replay(
@@ -63,18 +61,12 @@ def replay(
     if system == ONE_PROCESS:
         first, later = first[:1], []
     with SYSTEMS[system](plan) as running, Machines(plan, running) as machines:
-        for name in first:
-            machines.join(name)
-        machines.await_training(len(first), STEPS_BEFORE, START_S)
-        start_s = time.monotonic()
-        num_changes = machines.follow(later, start_s, length_s, notice_s)
-        machines.steps.read()
-        steps = [step for own in machines.steps.by_pid.values() for step in own]
-        found = effective(steps, start_s, start_s + length_s)
+        run = machines.replay(first, later, length_s, notice_s)
+        found = effective(run.steps, run.start_s, run.start_s + length_s)
         figures = {
             **asdict(found),
-            "changes": num_changes,
-            "paused_per_change_s": found.paused_per_change_s(num_changes),
+            "changes": run.num_changes,
+            "paused_per_change_s": found.paused_per_change_s(run.num_changes),
             "relaunches": machines.num_relaunches,
         }
         print(f"{system}: {figures}", flush=True)

@@ -12,7 +12,7 @@ need be, and is given up after twice that time. In the end the bench lists what 
   the same bytes into memory that is there already. `weights_publish_8_over_1_readers`: with 8
   readers over that with one. `weights_fetch_over_shm_floor`: from the call of `publish()` until the
   last reader has installed, over the floor: one process copies the model into shared memory, and
-  the same number copies it out again, as soon as it is told. `weights_fetch_over_PEER`, over the
+  the same number copies it out again, when they read its line. `weights_fetch_over_PEER`, over the
   same journey with `safetensors` (a file on tmpfs, renamed, and loaded), `torch_rpc`, and, if there
   is an environment for them (see bench/weights_peers.py), `ray` and `torchstore`.
   `weights_cpu_seconds`: of all processes of an entrant, in a round.
@@ -172,7 +172,7 @@ class Readers:
 
     def ready(self) -> "Readers":
         for each in self.processes:
-            assert told(each) == ["ready"]
+            assert read_report(each) == ["ready"]
         return self
 
     def go(self, number: int) -> None:
@@ -186,7 +186,7 @@ class Readers:
         times = []
         for each in self.processes:
             while True:
-                word, n, value = told(each)
+                word, n, value = read_report(each)
                 if word == "took":
                     self.took.append(float(value))
                 elif int(n) >= number:
@@ -200,14 +200,14 @@ class Readers:
             each.wait()
 
 
-def told(process: "subprocess.Popen[str]") -> list[str]:
+def read_report(process: "subprocess.Popen[str]") -> list[str]:
     """The words of the next line for this program; lines of logs are skipped."""
     assert process.stdout is not None
     while True:
         line = process.stdout.readline()
         if not line:
             raise PeerEnded(f"{process.args} has ended with {process.wait()}")
-        if line.startswith("told "):
+        if line.startswith("report "):
             return line.split()[1:]
 
 
@@ -255,13 +255,13 @@ class Peer:
             env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": "400"},
         )
         stack.callback(self.end)
-        assert told(self.process) == ["ready"]
+        assert read_report(self.process) == ["ready"]
 
     def turn(self, number: int) -> tuple[float, float]:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
-        one, other = told(self.process)
+        one, other = read_report(self.process)
         return float(one), float(other)
 
     def end(self) -> None:
@@ -645,7 +645,7 @@ def relay_rounds(
         stack.callback(each.wait)
         stack.callback(each.kill)
     for each in processes:
-        assert told(each) == ["ready"]
+        assert read_report(each) == ["ready"]
     took, copies = [], []
     num_bytes = sum(each.nbytes for each in model.values())
     for number in rounds:
@@ -654,7 +654,7 @@ def relay_rounds(
         version = shoal.publish(SERIES, model, step=number).wait("committed", timeout=WAIT_S)
         assert version is not None
         lines = [
-            told(process)
+            read_report(process)
             for process, size in zip(processes, sizes, strict=True)
             for _ in range(size)
         ]

@@ -21,20 +21,10 @@ import time
 from typing import Any
 
 import torch
+from weights_readers import model_of, report
 
-TENSOR_BYTES = 8 * 1024 * 1024
 KEY = "policy"
 RPC_S = 600.0
-
-
-def model_of(mb: int, number: float = 0.0) -> dict[str, torch.Tensor]:
-    count, elements = mb * 1024 * 1024 // TENSOR_BYTES, TENSOR_BYTES // 2
-    shape = (elements // 1024, 1024)
-    return {f"w{i}": torch.full(shape, number, dtype=torch.bfloat16) for i in range(count)}
-
-
-def say(*words: object) -> None:
-    print("told", *words, flush=True)
 
 
 async def torchstore(mb: int, count: int, *, tears: bool) -> None:
@@ -64,7 +54,7 @@ async def torchstore(mb: int, count: int, *, tears: bool) -> None:
     readers = await spawn_actors(count, Reader, "readers", mb=mb)
     model = model_of(mb, 1.0)
     await ts.put_state_dict(model, KEY)
-    say("ready")
+    report("ready")
     for number, line in enumerate(sys.stdin):
         if tears:
             reading = asyncio.ensure_future(_call(readers.read_for, float(line)))
@@ -76,14 +66,14 @@ async def torchstore(mb: int, count: int, *, tears: bool) -> None:
                 await ts.put_state_dict(model, KEY)
                 await asyncio.sleep(0)
             found = await reading
-            say(sum(reads for reads, _ in found), sum(torn for _, torn in found))
+            report(sum(reads for reads, _ in found), sum(torn for _, torn in found))
             continue
         for each in model.values():
             each.fill_(number % 200)
         began_s = time.monotonic()
         await ts.put_state_dict(model, KEY)
         kept_s = time.monotonic() - began_s
-        say(kept_s, max(await _call(readers.fetch)) - began_s)
+        report(kept_s, max(await _call(readers.fetch)) - began_s)
     await ts.shutdown()
 
 
@@ -117,14 +107,14 @@ def ray_store(mb: int, count: int) -> None:
     readers = [Reader.remote(mb) for _ in range(count)]
     model = {name: t.view(torch.uint16).numpy() for name, t in model_of(mb, 1.0).items()}
     ray.get([each.fetch.remote([ray.put(model)]) for each in readers])
-    say("ready")
+    report("ready")
     for number, _ in enumerate(sys.stdin):
         for array in model.values():
             array[:] = number % 200
         began_s = time.monotonic()
         held = ray.put(model)
         kept_s = time.monotonic() - began_s
-        say(kept_s, max(ray.get([each.fetch.remote([held]) for each in readers])) - began_s)
+        report(kept_s, max(ray.get([each.fetch.remote([held]) for each in readers])) - began_s)
         del held
     ray.shutdown()
 
@@ -170,13 +160,13 @@ def torch_rpc(mb: int, count: int) -> None:
     )
     _held_by_rpc.update(model_of(mb, 1.0))
     _join_rpc(0, port, count + 1)
-    say("ready")
+    report("ready")
     for number, _ in enumerate(sys.stdin):
         for each in _held_by_rpc.values():
             each.fill_(number % 200)
         began_s = time.monotonic()
         calls = [rpc.rpc_async(f"r{i + 1}", _read_by_rpc, (mb,)) for i in range(count)]
-        say(0.0, max(call.wait() for call in calls) - began_s)
+        report(0.0, max(call.wait() for call in calls) - began_s)
 
 
 def _join_reader(index: int, port: int, world_size: int) -> None:

@@ -2,8 +2,8 @@
 
     python bench/weights_readers.py KIND MB [PORT]
 
-A line for bench/weights.py begins with "told"; others are logs. A reader prints "told ready", and
-for each round "told done", its number, and the time at which its tensors had the model.
+Lines for bench/weights.py begin with "report"; others are logs. A reader prints "report ready", and
+for each round "report done", its number, and the time at which its tensors had the model.
 """
 
 import os
@@ -28,12 +28,13 @@ def model_of(mb: int, number: float = 0.0) -> dict[str, torch.Tensor]:
     return {f"w{i}": torch.full(shape, number, dtype=torch.bfloat16) for i in range(count)}
 
 
-def say(*words: object) -> None:
-    print("told", *words, flush=True)
+def report(*words: object) -> None:
+    """Print a line that bench/weights.py reads."""
+    print("report", *words, flush=True)
 
 
 def read_shoal(mb: int, *, local: bool, by_difference: bool = False) -> None:
-    """Install each newest version. Says, as "took", how long it took until it was verified."""
+    """Install each newest version. Reports, as "took", how long it took until it was verified."""
     from shoal.weights.subscription import Subscription  # noqa: PLC0415 - other kinds do without
     from shoal_client.weights.reader import SeriesReader  # noqa: PLC0415
     from shoal_difference.codec import apply  # noqa: PLC0415
@@ -44,13 +45,13 @@ def read_shoal(mb: int, *, local: bool, by_difference: bool = False) -> None:
             self, installed: int, digest: bytes, fetch_s: float = 0.0, fetch_bytes: int = 0
         ) -> None:
             super().report(installed, digest, fetch_s, fetch_bytes)
-            say("took", installed, fetch_s)
+            report("took", installed, fetch_s)
 
     target, name = model_of(mb), f"reader-{os.getpid()}"
     addresses, difference = [os.environ["SHOAL_COORDINATOR"]], apply if by_difference else None
     reader = Reader(addresses, SERIES, name, may_be_local=local, apply_difference=difference)
     with Subscription(reader, SERIES) as series:
-        say("ready")
+        report("ready")
         while True:
             version = series.wait(timeout=WAIT_S)
             try:
@@ -58,7 +59,7 @@ def read_shoal(mb: int, *, local: bool, by_difference: bool = False) -> None:
             except VersionGone:
                 continue  # a newer one was published before this reader had its lease
             assert target["w0"][0, 0] == target[next(reversed(target))][0, 0]
-            say("done", version.number, time.monotonic())
+            report("done", version.number, time.monotonic())
 
 
 def publish_once(mb: int) -> None:
@@ -66,31 +67,31 @@ def publish_once(mb: int) -> None:
     import shoal  # noqa: PLC0415
 
     shoal.publish(SERIES, model_of(mb, 3.5), keep=1).wait("committed", timeout=WAIT_S)
-    say("ready")
+    report("ready")
     sys.stdin.read()
 
 
 def read_shm(mb: int) -> None:
     target = model_of(mb)
     raw = torch.from_file(str(FLOOR), shared=True, size=mb << 20, dtype=torch.uint8)
-    say("ready")
+    report("ready")
     for line in sys.stdin:
         at = 0
         for tensor in target.values():
             tensor.view(torch.uint8).view(-1).copy_(raw[at : at + tensor.nbytes])
             at += tensor.nbytes
-        say("done", int(line), time.monotonic())
+        report("done", int(line), time.monotonic())
 
 
 def read_safetensors(mb: int) -> None:
     from safetensors.torch import load_file  # noqa: PLC0415
 
     target = model_of(mb)
-    say("ready")
+    report("ready")
     for line in sys.stdin:
         for name, tensor in load_file(FILE).items():
             target[name].copy_(tensor)
-        say("done", int(line), time.monotonic())
+        report("done", int(line), time.monotonic())
 
 
 def send_bare(mb: int, port: int) -> None:

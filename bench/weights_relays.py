@@ -1,9 +1,9 @@
 """Readers of bench/weights.py that relay: many in one process, without torch.
 
-Started with the address of a coordinator, a series, a name, and the number of readers. Prints "told
-ready", and for each reader and version: "told done", its number, when it was verified, and the
-bytes that came from servers. Each relay sends to each of the two that fetch from it at half of the
-speed of a link, as if it had a network of its own.
+Started with the address of a coordinator, a series, a name, and the number of readers. Prints
+"report ready", and for each reader and version "report done", its number, when it was verified,
+and the bytes that came from servers. Each relay sends to each of the two that fetch from it at
+half of the speed of a link, as if it had a network of its own.
 """
 
 import sys
@@ -34,7 +34,7 @@ def follow(reader: SeriesReader) -> None:
         done_s = time.monotonic()
         reader.report(record.number, record.digest)
         from_servers = reader.fetched_bytes - reader.relayed_bytes
-        print("told", "done", record.number, done_s, from_servers - before, flush=True)
+        print("report done", record.number, done_s, from_servers - before, flush=True)
         before = from_servers
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     ]
     for each in readers:
         each.view()
-    print("told", "ready", flush=True)
+    print("report ready", flush=True)
     with ThreadPoolExecutor(len(readers)) as pool:
         for call in [pool.submit(follow, each) for each in readers]:
             call.result()

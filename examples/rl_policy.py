@@ -1,4 +1,4 @@
-"""Reinforcement learning with rollouts apart from training: a bandit with eight arms per state.
+"""Reinforcement learning with rollouts in separate processes: a bandit with eight arms per state.
 
     shoal up                                                             # in one terminal
     export SHOAL_COORDINATOR=127.0.0.1:7700
@@ -6,10 +6,10 @@
     shoal run -n 2 --job rl examples/rl_policy.py train
 
 The trainer publishes its policy every few steps, and rollouts play with the newest version. They
-are no members of the job: start, stop and kill them as you like. What was played goes back to the
-trainer as files. Kill a worker: the other one trains and publishes on, and no rollout notices. Kill
-all of them: rollouts continue with the last version, and so do rollouts that start afterwards; a
-trainer that is started again, with `shoal run --fresh`, publishes the next number.
+are not members of the job: start, stop and kill them as you like. Their plays go back to the
+trainer as files. Kill a worker: the other worker trains and publishes on, and no rollout notices.
+Kill all workers: rollouts continue with the last version, and so do rollouts that start later. If
+you start the training again, with `shoal run --fresh`, it publishes the next number.
 """
 
 import os
@@ -29,7 +29,7 @@ SERIES = "rl/policy"
 NUM_STATES, NUM_ARMS, NUM_PLAYS, NUM_STEPS = 16, 8, 256, 400
 BEST = torch.randint(NUM_ARMS, (NUM_STATES,), generator=torch.Generator().manual_seed(3))
 PLAYED = Path(tempfile.gettempdir()) / "shoal-rl-plays"
-"""What rollouts have played: a file for each round."""
+"""Plays of the rollouts: a file for each round."""
 
 
 def new_policy() -> nn.Module:
@@ -64,12 +64,12 @@ def rollout(num_rounds: int) -> None:
 
 
 def plays() -> tuple[Tensor, Tensor, Tensor]:
-    """One of the rounds that were played last: states, arms and rewards."""
+    """States, arms and rewards of one of the last rounds."""
     while True:
         files = sorted(PLAYED.glob("*.pt"))
         for old in files[:-20]:
             old.unlink(missing_ok=True)
-        # Another member may remove what is old by now.
+        # Another member may remove an old file meanwhile.
         with suppress(FileNotFoundError, IndexError):
             found: tuple[Tensor, Tensor, Tensor] = torch.load(random.choice(files[-4:]))
             return found
@@ -77,7 +77,7 @@ def plays() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train() -> None:
-    """REINFORCE on what the rollouts have played. Each member takes plays of its own."""
+    """Train by REINFORCE on the rollouts' plays. Each member reads its own plays."""
     policy = new_policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
     with shoal.join() as session:

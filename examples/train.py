@@ -1,4 +1,4 @@
-"""The README's script: handwritten digits, with as many workers as there happen to be.
+"""The README's script: handwritten digits, with any number of workers.
 
 shoal run -n 3 examples/train.py [ddp|async-sgd]
 """

@@ -22,7 +22,7 @@ model, optimizer = shoal.distribute(model, optimizer, sys.argv[1] if sys.argv[1:
 index, count = shoal.data_share(model)
 for epoch in range(EPOCHS):
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
-    # The last batch is left out where it would not give all ranks as much.
+    # Leave out an incomplete last batch: ranks would get shares of different sizes.
     for batch in order[: len(order) // BATCH_SIZE * BATCH_SIZE].split(BATCH_SIZE):
         mine = batch.tensor_split(count)[index]
         cross_entropy(model(images[mine]), labels[mine]).backward()

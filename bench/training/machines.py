@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from training.jobs import (
     shoal_launcher,
     torchrun_agent,
 )
-from training.steps import Steps
+from training.steps import Step, Steps
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.process import ChildCommand, Process, Supervisor
@@ -37,6 +37,8 @@ RELAUNCH_S = 1.0
 of pods does."""
 START_S = 300.0
 """Limit of the start of all machines, each of which loads torch on the same cores."""
+STEPS_BEFORE = 30
+"""Steps that all first machines train together before the clock starts."""
 TORCHFT_PYTHON = os.environ.get("SHOAL_BENCH_TORCHFT", sys.executable)
 
 
@@ -166,6 +168,17 @@ class NotTraining(RuntimeError):
     """The machines do not train within the time that is given."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """A run that followed the changes of a trace."""
+
+    start_s: float
+    """Time by `time.monotonic` when the first machines trained."""
+    num_changes: int
+    steps: list[Step]
+    """Steps of all workers, in no order."""
+
+
 class Machines:
     """The machines that are there now; all are stopped at the end of the `with` block."""
 
@@ -222,7 +235,20 @@ class Machines:
         else:
             kill_machine(process)
 
-    def follow(
+    def replay(
+        self, first: Sequence[str], later: Iterable[Change], length_s: float, notice_s: float
+    ) -> Replayed:
+        """Start the first machines, make the changes once these train, return after `length_s`."""
+        for name in first:
+            self.join(name)
+        self.await_training(len(first), STEPS_BEFORE, START_S)
+        start_s = time.monotonic()
+        num_changes = self._follow(later, start_s, length_s, notice_s)
+        self.steps.read()
+        steps = [step for own in self.steps.by_pid.values() for step in own]
+        return Replayed(start_s=start_s, num_changes=num_changes, steps=steps)
+
+    def _follow(
         self, changes: Iterable[Change], start_s: float, length_s: float, notice_s: float
     ) -> int:
         """Make the changes at their times, return once the length has passed: the number made."""

@@ -50,9 +50,9 @@ class Command:
 
 
 def installed_commands() -> dict[str, Command]:
-    """The sub-commands of all installed packages. Each entry point of the group is a function. It
-    gets a function `add`, and calls it with name, summary, config and run for each of its
-    sub-commands.
+    """The sub-commands of all installed packages. Each entry point of the group COMMANDS_GROUP is a
+    function with one parameter, `add`. It calls `add` with name, summary, config and run for each
+    of its sub-commands.
     """
     found: dict[str, Command] = {}
 
@@ -113,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 bad arguments, 130 Ctrl-C."""
     # gRPC's C core prints texts for its developers; Shoal's own errors say the same.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # At its end a process goes through all its objects twice. That takes 80 ms of CPU, from workers
-    # of this host that train on.
+    # At exit the garbage collector visits all objects twice. That would take 80 ms of CPU from
+    # workers that train on this host.
     atexit.register(gc.freeze)
     given = sys.argv[1:] if arguments is None else arguments
     _forget_empty_variables()
@@ -157,8 +157,8 @@ def _load(reference: str) -> Any:
 
 
 def _end_options(app: App, tokens: list[str]) -> list[str]:
-    """Put `--` before the first positional token if the command takes all tokens from there on: a
-    script's options are not the command's."""
+    """Put `--` before the first positional token if the command passes all tokens from there on to
+    a script: a script's options are not the command's."""
     arguments = app.assemble_argument_collection()
     if not any(each.index is not None and each.token_count()[1] for each in arguments):
         return tokens
@@ -178,7 +178,7 @@ def _forget_empty_variables() -> None:
 
 
 def _shown(default: object) -> object:
-    """A default as the help shows it; None to show none, as the option's text explains it."""
+    """A default as the help shows it; None if the option's text explains the default."""
     if isinstance(default, float):
         return f"{default:g}"
     if isinstance(default, tuple):

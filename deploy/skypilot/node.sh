@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What the nodes of shoal.sky.yaml run:
+# Commands of the nodes of shoal.sky.yaml:
 #
 #   node.sh cluster                     etcd, a coordinator and parameter servers, until SIGTERM
 #   node.sh worker SCRIPT [ARGUMENT...] a launcher with a worker for each GPU, until the job is over
 #
-# Mutual TLS between all of them, with the certificates in SHOAL_TLS. etcd serves the cluster's own node
-# alone. `shoal` and `etcd` are on PATH.
+# All parts use mutual TLS, with the certificates in SHOAL_TLS. etcd is reachable only on its own node.
+# `shoal` and `etcd` must be on PATH.
 set -euo pipefail
 : "${SHOAL_TLS:?the folder of the certificates}" "${SHOAL_HEAD:?the name of the node of the cluster}"
 PORT=${SHOAL_PORT:-7700}
@@ -21,15 +21,15 @@ part() { # NAME COMMAND...: in the background, with a log of its own
 }
 stop() {
     trap - EXIT TERM INT
-    # The newest first: parameter servers and the coordinator end in order while etcd is there.
+    # Newest first: parameter servers and the coordinator need etcd to end in order.
     for ((i = ${#pids[@]} - 1; i >= 0; i--)); do
         kill -TERM "${pids[i]}" 2> /dev/null || true
         wait "${pids[i]}" 2> /dev/null || true
     done
 }
 
-# Until somebody leads: a parameter server that finds no etcd ends, and so does a worker. A part of the
-# cluster that has ended is not waited for.
+# Wait until a coordinator leads: before that, parameter servers and workers would exit. Fail if a part of
+# the cluster has ended.
 await_leader() {
     local try pid
     for ((try = 0; try < ${SHOAL_AWAIT_S:-900}; try++)); do
@@ -62,7 +62,7 @@ cluster() {
             --listen "$((PORT + 10 + 2 * i))" --bulk-port "$((PORT + 11 + 2 * i))" \
             --advertise "$SHOAL_HEAD:$((PORT + 10 + 2 * i))"
     done
-    # One that ends is a fault: SkyPilot starts the node's task anew.
+    # A part that ends is a fault: SkyPilot then restarts the node's task.
     wait -n "${pids[@]}"
     echo "a part of the cluster has ended; logs are in $FOLDER" >&2
     exit 1
@@ -70,12 +70,12 @@ cluster() {
 
 worker() {
     await_leader
-    # It takes SIGTERM, which a spot node gets before it goes: workers hand over and leave.
+    # At SIGTERM, which a spot node gets before it is reclaimed, workers hand over and leave.
     exec shoal run -n "${SHOAL_WORKERS:-${SKYPILOT_NUM_GPUS_PER_NODE:-1}}" --job "${SHOAL_JOB:?}" \
         --min "${SHOAL_MIN_MEMBERS:?}" --max "${SHOAL_MAX_MEMBERS:?}" "$@"
 }
 
-# Keys, etcd's data and logs are this user's alone.
+# Only this user may read keys, etcd's data and logs.
 umask 077
 mkdir -p "$FOLDER"
 case ${1:-} in

@@ -45,8 +45,8 @@ OTHER_VARIABLES = {
     "SHOAL_TRANSPORT": "`tcp`: tensors do not travel in shared memory, even on one machine; `grpc`:"
     " nor over a bulk connection",
     "SHOAL_SERIES": "the series of published weights that `shoal.integrations.trl` and `.verl` use",
-    "SHOAL_CERTIFICATE_WAIT_S": "how long, in seconds, a member that was let in before waits for a"
-    " certificate that is accepted (600)",
+    "SHOAL_CERTIFICATE_WAIT_S": "seconds for which a member that was admitted before waits for"
+    " an accepted certificate (600)",
 }
 
 

@@ -23,15 +23,15 @@ from shoal_proto.pieces import Buffer
 
 MAGIC = b"SHDIFF01"
 SPAN_BYTES = 64 * 1024 * 1024
-"""Most bytes of a span, which is encoded on its own: bounds the memory that this takes."""
+"""Maximum size of a span. Each span is encoded separately, which bounds the memory needed."""
 CACHED_ELEMENTS = 256 * 1024
 """Number of elements that are compared at a time: they fit into the processor's cache."""
 LEVEL = 1
 """Compression level of zstandard. Higher levels take several times as long for a few percent."""
 SKIP = 65535
-"""The number for this many unchanged elements of a gap that continues in the next number."""
+"""Stands for this many elements of a longer gap, which continues in the next number."""
 FAR = -128
-"""The number in place of a distance of more than 8 bits."""
+"""Marks a distance of more than 8 bits, which is in the stream of 16-bit distances instead."""
 NUM_SAMPLES, SAMPLE_ELEMENTS = 256, 4096
 SIZES = (1, 2, 4, 8, 16)
 """Possible sizes of an element in bytes."""
@@ -59,7 +59,7 @@ def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) ->
     """Return the difference, in parts to be joined.
 
     `elements`: runs (bytes of an element, bytes of the run) that make up both buffers. A wrong size
-    of an element makes the difference larger, but not inexact.
+    of an element makes the difference larger; it stays exact.
     """
     old, new = _bytes(base), _bytes(target)
     compressor = zstandard.ZstdCompressor(level=LEVEL)
@@ -112,7 +112,7 @@ def apply(base: Buffer, difference: Buffer, into: memoryview) -> None:
                 _apply_distances(after, plain)
         start = stop
     if not start == len(old) == len(new):
-        raise _malformed(f"spans of {start} bytes", f"{len(old)}, as base and target have")
+        raise _malformed(f"spans of {start} bytes", f"{len(old)}, the size of base and target")
 
 
 def _encode_span(
@@ -202,7 +202,7 @@ def _gaps(positions: Positions) -> Shorts:
 def _apply_distances(after: Bytes, streams: list[Bytes]) -> None:
     low, high, near, far = streams
     if len(low) != len(high) or len(far) % 2 or len(after) % 2:
-        raise _malformed(f"{len(low)} low and {len(high)} high bytes", "as many of each")
+        raise _malformed(f"{len(low)} low and {len(high)} high bytes", "equal numbers")
     gaps = np.empty((len(low), 2), np.uint8)
     gaps[:, 0], gaps[:, 1] = low, high
     numbers = gaps.view("<u2").reshape(-1)

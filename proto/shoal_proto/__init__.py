@@ -5,7 +5,7 @@ from shoal_proto.forks import grpc
 grpc.prepare()
 
 MAX_PIECE_BYTES = 4 * 1024 * 1024
-# A message holds one piece and its framing: data of any size stay below this bound.
+# A message contains one piece and its framing, so this bound holds for data of any size.
 MAX_MESSAGE_BYTES = MAX_PIECE_BYTES + 1024 * 1024
 # A coordinator's answer: the shard map of a model of many parameters is larger than any request.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024

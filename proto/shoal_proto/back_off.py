@@ -3,16 +3,16 @@
 FIRST_S = 0.02
 LONGEST_S = 1.0
 PROMPT_S = 3.0
-"""Usual length of a leader failover: for so long, no pause is longer than PROMPT_LONGEST_S."""
+"""Usual length of a leader failover. During it, no pause is longer than PROMPT_LONGEST_S."""
 PROMPT_LONGEST_S = 0.2
 
 
 _MOST_DOUBLINGS = 64
-"""Bound on the exponent: far above it a float overflows, and pauses have long reached theirs."""
+"""Bound on the exponent, against overflow. Pauses reach their maximum with far fewer doublings."""
 
 
 def doubled_s(first_s: float, longest_s: float, num_before: int) -> float:
-    """Return the pause after `num_before` others in a row: `first_s`, doubled each time, up to
+    """Return the pause after `num_before` earlier ones: `first_s`, doubled each time, up to
     `longest_s`."""
     return min(first_s * 2.0 ** min(num_before, _MOST_DOUBLINGS), longest_s)
 

@@ -21,7 +21,7 @@ BEAT_S = 0.5
 SILENCE_S = 3.0
 """Silence after which a server counts as dead."""
 MAX_ARENA_BYTES = 192 * 1024 * 1024
-"""Most bytes of memory shared by a client and a server."""
+"""Maximum size of the memory that a client and a server share."""
 
 
 class FrameKind(IntEnum):
@@ -35,8 +35,8 @@ class FrameKind(IntEnum):
     PIECE = 4
     """`num_bytes` of a shard from `offset_bytes` on, in the body."""
     PLACED = 5
-    """The same, at `at` of the shared memory. The sender does not change the data until it is
-    answered."""
+    """`num_bytes` of a shard from `offset_bytes` on, in shared memory at offset `at`. The sender
+    does not change the data until it is answered."""
     FREE_SLOT = 6
     """Free shared memory. From a client: `num_bytes` at `at`, for the values of a shard. From a
     server to another one: the data at `at` were applied or copied."""
@@ -61,8 +61,8 @@ class FrameKind(IntEnum):
     SEGMENT_FETCH = 15
     """A call: FetchSegmentRequest."""
     CHUNK = 16
-    """`num_bytes` of a segment from `offset_bytes` on, in the body; without a checksum, as they are
-    verified by the segment's digests."""
+    """`num_bytes` of a segment from `offset_bytes` on, in the body. The frame has no checksum: the
+    segment's digests verify the bytes."""
     DESCRIPTOR = 17
     """A segment as a sealed memory file, whose descriptor is attached to the header, over a Unix
     socket."""
@@ -162,9 +162,9 @@ class FrameReader:
         if self._start == self._stop:
             self._start = self._stop = 0
         elif self._stop == BUFFER_BYTES:
-            left = bytes(self._buffer[self._start : self._stop])
-            self._buffer[: len(left)] = left
-            self._start, self._stop = 0, len(left)
+            unread = bytes(self._buffer[self._start : self._stop])
+            self._buffer[: len(unread)] = unread
+            self._start, self._stop = 0, len(unread)
         return self._buffer[self._stop :]
 
     def received(self, num_bytes: int) -> None:
@@ -214,7 +214,7 @@ class FrameReader:
             ) from None
         if self._first is not None and kind is not self._first:
             raise MalformedMessage(
-                "a bulk connection does not begin as it should",
+                "a bulk connection begins with the wrong frame",
                 seen=f"a frame of kind {kind.name}",
                 expected=self._first.name,
             )

@@ -9,9 +9,8 @@ __all__ = ["crc32", "verify"]
 
 
 def verify(what: str, checksum: int | None, *buffers: Buffer) -> None:
-    """Raise ChecksumMismatch, naming `what`, unless `checksum` is that of the buffers, one after
-    the other. None: the sender computed none, as the data lie in memory shared with the
-    receiver."""
+    """Raise ChecksumMismatch, naming `what`, unless `checksum` is that of the concatenated buffers.
+    Does nothing if `checksum` is None: for data in shared memory, the sender computes none."""
     if checksum is None:
         return
     seen = num_bytes = 0

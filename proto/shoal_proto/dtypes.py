@@ -1,4 +1,4 @@
-"""Element types by torch's names without its prefix, and the bytes of one element."""
+"""Element types, by torch's name without its prefix, with the size of one element in bytes."""
 
 from collections.abc import Mapping
 

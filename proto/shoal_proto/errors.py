@@ -1,7 +1,7 @@
 """Errors that Shoal raises, sorted by what the caller should do about them.
 
 An error is data: what happened, what was seen, what was expected, how to fix it. The same class
-is raised on both sides of a call; `shoal_proto.status` carries it over.
+is raised on both sides of a call: `shoal_proto.status` transmits it.
 """
 
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ class Unavailable(RetryError):
 
 
 class NotLeader(RetryError):
-    """The coordinator replica does not lead. `details["leader"]` is the address of the leader."""
+    """The called coordinator does not lead. `details["leader"]` is the address of the leader."""
 
 
 class DeadlineExceeded(RetryError):
@@ -156,7 +156,7 @@ class UnsupportedOptimizer(RefusedError):
 
 
 class ProposalConflict(RefusedError):
-    """Members, or a member and its job, differ in what must be the same.
+    """Members, or a member and its job, differ in a field that must be the same.
 
     `details` maps each field that differs to the values, each with the members that have it.
     """
@@ -170,15 +170,15 @@ class UnequalPasses(RefusedError):
 
 
 class HyperparametersDiffer(RefusedError):
-    """Members would apply different learning rates or other hyperparameters in a step, or others
-    than when the step was taken before. The step was not committed. `details` has the fields, and
+    """Members would apply different learning rates or other hyperparameters in a step, or the step
+    was taken before with different ones. The step was not committed. `details` has the fields, and
     each member's values.
     """
 
 
 class RegisteredStateDiffers(RefusedError):
     """Objects that a script registered differ between members. `details` maps each member to its
-    value where they differ.
+    value at the first difference.
     """
 
 
@@ -205,11 +205,11 @@ class UnknownJob(RefusedError):
 
 
 class JobFinished(RefusedError):
-    """The job is over. `shoal run --fresh` begins it anew under its name."""
+    """The job is over. `shoal run --fresh` starts a new run under its name."""
 
 
 class JobStopped(RefusedError):
-    """The job was stopped, or it failed. `shoal retry` lets it be joined again."""
+    """The job was stopped, or it failed. `shoal retry` allows members to join it again."""
 
 
 class JobInUse(RefusedError):
@@ -332,9 +332,9 @@ class StateLost(CorruptError):
 
 
 class JobQuarantined(CorruptError):
-    """The coordinator cannot go on with this job: one of its records in etcd cannot be read, or
-    etcd refused to store one. `details` has the job and, for a record that cannot be read, its key.
-    Other jobs go on; `shoal repair` shows what is wrong with this one, and repairs it."""
+    """The coordinator cannot continue this job: one of its records in etcd cannot be read, or etcd
+    refused to store one. `details` has the job and, for a record that cannot be read, its key.
+    Other jobs continue; `shoal repair` shows what is wrong with this one, and repairs it."""
 
 
 class InternalError(CorruptError):

@@ -13,7 +13,7 @@ MAX_COUNT = 2**53 - 1
 Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Amount = Annotated[float, Ge(0), Le(MAX_COUNT)]
 MAX_LOGGED = 32
-"""Most names of logged values in a report."""
+"""Maximum number of names of logged values in a report."""
 LoggedName = Annotated[str, MinLen(1), MaxLen(100)]
 MAX_COMMAND = 4000
 """Most characters of a command line in a report."""
@@ -95,7 +95,7 @@ class HealthFigures:
     step: Count | None = None
     """Optimizer steps so far."""
     loss: Annotated[float | None, Gauge("shoal_member_loss_value")] = None
-    """Newest loss. "NaN" and "Infinity" (as text) are allowed: they are news, not a bad report."""
+    """Newest loss. "NaN" and "Infinity" (as text) are allowed, and shown as reported."""
     step_time_s: Annotated[Amount | None, Gauge("shoal_member_step_duration_seconds")] = None
     """Seconds that a step takes."""
     step_parts: StepParts | None = None
@@ -119,7 +119,7 @@ class HealthFigures:
     ] = None
     """Bytes that the member's host sends in a second, for all its processes; without loopback."""
     device: Annotated[str, MaxLen(100)] | None = None
-    """Device that it trains on: cpu, cuda:0 ..."""
+    """Device that the member trains on: cpu, cuda:0 ..."""
     staleness_steps: Annotated[Amount | None, Gauge("shoal_member_staleness_steps")] = None
     """Mean number of updates by others between this member's pull and its push."""
     sent_bytes_per_step: Annotated[Amount | None, Gauge("shoal_member_sent_bytes")] = None
@@ -129,7 +129,7 @@ class HealthFigures:
     last_error: Annotated[str, MaxLen(2000)] | None = None
     """Current warning of the strategy, for example that the loss no longer falls; empty: none."""
     generation: Count | None = None
-    """The generation in which it took its newest step."""
+    """The generation in which the member took its newest step."""
     paused_s: Amount | None = None
     """Seconds without a step before the member's first one in that generation, beyond the usual
     time of a step; only if the member had trained before."""

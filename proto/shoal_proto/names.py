@@ -46,7 +46,7 @@ def is_series(text: str) -> bool:
 
 
 def check_name(name: str, what: str) -> None:
-    """Raise InvalidSpec unless `name` follows `NAME_RULE`. `what`: what it names, such as a job."""
+    """Raise InvalidSpec unless `name` follows `NAME_RULE`. `what`: kind of thing, such as "job"."""
     if not is_name(name):
         seen = repr(name[: 2 * MAX_NAME_LENGTH])
         raise InvalidSpec(f"bad name of a {what}", seen=seen, expected=NAME_RULE)

@@ -1,7 +1,7 @@
-"""Numbers that a script passes, of any library: converted once, where they enter Shoal.
+"""Conversion of the numbers that a script passes, of any library, into Python's own numbers.
 
-NumPy's integers overflow, its floats are not Python floats to JSON and checkpoints, and a 0-d
-tensor compares as a tensor. These functions return Python's own numbers only.
+Each is converted once, where it enters Shoal: NumPy's integers overflow, its floats are not Python
+floats to JSON and checkpoints, and a 0-d tensor compares as a tensor.
 """
 
 import math
@@ -68,9 +68,9 @@ def convert_fields(
     """
     for names, convert in ((indices, as_index), (numbers, as_number)):
         for name in names:
-            given = getattr(config, name)
-            if given is not None:
-                object.__setattr__(config, name, convert(name, given))
+            value = getattr(config, name)
+            if value is not None:
+                object.__setattr__(config, name, convert(name, value))
 
 
 def _refusal(name: str, value: Any, expected: str) -> InvalidSpec:

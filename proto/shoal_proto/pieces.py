@@ -74,7 +74,7 @@ class OnlyPiece:
 def encode(
     field: int, shard_id: int, offset_bytes: int, parts: Sequence[Buffer], checksum: int
 ) -> bytes:
-    """Return the serialized message around a piece whose data are these parts, one after the other.
+    """Return the serialized message around a piece whose data are these parts, concatenated.
 
     The data begin at a multiple of ALIGNMENT: the numbers before them are padded with extra bytes,
     which protobuf allows.
@@ -83,15 +83,15 @@ def encode(
     tail = bytes((_CHECKSUM,)) + checksum.to_bytes(4, "little")
     for padding in range(2 * ALIGNMENT):
         head = bytearray((_SHARD_ID,))
-        left = _put_varint(head, shard_id, padding)
+        unplaced = _put_varint(head, shard_id, padding)
         head.append(_OFFSET_BYTES)
-        left = _put_varint(head, offset_bytes, left)
+        unplaced = _put_varint(head, offset_bytes, unplaced)
         head.append(_DATA)
         _put_varint(head, num_bytes)
         around = bytearray((field << 3 | _LENGTH,))
         _put_varint(around, len(head) + num_bytes + len(tail))
-        # Numbers without space for padding are larger than any shard's: the reader then copies.
-        if left or (len(around) + len(head)) % ALIGNMENT == 0:
+        # No padding fits into numbers far larger than any shard's: then the reader copies the data.
+        if unplaced or (len(around) + len(head)) % ALIGNMENT == 0:
             break
     return b"".join((around, head, *parts, tail))
 
@@ -145,7 +145,7 @@ def _read(data: bytes) -> ReadPiece | None:
 
 
 def _put_varint(into: bytearray, value: int, padding: int = 0) -> int:
-    """Write a number with `padding` more bytes than it needs; return how many did not fit."""
+    """Write a number with `padding` extra bytes; return the number of these that did not fit."""
     start = len(into)
     while value > 0x7F:
         into.append(value & 0x7F | 0x80)

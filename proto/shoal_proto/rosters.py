@@ -1,7 +1,7 @@
 """Rosters of any size: their digest, and the form in which they are fetched and stored.
 
-Deflated, a roster of 10,000 members has 0.25 MB, and 0.5 MB with the members' incarnations. So each
-is one value in etcd, and members that share a host fetch it once.
+Deflated, a roster of 10,000 members has 0.25 MB, and 0.5 MB with the members' incarnations. So a
+roster is one value in etcd, and members that share a host fetch it once.
 """
 
 import hashlib

@@ -40,7 +40,7 @@ def of(error: WrongEpoch) -> list[Route]:
 
 
 def gather(worst: ShoalError, errors: Iterable[ShoalError]) -> ShoalError:
-    """Return the worst of some errors; if it is a WrongEpoch, with the routes of all the others."""
+    """Return `worst`; if it is a WrongEpoch, with the routes of the other errors added."""
     if isinstance(worst, WrongEpoch):
         for error in errors:
             if isinstance(error, WrongEpoch):

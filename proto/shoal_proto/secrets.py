@@ -1,7 +1,7 @@
-"""Secrets that a process proves by presenting them, and that are stored only as digests.
+"""Secrets that a process presents to prove its identity. They are stored only as digests.
 
 A job's secret is in a file named by SHOAL_JOB_SECRET_FILE, so that it is not in the arguments of a
-process. A launcher's secret is drawn for each process that it starts.
+process. A launcher draws a secret for each process that it starts.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ class MemberSecrets:
     """Secrets that a member presents, or its launcher for the member."""
 
     job: str = field(default="", repr=False)
-    """Secret with which the job was begun, or is to be begun; empty: none."""
+    """The job's secret, which its first member sets; empty: none."""
     launch_digest: str = field(default="", repr=False)
     """Digest of the secret with which the launcher reports on the member; empty: reports on the
     member need no secret."""
@@ -36,7 +36,7 @@ def drawn() -> str:
 
 
 def digest_of(secret: str) -> str:
-    """Return the digest of a secret, which is stored in its stead; empty for no secret."""
+    """Return the digest of a secret, which is stored instead of it; empty for no secret."""
     if not secret:
         return ""
     return hashlib.sha256(f"shoal secret\0{secret}".encode()).hexdigest()
@@ -57,8 +57,8 @@ def member_secrets(environment: Mapping[str, str]) -> MemberSecrets:
     """Return the secrets of the member that this process becomes. Raises InvalidSpec."""
     launch = environment.get(LAUNCH_VARIABLE, "")
     if not launch and not environment.get("SHOAL_BEATS"):
-        # No launcher has started this process: with a secret that nobody knows, no launcher can
-        # report on it.
+        # No launcher has started this process: a secret that no other process knows keeps all
+        # launchers from reporting on it.
         launch = drawn()
     return MemberSecrets(job=job_secret(environment), launch_digest=digest_of(launch))
 

@@ -131,7 +131,7 @@ def _unexplained(code: grpc.StatusCode, text: str, target: str) -> ShoalError:
             f"no answer from {target}",
             seen=text,
             expected="a Shoal server listening there",
-            fix="Check the address, and that it runs.",
+            fix="Check the address, and that the server runs.",
         )
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
         return MalformedMessage(

@@ -1,8 +1,8 @@
 """Text from other processes, made safe to show on a terminal.
 
-A host's name, a reason or an error comes from any process that joins a job. A terminal would obey
-an escape sequence in it, a line feed would begin a line that looks like one of ours, and direction
-marks would show a different text.
+The name of a host, a reason or an error may come from any process that joins a job. A terminal
+would obey an escape sequence in it, a line feed would begin a line that looks like one of Shoal's,
+and direction marks would show a different text.
 """
 
 import re
@@ -20,7 +20,7 @@ _ALL = {
 }
 _WITHIN_LINES = {code: shown for code, shown in _ALL.items() if chr(code) != "\n"}
 OF_SEVERAL_LINES = frozenset({"exception", "stack", "last_error"})
-"""Names of texts that have several lines: tracebacks."""
+"""Keys whose values may have several lines, such as tracebacks."""
 
 
 def printable(text: str, *, lines: bool = False) -> str:
@@ -54,7 +54,7 @@ _SEQUENCE = re.compile(
     r"\x1b(?:"
     r"\[[0-?]*[ -/]*[@-~]"  # CSI: colours, the cursor, erasing
     r"|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC, DCS and the like: titles, links
-    r"|[ -/]*[0-~]"  # all of two or three characters
+    r"|[ -/]*[0-~]"  # all other sequences of two or three characters
     r")?"
 )
 

@@ -1,4 +1,4 @@
-"""`shoal config`: the time limits that follow from the few that are chosen."""
+"""The command `shoal config`: prints all time limits, most derived from a few that users choose."""
 
 import json
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class ShowConfig:
 
 
 def show(config: ShowConfig) -> int:
-    """Print every limit with its meaning, and the order in which they must be."""
+    """Print every limit with its meaning, and the order in which the limits must be."""
     limits = config.limits
     if config.as_json:
         print(json.dumps(_as_dict(limits), indent=2))
@@ -84,7 +84,7 @@ def _as_dict(limits: Limits) -> dict[str, object]:
 
 
 def _chains(limits: Limits) -> list[list[tuple[str, float]]]:
-    """The pairs of the hierarchy, joined to chains: a < b and b < c become a < b < c."""
+    """The pairs of the hierarchy, joined into chains: a < b and b < c become a < b < c."""
     chains: list[list[tuple[str, float]]] = []
     for smaller, larger in limits.hierarchy():
         if chains and chains[-1][-1] == smaller:

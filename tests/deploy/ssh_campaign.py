@@ -32,7 +32,7 @@ SILENT = "gone"
 
 @dataclass
 class Case:
-    """One job, in a folder of its own on the shared disk."""
+    """Job of a test, with its own folder on the shared disk."""
 
     hosts: SshHosts
     name: str
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def output(self) -> str:
-        """What the command has printed."""
+        """Text that the command has printed."""
         path = self.folder / "output"
         return path.read_text(errors="replace") if path.exists() else ""
 

@@ -103,9 +103,9 @@ class SshHosts:
 
     @property
     def version(self) -> str:
-        """For example OpenSSH_9.2p1."""
-        told = subprocess.run(["ssh", "-V"], check=True, capture_output=True, text=True)
-        return told.stderr.partition(",")[0].strip()
+        """Version of OpenSSH, for example OpenSSH_9.2p1."""
+        printed = subprocess.run(["ssh", "-V"], check=True, capture_output=True, text=True)
+        return printed.stderr.partition(",")[0].strip()
 
     def popen(
         self, name: str, command: Sequence[str], cwd: Path, output: Path

@@ -361,7 +361,7 @@ def test_schedules_that_the_servers_do_not_have_are_refused() -> None:
     stepped.step()
     for schedule, fragment in (
         (lr_scheduler.ReduceLROnPlateau(optimizer), "follows a metric"),
-        (lr_scheduler.StepLR(other, 3), "another optimizer's"),
+        (lr_scheduler.StepLR(other, 3), "a schedule of another optimizer"),
         (stepped, "1 steps taken"),
         (lr_scheduler.CosineAnnealingLR(optimizer, 2.5), "T_max"),  # type: ignore[arg-type]
     ):

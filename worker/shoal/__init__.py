@@ -24,13 +24,13 @@ from shoal_proto.errors import InvalidSpec
 def __getattr__(name: str) -> Any:
     # `shoal run` imports this package too, and must not wait for an import of torch.
     if name == "__all__":
-        return sorted(_homes())
+        return sorted(_module_by_export())
     if name == "__version__":
         return version("shoal")
-    if name not in _homes():
+    if name not in _module_by_export():
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    found = globals()[name] = getattr(_imported(_homes()[name]), name)
-    return found
+    value = globals()[name] = getattr(_imported(_module_by_export()[name]), name)
+    return value
 
 
 def _imported(module: str) -> Any:
@@ -49,11 +49,11 @@ def _imported(module: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(["__all__", "__version__", *_homes()])
+    return sorted(["__all__", "__version__", *_module_by_export()])
 
 
 @cache
-def _homes() -> dict[str, str]:
+def _module_by_export() -> dict[str, str]:
     """Return the module of each export, read from the stub for type checkers."""
     stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]

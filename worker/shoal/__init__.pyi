@@ -1,4 +1,4 @@
-"""What `shoal` exports, each name with the module that defines it; `__init__.py` reads it too."""
+"""Exports of `shoal`, each with the module that defines it; `__init__.py` reads this file too."""
 
 from shoal.backends.in_memory.run import run_in_memory as run_in_memory
 from shoal.backends.mpi.group import init_mpi as init_mpi

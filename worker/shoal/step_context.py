@@ -3,9 +3,9 @@
 Random numbers, normalisation and checks on calls of torch read it; `Session.step` sets it. Members
 may be threads of one process, and each has its own step.
 
-A new thread has no step, be it the script's or one on which autograd runs a backward pass on a GPU.
-For such a pass, a module stores what it needs in its forward pass, as keyed dropout and
-synchronised BatchNorm do.
+A new thread has no step. Such threads are started by scripts, and by autograd for backward passes
+on a GPU. So a module stores in its forward pass the values that its backward pass needs, as keyed
+dropout and synchronised BatchNorm do.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Memory shared with a server, in slots of one size, each for a shard that is being transferred."""
+"""Memory shared with a server: slots of one size, each for one shard during its transfer."""
 
 import mmap
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from shoal_proto.bulk import MAX_ARENA_BYTES, FrameKind
 
 NUM_SLOTS = 12
 SMALL_ARENA_BYTES = 32 * 1024 * 1024
-"""Up to this size, each part of a call has its own slot: then neither end waits for the other."""
+"""Size up to which each part of a call gets its own slot: then neither end waits for the other."""
 MIN_SLOTS = 3
 """Minimum number of slots. A server reads one shard ahead; with fewer both ends would wait for each
 other."""
@@ -17,8 +17,8 @@ PAGE_BYTES = 4096
 
 
 def arena_bytes(largest_bytes: int, num_parts: int) -> int:
-    """Size of the shared memory for calls of about `num_parts` parts of at most `largest_bytes`; 0:
-    the parts are too large."""
+    """Size of the shared memory for calls with about `num_parts` parts of at most `largest_bytes`
+    each; 0 if the parts are too large for shared memory."""
     slot_bytes_each = _slot_bytes(largest_bytes)
     num_slots = max(NUM_SLOTS, min(num_parts, SMALL_ARENA_BYTES // slot_bytes_each))
     num_slots = min(num_slots, MAX_ARENA_BYTES // slot_bytes_each)
@@ -39,11 +39,11 @@ class Arena:
         self._free: list[int] = []
         self._taken: dict[int, int] = {}
         self.copied_bytes = 0
-        """Bytes of this call's parts that were copied so far."""
+        """Bytes of this call's parts that were copied into slots so far."""
         self.clear()
 
     def clear(self) -> None:
-        """Free every slot, at the begin of a call."""
+        """Free every slot, at the beginning of a call."""
         self._free = self._all[::-1]
         self._taken.clear()
         self.copied_bytes = 0
@@ -74,7 +74,7 @@ class Arena:
             at += size
 
     def _fill(self, at: int, buffers: Sequence[memoryview]) -> int:
-        """Copy the buffers to that offset; return the number of bytes."""
+        """Copy the buffers into the memory from offset `at` on; return the number of bytes."""
         start = at
         for buffer in buffers:
             self._memory[at : at + len(buffer)] = buffer
@@ -83,7 +83,7 @@ class Arena:
         return at - start
 
     def release(self, shard_id: int) -> None:
-        """Free the slot of that shard, if it has one: server and caller have read it."""
+        """Free the slot of the shard, if it has one. Server and caller must have read the slot."""
         at = self._taken.pop(shard_id, None)
         if at is not None:
             self._free.append(at)

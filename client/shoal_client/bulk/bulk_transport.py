@@ -51,7 +51,7 @@ class BulkTransport:
     def connection(
         self, largest_bytes: int, num_parts: int, timeout_s: float
     ) -> BulkConnection | None:
-        """The connection for a call whose parts have at most so many bytes, opened now if
+        """Return the connection for a call with parts of at most `largest_bytes` each; open it if
         necessary. None: use gRPC. Raises grpc.RpcError."""
         held = self._connection
         if held is not None and held.is_usable and largest_bytes <= self._largest_bytes:
@@ -72,7 +72,7 @@ class BulkTransport:
             self._connection = connection
             is_late = self._is_closed
         if connection is not None and is_late:
-            # `close` did not see this connection: the call on it must fail like one in progress.
+            # `close` ran while this connected: the call must fail like any call in progress.
             connection.close()
         return connection
 

@@ -31,10 +31,10 @@ from shoal_proto.v1.tables_pb2 import (
 
 LOOKS_S = 0.0003
 """Time for which a call of large parts through shared memory polls for an answer before its thread
-sleeps. A sleeping thread is woken on the server's processor, and both share that while another is
-idle. Polling yields the processor to other threads."""
+sleeps. The kernel wakes a sleeping thread on the server's processor, which both then share although
+another is idle. Polling yields the processor to other threads."""
 LARGE_BYTES = 4 * 1024 * 1024
-"""Bytes of a call below which polling does not pay: the answer comes soon."""
+"""Minimum size of a call that polls; a smaller call is answered soon in any case."""
 
 Reply = TypeVar("Reply", PushReply, ShardData, TableLookupReply, TablePushReply)
 
@@ -44,7 +44,7 @@ class BulkConnection:
     connection."""
 
     def __init__(self, connected: socket.socket, address: str, arena: Arena | None) -> None:
-        """The connection owns the socket from now on."""
+        """Take ownership of the socket."""
         connected.setblocking(False)
         self._socket = connected
         self._address = address
@@ -72,28 +72,28 @@ class BulkConnection:
     def pull(
         self, request: PullRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | OnlyPiece]:
-        """Pull shards. `parts`: the shards of the request in its order, without data. The iterator
-        raises the server's error, Unavailable or DeadlineExceeded. A yielded piece is valid until
-        the next one is requested.
+        """Pull shards. `parts`: the requested shards, in the request's order. The iterator raises
+        the server's error, Unavailable or DeadlineExceeded. A yielded piece is valid until the
+        next one is requested.
         """
         opening = bulk.message(FrameKind.PULL, request.SerializeToString())
-        return self._call(opening, parts, timeout_s, ShardData.FromString, _of_version)
+        return self._call(opening, parts, timeout_s, ShardData.FromString, _announced_values)
 
     def push(
         self, request: PushRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[PushReply | OnlyPiece]:
-        """Push, like `pull`; the parts have the gradients, shard by shard."""
+        """Push gradients. Works like `pull`, but the parts hold the gradients, shard by shard."""
         opening = bulk.message(FrameKind.PUSH, request.SerializeToString())
-        announced = _of_version if request.header.return_values else _of_outcome
+        announced = _announced_values if request.header.return_values else _announced_outcome
         return self._call(opening, parts, timeout_s, PushReply.FromString, announced)
 
     def look_up(
         self, request: TableLookupRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[FoundRows | OnlyPiece]:
-        """Look up rows, like `pull`; the parts have the ids, item by item, and room for the
-        rows."""
+        """Look up rows of tables. Works like `pull`, but the parts hold the ids, item by item, and
+        space for the rows."""
         opening = bulk.message(FrameKind.TABLE_LOOKUP, request.SerializeToString())
-        parse, announced = TableLookupReply.FromString, _of_found
+        parse, announced = TableLookupReply.FromString, _announced_rows
         for reply in self._call(opening, parts, timeout_s, parse, announced):
             if isinstance(reply, OnlyPiece):
                 yield reply
@@ -103,9 +103,9 @@ class BulkConnection:
     def push_rows(
         self, request: TablePushRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[TablePushReply]:
-        """Push rows, like `pull`; the parts have ids, births and gradients, shard by shard."""
+        """Push rows. Works like `pull`, but the parts hold ids, births and gradients."""
         opening = bulk.message(FrameKind.TABLE_PUSH, request.SerializeToString())
-        parse, announced = TablePushReply.FromString, _of_outcomes
+        parse, announced = TablePushReply.FromString, _announced_outcomes
         for reply in self._call(opening, parts, timeout_s, parse, announced):
             if isinstance(reply, OnlyPiece):
                 raise self._malformed("a piece in answer to rows")
@@ -119,7 +119,7 @@ class BulkConnection:
         parse: Callable[[bytes], Reply],
         announced: "Callable[[Reply], Iterable[tuple[int, int]]]",
     ) -> Iterator[Reply | OnlyPiece]:
-        """`announced`: returns (part id, bytes that follow) for the parts that a reply
+        """`announced`: returns (part id, number of bytes that follow) for each part that a reply
         announces."""
         give_up_s = time.monotonic() + timeout_s
         self._begin()
@@ -127,7 +127,7 @@ class BulkConnection:
             if self._arena is not None:
                 self._arena.clear()
             sending = Sending(self._socket, opening, parts, self._arena)
-            left_bytes: dict[int, int] = {}
+            bytes_left: dict[int, int] = {}
             while (frame := self._next_frame(sending, give_up_s)).kind is not FrameKind.END:
                 reply = self._read(frame, parse)
                 if reply is None:
@@ -135,15 +135,15 @@ class BulkConnection:
                 if isinstance(reply, OnlyPiece):
                     piece = reply.piece
                     changed = [piece.shard_id]
-                    left_bytes[piece.shard_id] = left_bytes.get(piece.shard_id, 0) - len(piece.data)
+                    bytes_left[piece.shard_id] = bytes_left.get(piece.shard_id, 0) - len(piece.data)
                 else:
-                    news = dict(announced(reply))
-                    left_bytes |= news
-                    changed = list(news)
+                    new_parts = dict(announced(reply))
+                    bytes_left |= new_parts
+                    changed = list(new_parts)
                 yield reply
                 # By now the caller has read the data of this reply.
                 for part_id in changed:
-                    if not left_bytes[part_id]:
+                    if not bytes_left[part_id]:
                         sending.answered(part_id)
                         if self._arena is not None:
                             sending.go_on_between()
@@ -177,7 +177,7 @@ class BulkConnection:
                 raise DeadlineExceeded(f"the server at {self._address} did not answer in time")
             if now_s - received_s >= SILENCE_S:
                 raise self._broken(f"no data for {SILENCE_S:g} s")
-            if self._comes_soon():
+            if self._poll_briefly():
                 received_s = time.monotonic()
                 continue
             # Wait: there is nothing to read, and the kernel takes no more data.
@@ -188,9 +188,9 @@ class BulkConnection:
             waiting.poll(max(until_s - now_s, 0.0) * 1000 + 1)
         return frame
 
-    def _comes_soon(self) -> bool:
-        """Poll for an answer, if that pays. True if data was read. Raises what `_receive`
-        raises."""
+    def _poll_briefly(self) -> bool:
+        """Poll for an answer if the call is large enough. True if data was read. Raises
+        Unavailable if the server hung up."""
         arena = self._arena
         if arena is None or not self._has_processors or arena.copied_bytes < LARGE_BYTES:
             return False
@@ -263,8 +263,8 @@ class BulkConnection:
                 return
 
 
-def _of_version(reply: PushReply | ShardData) -> Iterable[tuple[int, int]]:
-    """Parts announced by a reply with values: a shard and its bytes, or 0 if it was refused."""
+def _announced_values(reply: PushReply | ShardData) -> Iterable[tuple[int, int]]:
+    """Parts announced by a reply with values: the shard and its bytes, or 0 if it was refused."""
     if reply.HasField("version"):
         return [(reply.version.shard_id, reply.version.num_bytes)]
     if isinstance(reply, PushReply) and reply.outcome.HasField("error"):
@@ -272,20 +272,20 @@ def _of_version(reply: PushReply | ShardData) -> Iterable[tuple[int, int]]:
     return []
 
 
-def _of_outcome(reply: PushReply) -> Iterable[tuple[int, int]]:
+def _announced_outcome(reply: PushReply) -> Iterable[tuple[int, int]]:
     return [(reply.outcome.shard_id, 0)]
 
 
-def _of_outcomes(reply: TablePushReply) -> Iterable[tuple[int, int]]:
+def _announced_outcomes(reply: TablePushReply) -> Iterable[tuple[int, int]]:
     return [(outcome.shard_id, 0) for outcome in reply.outcomes]
 
 
-def _of_found(reply: TableLookupReply) -> Iterable[tuple[int, int]]:
+def _announced_rows(reply: TableLookupReply) -> Iterable[tuple[int, int]]:
     return [(rows.item, rows.num_bytes) for rows in reply.rows]
 
 
 class _Scratch:
-    """Memory that each piece uses in turn."""
+    """Memory for one piece, reused for the next."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")

@@ -15,8 +15,8 @@ log = structlog.get_logger(__name__)
 def connect(
     offer: OpenBulkReply, address: str, largest_bytes: int, num_parts: int
 ) -> BulkConnection | None:
-    """Connect to the server at `address` that made the offer, for calls of about so many parts of
-    at most so many bytes. None if only gRPC reaches it."""
+    """Connect to the server at `address` that made the offer, for calls with about `num_parts`
+    parts of at most `largest_bytes` each. None if only gRPC reaches the server."""
     if not offer.port:
         return None
     try:
@@ -25,8 +25,8 @@ def connect(
         log.info("bulk_port_unreachable", address=address, port=offer.port, reason=str(error))
         return None
     try:
-        asked_bytes = arena_bytes(largest_bytes, num_parts)
-        shared = greet(connected, offer.key, asked_bytes)
+        requested_bytes = arena_bytes(largest_bytes, num_parts)
+        shared = greet(connected, offer.key, requested_bytes)
     except (OSError, ShoalError) as error:
         log.info("bulk_connection_failed", address=address, reason=str(error))
         connected.close()

@@ -1,4 +1,4 @@
-"""Data that a call still has to send, sent as far as possible without blocking."""
+"""The sending half of a bulk call. It sends as much as the kernel takes, and never blocks."""
 
 import socket
 import ssl
@@ -15,8 +15,8 @@ from shoal_proto.pieces import Buffer
 PIECE_BYTES = 2 * 1024 * 1024
 """Maximum size of a piece. Most shards fit into one; a server has to join several."""
 LOW_WATER_BYTES = 256 * 1024
-"""Fill level below which more data is prepared. Data copied into shared memory counts too, so that
-the server begins with the first large part while the next one is copied."""
+"""Amount of prepared data below which more is prepared. Data copied into shared memory counts too,
+so that the server begins with the first large part while the next one is copied."""
 RECORD_BYTES = 16 * 1024
 """Maximum size of a TLS record."""
 MAX_BUFFERS = 256
@@ -24,7 +24,7 @@ MAX_BUFFERS = 256
 
 
 class Sending:
-    """The opening of a call, its parts, and its end."""
+    """The frames that one call sends: its opening, its parts and the end."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Sending:
         return bool(self._ready or self._record)
 
     def answered(self, shard_id: int) -> None:
-        """Note that the server has answered for the shard. If it was refused, its data is not
-        sent."""
+        """Record that the server has answered for the shard. If it refused the shard, the rest of
+        its data is not sent."""
         self._answered.add(shard_id)
         if self._arena is not None:
             self._arena.release(shard_id)
@@ -65,8 +65,8 @@ class Sending:
                 return
 
     def go_on_between(self) -> None:
-        """Send like `go_on` while answers are still to be read, so that the server gets the next
-        part meanwhile."""
+        """Send like `go_on`, between two answers, so that the server gets the next part while the
+        answers are read."""
         try:
             self.go_on()
         except OSError:
@@ -93,7 +93,7 @@ class Sending:
         return self._arena.copied_bytes if self._arena is not None else 0
 
     def _all_frames(self, parts: Iterable[GradientPart]) -> Iterator[list[Buffer]]:
-        """Yield the frames to send; an empty one while a part waits for a slot."""
+        """Yield the buffers of each frame; an empty list while a part waits for a slot."""
         for part in parts:
             if self._arena is not None and self._arena.fits(part):
                 while not self._arena.has_free_slot and part.shard_id not in self._answered:
@@ -144,8 +144,8 @@ class Sending:
         return True
 
     def _send_encrypted(self, connected: ssl.SSLSocket) -> bool:
-        """Send over TLS. OpenSSL takes one buffer at a time, and must get the same again if
-        unfinished."""
+        """Send over TLS. OpenSSL takes one buffer at a time, and must get the same buffer again
+        after a send that would have blocked."""
         while self._record or self._ready:
             if not self._record:
                 self._record = self._next_record()

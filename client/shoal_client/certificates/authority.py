@@ -1,6 +1,6 @@
-"""Issue of certificates as `shoal_proto.tls` reads them: a URI names the holder and its role. Keys
-are of the curve P-256. A certificate is valid from five minutes before it is made, for slow clocks.
-It names no address unless asked to: peers check the role instead.
+"""Certificates in the form that `shoal_proto.tls` reads: a URI names the holder and its role. Keys
+use the curve P-256. Validity begins five minutes in the past, for peers with slow clocks. A
+certificate names no host unless hosts are given: peers check the role instead.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ class IssuedCertificate:
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateHolder:
-    """Holder of a certificate, and the certificate's time of validity."""
+    """Holder of a certificate, and the time for which the certificate is valid."""
 
     caller: Caller
     hosts: Sequence[str] = ()

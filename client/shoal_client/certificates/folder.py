@@ -24,7 +24,7 @@ DEFAULT_VALID = timedelta(hours=24)
 
 @dataclass(frozen=True, kw_only=True)
 class ListedCertificate:
-    """Entry of the folder's list: one certificate."""
+    """One certificate of the folder, as `listed` returns it."""
 
     path: Path
     caller: Caller
@@ -40,7 +40,7 @@ class CertificateFolder:
 
     @property
     def can_issue(self) -> bool:
-        """True if the authority's key is here."""
+        """True if the folder has the authority's key."""
         return (self.path / CA_KEY_FILE).exists()
 
     @property
@@ -54,9 +54,9 @@ class CertificateFolder:
         hosts: Sequence[str] = (),
         roles: Iterable[CertificateRole] = CertificateRole,
     ) -> None:
-        """Make the authority, and a certificate for each role. `hosts` are names of the
-        coordinator. Raises InvalidSpec if there is an authority already, or other users may read
-        the folder.
+        """Make the authority, and a certificate for each role. `hosts`: names and addresses of
+        the coordinator. Raises InvalidSpec if there is an authority already, or other users may
+        read the folder.
         """
         if self.is_made:
             raise InvalidSpec(
@@ -87,7 +87,7 @@ class CertificateFolder:
         return self._keep_new(self._authority(), holder)
 
     def issue_for_another_machine(self, holder: CertificateHolder) -> IssuedCertificate:
-        """Issue a certificate of which no file is kept here. Raises InvalidSpec."""
+        """Issue a certificate, and keep no file of it in this folder. Raises InvalidSpec."""
         self._check_private()
         return self._authority().issue(holder)
 
@@ -98,7 +98,7 @@ class CertificateFolder:
         authority, done = self._authority(), []
         for path, holder in self._holders():
             issued = authority.issue(holder)
-            # Between the two writes the files do not match: readers then try again a moment later.
+            # Between the two writes the files do not match; a reader then reads them again.
             _replace(path.with_suffix(".key"), issued.key)
             _replace(path, issued.cert)
             done.append(path)

@@ -63,8 +63,8 @@ class AcceptLossConfig:
 
 
 def accept_loss(config: AcceptLossConfig) -> int:
-    """Give up the shards. Raises UnknownJob, UnknownShard, NothingLost or InvalidSpec. If the user
-    must choose what happens to the samples, it asks for no confirmation and changes nothing.
+    """Give up the shards. Raises UnknownJob, UnknownShard, NothingLost, or InvalidSpec. If the user
+    has to give --samples, InvalidSpec is raised before a confirmation is asked for.
     """
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)

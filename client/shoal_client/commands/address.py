@@ -1,4 +1,4 @@
-"""Address of a cluster: that of its gRPC service or of its status page is enough."""
+"""Address of a cluster: the address of its gRPC service, or of its status page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 DEFAULT_URL = "http://127.0.0.1:7780"
 ASK_WITHIN_S = 10.0
-"""Time limit of a question: there is no answer until a leader that hangs has a successor."""
+"""Time limit of a call. If the leader hangs, no answer comes until it has a successor."""
 
 HttpUrl = Annotated[
     str,
@@ -52,8 +52,8 @@ class StatusAddress(TlsOptions):
 
 
 def _usual_urls() -> str:
-    """The page at the usual port; if this user's clusters on this machine have others, that of the
-    only one. Raises InvalidSpec if there are several."""
+    """URLs of the page: those of this user's only cluster on this machine, or the usual one if a
+    cluster has it or none runs. Raises InvalidSpec if there are several clusters."""
     found = only_cluster(DEFAULT_URL.removeprefix("http://"), "--http URL or $SHOAL_HTTP")
     return DEFAULT_URL if found is None else ",".join(f"http://{page}" for page in found.pages)
 

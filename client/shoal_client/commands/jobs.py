@@ -18,7 +18,6 @@ from shoal_proto.errors import (
     InvalidSpec,
     JobFinished,
     JobStopped,
-    MalformedMessage,
     RetryError,
     StateLost,
     UnknownJob,
@@ -215,28 +214,15 @@ def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
 def phase_of(addresses: Sequence[str], job: str) -> str:
     """Return the job's phase; empty if there is no such job. Raises Unavailable if no coordinator
     answers."""
-    coordinators = Coordinators(addresses)
-    try:
-        request = pb.GetJobRequest(job=job)
-        return coordinators.call(_get, request, timeout_s=ANSWER_WITHIN_S).phase
-    except UnknownJob:
-        return ""
-    finally:
-        coordinators.close()
+    standing = _standing_of(addresses, job)
+    return standing.phase if standing is not None else ""
 
 
 def check_not_finished(addresses: Sequence[str], job: str) -> None:
     """Raise JobFinished, StateLost or JobStopped, with advice, if the job cannot be joined."""
-    coordinators = Coordinators(addresses)
-    try:
-        request = pb.GetJobRequest(job=job)
-        standing = coordinators.call(_get, request, timeout_s=ANSWER_WITHIN_S)
-    except UnknownJob:
+    standing = _standing_of(addresses, job)
+    if standing is None:
         return
-    except MalformedMessage:
-        return  # an older coordinator lacks this call: it refuses the workers themselves
-    finally:
-        coordinators.close()
     if standing.phase == "lost":
         raise StateLost(
             standing.reason,
@@ -255,6 +241,18 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
             f"job {job} is finished ({standing.reason}): run it again with --fresh, or give"
             " another --job"
         )
+
+
+def _standing_of(addresses: Sequence[str], job: str) -> pb.JobStanding | None:
+    """Ask a coordinator for the job. None if there is no such job."""
+    coordinators = Coordinators(addresses)
+    try:
+        request = pb.GetJobRequest(job=job)
+        return coordinators.call(_get, request, timeout_s=ANSWER_WITHIN_S)
+    except UnknownJob:
+        return None
+    finally:
+        coordinators.close()
 
 
 def _reset(channel: grpc.Channel) -> Method[pb.ResetJobReply]:

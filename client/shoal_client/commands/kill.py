@@ -39,7 +39,7 @@ def kill(config: KillConfig) -> int:
         job = config.job or client.job_of(config.member)
         process = client.member(job, config.member)["member"]["process"]
     pid = int(process["pid"])
-    # A file descriptor of the process: unlike a pid, it cannot become another process's before the
+    # Use a file descriptor: unlike a pid, it cannot name another process by the time of the
     # signal.
     try:
         descriptor = os.pidfd_open(pid)

@@ -177,7 +177,7 @@ def _follow(
                 del positions[member]
                 continue
             if page["has_gap"]:
-                _say(f"lines of {member} are missing here: they came too fast, or were restarted")
+                _say(f"lines of {member} are missing here: too many at once, or a new launcher")
             _show(page["lines"], member if prefixed else "")
             positions[member] = page["after"]
 
@@ -189,7 +189,7 @@ def _from_files(config: LogsConfig, root: Path) -> int:
     found = _files(config, root)
     if not found:
         raise UnknownMember(
-            f"nothing of {_of_whom(config)} is kept on this host",
+            f"nothing of {_subject(config)} is kept on this host",
             seen=f"no file {log_path(root, config.job, config.member_id or '*')}",
             expected="the host of its launcher" + _where(config),
             fix="Run the command there, or without --log-dir.",
@@ -217,7 +217,7 @@ def _files(config: LogsConfig, root: Path) -> list[Path]:
     return [path for name in names if (path := log_path(root, config.job, name)).exists()]
 
 
-def _of_whom(config: LogsConfig) -> str:
+def _subject(config: LogsConfig) -> str:
     return (
         f"member {config.member_id} of job {config.job}"
         if config.member_id
@@ -236,7 +236,7 @@ def _where(config: LogsConfig) -> str:
 
 
 def _followed(path: Path, pause: Callable[[float], None] = time.sleep) -> Iterator[bytes]:
-    """Yield data appended from now on, even after the file has become the older one."""
+    """Yield data appended from now on, even after the launcher has begun a new file."""
     at, inode = path.stat().st_size, path.stat().st_ino
     while True:
         pause(LOOK_EACH_S)

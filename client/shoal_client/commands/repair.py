@@ -71,7 +71,7 @@ def repair(config: RepairConfig) -> int:
 
 
 def report_lines(job: str, reply: pb.RepairReply) -> list[str]:
-    """The answer in lines."""
+    """Lines that show the coordinator's answer."""
     lines = []
     if reply.quarantined:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reply.since_unix_s))

@@ -36,10 +36,10 @@ ANSWER_WITHIN_S = 5.0
 MAX_SHOWN_SHARDS = 8
 MAX_SHOWN_MEMBERS = 10
 WIDE = 100
-"""Width from which on a terminal shows members' hosts, and tables in one piece."""
+"""Minimum width of a terminal in columns for showing members' hosts, and each table undivided."""
 
 BY_ROLE = {"sni_hostname": COORDINATOR_NAME}
-"""Name that the server's certificate must have, whatever the address: a coordinator's."""
+"""Option of a request: the server's certificate must have a coordinator's name, not the address."""
 
 Json = Any
 """Decoded answer of an endpoint."""
@@ -114,9 +114,9 @@ def _context() -> ssl.SSLContext | None:
 
 
 class StatusClient:
-    """Reads the HTTP API of the leader among the coordinators at the URLs, which are separated by
-    commas. Raises the class of error that the server names. Control characters in answers are
-    escaped, so that no text acts on the terminal."""
+    """Client of the coordinators' HTTP API. `urls` are separated by commas; the leader answers.
+    Raises errors of the class that the server names. Control characters in answers are escaped, so
+    that no text acts on the terminal."""
 
     def __init__(self, urls: str) -> None:
         self._urls = [_whole(url.strip().rstrip("/")) for url in urls.split(",")]
@@ -295,8 +295,8 @@ def _is_over(job: Json) -> bool:
 
 
 def _shards(client: StatusClient, job: str) -> Json:
-    """The job's shards, or the error with which they cannot be read: other jobs are shown all the
-    same."""
+    """The job's shards, or the error if they cannot be read, so that other jobs are still
+    shown."""
     try:
         return {"shards": client.shards(job), "shards_error": ""}
     except (NotLeader, Unavailable, UnknownJob):
@@ -523,7 +523,7 @@ def _print_servers(console: Console, view: Json) -> None:
 
 
 def _print_accepted_losses(console: Console, accepted: Json) -> None:
-    """Print a line for all shards that were given up at once."""
+    """Print one line for all shards that were given up together."""
     alike: dict[tuple[str, float, bool], list[Json]] = {}
     for each in accepted:
         key = (each["by"], each["accepted_unix_s"], each.get("samples_anew", False))
@@ -546,7 +546,7 @@ def _given_up(shard: Json) -> str:
 
 
 def _server_figures(server: Json, shards: Json) -> dict[str, str]:
-    """Figures of a server by column name. `shards`: the shards that it leads."""
+    """Figures of a server by column name. `shards`: the shards of which it is the primary."""
     return {
         "state": server["state"],
         "address": escape(server["address"]),

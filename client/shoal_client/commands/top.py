@@ -45,28 +45,28 @@ def top(config: TopConfig) -> int:
     console = Console(highlight=False)
     with StatusClient(config.address.urls()) as client:
         if config.once or not console.is_terminal:
-            console.print(_look(client, config.job, console.size.height))
+            console.print(_screen(client, config.job, console.size.height))
             return 0
-        shown = _look(client, config.job, console.size.height)
+        shown = _screen(client, config.job, console.size.height)
         with Live(shown, console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(config.every_s)
                 try:
-                    shown = _look(client, config.job, console.size.height)
+                    shown = _screen(client, config.job, console.size.height)
                 except (NotLeader, Unavailable) as error:
                     shown = Group(Text(str(error), style="red"), shown)
                 live.update(shown, refresh=True)
 
 
-def _look(client: StatusClient, job: str, height: int) -> RenderableType:
+def _screen(client: StatusClient, job: str, height: int) -> RenderableType:
     if job:
         events = client.events(job, 0, details=False, newest=MAX_EVENTS)["events"]
-        return _of_job(client.job(job), events, max(3, height - MAX_EVENTS - 6))
+        return _job_screen(client.job(job), events, max(3, height - MAX_EVENTS - 6))
     running = [each for each in client.jobs() if not each["ended_unix_s"]]
-    return _of_jobs(running, max(3, height - 3))
+    return _jobs_screen(running, max(3, height - 3))
 
 
-def _of_jobs(jobs: Json, height: int) -> RenderableType:
+def _jobs_screen(jobs: Json, height: int) -> RenderableType:
     jobs = sorted(jobs, key=lambda job: -job["begun_unix_s"])
     table = _table("job", "state", "members>", "step>", "loss>", "goodput>", "restarts>")
     for job in jobs[:height]:
@@ -84,7 +84,7 @@ def _of_jobs(jobs: Json, height: int) -> RenderableType:
     return Group(*parts, *([Text(f"and {more} more", style="dim")] if more > 0 else []))
 
 
-def _of_job(job: Json, events: Json, height: int) -> RenderableType:
+def _job_screen(job: Json, events: Json, height: int) -> RenderableType:
     summary = job["summary"]
     speeds = [_health_figure(each, "samples_per_s") for each in job["members"]]
     total = sum(each for each in speeds if isinstance(each, int | float))
@@ -122,8 +122,8 @@ def _of_job(job: Json, events: Json, height: int) -> RenderableType:
 
 
 def slowest(members: Json) -> set[str]:
-    """Stragglers among members that go at their own pace: a step takes more than 1.5 times the
-    median."""
+    """Ids of members whose steps take more than 1.5 times the median, if members go at their own
+    pace."""
     times = {
         entry["member"]["member_id"]: step_s
         for entry in members

@@ -199,8 +199,8 @@ def _environment(config: UpConfig) -> dict[str, str]:
 
 
 def _address(wanted: int | None, usual: int) -> str:
-    """Address with the requested port; by default the usual one, so that addresses stay the same.
-    If that is taken, any free port."""
+    """Address with the requested port. By default the usual port, so that addresses stay the same,
+    or any free port if the usual one is taken."""
     port = usual if wanted is None else wanted
     if wanted is None and not _is_free(usual):
         port = 0

@@ -59,7 +59,7 @@ class WeightsConfig:
     format: Literal["safetensors", "sglang"] = "safetensors"
     """export: as a Hugging Face model, or as SGLang, slime and miles pull versions."""
     base: Annotated[str, Parameter(metavar="DIR", show_default=False)] = ""
-    """export: directory whose config and tokenizer are copied beside the weights."""
+    """export: directory whose config and tokenizer are copied next to the weights."""
     call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ def weights(config: WeightsConfig) -> int:
             return _list(config, coordinators)
         if config.action == "rollback":
             request = pb.RollbackRequest(series=config.series, to=config.to)
-            version: pb.VersionRecord = _asked(config, coordinators, _rollback, request)
+            version: pb.VersionRecord = _call(config, coordinators, _rollback, request)
             if not printed(options, version):
                 print(
                     f"version {version.number} of {config.series} has the bytes of version"
@@ -116,7 +116,7 @@ def weights(config: WeightsConfig) -> int:
             return 0
         pins = config.action == "pin"
         pin = pb.PinVersionRequest(series=config.series, number=config.number, unpin=not pins)
-        view: pb.SeriesView = _asked(config, coordinators, _pin, pin)
+        view: pb.SeriesView = _call(config, coordinators, _pin, pin)
         if not printed(options, view):
             kept = "is kept until it is unpinned" if pins else "is kept like any other"
             print(f"version {config.number} of {config.series} {kept}")
@@ -148,7 +148,7 @@ def _export(config: WeightsConfig) -> int:
 
 def _list(config: WeightsConfig, coordinators: Coordinators) -> int:
     job, _, name = config.series.partition("/")
-    reply: pb.ListSeriesReply = _asked(config, coordinators, _listed, pb.ListSeriesRequest(job=job))
+    reply: pb.ListSeriesReply = _call(config, coordinators, _listed, pb.ListSeriesRequest(job=job))
     if name:
         found = [each for each in reply.series if each.series == config.series]
         if not found:
@@ -262,6 +262,6 @@ def _rollback(channel: grpc.Channel) -> Callable[..., Any]:
     return WeightSeriesStub(channel).Rollback
 
 
-def _asked(config: WeightsConfig, coordinators: Coordinators, method: Method, request: Any) -> Any:
+def _call(config: WeightsConfig, coordinators: Coordinators, method: Method, request: Any) -> Any:
     timeout_s = min(ANSWER_WITHIN_S, config.call.timeout_s)
     return coordinators.call(method, request, timeout_s=timeout_s)

@@ -49,13 +49,13 @@ UsualCoordinators = Annotated[
         " on this machine."
     ),
 ]
-"""The option --coordinator of a command that finds the user's only cluster by itself. Its value is
-empty if it is not given: `usual_coordinators` has the addresses then."""
+"""The option --coordinator of a command that finds the user's only cluster by itself. If the option
+is not given, the value is empty, and `usual_coordinators` returns the addresses."""
 
 
 def usual_coordinators() -> tuple[str, ...]:
-    """Return the coordinator at the usual port; if this user's clusters on this machine have
-    others, those of the only one. Raises InvalidSpec if there are several."""
+    """Return the coordinators of this user's only cluster on this machine, or the usual address if
+    a cluster has it or none runs. Raises InvalidSpec if there are several clusters."""
     found = only_cluster(USUAL_COORDINATOR, "--coordinator HOST:PORT or $SHOAL_COORDINATOR")
     if found is None:
         return (USUAL_COORDINATOR,)
@@ -63,8 +63,8 @@ def usual_coordinators() -> tuple[str, ...]:
 
 
 def only_cluster(usual: str, option: str) -> LocalClusterRecord | None:
-    """Return the only cluster of this user on this machine; None if there is none, or one serves at
-    the usual address. Raises InvalidSpec if there are several. `option`: the way to name one."""
+    """Return this user's only cluster on this machine; None if there is none, or one has the usual
+    address. Raises InvalidSpec if there are several. `option`: the option that names a cluster."""
     running = [each for each in local_clusters.running() if each.pages]
     if not running or any(usual in each.addresses for each in running):
         return None

@@ -1,6 +1,6 @@
-"""Wait for a renewed certificate, after a certificate that was accepted before is refused. A
-certificate may expire, or be renewed on one side first, while a job trains. A process that was
-connected then waits for accepted files, and reads them again at each attempt.
+"""Wait for a renewed certificate. While a job trains, a certificate may expire, or be renewed on
+one side first. A process that was connected before is then refused. It tries again, and reads its
+certificate files again at each attempt.
 """
 
 import os
@@ -13,7 +13,7 @@ DEFAULT_WAIT_S = 600.0
 
 
 def wait_s(environment: Mapping[str, str] | None = None) -> float:
-    """The bound in force, in seconds; 0: a refused certificate ends a member at once. Raises
+    """Time limit of the wait, in seconds; 0: a refused certificate ends a member at once. Raises
     InvalidSpec."""
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     try:
@@ -39,13 +39,13 @@ class CertificateWait:
         return self._since_s is not None
 
     def goes_on(self, now_s: float) -> bool:
-        """Note a refusal. True if there is time left to try again."""
+        """Record a refusal. True if there is time left to try again."""
         if self._since_s is None:
             self._since_s = now_s
         return now_s - self._since_s < self.limit_s
 
     def accepted(self) -> bool:
-        """Note that a connection succeeded; True if this ends a wait."""
+        """Record that a connection succeeded. True if this ends a wait."""
         was_on, self._since_s = self.is_on, None
         return was_on
 

@@ -40,8 +40,8 @@ OUTLASTED = (RetryError, JobQuarantined, CertificateRefused)
 """Errors that do not end the membership of a member that trains: there is no leader, the leader
 cannot continue the job, or this process' certificate has to be renewed."""
 
-# Not `random`'s own generator: it is the script's, which may have seeded it equally in every
-# member. Background threads draw numbers while the script initialises its model.
+# The module `random` belongs to the script: it may have seeded it alike in every member, and draws
+# by background threads would change the numbers that the script gets.
 chance = random.SystemRandom().random
 """A number from 0 to 1, for the pauses between attempts."""
 
@@ -88,9 +88,9 @@ class Coordinators:
         self._channels: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
         """Channels by address and certificate."""
         self._current = self._addresses[0]
-        self._asked = 0
-        """Index of the replica that was asked last in turn; it may have named the present one as
-        leader."""
+        self._rotation = 0
+        """Index of the address that was reached last by rotation. `_current` may be the leader that
+        the replica there named."""
 
     @property
     def current(self) -> str:
@@ -106,31 +106,31 @@ class Coordinators:
             key = self._current, material()
             channel = self._channels.get(key)
             if channel is None:
-                self._forget_outdated(self._current)
+                self._close_outdated(self._current)
                 channel = open_channel(self._current, COORDINATOR_NAME, CHANNEL_OPTIONS)
                 self._channels[key] = channel
             return channel
 
-    def _forget_outdated(self, address: str) -> None:
-        """Close channels to the address with certificates older than the last one. The channel with
-        the last certificate may still carry a stream."""
+    def _close_outdated(self, address: str) -> None:
+        """Close the channels to the address, except the newest: that one may still carry a
+        stream."""
         keys = [key for key in self._channels if key[0] == address][:-1]
         close_channels([self._channels.pop(key) for key in keys])
 
     def move_on(self, failed: str, error: ShoalError) -> None:
-        """Turn, after a failure at `failed`, to the leader it named, else to the next address. A
-        named leader is followed only if the replica that named it was asked in turn. Replicas that
-        are cut off name past leaders: two of them might name each other for ever.
+        """Choose the next replica after a failure at `failed`: the leader that it named, or else
+        the next address. A named leader is followed only if `failed` was reached by rotation:
+        replicas that are cut off name past leaders, and two might name each other for ever.
         """
         with self._lock:
             if self._current != failed:
                 return
             leader = error.details.get("leader") if isinstance(error, NotLeader) else None
-            if leader and leader != failed and failed == self._addresses[self._asked]:
+            if leader and leader != failed and failed == self._addresses[self._rotation]:
                 self._current = leader
             else:
-                self._asked = (self._asked + 1) % len(self._addresses)
-                self._current = self._addresses[self._asked]
+                self._rotation = (self._rotation + 1) % len(self._addresses)
+                self._current = self._addresses[self._rotation]
 
     def call(
         self,
@@ -143,9 +143,9 @@ class Coordinators:
     ) -> Reply_co:
         """Call until it succeeds, is refused, or `timeout_s` has passed.
 
-        An attempt that takes longer than `attempt_s` is repeated elsewhere: only for a request that
-        may be carried out twice. Raises the server's error. A RetryError is raised only once the
-        time is over, or if `gives_up()` returns True after an attempt.
+        An attempt that takes longer than `attempt_s` is repeated at another replica; give it only
+        for a request that may be carried out twice. Raises the server's error. A RetryError is
+        raised only once the time is over, or if `gives_up()` returns True after an attempt.
         """
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
@@ -193,7 +193,7 @@ class Coordinators:
         """Repeat a call until it is answered, through outages of hours. `call` limits the time of
         each attempt itself. Raises a refusal at once, a refused certificate after
         SHOAL_CERTIFICATE_WAIT_S, and the errors in OUTLASTED once `gives_up()` returns True or the
-        connection is closed. An outage, or a quarantine of the job, gives two lines in the log.
+        connection is closed. Logs one line at the beginning of an outage, and one at its end.
         """
         back_off, began_s, away = BackOff(), time.monotonic(), False
         certificate = CertificateWait(wait_s())
@@ -232,7 +232,7 @@ class Closable(Protocol):
 
 
 def close_channels(channels: Iterable[Closable]) -> None:
-    """Close the channels: calls in progress fail. Returns within CLOSE_WITHIN_S, closed or not.
+    """Close the channels: calls in progress fail. Returns within CLOSE_WITHIN_S in any case.
     gRPC's `close` waits for every call to end. A call never ends if KeyboardInterrupt was raised
     between its registration and the start of the thread that serves it. A worker that is to stop
     must not wait for such a call.

@@ -17,8 +17,8 @@ class Cancellable(Protocol):
 
 
 class FirstReplyTimeout:
-    """Cancels a stream without a reply in time. The limit doubles after each silence. A replica may
-    accept connections and yet not answer, because its process is stopped or starved.
+    """Cancels a stream whose first reply is late: a replica may accept connections and not answer,
+    because its process is stopped or starved. The limit doubles each time.
     """
 
     def __init__(self, first_s: float) -> None:
@@ -45,7 +45,7 @@ class FirstReplyTimeout:
             self._timer.cancel()
 
     def answered(self) -> None:
-        """Note a reply: from now on the stream may be silent."""
+        """Record a reply: from now on the stream may be silent."""
         if self._timer is not None:
             self._timer.cancel()
         self._limit_s = self._first_s

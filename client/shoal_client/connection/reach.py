@@ -1,7 +1,7 @@
-"""Test, before a generation starts, of the peers that a member can reach over the network. Each
-member listens on a probe port and sends a greeting to each connection. The greeting depends on its
-public id, which peers know from the roster, so another process on that port is not mistaken for the
-peer. No other data is exchanged, and no connection stays open.
+"""Check, before a generation starts, that a member reaches its peers over the network. Each member
+listens on a probe port and sends a greeting on each connection. The greeting depends on the
+member's public id, which peers know from the roster, so another process on that port is not
+mistaken for the member. No other data is exchanged, and no connection stays open.
 """
 
 import errno
@@ -38,8 +38,8 @@ def greeting(member_id: str, process: str) -> bytes:
 
 class ProbeListener:
     """Greets peers until it is closed. The constructor binds, and raises OSError if no port is
-    free. Binds to `address` if it is one of this host's. For a name, or the address of a gateway to
-    this host, it binds to every interface.
+    free. It binds to `address` if that is an address of this host. If it is a name, or the address
+    of a gateway to this host, it binds to every interface.
     """
 
     def __init__(self, address: str, member_id: str, incarnation: str) -> None:
@@ -94,9 +94,9 @@ def _bind(address: str) -> socket.socket:
 def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[RosterEntry]:
     """Peers that this member has to reach before it accepts the roster.
 
-    Two members that trained before have reached each other then, and are not checked. `when`:
+    Two members that both keep their state trained together before, so they are not checked. `when`:
     "auto" checks peers on other hosts only, "always" all, "never" none. Members of an asynchronous
-    job need no peer.
+    job do not connect to each other.
     """
     if when == "never" or not roster.synchronous:
         return []
@@ -113,14 +113,14 @@ def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[R
 
 
 def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
-    """Peers to check: all others; with more than MAX_PEERS, peers at a distance of a power of two.
-    Distances count in both directions, so that each member is checked by as many as it checks.
+    """Peers to check: all others, or if these are more than MAX_PEERS, peers at a distance of a
+    power of two in both directions. Each member is checked by as many members as it checks.
     """
     number = len(entries)
     if number - 1 <= MAX_PEERS:
         return [*entries[:position], *entries[position + 1 :]]
     distances = [1 << k for k in range(number.bit_length()) if 1 << k <= number // 2]
-    positions = {(position + way * d) % number for d in distances for way in (1, -1)}
+    positions = {(position + sign * d) % number for d in distances for sign in (1, -1)}
     return [entries[index] for index in sorted(positions)]
 
 
@@ -130,7 +130,7 @@ def check(peers: Iterable[RosterEntry], limit_s: float) -> dict[str, str]:
     reached.
     """
     give_up_s = time.monotonic() + limit_s
-    found: dict[str, str] = {}
+    unreached: dict[str, str] = {}
     named: list[RosterEntry] = []
     with selectors.DefaultSelector() as selector:
         for peer in peers:
@@ -139,20 +139,20 @@ def check(peers: Iterable[RosterEntry], limit_s: float) -> dict[str, str]:
             except ValueError:
                 named.append(peer)
             else:
-                _dial(selector, peer, peer.address.strip("[]"), found)
-        for peer, address in _resolved(named, found, give_up_s - limit_s / 2):
-            _dial(selector, peer, address, found)
+                _connect(selector, peer, peer.address.strip("[]"), unreached)
+        for peer, address in _resolved(named, unreached, give_up_s - limit_s / 2):
+            _connect(selector, peer, address, unreached)
         try:
-            _hear(selector, found, give_up_s)
+            _read_greetings(selector, unreached, give_up_s)
         finally:
             for key in list(selector.get_map().values()):
                 attempt: _Attempt = key.data
                 if not attempt.connected:
-                    found[attempt.peer.member_id] = (
+                    unreached[attempt.peer.member_id] = (
                         f"no answer from {_where(attempt.peer)} within {limit_s:g} s"
                     )
                 attempt.socket.close()
-    return found
+    return unreached
 
 
 @dataclass(kw_only=True)
@@ -167,24 +167,26 @@ def _where(peer: RosterEntry) -> str:
     return f"{peer.address} port {peer.probe_port}"
 
 
-def _dial(
-    selector: selectors.BaseSelector, peer: RosterEntry, address: str, found: dict[str, str]
+def _connect(
+    selector: selectors.BaseSelector, peer: RosterEntry, address: str, unreached: dict[str, str]
 ) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     caller = socket.socket(family, socket.SOCK_STREAM)
     caller.setblocking(False)
     code = caller.connect_ex((address, peer.probe_port))
     if code not in (0, errno.EINPROGRESS):
-        found[peer.member_id] = f"{os.strerror(code)} at {_where(peer)}"
+        unreached[peer.member_id] = f"{os.strerror(code)} at {_where(peer)}"
         caller.close()
         return
     attempt = _Attempt(peer=peer, socket=caller)
     selector.register(caller, selectors.EVENT_WRITE, attempt)
 
 
-def _hear(selector: selectors.BaseSelector, found: dict[str, str], give_up_s: float) -> None:
-    """Read the peers' greetings until all have answered or the time is over. Greetings received by
-    then are read even after that: this process may have been slow.
+def _read_greetings(
+    selector: selectors.BaseSelector, unreached: dict[str, str], give_up_s: float
+) -> None:
+    """Read the peers' greetings until all have answered or the time is over. Greetings that have
+    arrived by then are still read: this process may have been slow.
     """
     while selector.get_map():
         left_s = max(0.0, give_up_s - time.monotonic())
@@ -197,7 +199,7 @@ def _hear(selector: selectors.BaseSelector, found: dict[str, str], give_up_s: fl
             if seen is None:
                 continue
             if seen:
-                found[attempt.peer.member_id] = f"{seen} at {_where(attempt.peer)}"
+                unreached[attempt.peer.member_id] = f"{seen} at {_where(attempt.peer)}"
             selector.unregister(attempt.socket)
             attempt.socket.close()
 
@@ -224,10 +226,10 @@ def _progress(selector: selectors.BaseSelector, attempt: _Attempt) -> str | None
 
 
 def _resolved(
-    peers: Sequence[RosterEntry], found: dict[str, str], give_up_s: float
+    peers: Sequence[RosterEntry], unreached: dict[str, str], give_up_s: float
 ) -> Iterable[tuple[RosterEntry, str]]:
-    """The addresses of peers that state a name. Resolvers have their own time limits, so names are
-    resolved on a thread that is abandoned when the time is over."""
+    """Resolve the host names of peers. Yields each peer with its IP address. Resolvers have their
+    own time limits, so they run on a thread that is abandoned when the time is over."""
     if not peers:
         return
     answers: queue.SimpleQueue[tuple[RosterEntry, str, str]] = queue.SimpleQueue()
@@ -249,6 +251,6 @@ def _resolved(
         except queue.Empty:
             return  # a slow resolver does not make its peers unreachable
         if seen:
-            found[peer.member_id] = seen
+            unreached[peer.member_id] = seen
         else:
             yield peer, address

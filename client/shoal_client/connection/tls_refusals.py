@@ -1,7 +1,7 @@
-"""Diagnosis of a server that gave no answer: it refuses this process' certificate, or only one side
-speaks TLS.
+"""Diagnosis of a connection that failed because a certificate was refused, or only one side speaks
+TLS.
 
-gRPC reports `UNAVAILABLE` for these as for a server that does not run, and the call would be
+gRPC reports `UNAVAILABLE` in these cases, as for a server that does not run, and the call would be
 repeated in vain. So after such a failure one TLS handshake is made directly: it shows the error,
 and the side that refused.
 """
@@ -25,11 +25,11 @@ ATTEMPTS = 2
 _SIGNS = ("handshake", "closed", "reset", "eof", "hang", "broken pipe")
 """Words in gRPC's description of a refused handshake, but not of a port without a listener."""
 _answered: set[str] = set()
-"""Addresses that have answered a call without TLS: no refusal is looked for there."""
+"""Addresses that have answered a call without TLS. Failures there are not diagnosed."""
 
 
 def note_answer(address: str) -> None:
-    """Note that the server at host:port has answered this process, without TLS."""
+    """Record that the server at host:port has answered, if this process uses no TLS."""
     if address not in _answered and identity.own() is None:
         if len(_answered) >= MAX_ANSWERED:
             _answered.clear()
@@ -49,8 +49,8 @@ def explained(error: ShoalError, address: str, name: str) -> ShoalError:
 
 
 def why_refused(address: str, name: str) -> CertificateRefused | None:
-    """Reason why this process and the server at host:port cannot connect over TLS; None if there is
-    none, or no process listens. Blocks for at most a second."""
+    """Reason why this process and the server at host:port cannot connect over TLS; None if they
+    can, or no process listens. Blocks for at most a second."""
     try:
         if identity.own() is None:
             return _needs_tls(address) if _speaks_tls(address) else None
@@ -63,7 +63,7 @@ def why_refused(address: str, name: str) -> CertificateRefused | None:
 def _own_refusal(address: str, name: str) -> CertificateRefused | None:
     """The refusal of a handshake with this process' certificate; None if it succeeds. Raises
     OSError if no process listens."""
-    context = _as_grpc()
+    context = _grpc_context()
     for _ in range(ATTEMPTS):
         with _connected(address) as plain:
             try:
@@ -84,7 +84,7 @@ def _own_refusal(address: str, name: str) -> CertificateRefused | None:
     return _refused(address, "it hangs up once it has seen this process' certificate")
 
 
-def _as_grpc() -> ssl.SSLContext:
+def _grpc_context() -> ssl.SSLContext:
     """TLS context with this process' certificate. It offers HTTP/2, without which gRPC hangs up."""
     own = identity.own()
     assert own is not None

@@ -169,7 +169,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
 
 
 def span_s(accounts: Iterable[WorkerAudit]) -> float:
-    """Seconds from the begin of the first step to the commit of the last one."""
+    """Seconds from the beginning of the first step to the commit of the last one."""
     lines = [line for account in accounts for line in account.lines]
     starts = [line.at_s for line in lines if line.event == "begin"]
     ends = [line.at_s for line in lines if line.event == "commit"]
@@ -177,7 +177,7 @@ def span_s(accounts: Iterable[WorkerAudit]) -> float:
 
 
 def generation_at(accounts: Iterable[WorkerAudit], at_s: float) -> int:
-    """The newest generation in which any worker had trained by that time."""
+    """Newest generation in which a worker had trained by the time `at_s`; 0 if none had."""
     seen = (line.generation for each in accounts for line in each.lines if line.at_s <= at_s)
     return max(seen, default=0)
 

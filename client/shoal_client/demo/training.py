@@ -70,9 +70,9 @@ class LiveTally:
             whole = text[: text.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
             for line in whole.splitlines():
-                self._take(path, json.loads(line))
+                self._count_line(path, json.loads(line))
 
-    def _take(self, path: Path, line: dict[str, object]) -> None:
+    def _count_line(self, path: Path, line: dict[str, object]) -> None:
         begun = self._begun.setdefault(path, {})
         key = (int(str(line["generation"])), int(str(line["step"])))
         if line["event"] == "begin":
@@ -191,7 +191,7 @@ class DemoTraining:
         )
         if self._kill is None:
             raise self._failure("the training ended before a worker could be killed")
-        survivors, replacements = self._sides(accounts, self._kill)
+        survivors, replacements = self._survivors_and_replacements(accounts, self._kill)
         generation = generation_at(accounts, self._kill.at_s) if self._plan.synchronous else None
         recovered_s = recovery_s(survivors, self._kill.at_s, after_generation=generation)
         if recovered_s is None:
@@ -208,7 +208,7 @@ class DemoTraining:
             replacement_steps=sum(len(each.commits) for each in replacements),
         )
 
-    def _sides(
+    def _survivors_and_replacements(
         self, accounts: Sequence[WorkerAudit], kill: Kill
     ) -> tuple[list[WorkerAudit], list[WorkerAudit]]:
         others = [each for each in accounts if each.name != kill.account]

@@ -34,15 +34,15 @@ class _Watched:
     halted: bool = False
 
     @property
-    def asked_of(self) -> tuple[str, str] | None:
+    def status_query(self) -> tuple[str, str] | None:
         """Job to ask about, and the member that the process claims to be ("" without a claim). None
         if the process gets notices itself: it is neither halted nor hung, and its membership has
         not ended."""
         claim = self.slot.claim_of(self.pid)
         if claim is None:
             return (self.job, "") if self.halted and not self.slot.has_left(self.pid) else None
-        hears = self.slot.claimed(self.pid) and self.slot.ending is MembershipEnding.UNKNOWN
-        return None if hears and not self.halted else (claim.token.job, claim.token.member_id)
+        notified = self.slot.claimed(self.pid) and self.slot.ending is MembershipEnding.UNKNOWN
+        return None if notified and not self.halted else (claim.token.job, claim.token.member_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,13 @@ class WorkerStatus:
     phase: str
     """Phase of the job; empty if there is no such job."""
     is_lost: bool
-    """True if the worker claims to be a member and is none."""
+    """True if the worker claims to be a member, and the job does not have it."""
 
 
 class HostBeats:
-    """Sends heartbeats, on its own thread, for every running process that has claimed its slot. A
-    worker learns of a refusal too: it sends its own heartbeats once the launcher's are not
-    accepted.
+    """Sends heartbeats, on its own thread, for every running process that has claimed its slot. If
+    a heartbeat is refused, the worker gets the refusal itself: without accepted heartbeats of the
+    launcher it sends its own.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class HostBeats:
             self._watched[pid] = _Watched(slot=slot, pid=pid, job=job)
 
     def ended(self, pid: int) -> None:
-        """Note that the process is gone."""
+        """Send no more heartbeats for the process: it is gone."""
         with self._lock:
             self._watched.pop(pid, None)
 
     def halted(self, pid: int, halted: bool) -> None:
-        """Set whether a signal has halted the process: then it gets no heartbeats."""
+        """Set whether a signal has halted the process. No heartbeats are sent while it is."""
         with self._lock:
             if pid in self._watched:
                 self._watched[pid].halted = halted
@@ -128,7 +128,7 @@ class HostBeats:
 
     def _ask_for_others(self) -> None:
         with self._lock:
-            asked = [(each.pid, of) for each in self._watched.values() if (of := each.asked_of)]
+            asked = [(each.pid, of) for each in self._watched.values() if (of := each.status_query)]
         if asked:
             self._asks_at_s = time.monotonic() + ASKS_EVERY_S
         for pid, (job, member_id) in asked:
@@ -160,8 +160,8 @@ class HostBeats:
         self._reached = True
         for (slot, claim), answer in zip(claims, reply.replies, strict=True):
             if answer.HasField("error"):
-                # The slot shows the launcher that the worker is fenced, even if its script never
-                # learns it.
+                # The launcher reads from the slot that the worker is fenced, even if the script
+                # never reports it.
                 slot.refused(claim, from_detail(answer.error))
             else:
                 slot.accepted(claim)

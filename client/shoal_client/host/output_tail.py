@@ -7,7 +7,7 @@ from shoal_proto.v1 import outputs_pb2 as pb
 TAIL_BYTES = 1 << 20
 """Bytes kept of each worker's output, across its restarts."""
 SLACK_BYTES = 1 << 17
-"""Allowed excess, so that not every line moves all the others."""
+"""Excess that is allowed before old lines are dropped: dropping moves all newer lines."""
 
 
 class OutputTail:
@@ -28,7 +28,7 @@ class OutputTail:
                 self._drop(len(self._data) - self._max_bytes)
 
     def _drop(self, at_least: int) -> None:
-        """Drop at least so many bytes from the start, up to the end of a line if there is one."""
+        """Drop `at_least` bytes from the start, and the rest of the line in which they end."""
         end = self._data.find(b"\n", at_least - 1)
         num_bytes = end + 1 if end >= 0 else at_least
         del self._data[:num_bytes]
@@ -37,8 +37,8 @@ class OutputTail:
     def part(
         self, max_bytes: int, *, after: int | None = None, before: int | None = None
     ) -> pb.OutputPart:
-        """Whole lines after a position, up to a position, or the newest. A line longer than
-        `max_bytes` is cut."""
+        """Whole lines of at most `max_bytes` in total: the next ones after position `after`, the
+        last ones before position `before`, or the newest. A longer line is cut."""
         with self._lock:
             oldest, stop = self._oldest, self._oldest + len(self._data)
             if after is not None:

@@ -33,8 +33,8 @@ MAX_LAST_BYTES = 2 << 20
 
 class HostOutputs:
     """Answers readers for all workers of a launcher within its `with` block. At the end it sends
-    their last lines to the coordinator. Nothing else depends on it: without a coordinator, only the
-    lines cannot be read.
+    their last lines to the coordinator. Nothing else depends on it: if no coordinator answers, the
+    output cannot be read, and training goes on.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HostOutputs:
         request: pb.ServeOutputRequest,
         tails: Mapping[str, OutputTail],
     ) -> None:
-        """`tails`: the output of each member in `request`. `coordinators` must stay open longer."""
+        """`tails`: the output of each member in `request`. `coordinators` has to outlive this."""
         self._coordinators = coordinators
         self._request = request
         self._request.source = secrets.token_hex(8)
@@ -95,7 +95,7 @@ class HostOutputs:
         while not self._closing.is_set():
             address = self._coordinators.current
             self._is_asking = True
-            error = self._hold(address, back_off)
+            error = self._serve_stream(address, back_off)
             self._is_asking = False
             self._answered.clear()
             if self._closing.is_set():
@@ -107,8 +107,8 @@ class HostOutputs:
                 log.debug("outputs_not_served", reason=str(error))
                 self._closing.wait(REFUSED_PAUSE_S)
 
-    def _hold(self, address: str, back_off: BackOff) -> ShoalError:
-        """Answer the questions on a stream; return the error that ended the stream."""
+    def _serve_stream(self, address: str, back_off: BackOff) -> ShoalError:
+        """Answer the requests on a stream; return the error that ended the stream."""
         try:
             stream = OutputsStub(self._coordinators.channel()).Serve(self._request)
             with self._lock:

@@ -45,10 +45,10 @@ MIN_ASKED_S = 0.1
 SILENT_S = 5.0
 """Time of silence on a connection after which a coordinator counts as not answering."""
 OTHERS_WITHIN_S = 0.5
-"""Time limit for the other coordinators, once one has answered that there is no leader yet."""
+"""Time for which other coordinators may answer after one has reported that none leads yet."""
 OVER = frozenset({"lost", "stopped", "failed"})
-"""Phases of a job that cannot be joined until an operator allows it. FINISHED is not among them: a
-worker learns that from its own refusal."""
+"""Phases in which a job cannot be joined until an operator allows it. FINISHED is not among them: a
+worker that joins a finished job is refused."""
 FINISHED = "finished"
 MAX_REPORTS = 1000
 """Maximum number of reports that wait for a coordinator to come back."""
@@ -70,10 +70,10 @@ def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
         if not elected_soon or time.monotonic() >= give_up_s:
             break
         time.sleep(back_off.pause_s(chance()))
-    raise _nobody(coordinators, failures)
+    raise _unreachable(coordinators, failures)
 
 
-def _nobody(coordinators: Sequence[str], failures: Mapping[str, ShoalError]) -> Unavailable:
+def _unreachable(coordinators: Sequence[str], failures: Mapping[str, ShoalError]) -> Unavailable:
     seen = "; ".join(f"{address}: {e.seen or e.what}" for address, e in failures.items())
     if any(isinstance(each, NotLeader) for each in failures.values()):
         return Unavailable(
@@ -99,11 +99,11 @@ def _ask_all(addresses: Sequence[str], timeout_s: float) -> dict[str, ShoalError
         for address in dict.fromkeys(addresses):
             options = (USER_AGENT_OPTION,)
             channel = stack.enter_context(open_channel(address, COORDINATOR_NAME, options))
-            # Any name will do: that there is no such job is an answer too.
+            # Any name serves: the error that there is no such job is an answer too.
             calls[address] = MembershipStub(channel).GetGeneration.future(
                 GetGenerationRequest(job="reachable"), timeout=timeout_s, wait_for_ready=False
             )
-            calls[address].add_done_callback(partial(_tell, answers, address))
+            calls[address].add_done_callback(partial(_put_address, answers, address))
         give_up_s = time.monotonic() + timeout_s
         while left := [each for each in calls if each not in failures]:
             try:
@@ -122,12 +122,12 @@ def _ask_all(addresses: Sequence[str], timeout_s: float) -> dict[str, ShoalError
     return failures
 
 
-def _tell(answers: "queue.SimpleQueue[str]", address: str, call: object) -> None:
+def _put_address(answers: "queue.SimpleQueue[str]", address: str, call: object) -> None:
     answers.put(address)
 
 
 def _failure_of(call: "grpc.Future[GenerationRecord]", address: str) -> ShoalError | None:
-    """Error of a coordinator that was asked; None if it leads or knows the leader. Raises
+    """Error of the call to a coordinator; None if it leads or knows the leader. Raises
     CertificateRefused."""
     try:
         call.result()
@@ -145,8 +145,8 @@ Report = ReportExitRequest | ReportHaltRequest
 
 class HostReporter:
     """Reports exits and halts of this host's workers to the coordinators, in order, on its own
-    thread. Reports never stop the launcher: one that no coordinator accepts within REPORT_LIMIT_S
-    is logged and dropped.
+    thread. Reports never stop the launcher: if no coordinator accepts a report within
+    REPORT_LIMIT_S, the report is logged and dropped.
     """
 
     def __init__(self, coordinators: Sequence[str]) -> None:
@@ -190,7 +190,7 @@ class HostReporter:
         return self._phase == FINISHED
 
     def note_phase(self, phase: str) -> None:
-        """Note the job's phase from another source. Safe from any thread."""
+        """Set the job's phase, as another source reports it. Safe from any thread."""
         self._phase = phase
 
     def report(self, request: Report) -> None:

@@ -1,6 +1,6 @@
 """Orders to stop that arrive as several signals. Slurm and systemd signal every process of a job.
-`timeout` signals a process and then its group. And a launcher forwards signals to workers that have
-received them already.
+`timeout` signals a process and then its group. A launcher forwards a signal to its workers, which
+may have received it already.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""The few words that a launcher and its workers share, so that either may beat for a worker.
+"""Memory shared by a launcher and its workers, so that either can send a worker's heartbeats.
 
 A trainer that holds Python's lock for seconds (a compiler, a C extension, CUDA at its start) stops
 all threads of its process, including the one that sends heartbeats. So the launcher sends
@@ -6,23 +6,23 @@ heartbeats for all workers of its host in one call. It reads their identities fr
 worker may join another job than the launcher named, or join again as a new incarnation.
 
     offset  bytes  written by  what
-    0       8      launcher    when a beat for this member was last accepted, in ns of
+    0       8      launcher    time of the member's last accepted heartbeat, in ns of
                                CLOCK_MONOTONIC, which is one clock for all processes of a host
     8       8      worker      steps committed
-    16      8      worker      when a thread of it last ran, by the same clock
+    16      8      worker      time when one of its threads last ran, by the same clock
     24      4      worker      length of the claim; 0: not a member
     28      4      worker      CRC-32 of the claim
-    32      8      worker      what has moved in its bring-up: see `TrainerStatus`
-    40      8      worker      0: nothing to say; 1: its trainer waits for others; else since when
-                               it has been in the script's own code, by the same clock: an odd
-                               number where it waits for a batch to be loaded, an even one elsewhere
+    32      8      worker      progress of its bring-up: see `TrainerStatus.moved`
+    40      8      worker      0: nothing to report; 1: its trainer waits for others; else the time
+                               since which it is in the script's own code, by the same clock: odd
+                               while it waits for a batch to be loaded, else even
     48      ..     worker      the claim: its pid, heartbeat and patience in seconds, the token
-    944     8      both        how the membership ended, an `MembershipEnding`
+    944     8      both        how the membership ended: a `MembershipEnding`
     952     72     both        the worker's lifeline, see `shoal_client.liveness.lifeline`
 
 The worker sends its own heartbeats whenever the first field is out of date, so it survives without
-a launcher, or with one that is halted or reaches no coordinator. For a worker none of whose threads
-runs, the launcher sends heartbeats only as long as the patience in the claim.
+a launcher, or with one that is halted or reaches no coordinator. If no thread of a worker runs, the
+launcher sends heartbeats only for the time given as patience in the claim.
 
 The end of a membership is reported here and not by the exit code: the script may wrap the error, or
 end with another error that followed from it.
@@ -74,7 +74,7 @@ _CLAIM_FORM = struct.Struct("=Idd")
 
 
 class MembershipEnding(enum.IntEnum):
-    """End of a membership: decides if the worker is started again."""
+    """Ending of a membership. It decides if the worker is started again."""
 
     UNKNOWN = 0
     """Not ended, or ended for a reason in the script."""
@@ -91,8 +91,8 @@ class MembershipEnding(enum.IntEnum):
 
     @classmethod
     def of(cls, error: ShoalError) -> "MembershipEnding":
-        """Ending for an error that ended a membership, as the next process of that name would see
-        it."""
+        """Ending for the error that ended a membership, by what the next process of that name
+        would meet."""
         if isinstance(error, JobFinished):
             return cls.FINISHED
         if isinstance(error, MemberDrained):
@@ -107,7 +107,7 @@ class MembershipEnding(enum.IntEnum):
 
 
 _PASSING = (AddressInUse, NoServers, PeersUnreachable)
-"""Refusals caused by the environment, which may have changed when the worker is tried again."""
+"""Refusals caused by the environment, which may have changed when the worker is started again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class BeatSlot:
             self._put(_ENDING, ending)
 
     def runs(self) -> None:
-        """Note that a thread of this process runs: Python's lock is not held."""
+        """Record that a thread of this process runs: Python's lock is not held."""
         self._put(_RAN, time.monotonic_ns())
 
     def progress(self, step: int) -> None:
@@ -248,13 +248,13 @@ class BeatSlot:
         )
 
     def accepted(self, claim: SlotClaim) -> None:
-        """Note that a coordinator accepted a heartbeat, if its claim is still the slot's."""
+        """Record that a coordinator accepted a heartbeat, if the slot still has this claim."""
         now = self.claimed(claim.pid)
         if now is not None and now.token.incarnation == claim.token.incarnation:
             self._put(_BEATEN, time.monotonic_ns())
 
     def refused(self, claim: SlotClaim, error: ShoalError) -> None:
-        """Note that a coordinator refused a heartbeat, if its claim is still the slot's."""
+        """Record that a coordinator refused a heartbeat, if the slot still has this claim."""
         now = self.claimed(claim.pid)
         if isinstance(error, RetryError):
             return  # the next heartbeat may be accepted: the membership has not ended

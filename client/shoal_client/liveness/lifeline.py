@@ -29,7 +29,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Lifeline:
-    """One worker's lock, at `offset` of memory that is shared."""
+    """One worker's lock, at `offset` of shared memory."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory, self._offset = memory, offset
@@ -50,8 +50,8 @@ class Lifeline:
             _libc.pthread_mutex_consistent(self._mutex)
         elif result:
             return False
-        # Never unmap the memory, not even while the interpreter ends: the C library lists held
-        # locks.
+        # Never unmap the memory, not even while the interpreter ends: the C library keeps a list of
+        # held locks in it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._holder = os.getpid()
         return True
@@ -116,7 +116,7 @@ class ExitWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch, once the process is gone: return when no thread waits for its lifeline."""
+        """End the watch of a process that is gone. No thread waits for its lifeline then."""
         self._over.set()
         self._thread.join()
 
@@ -130,9 +130,9 @@ class ExitWatch:
 
 
 def exit_code_of(pid: int) -> int | None:
-    """The exit code of a process that has begun to exit, minus N for signal N. None if it has not
-    begun to exit, is gone, or has code 0, which is also read from a process that does not show its
-    code.
+    """The exit code of a process that has begun to exit; -N for signal N. None if the process has
+    not begun to exit or is gone, or if the kernel shows 0: that may be the code, or stand for a
+    code that this user may not read.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

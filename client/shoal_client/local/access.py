@@ -23,8 +23,8 @@ CERTIFICATES = "certs"
 ETCD_CERTIFICATES = "etcd"
 RENEW_EVERY = DEFAULT_VALID / 3
 LOOK_EVERY_S = 60.0
-"""Interval of checks for renewal, by the wall clock: it runs on while the machine sleeps, and
-certificates expire by it."""
+"""Interval at which the wall clock is checked for the next renewal. Certificates expire by the wall
+clock, which runs on while the machine sleeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class LocalTls:
     scripts of this user on this machine find the certificates by the coordinators' addresses."""
 
     http_tokens: Path | None = None
-    """File of tokens with which other users access the status page; None: there are none."""
+    """File of tokens with which other users access the status page; None: they have no access."""
 
 
 class LocalAccess:
@@ -67,8 +67,8 @@ class LocalAccess:
         """Make or renew the certificates, and begin to renew them. Raises InvalidSpec."""
         if self._made is None:
             return
-        _make(CertificateFolder(self._made), _shoals())
-        _make(CertificateFolder(self._made / ETCD_CERTIFICATES), _etcds())
+        _make(CertificateFolder(self._made), _shoal_holders())
+        _make(CertificateFolder(self._made / ETCD_CERTIFICATES), _etcd_holders())
         self._renewing = threading.Thread(target=self._renew, name="shoal-certs", daemon=True)
         self._renewing.start()
 
@@ -141,13 +141,13 @@ def _make(folder: CertificateFolder, holders: Sequence[CertificateHolder]) -> No
         folder.issue(holder)
 
 
-def _shoals(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
+def _shoal_holders(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
     return [
         CertificateHolder(caller=Caller(role, role.value), valid=valid) for role in CertificateRole
     ]
 
 
-def _etcds(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
+def _etcd_holders(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
     # etcd ignores the roles: it accepts every certificate of its own authority.
     return [
         CertificateHolder(

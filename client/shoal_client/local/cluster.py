@@ -6,10 +6,10 @@
 All parts are stopped at the end of the block, and none survives a crash of the process that holds
 it. Each part takes free ports; its log, and etcd's data, are in the directory.
 
-With `restart` a part that ends is started again: etcd on its data and its ports, the coordinator at
+With `restart` a part that ends is started again: etcd with its data and ports, the coordinator at
 its addresses, a parameter server under its id, at its address if that is still free. A server comes
 back empty: backups have taken over its shards, and it gets copies again. Without `restart` a part
-that ends is not replaced, as tests and benchmarks want it.
+that ends is not replaced; tests and benchmarks need that.
 """
 
 import json
@@ -46,7 +46,7 @@ class LocalClusterConfig:
     """Directory for logs, etcd's data and ready files, made if it does not exist."""
     num_parameter_servers: int = ClusterOptions.num_parameter_servers
     parameters: bool = True
-    """False: coordinators serve no jobs with parameters on servers, and load nothing for them."""
+    """False: coordinators serve no jobs that use parameter servers, and load no code for them."""
     num_coordinators: int = 1
     """Number of coordinators. One of them leads; the others stand ready to take over."""
     etcd: str = ""
@@ -75,10 +75,10 @@ class LocalClusterConfig:
     """Folder of `shoal certs init`, instead of `tls`: the parts speak TLS with its certificates,
     the page included. etcd is on loopback, without TLS."""
     limits: Mapping[str, float] = field(default_factory=dict)
-    """The coordinator's time limits other than its defaults, by option: {"--join-s": 600.0}. If
-    they contradict each other, the cluster does not come up."""
+    """Time limits of the coordinator to set, by option: {"--join-s": 600.0}. If they contradict
+    each other, the cluster does not come up."""
     restart: RestartPolicy | None = None
-    """Policy by which a part that ends is started again; None: it is not."""
+    """Policy for starting a part again that ended; None: it is not started again."""
 
     def __post_init__(self) -> None:
         if self.num_parameter_servers < 0:
@@ -278,7 +278,7 @@ class LocalCluster:
         self._access.make()
         if not self._config.etcd:
             options = self._access.etcd_options
-            (own_etcd,) = start_etcd(self._begin, self._config.directory / ETCD, options)
+            (own_etcd,) = start_etcd(self._spawn_command, self._config.directory / ETCD, options)
         self.etcd = own_etcd.endpoint if own_etcd is not None else self._config.etcd
         self._etcd_serves.set()
         # Start all at once: none of them needs another to come up.
@@ -287,7 +287,9 @@ class LocalCluster:
         for name, process in coordinators.items():
             ready = self._await_ready(process)
             self._coordinators[name] = CoordinatorAddress(
-                grpc=_at(ANY_PORT, ready["grpc"]) if self._config.advertise else ready["grpc"],
+                grpc=_with_port(ANY_PORT, ready["grpc"])
+                if self._config.advertise
+                else ready["grpc"],
                 advertised=ready["grpc"],
                 http=ready["http"],
             )
@@ -341,7 +343,7 @@ class LocalCluster:
             call(message)
 
     def _restart_etcd(self, member: EtcdMember) -> Process:
-        (etcd,) = start_members(self._begin, [member])
+        (etcd,) = start_members(self._spawn_command, [member])
         self._etcd_serves.set()
         return etcd.process
 
@@ -349,20 +351,20 @@ class LocalCluster:
         found, first = self._coordinators[name], name == COORDINATOR
         process = self._spawn_coordinator(
             name,
-            _at(self._config.listen if first else ANY_PORT, found.grpc),
-            _at(self._config.http if first else ANY_PORT, found.http),
+            _with_port(self._config.listen if first else ANY_PORT, found.grpc),
+            _with_port(self._config.http if first else ANY_PORT, found.http),
         )
-        self._await_again(process)
+        self._await_restarted(process)
         return process
 
     def _restart_server(self, name: str, failures: int) -> Process:
         # If another program has taken its port, use a new one: servers are found by their ids.
-        address = _at(ANY_PORT, self._servers[name]) if failures == 1 else ANY_PORT
+        address = _with_port(ANY_PORT, self._servers[name]) if failures == 1 else ANY_PORT
         process = self._start_server(name, address)
-        self._servers[name] = self._await_again(process)["grpc"]
+        self._servers[name] = self._await_restarted(process)["grpc"]
         return process
 
-    def _await_again(self, process: Process) -> Mapping[str, str]:
+    def _await_restarted(self, process: Process) -> Mapping[str, str]:
         try:
             return self._await_ready(process)
         except Unavailable:
@@ -376,10 +378,10 @@ class LocalCluster:
         limits = (f"{option}={seconds:g}" for option, seconds in self._config.limits.items())
         return self._spawn(
             name,
-            *("--listen", self._reached(listen), "--http", http),
+            *("--listen", self._listen_address(listen), "--http", http),
             *("--snapshot-url", str(self.snapshots)),
             *(f"--snapshot-root={url}" for url in self._config.snapshot_roots),
-            # At the end of the cluster its etcd is stopped, whoever drains.
+            # At the end of the cluster etcd is stopped too, so a coordinator cannot drain.
             "--drain-s=0",
             *self._advertise_arguments,
             *(() if self._config.parameters else ("--no-parameters",)),
@@ -393,25 +395,25 @@ class LocalCluster:
         return name, self._start_server(name, ANY_PORT)
 
     def _start_server(self, name: str, listen: str) -> Process:
-        arguments = ("--listen", self._reached(listen), "--id", name)
+        arguments = ("--listen", self._listen_address(listen), "--id", name)
         return self._spawn(name, *arguments, *self._advertise_arguments)
 
-    def _reached(self, listen: str) -> str:
+    def _listen_address(self, listen: str) -> str:
         """Return the address to listen on: with `advertise` the same port on every interface."""
-        return _at(f"{self._interface}:0", listen) if self._interface else listen
+        return _with_port(f"{self._interface}:0", listen) if self._interface else listen
 
     @property
     def _advertise_arguments(self) -> Sequence[str]:
         return ("--advertise", self._config.advertise) if self._config.advertise else ()
 
-    def _begin(self, command: ChildCommand) -> Process:
+    def _spawn_command(self, command: ChildCommand) -> Process:
         with self._lock:
             if self._closing:
                 raise Unavailable(f"{command.name} is not started", seen="a cluster that ends")
             return self._supervisor.spawn(command)
 
     def _spawn(self, name: str, *arguments: str) -> Process:
-        # No part comes up without etcd, and some exit at once.
+        # No part comes up without etcd; some would exit at once.
         self._etcd_serves.wait()
         ready_path = self._ready_path(name)
         ready_path.unlink(missing_ok=True)
@@ -422,7 +424,7 @@ class LocalCluster:
             *self._access.etcd_arguments(self._config.etcd),
             *(("--prefix", self._config.prefix) if self._config.prefix else ()),
         )
-        return self._begin(
+        return self._spawn_command(
             ChildCommand(
                 name=name,
                 arguments=command,
@@ -473,8 +475,8 @@ def _interface(advertise: str) -> str:
     return "[::]" if ":" in advertise else "0.0.0.0"
 
 
-def _at(wanted: str, found: str) -> str:
-    """The wanted address, with the port that was assigned."""
+def _with_port(wanted: str, found: str) -> str:
+    """The address `wanted`, with the port of `found`."""
     return f"{wanted.rpartition(':')[0]}:{found.rpartition(':')[2]}"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal_proto.errors import RefusedError, Unavailable
 
 PREFIXES = ("shoal-up-", "shoal-run-")
-"""Prefixes of directories that this module makes: others are not locked."""
+"""Prefixes of the directories that are locked here, and removed if they are left over."""
 KEPT_LOGS = "only-logs-are-kept"
 """The name of an empty file that marks the directory of a failed start."""
 SETTLED_S = 60.0

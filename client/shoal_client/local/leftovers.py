@@ -1,7 +1,6 @@
-"""Processes left over among this one's descendants. `adopt_orphans` makes this process the parent
-of orphaned descendants, so that no process is lost by its parent's death. Call it at the start of a
-program, not in a library: the process then has to reap the orphans that it adopts, which `sweep`
-does.
+"""Search for descendants of this process that are left over. `adopt_orphans` makes this process the
+parent of orphaned descendants, so that they can still be found. Call it at the start of a program,
+not in a library: the process then has to reap the orphans that it adopts, which `sweep` does.
 """
 
 import ctypes
@@ -31,10 +30,10 @@ def descendants() -> dict[int, str]:
             if fields[0] not in "ZX":
                 parents[int(entry.name)] = int(fields[1])
     found: dict[int, str] = {}
-    border = {os.getpid()}
-    while border:
-        border = {pid for pid, parent in parents.items() if parent in border}
-        found.update((pid, _command_line(pid)) for pid in border)
+    frontier = {os.getpid()}
+    while frontier:
+        frontier = {pid for pid, parent in parents.items() if parent in frontier}
+        found.update((pid, _command_line(pid)) for pid in frontier)
     return found
 
 

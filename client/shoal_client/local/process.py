@@ -3,10 +3,10 @@
 Each child is started through a guard, a small Python program. It asks the kernel to kill it when
 its parent dies (PR_SET_PDEATHSIG), checks that the parent is still alive, and then becomes the
 command. So a crash or SIGKILL of the parent leaves no child. The kernel sends the signal when the
-*thread* that forked ends, so a Supervisor forks on its own thread, which lives as long as it does.
+*thread* that forked ends, so a Supervisor forks on a thread that lives as long as the Supervisor.
 
-Each child leads its own process group. So a Ctrl-C in the terminal reaches only the parent, which
-decides, and the child's own children are killed with it.
+Each child leads its own process group. So a Ctrl-C in the terminal reaches only the parent, and
+killing a child also kills the child's own children.
 """
 
 import os
@@ -83,7 +83,7 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, minus N if signal N killed the process; None while it runs."""
+        """Exit code; -N if signal N killed the process; None while it runs."""
         return self._popen.returncode if self._exited.is_set() else None
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -92,14 +92,14 @@ class Process:
         return self.exit_code
 
     def drain(self, timeout_s: float) -> None:
-        """Wait, after the exit, until its last lines have reached the sink."""
+        """Wait, after the exit, until the child's last lines have reached the sink."""
         if self._pump is not None:
             # A descendant that left the group may hold the pipe open: hence the limit.
             self._pump.join(timeout_s)
 
     def send_signal(self, number: int) -> None:
         """Signal the child itself, unless it has exited."""
-        # Under the lock the child is not reaped, so its pid cannot be another process's.
+        # Under the lock the child is not reaped, so no other process can get its pid.
         with self._reaping:
             if self._popen.returncode is None:
                 os.kill(self.pid, number)
@@ -111,7 +111,7 @@ class Process:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM, so that a halted child gets it too."""
+        """Send SIGTERM, and SIGCONT, without which a halted child would not handle it."""
         self.send_signal(signal.SIGTERM)
         self.send_signal(signal.SIGCONT)
 
@@ -131,8 +131,8 @@ class Process:
             seen = os.waitid(os.P_PID, self.pid, events | os.WNOWAIT)
             assert seen is not None
             if seen.si_code in (os.CLD_STOPPED, os.CLD_CONTINUED):
-                # Consume the event, or the next wait would return it again. The consumed event
-                # counts: a SIGCONT may have followed meanwhile, and it is reported only once.
+                # Consume the event, or the next wait would return it again. Report the consumed
+                # event: it may be a SIGCONT that followed, which is not reported again.
                 halts = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
                 taken = os.waitid(os.P_PID, self.pid, halts)
                 if taken is not None:
@@ -140,7 +140,7 @@ class Process:
                 continue
             break
         with self._reaping:
-            # Until the child is reaped, its group's number cannot be another group's.
+            # Until the child is reaped, no other process group can get its number.
             os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()
         self._exited.set()
@@ -277,7 +277,7 @@ class Supervisor:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words; minus N is signal N."""
+    """Description of an exit code; -N stands for signal N."""
     if code >= 0:
         return f"ended with exit code {code}"
     # Real-time signals have no names.

@@ -1,4 +1,4 @@
-"""Track of a member's generation, of the next one, and of reports that a new leader needs again.
+"""A member's generation and the next one, and the reports that a new leader needs again.
 
 (no generation) --record--> bring-up --ready--> training --break--> stopped --record--> bring-up
                                    training --planned record--> offer made --StopAt--> bring-up
@@ -17,7 +17,7 @@ class PlannedChange:
 
     record: pb.GenerationRecord
     offer: int
-    """The first step not begun. Neither it nor a later one is begun before `stop_at` is known."""
+    """First step that was not begun yet. No step from here on begins before `stop_at` is known."""
     stop_at: int | None = None
 
     @property
@@ -31,8 +31,8 @@ class PlannedChange:
 
 
 class GenerationTrack:
-    """The generations of one member, from its own point of view. The requests that the methods
-    return are to be sent to the coordinator. All of them may be sent twice.
+    """The generations of one member, as far as the member knows them. Methods return requests to
+    send to the coordinator. Each request may be sent twice.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -54,7 +54,7 @@ class GenerationTrack:
         self._begun = -1
         self._crossed_at: int | None = None
         """Step at which the old generation stopped, if this one was planned."""
-        self._stood_at: pb.SettleRequest | None = None
+        self._step_report: pb.SettleRequest | None = None
         """Step report after the last break, until a generation follows."""
         self._reported: pb.ReportBrokenRequest | None = None
         """Report of a failed collective, until the break is notified."""
@@ -103,7 +103,7 @@ class GenerationTrack:
         if record is None or not self._is_new(record.roster.generation, above):
             return None
         self.generation = record.roster.generation
-        self._crossed_at = self._stood_at = self._reported = None
+        self._crossed_at = self._step_report = self._reported = None
         return record
 
     def _is_new(self, generation: int, above: int) -> bool:
@@ -132,9 +132,9 @@ class GenerationTrack:
         self._reported = None
         if self._proposal is not None:
             self._proposal.step, self._proposal.has_state = step, has_state
-        self._stood_at = self._settle_request(step, has_state=has_state)
-        self._stood_at.enough_for_call = enough_for_call
-        return self._stood_at
+        self._step_report = self._settle_request(step, has_state=has_state)
+        self._step_report.enough_for_call = enough_for_call
+        return self._step_report
 
     # --- the coordinator ---
 
@@ -182,13 +182,13 @@ class GenerationTrack:
             self.change = replace(self.change, stop_at=stop.step)
 
     def take_aborted(self, generation: int) -> bool:
-        """Note an aborted generation. True if it had been committed, and so has broken now."""
+        """Record an aborted generation. True if it had been committed, so that it is now broken."""
         if self.change is not None and self.change.generation == generation:
             self.change = None
         return self._record is not None and self._record.roster.generation == generation
 
     def take_break(self, generation: int, reason: str) -> bool:
-        """Note a break. True if it was not known yet."""
+        """Record a break. True if it was not known yet."""
         if generation in self._broken:
             return False
         self._broken[generation] = reason
@@ -197,11 +197,11 @@ class GenerationTrack:
         return True
 
     def stand(self) -> pb.SettleRequest | None:
-        """Step report of a trainer that is in no generation, if it has made one. A trainer that
-        never entered any generation is still at the step that it proposed.
+        """Step report of a trainer that is in no generation; None if it made no report. A trainer
+        that never entered any generation is still at the step that it proposed.
         """
-        if self._stood_at is not None or self.generation or self._proposal is None:
-            return self._stood_at
+        if self._step_report is not None or self.generation or self._proposal is None:
+            return self._step_report
         return self._settle_request(self._proposal.step, has_state=self._proposal.has_state)
 
     def proposed(self) -> pb.ProposeRequest | None:
@@ -212,8 +212,8 @@ class GenerationTrack:
     def standing(self) -> pb.SettleRequest | pb.ReportBrokenRequest | pb.ReadyRequest | None:
         """Report to repeat for a new leader: the trainer's step, a failed collective, or that its
         generation is up. The old leader may have died before it notified members of the break."""
-        if self._stood_at is not None:
-            return self._stood_at
+        if self._step_report is not None:
+            return self._step_report
         if self._reported is not None and self.generation not in self._broken:
             return self._reported
         ready = self._ready_generation

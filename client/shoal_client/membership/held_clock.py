@@ -1,4 +1,4 @@
-"""Time limits of waits, which do not run while the awaited members or coordinator are hindered."""
+"""Time limits of waits. They do not run while a member is paused or no coordinator is reached."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class HeldClock:
         self._stood_by_s = -math.inf
 
     def turn(self, now_s: float, *, away: bool) -> None:
-        """Note that the stream has ended (`away`), or that its first notice arrived."""
+        """Record that the stream has ended (`away`), or that its first notice arrived."""
         self.away_since_s = min(self.away_since_s, now_s) if away else math.inf
         self.away, self._turned_s = away, now_s
 
@@ -53,7 +53,7 @@ class HeldClock:
         return now_s if self.away else self.paused_until_s(now_s)
 
     def give_up_s(self, since_s: float, limit_s: float, now_s: float) -> float:
-        """Time at which a wait for the coordinator's notice ends, as far as known."""
+        """Time at which a wait for a notice ends; infinite without coordinator and on standby."""
         if self.away or self._is_standby:
             return math.inf
         held_s = max(self._turned_s, self._stood_by_s, self.paused_until_s(now_s))

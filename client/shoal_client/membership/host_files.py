@@ -24,9 +24,9 @@ class HostFiles:
     """Answers in a directory that a launcher made for its workers, one file each.
 
     A file begins with a digest of the rest, so that a truncated file is not used. A lock keeps two
-    processes from asking for the same answer. The kernel releases it when its holder ends; other
-    processes wait for a halted holder only `wait_s`. Without a directory each process asks for
-    itself.
+    processes from fetching the same answer. The kernel releases it when its holder ends; other
+    processes wait for a halted holder only `wait_s`. If the directory cannot be made, each process
+    fetches for itself.
     """
 
     def __init__(self, directory: Path, closing: threading.Event, wait_s: float) -> None:
@@ -35,12 +35,12 @@ class HostFiles:
         self._closing = closing
         self._wait_s = wait_s
 
-    def get(self, asked: str, ask: Callable[[], bytes]) -> bytes:
-        """The answer to the question `asked`; `ask` gets it if no process of this host has it.
+    def get(self, key: str, ask: Callable[[], bytes]) -> bytes:
+        """The answer named `key`; `ask` fetches it if no process of this host has it.
 
         Raises what `ask` raises.
         """
-        path = self._directory / hashlib.sha256(asked.encode()).hexdigest()
+        path = self._directory / hashlib.sha256(key.encode()).hexdigest()
         if (found := _read(path)) is not None:
             return found
         try:
@@ -65,12 +65,12 @@ class HostFiles:
             for old in files[:-MAX_FILES]:
                 old.unlink(missing_ok=True)
         except OSError as error:
-            # The other processes ask for themselves.
+            # The other processes fetch the answer themselves.
             log.info("answer_not_shared", directory=str(self._directory), reason=str(error))
 
 
 def _read(path: Path) -> bytes | None:
-    """The answer that another process left, if it is whole."""
+    """The answer in a file; None if there is none, or it is not complete."""
     try:
         kept = path.read_bytes()
     except OSError:

@@ -16,7 +16,7 @@ class Identity:
     """Public id of the incarnation, as in rosters."""
     info: pb.MemberInfo
     job_secret: str = field(default="", repr=False)
-    """Secret of the job, which its first member had; empty: none."""
+    """Secret of the job, set by its first member; empty: none."""
 
     def token(self, generation: int) -> Token:
         """The fencing token for a generation; 0: for none yet."""

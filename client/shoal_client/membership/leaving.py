@@ -7,8 +7,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
 UNANSWERED_LEAVE_TIMEOUT_S = 0.3
-"""Time limit of the last attempt of a member whose leave was not answered during its whole
-drain."""
+"""Time limit of the call to leave if no coordinator answered during the whole drain."""
 
 
 def drained(identity: Identity, reason: str) -> MemberDrained:
@@ -21,8 +20,8 @@ class LeaveState:
 
     def __init__(self) -> None:
         self.reason = ""
-        """Reason for which this member is to leave in agreement with the others; empty: it is not
-        to."""
+        """Reason why this member is to leave in agreement with the others; empty: it is to
+        stay."""
         self.is_noticed = False
         """True if the leave has been logged."""
         self.unreplaced = False
@@ -37,7 +36,7 @@ class LeaveState:
         self._drained = False
 
     def ask(self, reason: str) -> None:
-        """Note the reason to leave; the first one counts."""
+        """Set the reason to leave, unless there is one already."""
         self.reason = self.reason or reason
 
     def begin(self, *, drained: bool) -> None:
@@ -58,7 +57,7 @@ class LeaveState:
             return [ev.LogMessage(event="leave_failed", fields=fields, is_warning=True)]
         self.is_acknowledged = self._drained or isinstance(error, MemberDrained)
         if self.is_acknowledged:
-            return []  # usual: the coordinator removed the member before this call came
+            return []  # usual: the coordinator removed the member before this call
         return [
             ev.ReportEnding(error=error),
             ev.LogMessage(event="leave_not_needed", fields=fields),

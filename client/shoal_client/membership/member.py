@@ -72,7 +72,7 @@ class MemberHooks:
             generation=prepare.roster.generation,
             digest=effect.digest,
             rejections=rejections,
-            # A roster that is rejected needs no test of the network.
+            # For a rejected roster the network need not be checked.
             unreachable={} if rejections else self.find_unreachable(prepare),
             checkpoint_steps=self.find_checkpoints()
             if effect.from_checkpoint and not rejections
@@ -93,14 +93,14 @@ class OwnJobs:
         self._is_anothers = member.launcher_job not in ("", member.spec.job)
 
     def completed(self) -> None:
-        """Note that the process has trained the job to its end."""
+        """Record that the process has trained the job to its end."""
         _completed.add(self._key)
 
     def ending(self, error: ShoalError, *, admitted: bool) -> MembershipEnding:
         """Ending that is reported to the launcher for this error.
 
-        A member that finds its job finished was not needed, which is no failure. But if the script
-        has several jobs, it is: this one must not be skipped without notice.
+        A member that finds its job finished was not needed: usually no failure. If the script has
+        several jobs, it is a failure, so that no job is skipped unnoticed.
         """
         ending = MembershipEnding.of(error)
         several = self._is_anothers or self._key in _completed

@@ -17,7 +17,7 @@ _UNANSWERED_EVENTS = {
 
 
 class MemberCalls:
-    """Makes and repeats calls, and logs an outage in two lines: its begin and its end."""
+    """Makes and repeats calls. Logs one line at the beginning of an outage, and one at its end."""
 
     def __init__(self, member_id: str) -> None:
         self._member_id = member_id
@@ -51,7 +51,7 @@ class MemberCalls:
         return self.new(request, ev.Persistence.UNTIL_ANSWERED, within_s, now_s, give_up_s)
 
     def joins(self, now_s: float, within_s: float) -> None:
-        """Note that the member waits for admission, for at most `within_s`."""
+        """Record that the member waits for admission, for at most `within_s`."""
         self._joined_s, self._joins_within_s = now_s, within_s
 
     def not_admitted(self, error: ShoalError | None, now_s: float) -> list[ev.Effect]:

@@ -136,7 +136,7 @@ class MemberCore:
                 effects = self._pause(event, now_s)
             case ev.DrainWanted():
                 self.leaving.ask(event.reason)
-                # A wish before admission is sent on admission.
+                # Before admission no request can be sent: it is sent on admission.
                 effects = [self._drain_call(event.reason, now_s)] if self.admitted else []
             case ev.LeaveWanted():
                 effects = self._leave(event, now_s)
@@ -372,9 +372,9 @@ class MemberCore:
     # --- the end ---
 
     def _outlasts(self, error: ShoalError, now_s: float) -> bool:
-        """True if the membership outlasts the error: the coordinator is away, or cannot continue
-        this job for now. A trainer trains on meanwhile. An admitted member waits for some time for
-        a certificate that is accepted."""
+        """True if the membership continues after the error: no coordinator answers, or it cannot
+        continue this job for now. The trainer trains on meanwhile. After a refused certificate an
+        admitted member waits for a renewed one, for a limited time."""
         if isinstance(error, CertificateRefused) and self.admitted:
             return self._certificate.goes_on(now_s)
         quarantined = isinstance(error, JobQuarantined) and self.track.generation > 0
@@ -389,18 +389,18 @@ class MemberCore:
         if isinstance(error, CertificateRefused) and self._certificate.is_on:
             error = self._certificate.final_error(error)
         self.failure = error
-        effects = self._tell_ending(error)
+        effects = self._report_ending(error)
         if self.track.generation:
             effects.append(ev.BreakGeneration(generation=self.track.generation, reason=str(error)))
         return effects
 
-    def _tell_ending(self, error: ShoalError) -> Effects:
+    def _report_ending(self, error: ShoalError) -> Effects:
         """Report an ending to the launcher, unless the member leaves by its own decision."""
         return [] if self.leaving.has_begun else [ev.ReportEnding(error=error)]
 
     def _take_drain(self, reason: str, *, now: bool, unreplaced: bool = False) -> Effects:
-        """Note a notice to leave. `now`: no other member needs this one any more. `unreplaced`: no
-        generation follows without it."""
+        """Handle a notice to leave. `now`: no other member needs this one any more. `unreplaced`:
+        no generation follows without this member."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # The notice comes twice: when the coordinator accepts, and when the others go on.
         is_detail = self.leaving.is_noticed
@@ -414,7 +414,7 @@ class MemberCore:
             # Not through `_fail`: the step in progress is to be completed.
             end = drained(self.identity, self.leaving.reason)
             self.failure = self.failure or end
-            effects += self._tell_ending(end)
+            effects += self._report_ending(end)
         return effects
 
     def _log(self, event: str, *, is_warning: bool = False, **fields: object) -> ev.LogMessage:
@@ -509,8 +509,8 @@ class MemberCore:
     def next_generation(
         self, above: int, since_s: float, now_s: float, limit_s: float | None = None
     ) -> ev.BringUpGeneration | ev.WaitUntil | ev.RaiseError:
-        """The next committed record with a number above `above` that includes this member. Without
-        `limit_s` the job's join limit applies, which stops as `HeldClock` says.
+        """The next committed record with a number above `above` that includes this member. By
+        default the wait is limited by the job's join limit, on the clock of `HeldClock`.
         """
         if self.failure is not None:
             return ev.RaiseError(error=self.failure)
@@ -530,7 +530,7 @@ class MemberCore:
     def others_done(
         self, generation: int, give_up_s: float, away_limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
-        """Decide if this member, which has done its work, is still needed: see HeldClock."""
+        """Decide if this member, which has done its work, is still needed. See `HeldClock`."""
         is_over = self.is_over(generation) or self.track.is_closing
         return self.clock.work_done(give_up_s, away_limit_s, now_s, is_over=is_over)
 

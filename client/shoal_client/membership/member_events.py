@@ -368,7 +368,7 @@ class WaitUntil:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOver:
-    """Answer: whether the generation is over."""
+    """Result of a wait: `over` is True if the generation is over."""
 
     over: bool
 

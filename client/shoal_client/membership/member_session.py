@@ -69,7 +69,7 @@ class MemberSession:
         self._changed = threading.Condition(self._lock)
         self._core = MemberCore(member.identity, wait_s())
         """Changed under the condition's lock only; single values are read without it."""
-        self._threads = SessionThreads(lambda error: self._do(ev.ThreadFailed(error=error)))
+        self._threads = SessionThreads(lambda error: self._submit(ev.ThreadFailed(error=error)))
         self._joining = tracing.OngoingSpan("Join")
         """Span of joining, up to the first generation."""
         self._stream = HeldStream(self._threads.closing, self._joining)
@@ -79,7 +79,7 @@ class MemberSession:
             shared = HostFiles(directory, self._threads.closing, LOCK_WAIT_S)
         self._rosters = Rosters(self._fetched_roster, shared)
         self._status = TrainerStatus()
-        # A signal handler may put into it: a SimpleQueue is safe for that.
+        # A SimpleQueue: its `put` may be called in a signal handler.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     # --- joining ---
@@ -94,7 +94,7 @@ class MemberSession:
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
         # This thread holds one stream after another, until the membership ends.
-        self._threads.start("shoal-member", lambda: self._do(ev.JoinWanted(within_s=timeout_s)))
+        self._threads.start("shoal-member", lambda: self._submit(ev.JoinWanted(within_s=timeout_s)))
         self._threads.start("shoal-drain", self._ask_for_drain)
         with self._changed:
             self._changed.wait_for(
@@ -143,7 +143,7 @@ class MemberSession:
             optional_fields=optional_fields,
             listings=listings,
         )
-        self._do(ev.ProposalMade(proposal=proposal))
+        self._submit(ev.ProposalMade(proposal=proposal))
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
         """Wait for the next committed record with a number above `above` that includes this member.
@@ -160,7 +160,7 @@ class MemberSession:
     def ready(self, record: pb.GenerationRecord) -> None:
         """Report that the first collective of the generation passed, at the step set by
         `progress`."""
-        self._do(ev.GenerationBroughtUp(record=record))
+        self._submit(ev.GenerationBroughtUp(record=record))
         self._joining.end()
 
     def give_up_at(self, time_s: float) -> None:
@@ -225,11 +225,11 @@ class MemberSession:
         it. If no coordinator can be reached, the pause is reported later: until then no limit of
         the other members runs either.
         """
-        self._do(ev.PauseBegun(reason=reason, limit_s=limit_s))
+        self._submit(ev.PauseBegun(reason=reason, limit_s=limit_s))
 
     def resume(self) -> None:
         """End the pause."""
-        self._do(ev.PauseEnded())
+        self._submit(ev.PauseEnded())
 
     def is_broken(self, generation: int) -> bool:
         """True if the generation is over, by a loss or an aborted bring-up. Cheap to call."""
@@ -250,7 +250,8 @@ class MemberSession:
         return self._core.track.successor
 
     def wait_over(self, generation: int, timeout_s: float) -> bool:
-        """Wait until a generation is broken or has a successor, or the membership ended."""
+        """Wait until a generation is broken or has a successor, or the membership ended. False
+        after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._core.is_over(generation), timeout_s)
 
@@ -259,18 +260,18 @@ class MemberSession:
         member. For a failed bring-up: `own` if the failure was this member's own, and `state_lost`
         if the members together hold no complete state, and there is no checkpoint.
         """
-        self._do(ev.CollectiveFailed(error=error, own=own, state_lost=state_lost))
+        self._submit(ev.CollectiveFailed(error=error, own=own, state_lost=state_lost))
 
     def settle(self, step: int, *, has_state: bool, enough_for_call: int = 0) -> None:
         """Report, after a break, that the trainer has stopped with `step` optimizer steps in its
         state.
 
-        `enough_for_call`: number of participants that suffice to repeat the call between two steps
-        that the trainer is in; no other member takes part before that. Raises JobFinished if others
+        `enough_for_call`: if the trainer is in a shared call, the number of its participants that
+        suffice to repeat it; no other member joins before that. Raises JobFinished if others
         completed the job meanwhile, Fenced if this member was lost.
         """
         event = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough_for_call)
-        self._do(event)
+        self._submit(event)
 
     # --- leaving ---
 
@@ -279,7 +280,7 @@ class MemberSession:
 
         Raises the coordinator's refusal, or a RetryError at `give_up_at`.
         """
-        self._do(ev.WorkDone(reason=reason, finished=finished, closes=closes))
+        self._submit(ev.WorkDone(reason=reason, finished=finished, closes=closes))
 
     def await_others_done(self, generation: int, timeout_s: float, *, away_limit_s: float) -> bool:
         """Wait, with the work done, until the job completes or continues in another generation.
@@ -319,14 +320,14 @@ class MemberSession:
         """
         if completed:
             self._own_jobs.completed()
-        self._do(ev.LeaveWanted(completed=completed, reason=reason, timeout_s=timeout_s))
+        self._submit(ev.LeaveWanted(completed=completed, reason=reason, timeout_s=timeout_s))
         self.close()
         return self._core.leaving.is_acknowledged
 
     def failed(self, error: ShoalError) -> None:
-        """Note an error that ends the trainer and is not the membership's own. The launcher is
-        notified if another process of the script would surely fail the same way (refused), or may
-        succeed (passing).
+        """Handle an error that ends the trainer, but not the membership. The launcher is notified
+        if another process of the script would surely fail the same way (refused), or may succeed
+        (passing).
         """
         ending = MembershipEnding.of(error)
         if self._slot is not None and ending in (
@@ -341,7 +342,7 @@ class MemberSession:
         self._drain_wishes.put(None)
         if self._slot is not None:
             self._slot.withdraw()
-        self._do(ev.SessionClosed())
+        self._submit(ev.SessionClosed())
         self._threads.join(within_s=CLOSE_WITHIN_S)
         self._joining.end()
         # A call to a coordinator that hangs ends with its connection.
@@ -412,10 +413,9 @@ class MemberSession:
     def _decided(
         self, decide: Callable[[float], Decision | ev.WaitUntil | ev.RaiseError]
     ) -> Decision:
-        """Ask for a decision after each event, and when a wait's time is over, until there is
-        one."""
-        # The lock, not the condition: each step asks, and `Condition.__enter__` is a Python
-        # function.
+        """Ask for a decision until there is one: after each event, and at the end of a wait."""
+        # Use the lock, not the condition: each step calls this, and `Condition.__enter__` is a
+        # Python function.
         with self._lock:
             while True:
                 now_s = time.monotonic()
@@ -432,7 +432,7 @@ class MemberSession:
                 left_s = min(decision.until_s, give_up_s) - now_s
                 self._changed.wait(min(max(left_s, 0.0), threading.TIMEOUT_MAX))
 
-    def _do(self, event: ev.Event) -> None:
+    def _submit(self, event: ev.Event) -> None:
         """Submit an event, and carry out its effects on this thread. Raises the error of a
         `RaiseError`."""
         due = deque(self._step(event))
@@ -471,7 +471,7 @@ class MemberSession:
                 write = getattr(log, "warning" if effect.is_warning else level)
                 write(effect.event, **effect.fields)
             case _:
-                self._tell_launcher(effect)
+                self._notify_launcher(effect)
         return None
 
     def _call(self, call: ev.CallLeader) -> ev.Event:
@@ -483,7 +483,7 @@ class MemberSession:
         with self._joining.within():
             return calls.made(self._coordinators, call, lambda: core.closed or core.is_idle(call))
 
-    def _tell_launcher(self, effect: ev.ClaimBeats | ev.UnclaimBeats | ev.ReportEnding) -> None:
+    def _notify_launcher(self, effect: ev.ClaimBeats | ev.UnclaimBeats | ev.ReportEnding) -> None:
         if self._slot is None:
             return
         match effect:
@@ -504,7 +504,7 @@ class MemberSession:
         if self._threads.closing.wait(opening.after_s):
             return None
         error = self._stream.hold(
-            self._coordinators, opening.request, lambda notice: self._do(self._received(notice))
+            self._coordinators, opening.request, lambda notice: self._submit(self._received(notice))
         )
         return ev.StreamEnded(error=error, chance=chance())
 
@@ -536,11 +536,11 @@ class MemberSession:
                 loads=status.loads,
             )
             try:
-                self._do(due)
+                self._submit(due)
             except ShoalError:
                 return
 
     def _ask_for_drain(self) -> None:
         """Send each wish to leave to the coordinator."""
         while (reason := self._drain_wishes.get()) is not None:
-            self._do(ev.DrainWanted(reason=reason))
+            self._submit(ev.DrainWanted(reason=reason))

@@ -1,4 +1,4 @@
-"""Rosters that a notice leaves out, found by their digests.
+"""Rosters that notices leave out, and name by their digests.
 
 A member keeps the newest rosters that it was sent. It takes others from the files that the members
 of its host share, or fetches them from the coordinator.

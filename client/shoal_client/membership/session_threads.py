@@ -24,8 +24,8 @@ FIRST_ANSWER_S = 1.0
 
 
 class HeldStream:
-    """A member's streams of notices, one after another. One thread holds them; any may cancel
-    them."""
+    """A member's streams of notices, one after another. One thread holds them; any thread may
+    cancel them."""
 
     def __init__(self, closing: threading.Event, joining: tracing.OngoingSpan) -> None:
         """`closing`: set before the last `cancel`; no stream is held from then on. `joining`: the

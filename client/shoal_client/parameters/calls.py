@@ -48,7 +48,7 @@ class ParameterCalls:
         self._bulk = BulkTransport(address, self._stub.OpenBulk, token, transport=transport)
 
     def connect(self, largest_bytes: int, num_parts: int) -> None:
-        """Connect ahead of calls with so many parts of at most so many bytes. Raises
+        """Connect ahead of calls with `num_parts` parts of at most `largest_bytes` each. Raises
         grpc.RpcError."""
         if self._bulk.connection(largest_bytes, num_parts, CONNECT_AHEAD_S) is None:
             # A cheap call, which makes gRPC connect.
@@ -63,7 +63,7 @@ class ParameterCalls:
     def pull(
         self, request: PullRequest, parts: Sequence[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | pieces.OnlyPiece]:
-        """Pull shards. `parts`: the shards of the request, in its order, without data."""
+        """Pull shards. `parts`: the requested shards, in the request's order, without data."""
         connection = self._connection(parts, timeout_s)
         if connection is not None:
             return connection.pull(request, parts, timeout_s)

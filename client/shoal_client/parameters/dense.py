@@ -1,4 +1,4 @@
-"""A job's parameters on its parameter servers: create, pull and push, from an ordinary thread.
+"""A job's parameters on its parameter servers: create, pull and push, without asyncio.
 
 Values and gradients are the caller's own buffers, one a parameter. This module finds the server of
 each part, and repeats calls while a server is unavailable.
@@ -61,8 +61,8 @@ class PushResult:
     duplicates: int = 0
     """Number of shards that answered a retry of a push that they had applied before."""
     stale: dict[int, StalePush] = field(default_factory=dict)
-    """Reasons, by shard, of shards that refused their part as too stale: pull, compute the gradient
-    again, and push it to these shards only. The others have applied theirs."""
+    """Errors by shard, of shards that refused their part as too stale: pull, compute the gradient
+    again, and push it to these shards only. The others have applied their parts."""
 
     @property
     def staleness_max(self) -> int:
@@ -74,7 +74,7 @@ class PushResult:
 
 
 class ParameterClient:
-    """One member's view of its job's parameters. For one thread at a time, but for `close`.
+    """One member's view of its job's parameters. For one thread at a time, except `close`.
 
     Every call is bounded by `timeout_s`, retries included. Only failures that may pass are retried,
     and a retry never applies a gradient twice. Raises RetryError when the time is over, Fenced if
@@ -94,13 +94,13 @@ class ParameterClient:
         self._acknowledgement = acknowledgement
         self._token = token
         self._timeout_s = timeout_s
-        way = transport_of(transport)
+        chosen = transport_of(transport)
         self._job = JobShards(
             coordinators,
             token,
             timeout_s,
             stub_of=lambda address, channel: ParameterCalls(
-                address, channel, self._job.token, transport=way
+                address, channel, self._job.token, transport=chosen
             ),
             close_stub=ParameterCalls.close,
             adopt=self._adopt,
@@ -115,7 +115,7 @@ class ParameterClient:
     def place(
         self, parameters: Sequence[ParameterSpec], tables: Sequence[TableSpec] = ()
     ) -> ShardMap:
-        """The job's shard map, made now if this is the first call for the job.
+        """Return the job's shard map; make it if this is the first call for the job.
 
         `tables` get shards too, which are not in the returned map: see
         `shoal_client.parameters.tables`. Raises ProposalConflict or ShapeMismatch, naming the
@@ -147,17 +147,16 @@ class ParameterClient:
         self._until_done(attempt)
         return len(created)
 
-    def _part(self, shard: Shard, behind_each_other: Sequence[Buffers]) -> GradientPart:
-        """A shard's bytes from each of these buffers, one after the other, as if the shard were
-        longer."""
+    def _part(self, shard: Shard, sources: Sequence[Buffers]) -> GradientPart:
+        """Part of a call with the shard's bytes from each of `sources`, one after the other."""
         blocks = self._blocks[shard.shard_id]
 
         def pieces_of(piece_bytes: int) -> Pieces:
-            for i, buffers in enumerate(behind_each_other):
+            for i, buffers in enumerate(sources):
                 for offset_bytes, memory in blocks.gather(buffers, piece_bytes):
                     yield i * blocks.num_bytes + offset_bytes, memory
 
-        num_bytes = max(len(behind_each_other), 1) * blocks.num_bytes
+        num_bytes = max(len(sources), 1) * blocks.num_bytes
         return GradientPart(shard.shard_id, num_bytes, pieces_of)
 
     def pull(self, into: Buffers, *, wait_s: float | None = None) -> None:

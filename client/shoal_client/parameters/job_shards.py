@@ -46,7 +46,7 @@ class JobShards(Generic[Stub]):
         self._log = LogLimit(log)
 
     def token(self) -> Token:
-        """The caller's token, for a call to a server, with the run of the known shard map."""
+        """The caller's token for a call to a server. It names the run of the known shard map."""
         token = self._token()
         if self._map is None or not self._map.run:
             return token
@@ -56,8 +56,8 @@ class JobShards(Generic[Stub]):
         return named
 
     def place(self, request: PlaceRequest) -> ShardMap:
-        """The job's shard map, made now if this is the first call for the job."""
-        return self._take(
+        """Return the job's shard map; make it if this is the first call for the job."""
+        return self._accept_map(
             self._coordinators.call(
                 lambda channel: ShardsStub(channel).Place, request, timeout_s=self._timeout_s
             )
@@ -67,13 +67,13 @@ class JobShards(Generic[Stub]):
         """Fetch the newest shard map; waits up to `wait_s` until there is one."""
         request = GetMapRequest(token=self._token(), wait_s=wait_s)
         limit_s = self._timeout_s + wait_s if timeout_s is None else timeout_s
-        return self._take(
+        return self._accept_map(
             self._coordinators.call(
                 lambda channel: ShardsStub(channel).GetMap, request, timeout_s=limit_s
             )
         )
 
-    def _take(self, received: ShardMap) -> ShardMap:
+    def _accept_map(self, received: ShardMap) -> ShardMap:
         known = self._map.run if self._map is not None else ""
         if known and received.run and known != received.run:
             raise Fenced(

@@ -11,12 +11,13 @@ class SeenVersions:
         self._seen: dict[int, tuple[int, int]] = {}
 
     def note(self, shard_id: int, epoch: int, version: int) -> None:
-        """Note a version that a server reported, in that epoch. One thread at a time for each
+        """Record a version that a server reported in this epoch. One thread at a time for each
         shard."""
         self._seen[shard_id] = max(self._seen.get(shard_id, (0, 0)), (epoch, version))
 
     def explained(self, lost: StateLost, what: str = "") -> StateLost:
-        """The error, with the newest version seen of its shard. `what` replaces the error's own."""
+        """The error, with the newest version seen of its shard. `what` replaces the error's `what`,
+        unless it is empty."""
         _, version = self._seen.get(int(lost.details.get("shard", -1)), (0, 0))
         seen_version = f"version {version}" if version else "no version of it"
         return StateLost(

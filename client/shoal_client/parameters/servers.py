@@ -66,21 +66,21 @@ class ShardServers(Generic[Stub]):
         self._close_stub = close_stub
         self._timeout_s = timeout_s
         self.lost_wait_s = 0.0
-        """Time, from a call's begin, for which it waits for servers that are gone with their
+        """Time for which a call waits, from its beginning, for servers that are gone with their
         shards, both before and after the shards are declared lost."""
         self._closed = threading.Event()
         self._log = LogLimit(log)
         self._lock = threading.Lock()
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
-        self._made_of: dict[str, TlsMaterial | None] = {}
+        self._certificates: dict[str, TlsMaterial | None] = {}
         """Certificate of the channel to each address."""
-        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._stub_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         """Lock for each address: a stub is for one thread at a time."""
         self._ahead: dict[str, Future[None]] = {}
         """Connections that are being opened ahead of a first call, by address."""
-        self._was_let_in = False
-        """True once a server has answered: from then on, calls wait for a refused certificate to be
-        renewed."""
+        self._has_connected = False
+        """True once a server has answered: from then on, calls wait for the renewal of a refused
+        certificate."""
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
 
     def run(
@@ -95,12 +95,11 @@ class ShardServers(Generic[Stub]):
         rounds beyond the first.
 
         Failures that may pass are retried until `timeout_s` has passed, with a newer map if the old
-        one may be at fault. Longer waits: for space on a full disk without limit; for a renewed
-        certificate, once a server has answered, for SHOAL_CERTIFICATE_WAIT_S; for shards without
-        values until `ready_by_s` of the monotonic clock; for lost shards for `lost_wait_s`. A
-        refusal that names a shard's new primary is followed at once, and the map is updated. Raises
-        the error that ended the attempts, and InvalidSpec in a process that was forked from the one
-        with these connections.
+        one may be at fault. Other limits apply to waits for space on a full disk (no limit), for a
+        renewed certificate once a server has answered (SHOAL_CERTIFICATE_WAIT_S), for shards
+        without values (until `ready_by_s` of the monotonic clock) and for lost shards
+        (`lost_wait_s`). A refusal that names a shard's new primary is followed at once, and the map
+        is updated. Raises the error that ended the attempts, and InvalidSpec in a forked process.
         """
         self._check_process()
         give_up_s = time.monotonic() + self._timeout_s
@@ -116,15 +115,15 @@ class ShardServers(Generic[Stub]):
         certificate = CertificateWait(wait_s())
         while True:
             held = [shard for shard in shard_map().shards if shard.shard_id in todo]
-            errors, redirects = self._at_each(attempt, held, todo, give_up_s - time.monotonic())
+            errors, redirects = self._attempt_all(attempt, held, todo, give_up_s - time.monotonic())
             retries += redirects
-            # A connection that broke after the last shard did no harm.
+            # A connection that broke after its last shard was done does not matter.
             if not todo and all(isinstance(error, RetryError) for error in errors):
                 return retries
             worst = worst_of(errors) if errors else _incomplete(todo)
-            give_up_s = self._later(give_up_s, errors, reason, lost_by_s)
+            give_up_s = self._extended_s(give_up_s, errors, reason, lost_by_s)
             is_waited_for = False
-            if isinstance(worst, CertificateRefused) and self._was_let_in:
+            if isinstance(worst, CertificateRefused) and self._has_connected:
                 is_waited_for = certificate.goes_on(time.monotonic())
                 if not is_waited_for:
                     worst = certificate.final_error(worst)
@@ -138,11 +137,11 @@ class ShardServers(Generic[Stub]):
             )
             if not isinstance(worst, DeadlineExceeded):
                 reason = worst
-            may_end_well = (
+            can_succeed = (
                 isinstance(worst, RetryError) or is_waited_for or _comes_back(worst, lost_by_s)
             )
-            if not may_end_well or out_of_time or self._closed.is_set():
-                # The error before: that the last attempt ran out of time explains nothing.
+            if not can_succeed or out_of_time or self._closed.is_set():
+                # Raise the error before a timeout: the timeout explains nothing.
                 raise reason or worst
             retries += 1
             self._log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
@@ -153,7 +152,7 @@ class ShardServers(Generic[Stub]):
 
     def _check_process(self) -> None:
         """Raise InvalidSpec in a forked process. It shares sockets, memory and push numbers with
-        its parent: answers would be mistaken for each other's, and locks held at the fork are never
+        its parent: each would read the other's answers, and locks held at the fork are never
         released."""
         if os.getpid() != self._process:
             raise InvalidSpec(
@@ -163,20 +162,20 @@ class ShardServers(Generic[Stub]):
                 fix="Let this process open its own client, or start it by spawn or forkserver.",
             )
 
-    def _later(
+    def _extended_s(
         self,
         give_up_s: float,
         errors: Sequence[ShoalError],
         before: ShoalError | None,
         lost_by_s: float,
     ) -> float:
-        """Time at which to give up: later if an error allows a longer wait than the call's time.
+        """Time at which to give up: later than `give_up_s` if an error allows a longer wait.
         `before`: the error for which the call waited until now."""
         for error in errors:
             if isinstance(error, DiskFull):
                 # The call succeeds once there is space on the disk.
                 event = "waiting_for_room_on_a_disk"
-            elif isinstance(error, CertificateRefused) and self._was_let_in:
+            elif isinstance(error, CertificateRefused) and self._has_connected:
                 event = "certificate_refused"
             elif _comes_back(error, lost_by_s):
                 event = "waiting_for_lost_shards"
@@ -192,7 +191,7 @@ class ShardServers(Generic[Stub]):
             return time.monotonic() + self._timeout_s
         return give_up_s
 
-    def _at_each(
+    def _attempt_all(
         self, attempt: Attempt[Stub], shards: Sequence[Shard], todo: set[int], timeout_s: float
     ) -> tuple[list[ShoalError], int]:
         """Call each server once, following redirects; return the errors and the number of
@@ -207,22 +206,22 @@ class ShardServers(Generic[Stub]):
             try:
                 if not address:
                     raise _no_address(held, left_s)
-                with self._turn(address):
+                with self._stub_lock(address):
                     # A redirect may lead to a server that another thread is calling.
                     attempt(self._stub(address), held, left_s, todo)
                 note_answer(address)
-                self._was_let_in = True
+                self._has_connected = True
             except grpc.RpcError as rpc_error:
                 error = explained(from_rpc_error(rpc_error, address), address, SERVER_NAME)
                 is_silent = type(error) is Unavailable and not is_explained(rpc_error)
-                return _silent(address, held, error) if is_silent else error
+                return _no_answer(address, held, error) if is_silent else error
             except ShoalError as refusal:
                 return refusal
             except ValueError:
                 # gRPC raises this for a channel that was closed meanwhile.
                 if not self._closed.is_set():
                     raise
-                return _over()
+                return _closed_error()
             return None
 
         def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
@@ -238,14 +237,14 @@ class ShardServers(Generic[Stub]):
                 error = worst_of(errors) if errors else None
             return error
 
-        # The caller's own thread takes one server: with a single one there is no hop.
+        # This thread calls one of the servers: with a single server no other thread is needed.
         try:
             futures = [self._pool.submit(run, address, held) for address, held in others]
         except RuntimeError:
             # The pool raises this once `close` has shut it down.
             if not self._closed.is_set():
                 raise
-            return [_over()], 0
+            return [_closed_error()], 0
         results = [run(*last), *(future.result() for future in futures)]
         return [error for error in results if error is not None], max(redirects, default=0)
 
@@ -259,13 +258,13 @@ class ShardServers(Generic[Stub]):
 
     def _connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
         try:
-            connect(self._made_stub(address))
+            connect(self._stub_for(address))
         except (grpc.RpcError, ShoalError, ValueError) as error:
             log.info("not_connected_ahead", address=address, reason=str(error))
 
-    def _turn(self, address: str) -> threading.Lock:
+    def _stub_lock(self, address: str) -> threading.Lock:
         with self._lock:
-            return self._turns[address]
+            return self._stub_locks[address]
 
     def _stub(self, address: str) -> Stub:
         with self._lock:
@@ -273,19 +272,19 @@ class ShardServers(Generic[Stub]):
         if ahead is not None:
             # A stub is for one thread at a time.
             ahead.result()
-        return self._made_stub(address)
+        return self._stub_for(address)
 
-    def _made_stub(self, address: str) -> Stub:
+    def _stub_for(self, address: str) -> Stub:
         with self._lock:
             if self._closed.is_set():
-                raise _over()
-            # No call uses an outdated stub: the caller has the turn of this address.
-            outdated = self._made_of.get(address) is not (now := material())
+                raise _closed_error()
+            # No call uses an outdated stub: each holds the lock of its address.
+            outdated = self._certificates.get(address) is not (now := material())
             gone = [self._reached.pop(address)] if outdated and address in self._reached else []
             if address not in self._reached:
                 channel = open_channel(address, SERVER_NAME, CHANNEL_OPTIONS)
                 self._reached[address] = channel, self._stub_of(address, channel)
-                self._made_of[address] = now
+                self._certificates[address] = now
             stub = self._reached[address][1]
         self._close(gone)
         return stub
@@ -320,13 +319,13 @@ class ShardServers(Generic[Stub]):
 
 
 def worst_of(errors: Sequence[ShoalError]) -> ShoalError:
-    """The error that decides what follows: first an error that forbids a retry, then one without a
-    redirect. A chosen redirect includes the routes of all the errors."""
+    """The error that decides what follows: preferably one that forbids a retry, then one without a
+    redirect. If it is a redirect, it gets the routes of all the errors."""
     worst = min(
         errors,
         key=lambda error: (
             isinstance(error, RetryError),
-            # Allows a wait, unlike other errors that forbid a retry.
+            # Last among errors that forbid a retry: it allows a wait.
             isinstance(error, StateLost),
             _has_route(error),
         ),
@@ -345,18 +344,18 @@ def _has_route(error: ShoalError) -> bool:
 
 def _redirected(shards: Sequence[Shard], errors: Sequence[ShoalError]) -> bool:
     """Update the shards with the primaries that the errors name. True if each error named a newer
-    one, so that the next attempt need not wait."""
+    primary, so that the next attempt need not wait."""
     by_id = {shard.shard_id: shard for shard in shards}
     redirects = [routes.of(error) if isinstance(error, WrongEpoch) else [] for error in errors]
-    news = [
+    newer_routes = [
         [r for r in found if r.shard_id in by_id and r.epoch > by_id[r.shard_id].epoch]
         for found in redirects
     ]
-    for route in sorted(chain.from_iterable(news), key=lambda route: route.epoch):
+    for route in sorted(chain.from_iterable(newer_routes), key=lambda route: route.epoch):
         shard = by_id[route.shard_id]
         shard.epoch, shard.server_id = route.epoch, route.server_id
         shard.address = route.address
-    return bool(news) and all(news)
+    return bool(newer_routes) and all(newer_routes)
 
 
 def _by_address(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
@@ -374,7 +373,7 @@ def _incomplete(todo: set[int]) -> ShoalError:
 
 
 def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
-    """Error for shards whose server is not registered, and that no other server leads yet."""
+    """Error for shards whose server is not registered, and that have no other primary yet."""
     servers = sorted({shard.server_id for shard in shards})
     return Unavailable(
         f"no server leads shard {shards[0].shard_id}"
@@ -386,8 +385,8 @@ def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
     )
 
 
-def _silent(address: str, shards: Sequence[Shard], error: ShoalError) -> ShoalError:
-    """Error for a registered server that does not answer; it may have ended unnoticed."""
+def _no_answer(address: str, shards: Sequence[Shard], error: ShoalError) -> ShoalError:
+    """Error for a server that does not answer. It is still registered, but may have ended."""
     return Unavailable(
         f"no answer from server {shards[0].server_id} at {address}, which leads"
         f" shard {shards[0].shard_id}"
@@ -405,5 +404,5 @@ def _them(shards: Sequence[Shard]) -> str:
     return "them" if len(shards) > 1 else "it"
 
 
-def _over() -> ShoalError:
+def _closed_error() -> ShoalError:
     return Unavailable("the connection to the parameter servers was closed")

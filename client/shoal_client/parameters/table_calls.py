@@ -40,8 +40,8 @@ MIN_SLOT_BYTES = 16 * 1024
 
 
 def _slot_bytes_for(num_bytes: int) -> int:
-    """Size of a slot for parts of this size, with a reserve: steps differ in their rows of a
-    shard."""
+    """Size of a slot for parts of this size, with a reserve: the number of rows of a shard differs
+    from step to step."""
     return max(num_bytes + num_bytes // 4, MIN_SLOT_BYTES)
 
 

@@ -79,8 +79,8 @@ class TablePushResult:
     duplicates: int = 0
     """Number of shards that answered a retry of a push that they had applied before."""
     stale: dict[Where, StalePush] = field(default_factory=dict)
-    """Reasons, by shard, of shards that applied nothing: they were lost and reset since their rows
-    were looked up, so the gradients are of rows that no longer exist."""
+    """Errors by shard, of shards that applied nothing: they were lost and reset after the lookup,
+    so the rows of these gradients no longer exist."""
 
 
 def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
@@ -92,8 +92,8 @@ def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
 
 
 def packed(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[Piece]]:
-    """Pack pieces, each given with its bytes, into as few messages as possible; at least one,
-    perhaps empty."""
+    """Pack pieces, each given with its size in bytes, into messages of about MESSAGE_BYTES. Yields
+    at least one message, which may be empty."""
     message: list[Piece] = []
     held_bytes = 0
     for piece, num_bytes in pieces:
@@ -118,7 +118,7 @@ def check(reply: FoundRows) -> None:
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Join the parts of one shard's rows. Its version is the oldest of theirs: no row is older."""
+    """Join the parts of one shard's rows. The version is the lowest of theirs: no row is older."""
     if len(parts) == 1:
         return parts[0]
     return Rows(

@@ -1,4 +1,4 @@
-"""A job's tables on its parameter servers: rows looked up and pushed, from an ordinary thread.
+"""A job's tables on its parameter servers: look up and push rows, without asyncio.
 
 Ids, births and values are little-endian bytes, sorted by shard; `route` sorts plain integers. This
 module finds the server of each shard, and repeats calls while a server is unavailable.
@@ -40,7 +40,7 @@ from shoal_proto.v1.tables_pb2 import TablePushHeader, TablePushItem, TableSpec
 
 
 class TableClient:
-    """One member's view of its job's tables. For one thread at a time, but for `close`.
+    """One member's view of its job's tables. For one thread at a time, except `close`.
 
     Every call is bounded by `timeout_s`, retries included; a retry never applies a gradient twice.
     Raises RetryError when the time is over, Fenced if the member was declared lost, RefusedError
@@ -57,13 +57,13 @@ class TableClient:
         transport: str | None = None,
     ) -> None:
         self._acknowledgement = acknowledgement
-        way = transport_of(transport)
+        chosen = transport_of(transport)
         self._job = JobShards(
             coordinators,
             token,
             timeout_s,
             stub_of=lambda address, channel: TableCalls(
-                address, channel, self._job.token, transport=way
+                address, channel, self._job.token, transport=chosen
             ),
             close_stub=TableCalls.close,
             adopt=self._adopt,
@@ -83,7 +83,7 @@ class TableClient:
         return received
 
     def look_up(self, wanted: Mapping[Where, Bytes]) -> dict[Where, Rows]:
-        """The rows of these ids, which are bytes of int64, by shard. Changes nothing."""
+        """Return the rows of the wanted ids (bytes of int64), by shard. Creates no rows."""
         found: dict[Where, Rows] = {}
 
         def attempt(

@@ -64,15 +64,15 @@ class Clock:
 
     def begin(self) -> bool:
         """Return once a step of this member may begin; True if newer values must be pulled first.
-        The present values suffice if all updates that they must include were known to be applied
-        before they were received. Waits while there is no coordinator. Raises DeadlineExceeded with
-        the members waited for, or the error that ended the membership.
+        That is not needed if the updates that the values must include were known to be applied
+        before the last pull. Waits while there is no coordinator. Raises DeadlineExceeded, which
+        names the members waited for, or the error that ended the membership.
         """
         known = self._slowest
         if self._enters or known < self._round - self._bound:
             self._wait(pulled=False)
             return True
-        self._tell()
+        self._report()
         # The coordinator may have moved this member to a newer round.
         return known < self._round - self._bound
 
@@ -101,15 +101,15 @@ class Clock:
         except OUTLASTED as error:
             log.info("clock_not_told", reason=str(error))
 
-    def _tell(self) -> None:
-        """Report the position of this member, which may begin at once."""
+    def _report(self) -> None:
+        """Report the round of this member, which may begin its step at once."""
         if time.monotonic() < self._silent_until_s:
             return
         try:
             reply = self._call(0.0, TELL_WITHIN_S, begins=True)
             self._slowest = max(self._slowest, reply.slowest)
             if reply.clock > self._round:
-                # The others are further. The new round takes effect once this member has reported
+                # The others are ahead. The new round takes effect once this member has reported
                 # it.
                 self._round = reply.clock
                 self._call(0.0, TELL_WITHIN_S, begins=True)
@@ -134,20 +134,20 @@ class Clock:
         )
 
     def _ask(self, wait_s: float, *, pulled: bool) -> tuple[pb.AdvanceReply, float]:
-        """The answer, and the duration of the answered attempt: an outage does not count as a
-        wait."""
+        """Return the answer, and how long the answered attempt took. Time without a coordinator is
+        not counted."""
 
         def ask() -> tuple[pb.AdvanceReply, float]:
-            asked_s = time.monotonic()
+            sent_s = time.monotonic()
             reply = self._call(wait_s, wait_s + ANSWER_WITHIN_S, pulled=pulled)
-            return reply, time.monotonic() - asked_s
+            return reply, time.monotonic() - sent_s
 
         try:
             return self._coordinators.persist(
                 ask, waits_for="the others' clocks", gives_up=self._is_over
             )
         except OUTLASTED as error:
-            # For example the member was asked to leave while no coordinator answers.
+            # For example, the member was asked to leave while no coordinator answered.
             raise self._ended() or error from None
 
     def _is_over(self) -> bool:

@@ -1,4 +1,4 @@
-"""A worker's side of the sample ledger: lease a range, train on it, report it with the next."""
+"""A worker's client of the sample ledger: it leases ranges, and reports completed ranges."""
 
 import threading
 import time
@@ -17,17 +17,17 @@ DEFAULT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLease:
-    """Answer of the coordinator."""
+    """The coordinator's answer to a lease request."""
 
     range: SampleRange | None
     """Range to train on next; it may be shorter than requested. None: nothing now."""
     exhausted: bool
     """True if every sample of every epoch was completed: stop."""
     retry_after_s: float
-    """Time after which to ask again, if there is neither a range nor `exhausted`: others still
-    work."""
+    """Time after which to ask again, if `range` is None and not `exhausted`: other members still
+    train on the rest."""
     reserve_max: int = 0
-    """Maximum number of samples to hold, so that others get their share. 0: any number."""
+    """Maximum number of samples to hold, so that other members get their share. 0: any number."""
     not_held: tuple[SampleRange, ...] = ()
     """Leased ranges that no longer belong to this member: they must not be begun."""
 
@@ -41,7 +41,7 @@ class Reserve:
     step_samples: int
     """Number of samples of one step: ranges are multiples of it, unless an epoch ends."""
     given_back: Sequence[SampleRange] = ()
-    """Leased ranges that were never begun: others may train on them."""
+    """Leased ranges that were never begun: other members may train on them."""
     num_begun: int = 0
     """Number of begun samples among those held or reported."""
     begins_per_s: int = 0
@@ -49,10 +49,10 @@ class Reserve:
 
 
 class SampleClient:
-    """Leases samples of one job for one member. Thread-safe; calls go one after the other.
+    """Leases samples of one job for one member. Thread-safe: calls are made one after the other.
 
-    It remembers leased ranges until they are reported as completed or given back. The first call
-    gives back all ranges that another client of the same process had leased.
+    Leased ranges are held until they are reported as completed or given back. The first call gives
+    back all ranges that another client of the same process had leased.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class SampleClient:
         reserve: Reserve | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SampleLease:
-        """Report `completed` ranges (leased ones, or parts of them) and get at most `num_samples`
-        more. With a reserve, a coordinator's death undoes no report. Retries through a restart or
+        """Report `completed` ranges (leased ranges, or parts) and lease at most `num_samples`
+        more. With a reserve, a coordinator's death loses no report. Retries through a restart or
         failover of the coordinator for `timeout_s`. Raises Fenced if this member was declared lost,
         ProposalConflict if the job has other samples, and the last RetryError when the time is
         over: then the next call first repeats the request.

@@ -1,4 +1,4 @@
-"""Layout of a job's parameters in its shards; gathering and scattering their bytes."""
+"""Layout of a job's parameters in its shards, with copying from and to the caller's buffers."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +15,12 @@ from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 SEND_PIECE_BYTES = 1024 * 1024
 
 Buffers = Mapping[str, memoryview]
-"""Parameter name -> all of its elements as flat bytes (`memoryview.cast("B")`)."""
+"""Elements of each parameter as flat bytes (`memoryview.cast("B")`), by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One block: `num_bytes` at `start` of the shard are those at `offset` of the parameter."""
+    """One block: `num_bytes` from `start` in the shard lie at `offset` in the parameter."""
 
     start: int
     parameter: str

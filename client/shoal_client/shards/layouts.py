@@ -16,8 +16,7 @@ def without_tables(shard_map: ShardMap) -> ShardMap:
 
 def keep_addresses(shard_map: ShardMap, last: ShardMap | None) -> None:
     """Add the last map's addresses to shards without an address. A server whose registration in
-    etcd has expired is listed without an address. It may lead its shards all the same, and then no
-    other server does.
+    etcd has expired is listed without an address. It may still be the primary of its shards.
     """
     if last is None:
         return

@@ -1,1 +1,1 @@
-"""Published weights: publishing a rank's segment, and fetching versions."""
+"""Published weights: clients that publish a rank's segment, and that fetch versions."""

@@ -1,6 +1,6 @@
-"""Layouts of the segments that parameter servers make of a cut: the parts of a version with tables.
+"""Layouts of the segments that parameter servers make from a cut, for a version that has tables.
 
-Tables are tensors whose names nothing else may have: `shoal.tables/TABLE/SHARD/COLUMN`.
+The columns of a table's shard are tensors with reserved names: `shoal.tables/TABLE/SHARD/COLUMN`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +17,10 @@ Numbers = tuple[int, ...]
 
 
 def cut_parts(cut: pb.CutTablesReply, tied: Mapping[str, str]) -> list[pb.CutPart]:
-    """The parts of a cut in the order of its shards, which follow the publisher's own part.
+    """The parts of a cut, in the order of its shards. They follow the publisher's own part.
 
-    `tied`: for each further name of a parameter its first one. Raises MalformedMessage for a block
-    of a parameter that the cut does not name.
+    `tied`: for parameters with several names, the first name by each further name. Raises
+    MalformedMessage if the cut has a block of a parameter that it does not describe.
     """
     specs = {each.name: each for each in cut.parameters}
     names: dict[str, list[str]] = {name: [name] for name in specs}
@@ -49,11 +49,11 @@ def cut_parts(cut: pb.CutTablesReply, tied: Mapping[str, str]) -> list[pb.CutPar
 
 
 def check_names(layout: pb.Layout) -> None:
-    """Raise InvalidSpec for a tensor of a publisher's own with a name that is kept for tables."""
+    """Raise InvalidSpec if a tensor of the publisher has a name that is reserved for tables."""
     for each in layout.tensors:
         if each.name.startswith(TABLES):
             raise InvalidSpec(
-                "names of this kind are kept for embedding tables",
+                "names of this kind are reserved for embedding tables",
                 seen=each.name,
                 expected=f"a name that does not begin with {TABLES}",
             )
@@ -81,11 +81,11 @@ def _add_run(
 
 
 def boxes(shape: Sequence[int], start: int, count: int) -> Iterator[tuple[Numbers, Numbers, int]]:
-    """The rectangular parts that a run of elements of a flattened tensor consists of, in order:
-    offsets, sizes, and the number of the first element.
+    """Split a run of elements of a flattened tensor into rectangular parts. Yields, in order, the
+    offsets and sizes of each part and the number of its first element.
 
-    Few of them: whole rows of the outermost dimension, and the same of a part of the row before
-    these and of the one behind.
+    Whole rows of the outermost dimension are one part. A partial row before or after them is split
+    in the same way.
     """
     if not shape:
         yield (), (), start

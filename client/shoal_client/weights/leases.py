@@ -1,4 +1,4 @@
-"""A reader's heartbeat: its leases, and the version that it serves."""
+"""A reader's reports to the coordinator: its leases, and the version that it serves."""
 
 import threading
 import time
@@ -15,13 +15,13 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 log = structlog.get_logger(__name__)
 
 FIRST_LEASE_S = 30.0
-"""Until the coordinator has said how long a lease lasts."""
+"""Assumed length of a lease until the coordinator has sent it."""
 LEAVING_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledVersion:
-    """Version that a reader installed last."""
+    """The version that a reader installed last, and the cost of fetching it."""
 
     number: int = 0
     digest: bytes = b""
@@ -40,16 +40,16 @@ class ReaderLeases:
         self._series = series
         self._reader = reader
         self.serves_at = serves_at
-        """Address at which this reader serves others as a relay; empty: it is no relay."""
+        """Address at which this reader serves other readers; empty: it is no relay."""
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
-        """Held during a report. Each report has the whole state, so a later one replaces it."""
+        """Lock held during a report. A report has the whole state, so the next one replaces it."""
         self._sequence = time.time_ns() // 1000
-        """Number of the last report; higher than those of earlier processes with this name."""
+        """Number of the last report. It is higher than in earlier processes of this reader."""
         self._leased: Counter[int] = Counter()
         self._gone: set[int] = set()
         self._reported: set[int] = set()
-        """Leases of the last report: the coordinator holds them until the next one."""
+        """Leases in the last report: the coordinator holds them until the next report."""
         self._until_s: dict[int, float] = {}
         self._relays: dict[int, str] = {}
         self._lease_s = FIRST_LEASE_S
@@ -60,7 +60,7 @@ class ReaderLeases:
         self._thread.start()
 
     def take(self, number: int, timeout_s: float) -> None:
-        """Hold a lease on a version, once more if it is held already.
+        """Take a lease on a version. Leases are counted: `release` it as often as it was taken.
 
         Raises VersionGone if it is not kept any more, RetryErrors if no coordinator answers.
         """
@@ -87,7 +87,7 @@ class ReaderLeases:
         self._wake.set()
 
     def relay_of(self, number: int) -> str:
-        """Address of the relay from which to fetch a leased version; empty: from the servers."""
+        """Address of the relay to fetch a leased version from; empty: fetch from the servers."""
         with self._lock:
             return self._relays.get(number, "")
 
@@ -103,8 +103,8 @@ class ReaderLeases:
             )
 
     def report(self, installed: InstalledVersion) -> None:
-        """Tell the coordinator, soon, what was installed. Raises Regressed for an older version
-        than the last."""
+        """Report an installed version to the coordinator, in the background. Raises Regressed if it
+        is older than the last one."""
         with self._lock:
             if installed.number < self.installed.number:
                 raise Regressed(
@@ -118,7 +118,7 @@ class ReaderLeases:
         self._wake.set()
 
     def close(self) -> None:
-        """Tell the coordinator that this reader leaves, if one answers soon."""
+        """End the reports, and report that this reader leaves if a coordinator answers soon."""
         with self._lock:
             self._is_closed = True
         self._wake.set()
@@ -157,9 +157,9 @@ class ReaderLeases:
                 self._gone |= {each for each in reply.gone if each in self._leased}
                 for number in reply.leased:
                     if number in self._leased:
-                        # A lease counts from when it was asked for.
+                        # A lease begins when its request was sent.
                         self._until_s[number] = sent_s + reply.lease_s
-                # A coordinator of an earlier release names none.
+                # A coordinator of an earlier release names no relays.
                 for number, relay in zip(reply.leased, reply.relays, strict=False):
                     if number in self._leased:
                         self._relays[number] = relay

@@ -1,4 +1,4 @@
-"""Publishing: one rank's segment to the servers, and its part to the coordinator."""
+"""Publication of one rank's part: the segment to servers, its description to the coordinator."""
 
 import threading
 import time
@@ -27,17 +27,17 @@ log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 600.0
 OVERLOADED_S = 10.0
-"""Time for which an overloaded publication is retried: readers may end leases meanwhile."""
+"""Time for which a publication is retried while servers have no space: leases may end meanwhile."""
 CALL_S = 10.0
 PART_S = 30.0
-"""A call that hands in a part waits as long for the other ranks, and is then repeated."""
+"""Time for which one call that adds a part waits for the other ranks; then the call is repeated."""
 CUT_S = 90.0
-"""A cut waits for steps in progress, and for servers that copy their shards; see `CutTables`."""
+"""Time limit of a cut, which waits for steps in progress and for servers to copy their shards."""
 MAX_ABANDONED = 64
 
 
 class SeriesPublisher:
-    """Publisher of one rank's parts of a series. One thread at a time, except for `close`."""
+    """Publisher of one rank's parts of a series. For one thread at a time, except `close`."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class SeriesPublisher:
         options: pb.SeriesOptions | None = None,
         may_be_local: bool | None = None,
     ) -> None:
-        """`publisher` gives the identity for each call: the token as it is now, or always the same
-        incarnation. `may_be_local`: False to send segments through TCP on one host, too; None:
-        as SHOAL_TRANSPORT says."""
+        """`publisher`: returns the publisher's identity for each call, which is a member's current
+        token, or a script's incarnation. `may_be_local`: False to use TCP to servers on this host
+        too; None: as SHOAL_TRANSPORT says."""
         self._series = series
         self._publisher = publisher
         self._rank = rank
@@ -62,14 +62,14 @@ class SeriesPublisher:
         self._stores = WeightStores(series, may_be_local=may_be_local)
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        """Held while the series is begun: a script's lease is renewed beside its publications."""
+        """Lock held during `Begin`: a script's lease is renewed on another thread."""
         self._epoch = 0
         self._lease_s = 0.0
         self._abandoned: list[int] = []
         self._renewing: threading.Thread | None = None
 
     def begin(self, timeout_s: float = TIMEOUT_S) -> pb.BeginPublicationReply:
-        """Announce a publication: epoch, newest version, and servers for this rank's segment.
+        """Announce a publication; return epoch, newest version and servers for the rank's segment.
 
         Raises StaleEpoch, SeriesHeld, Overloaded, or Unavailable once the time is over.
         """
@@ -98,19 +98,19 @@ class SeriesPublisher:
         on_replicated: Callable[[], None] = lambda: None,
         timeout_s: float = TIMEOUT_S,
     ) -> pb.VersionRecord:
-        """Publish this rank's part; the version, once all ranks' parts are committed.
+        """Publish this rank's part. Returns the version once the parts of all ranks are committed.
 
-        `layout`: this rank's tensors and slices. `publication`: the same on all ranks, rises from
-        one to the next. `on_replicated` is called once, when every server that is to hold the
+        `layout`: this rank's tensors and slices. `publication`: a number, the same on all ranks,
+        that rises with each publication. `on_replicated`: called once, when every holder of the
         segment has it.
 
-        With `tied`, from a single rank, the version also has what the job's parameter servers hold,
-        as of one cut: parameters and rows of tables. For each further name of a parameter it has
-        the first one.
+        `tied`, given by a single rank: the version also has the parameters and the rows of tables
+        on the job's parameter servers, as of one cut. It maps each further name of a parameter to
+        the parameter's first name.
 
         Raises StaleEpoch if another publisher has replaced this one, PublicationAbandoned if the
-        version will never be, Overloaded or NoServers if there is no room for it, and other
-        RetryErrors once `timeout_s` has passed: then it is not known whether it becomes a version.
+        publication was abandoned, Overloaded or NoServers if no server has space for it, and other
+        RetryErrors once `timeout_s` has passed: the version may or may not be committed then.
         """
         give_up_s = time.monotonic() + timeout_s
         back_off, is_replicated, full_since_s = BackOff(), False, float("inf")
@@ -128,9 +128,9 @@ class SeriesPublisher:
             try:
                 begun = self.begin(give_up_s - time.monotonic())
                 part.epoch = begun.epoch
-                part.segment.CopyFrom(self._put(begun, publication, segment, give_up_s))
+                part.segment.CopyFrom(self._send_segment(begun, publication, segment, give_up_s))
                 if tied is not None and not part.cut_parts:
-                    # Once: a part that is handed in again is to be the same one.
+                    # Add the cut once: a part that is sent again must be the same.
                     self._add_cut(part, tied, give_up_s)
                 if not is_replicated:
                     is_replicated = True
@@ -154,7 +154,7 @@ class SeriesPublisher:
                     raise
 
     def close(self) -> None:
-        """End; a call under way fails. A plain script lets the series go."""
+        """Close every connection; a call in progress fails. A script's lease on the series ends."""
         self._closing.set()
         if self._renewing is not None:
             self._renewing.join()
@@ -179,15 +179,15 @@ class SeriesPublisher:
             gives_up=self._closing.is_set,
         )
 
-    def _put(
+    def _send_segment(
         self,
         begun: pb.BeginPublicationReply,
         publication: int,
         segment: Segment,
         give_up_s: float,
     ) -> pb.Segment:
-        """The segment, held by every server that it was to go to. Raises what a server raises, or
-        Unavailable if one did not get it."""
+        """Send the segment to its servers; return its description with its holders. Raises the
+        error of a server, or Unavailable if a server did not get it."""
         if not begun.servers:
             raise Unavailable(
                 f"no parameter server can hold a segment of series {self._series}",
@@ -210,7 +210,7 @@ class SeriesPublisher:
             raise Unavailable(
                 f"not every server has the segment of series {self._series}",
                 seen=f"{', '.join(reply.holders)}, not {', '.join(sorted(lacking))}",
-                expected="all to which it was to go",
+                expected="all servers that are to hold it",
             )
         self._abandoned.clear()
         described.holders.extend(reply.holders)
@@ -252,7 +252,7 @@ class SeriesPublisher:
     def _persist(
         self, call: Callable[[], pb.BeginPublicationReply], give_up_s: float
     ) -> pb.BeginPublicationReply:
-        """Call while no coordinator answers. One that answers Overloaded has answered."""
+        """Repeat the call until a coordinator answers. Overloaded is an answer, and raised."""
 
         def attempt() -> pb.BeginPublicationReply | Overloaded:
             try:
@@ -272,7 +272,7 @@ class SeriesPublisher:
     # --- the lease of a plain script ---
 
     def _renew(self) -> None:
-        """Keep the lease until the publisher is closed or replaced."""
+        """Renew the lease until the publisher is closed or replaced."""
         while not self._closing.wait(self._lease_s / 3):
             try:
                 with self._lock:

@@ -1,4 +1,4 @@
-"""Reading: the versions of a series, leases on them, and their segments."""
+"""A reader of a series: it watches versions, holds leases on them, and fetches their segments."""
 
 import threading
 import time
@@ -36,20 +36,20 @@ log = structlog.get_logger(__name__)
 TIMEOUT_S = 600.0
 CALL_S = 10.0
 AT_ONCE = 4
-"""Segments that are fetched at the same time."""
+"""Number of segments that are fetched at the same time."""
 
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
-"""Wanted parts by index of the segment, as (first byte, byte after the last)."""
+"""Wanted ranges of bytes by index of the segment, as (first byte, byte after the last)."""
 
 
 ApplyDifference = Callable[[memoryview, memoryview, memoryview], None]
-"""Writes the target of a base and a difference into a third memory: `shoal_difference.codec.apply`
-for processes that have numpy. Raises MalformedMessage."""
+"""Function of (base, difference, target) that computes the target from the other two and writes it:
+`shoal_difference.codec.apply`, which needs numpy. Raises MalformedMessage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A version that this process has in staged memory, or some segments of it."""
+    """A version of which this process has some or all segments in memory."""
 
     record: pb.VersionRecord
     segments: Mapping[int, Segment]
@@ -58,21 +58,21 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A segment to fetch, and the chunks of it."""
+    """A segment to fetch, or some of its chunks."""
 
     index: int
     chunks: Sequence[range]
     new_writer: Callable[[int], SegmentWriter]
-    """Gives the memory that it arrives in."""
+    """Allocates the memory for the segment, given its size in bytes."""
 
     @property
     def may_be_reused(self) -> bool:
-        """True if that memory may be that of a later fetch, too."""
+        """True if a later fetch may reuse the memory."""
         return self.new_writer is not SegmentWriter
 
 
 class SeriesReader:
-    """Reader of a series. Thread-safe; it waits while there is no coordinator."""
+    """Reader of a series. Thread-safe. Calls wait while there is no coordinator."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class SeriesReader:
         apply_difference: ApplyDifference | None = None,
         relay_at: str | None = None,
     ) -> None:
-        """`reader` names it in `shoal status`. `may_be_local`: False to fetch through TCP on one
-        host, too; None: as SHOAL_TRANSPORT says. `apply_difference`: None to fetch whole segments
-        alone. `relay_at`: the address of this machine at which other relays fetch from this reader
-        what it has fetched, as it does from them; None: it is no relay."""
+        """`reader`: name of the reader in `shoal status`. `may_be_local`: False to use TCP to
+        servers on this host too; None: as SHOAL_TRANSPORT says. `apply_difference`: None to fetch
+        only whole segments. `relay_at`: address of this machine at which the reader, as a relay,
+        serves fetched segments to other relays; None: it is no relay."""
         self.series = series
         self._coordinators = Coordinators(coordinators)
         self._reports = Coordinators(coordinators)
@@ -95,7 +95,7 @@ class SeriesReader:
         self._stores = WeightStores(series, may_be_local=may_be_local)
         self._relay = None if relay_at is None else Relay(series, relay_at)
         self._fetching = threading.Lock()
-        """Held while a relay fetches a version: one at a time."""
+        """Lock held while a relay fetches a version: it fetches one version at a time."""
         self._watch = SeriesWatch(self._coordinators, series)
         serves_at = "" if self._relay is None else self._relay.address
         self._leases = ReaderLeases(self._reports, series, reader, serves_at)
@@ -103,29 +103,29 @@ class SeriesReader:
         self._memory = ReusedMemory()
         self._layouts: dict[bytes, pb.Layout] = {}
         self.fetched_bytes = 0
-        """Bytes that came over a network, or through a socket; not those that were mapped."""
+        """Number of bytes that arrived through sockets. Mapped memory is not counted."""
         self.relayed_bytes = 0
-        """Bytes of these that came from relays."""
+        """Number of bytes that arrived from relays, included in `fetched_bytes`."""
 
     def view(self, timeout_s: float | None = TIMEOUT_S) -> pb.SeriesView:
         """The series as it is now. Raises DeadlineExceeded if no coordinator answers."""
         return self._watch.newest(-1, timeout_s)
 
     def wait(self, newer_than: int = 0, timeout_s: float | None = None) -> pb.VersionRecord:
-        """The newest version, once there is one with a number above `newer_than`; versions between
-        are skipped. Raises DeadlineExceeded."""
+        """Wait for a version with a number above `newer_than`; return the newest. Raises
+        DeadlineExceeded."""
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if give_up_s is None else max(give_up_s - time.monotonic(), 0.0)
             view = self._watch.newest(newer_than, left_s)
             if view.versions and view.versions[-1].number > newer_than:
                 return view.versions[-1]
-            # Its job has begun anew, or servers were lost: the next one has a number above the
-            # versions that went.
+            # The version is gone: its job was started over, or its servers were lost. The next
+            # version has a number above all earlier ones.
             newer_than = view.head
 
     def record(self, number: int, timeout_s: float | None = TIMEOUT_S) -> pb.VersionRecord:
-        """A version that is kept. Raises VersionGone for another one."""
+        """Record of a version. Raises VersionGone if the version is not kept any more."""
         view = self.view(timeout_s)
         for version in view.versions:
             if version.number == number:
@@ -137,10 +137,11 @@ class SeriesReader:
         )
 
     def lease(self, number: int, timeout_s: float = CALL_S) -> None:
-        """Have a version kept until `release`, as long as this process reports to a coordinator.
-        Raises VersionGone."""
+        """Lease a version: it is kept until `release`, as long as this process reports to a
+        coordinator. Raises VersionGone."""
         if self._relay is not None and self._stores.is_local(self.view(timeout_s).servers):
-            # That server sends the bytes from this machine anyway, and is to be free to drop them.
+            # The server on this machine serves the same bytes. A relay would keep their memory in
+            # use after the server has dropped them.
             log.info("relay_beside_a_server", series=self.series)
             self._leases.serves_at = ""
             self._relay.close()
@@ -153,7 +154,7 @@ class SeriesReader:
 
     @contextmanager
     def leased(self, number: int, timeout_s: float = CALL_S) -> Iterator[None]:
-        """A lease for the length of a block. Raises VersionGone."""
+        """Hold a lease within a block. Raises VersionGone."""
         self.lease(number, timeout_s)
         try:
             yield
@@ -181,25 +182,23 @@ class SeriesReader:
         reuses_memory: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> list[Segment]:
-        """Segments of a version (by index; None: all), in the order asked for.
+        """Fetch segments of a version (`segments`: their indexes; None: all), in this order.
 
-        They are leased meanwhile, verified, and there as a whole, or an exception is raised. On a
-        server's host they are its own memory, mapped. With `ranges`, only the chunks that cover
-        these bytes of a segment need arrive; the others may read as zeros, at the same offsets.
-        With `base`, what has not changed since is not fetched again, and of a segment that has
-        changed a little only the difference is, where a server has made one.
+        The version is leased meanwhile. Returned segments are complete and verified. On a server's
+        host they are the server's memory, mapped. With `ranges`, only chunks that cover these bytes
+        need to arrive; other bytes may read as zeros. With `base`, segments that have not changed
+        since are taken from it, and for a segment with few changes only the difference is fetched
+        if a server has computed one.
 
-        `reuses_memory`: what arrives over a network lies in memory that a later fetch of that kind
-        receives into, once nothing refers to it any more. For a caller that copies from it and
-        keeps nothing of it but a base.
+        `reuses_memory`: segments that arrive over a network are in memory that a later fetch
+        reuses once nothing refers to it. For callers that copy the data, and keep at most a base.
 
-        A relay fetches from the relay that the coordinator has named, if any, and what that one
-        fails to send from the servers. It holds what it fetches for others, in memory that is not
+        A relay fetches from the relay that the coordinator has named, if any, and the rest from
+        servers if that fails. It holds what it has fetched for other readers, in memory that is not
         reused, until it has fetched another version.
 
-        Raises VersionGone if the version is dropped before all is there, RetryErrors or
-        CorruptErrors of the last attempt once `timeout_s` has passed, and InvalidSpec for parts of
-        segments that a relay is to fetch.
+        Raises VersionGone if the version is dropped meanwhile, RetryErrors or CorruptErrors of the
+        last attempt once `timeout_s` has passed, and InvalidSpec for `ranges` in a relay.
         """
         give_up_s = time.monotonic() + timeout_s
         indices = range(len(record.segments)) if segments is None else segments
@@ -216,7 +215,7 @@ class SeriesReader:
         calls: list[Future[Segment]] = []
         with (
             self.leased(record.number, min(timeout_s, CALL_S)),
-            self._passing(record, indices) as source,
+            self._relaying(record, indices) as source,
         ):
             try:
                 with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="shoal-fetch") as pool:
@@ -235,8 +234,8 @@ class SeriesReader:
     def report(
         self, installed: int, digest: bytes, fetch_s: float = 0.0, fetch_bytes: int = 0
     ) -> None:
-        """Tell the coordinator, soon, which version this reader serves, by the digest of what it
-        has installed. Raises Regressed for an older version than the last."""
+        """Report in the background which version this reader serves. `digest`: of the installed
+        bytes. Raises Regressed if the version is older than the last one."""
         self._leases.report(InstalledVersion(installed, digest, fetch_s, fetch_bytes))
 
     @property
@@ -245,7 +244,7 @@ class SeriesReader:
         return self._leases.installed.number
 
     def close(self) -> None:
-        """End; waiting calls fail, and leases end."""
+        """Close every connection: waiting calls fail, and leases end."""
         self._watch.close()
         if self._relay is not None:
             self._relay.close()
@@ -256,10 +255,10 @@ class SeriesReader:
         self._reports.close()
 
     @contextmanager
-    def _passing(
+    def _relaying(
         self, record: pb.VersionRecord, indices: Sequence[int]
     ) -> Iterator[RelaySource | None]:
-        """Pass on what is fetched within the block; the relay to fetch it from, if any."""
+        """Pass on what is fetched within the block. Yields the relay to fetch from, or None."""
         if self._relay is None:
             yield None
             return
@@ -280,7 +279,7 @@ class SeriesReader:
         source: RelaySource | None,
         give_up_s: float,
     ) -> Segment:
-        """Get one segment, and pass it on if this is a relay."""
+        """Fetch one segment, and pass it on if this reader is a relay."""
         segment = self._one_segment(record, wanted, base, source, give_up_s)
         if self._relay is not None:
             self._relay.add(segment)
@@ -294,7 +293,7 @@ class SeriesReader:
         source: RelaySource | None,
         give_up_s: float,
     ) -> Segment:
-        """One segment: from the base, by its difference to the base, or as a whole."""
+        """Get one segment: from the base, from its difference to the base, or as a whole."""
         if base is not None:
             digest = record.segments[wanted.index].digest
             for each in base.segments.values():
@@ -310,14 +309,14 @@ class SeriesReader:
         return self._fetch_whole(record, wanted, source, give_up_s)
 
     def _staged(self, digest: bytes, wanted: _Wanted | None = None) -> StagedSegment:
-        """A segment to fetch, in memory as wanted; a relay's is passed on as it arrives."""
+        """Memory for a segment to fetch. A relay passes the segment on while it arrives."""
         if self._relay is not None:
             return self._relay.staged(digest)
         if wanted is None:
             return StagedSegment(digest)
         return StagedSegment(digest, wanted.chunks, wanted.new_writer)
 
-    def _relayed(
+    def _fetch_from_relay(
         self,
         source: RelaySource | None,
         staged: StagedSegment,
@@ -325,7 +324,7 @@ class SeriesReader:
         *,
         is_difference: bool = False,
     ) -> Segment | None:
-        """The segment, if there is a relay that has it."""
+        """Fetch the segment from the relay; None if there is no relay, or it fails."""
         if source is None:
             return None
         found = source.fetch(staged, timeout_s, is_difference=is_difference)
@@ -340,8 +339,8 @@ class SeriesReader:
         source: RelaySource | None,
         give_up_s: float,
     ) -> Segment | None:
-        """A segment made of the base's and a difference, verified by its digest; None if the whole
-        is to be fetched."""
+        """Make a segment from the base's segment and a difference, and verify its digest. None: the
+        whole segment must be fetched."""
         index = wanted.index
         if base.record.layout_digest != record.layout_digest:
             return None
@@ -362,7 +361,7 @@ class SeriesReader:
                 if not reply.digest:
                     return None
                 staged = self._staged(reply.digest)
-                fetched = self._relayed(source, staged, left_s, is_difference=True)
+                fetched = self._fetch_from_relay(source, staged, left_s, is_difference=True)
                 with closing(fetched or self._stores.fetch([holder], staged, left_s)) as difference:
                     self.fetched_bytes += staged.received_bytes
                     if self._relay is not None:
@@ -382,7 +381,7 @@ class SeriesReader:
     def _applied(
         self, old: Segment, difference: Segment, digest: bytes, writer: SegmentWriter
     ) -> Segment:
-        """Raises MalformedMessage, or ChecksumMismatch if the result is another segment."""
+        """Apply a difference. Raises MalformedMessage, or ChecksumMismatch for a wrong result."""
         assert self._apply_difference is not None
         try:
             self._apply_difference(old.view(), difference.view(), writer.buffer)
@@ -400,13 +399,13 @@ class SeriesReader:
         source: RelaySource | None,
         give_up_s: float,
     ) -> Segment:
-        """Fetch one segment from the relay, or from any server that has it by now."""
+        """Fetch one segment from the relay, or else from any server that holds it."""
         segment = record.segments[wanted.index]
         staged = self._staged(segment.digest, wanted)
         back_off = BackOff()
         view = self.view(give_up_s - time.monotonic())
         try:
-            relayed = self._relayed(source, staged, give_up_s - time.monotonic())
+            relayed = self._fetch_from_relay(source, staged, give_up_s - time.monotonic())
             if relayed is not None:
                 self.fetched_bytes += staged.received_bytes
                 return relayed
@@ -420,7 +419,7 @@ class SeriesReader:
                     self._leases.check(record.number)
                     if time.monotonic() >= give_up_s:
                         raise
-                # A server that was lost is replaced, which changes the record.
+                # The record changes when a lost server is replaced.
                 view = self._watch.changed_after(view, back_off.pause_s(chance()))
         except BaseException:
             staged.close()
@@ -428,8 +427,8 @@ class SeriesReader:
 
 
 def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[pb.StoreServer]:
-    """The servers that hold a segment of a version by its newest record. Raises VersionGone if it
-    is not kept any more, or if the series has another version with its number."""
+    """Servers that hold a segment, from the newest record of its version. Raises VersionGone if the
+    version is not kept any more, or another version has its number."""
     for version in view.versions:
         if version.number == record.number:
             if version.digest != record.digest:
@@ -453,7 +452,7 @@ def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[
 
 
 def _chunks(wanted: Sequence[tuple[int, int]]) -> list[range]:
-    """The chunks that cover these bytes, in rising order, none twice."""
+    """Ranges of the chunks that cover these bytes, in rising order, without overlap."""
     found: list[range] = []
     for start, stop in sorted(wanted):
         if stop <= start:

@@ -1,8 +1,8 @@
-"""A relay: a reader that passes on to others what it has of a series, and what is arriving.
+"""A relay: a reader that passes segments of a series on to other readers, even while they arrive.
 
-It answers what a parameter server answers a reader: `WeightStore.OpenBulk`, and SEGMENT_FETCH on
-the bulk connection that its key opens. What is asked for is named by its digest, and verified where
-it arrives, so that no reader has to trust a relay. Chunks go on as soon as they are verified here.
+It serves the calls with which readers fetch from a parameter server: `WeightStore.OpenBulk`, and
+SEGMENT_FETCH on a bulk connection. Segments are requested by digest, and the receiver verifies
+them, so that no reader has to trust a relay. A chunk is passed on as soon as it is verified here.
 """
 
 import os
@@ -60,23 +60,23 @@ log = structlog.get_logger(__name__)
 READING = frozenset({CertificateRole.READER, CertificateRole.WORKER, CertificateRole.OPERATOR})
 """Roles that may fetch segments."""
 MAX_CONNECTIONS = 32
-"""Connections of all readers together: the coordinator sends two, which fetch four segments at a
-time."""
+"""Maximum number of connections. The coordinator sends two readers to a relay; each fetches four
+segments at a time."""
 HELLO_S = 3.0
 IDLE_S = 10.0
-"""A connection without a call for so long is closed."""
+"""Time without a call after which a connection is closed."""
 SEND_S = 10.0
-"""The longest that SENT_BYTES may take."""
+"""Time limit for sending SENT_BYTES."""
 SENT_BYTES = 1024 * 1024
 UNKNOWN_S = 0.5
-"""Time to wait for a segment that this reader has not begun to fetch: the coordinator may have sent
-both readers on just now. A difference to another base than this reader's never comes."""
+"""Time to wait for a segment that this reader has not begun to fetch: it may have learned of the
+version just now. A difference to another base than this reader's never arrives."""
 STALLED_S = 10.0
-"""The longest that nothing may arrive here until those that wait for it are sent on."""
+"""Time without arriving data after which readers that wait for it get an error."""
 
 
 class _Memory:
-    """File descriptor of a memory file, open for as long as anything refers to this."""
+    """Descriptor of a memory file, which is open as long as this object is referenced."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = os.dup(descriptor)
@@ -84,11 +84,11 @@ class _Memory:
 
 
 @dataclass(eq=False)
-class _Passed:
-    """A segment to pass on, or that is to be once it arrives."""
+class _RelayedSegment:
+    """A segment to pass on. Its fields are set as it arrives."""
 
     staged: StagedSegment | None = None
-    """While it arrives."""
+    """Memory for the segment while it arrives."""
     memory: _Memory | None = None
     num_bytes: int = 0
     chunk_digests: bytes = b""
@@ -100,18 +100,18 @@ class _Passed:
 
 
 class Relay(WeightStoreServicer):
-    """Thread-safe. Holds the segments of one version, and of the one that is being fetched."""
+    """Serves segments of the version fetched last, and of the one being fetched. Thread-safe."""
 
     def __init__(self, series: str, host: str) -> None:
-        """Serve at this address of the machine, on free ports, until `close`. Raises Unavailable,
-        and CertificateRefused for a certificate by which others do not take it for a relay."""
+        """Serve at address `host` of this machine, on free ports, until `close`. Raises
+        Unavailable, or CertificateRefused if other readers would refuse this certificate."""
         self._series = series
         self._changed = threading.Condition()
-        self._segments: dict[bytes, _Passed] = {}
+        self._segments: dict[bytes, _RelayedSegment] = {}
         self._fetched: set[bytes] = set()
-        """Digests that came within the block of `version`."""
+        """Digests of the segments that were staged or added since `version` began."""
         self._progress_s = 0.0
-        """Time at which anything arrived last."""
+        """Time at which data last arrived."""
         self._offers = BulkOffers()
         self._connections: set[socket.socket] = set()
         self._is_closed = False
@@ -122,7 +122,7 @@ class Relay(WeightStoreServicer):
                 options = (
                     ("grpc.so_reuseport", 0),
                     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                    # Channels of this package ping every 2 s: gRPC would close their connections.
+                    # This package's channels ping every 2 s, which gRPC does not allow by default.
                     ("grpc.http2.min_ping_interval_without_data_ms", 900),
                     ("grpc.keepalive_permit_without_calls", 1),
                 )
@@ -150,7 +150,7 @@ class Relay(WeightStoreServicer):
             raise
 
     def _check_certificate(self) -> None:
-        """Connect as another reader would. Raises CertificateRefused."""
+        """Connect to this relay as another reader does. Raises CertificateRefused."""
         if identity.own() is None:
             return
         with closing(WeightStores(self._series, may_be_local=False, of_relays=True)) as stores:
@@ -168,12 +168,12 @@ class Relay(WeightStoreServicer):
 
     @contextmanager
     def version(self, digests: Iterable[bytes]) -> Iterator[None]:
-        """Hold what is staged and added within the block in place of what was held before; if it
-        fails, what was held before. `digests`: the segments that are to come."""
+        """Replace the held segments by those staged or added within the block. If the block fails,
+        the earlier segments stay. `digests`: the segments that will arrive."""
         before = self._segments
         with self._changed:
-            # One that both have is in both.
-            self._segments = {each: _Passed() for each in digests} | before
+            # A segment that is held already is kept.
+            self._segments = {each: _RelayedSegment() for each in digests} | before
             self._fetched = set()
             self._progress_s = time.monotonic()
             self._changed.notify_all()
@@ -190,34 +190,34 @@ class Relay(WeightStoreServicer):
             self._segments = {d: s for d, s in self._segments.items() if d in self._fetched}
 
     def staged(self, digest: bytes) -> StagedSegment:
-        """A segment to fetch, which others get while it arrives."""
+        """Memory for a segment to fetch. Other readers get the segment while it arrives."""
 
         def progressed() -> None:
             with self._changed:
-                if passed.memory is None and staged.descriptor is not None:
-                    passed.memory = _Memory(staged.descriptor)
-                    passed.num_bytes = os.fstat(staged.descriptor).st_size
-                    passed.chunk_digests = staged.chunk_digests
+                if entry.memory is None and staged.descriptor is not None:
+                    entry.memory = _Memory(staged.descriptor)
+                    entry.num_bytes = os.fstat(staged.descriptor).st_size
+                    entry.chunk_digests = staged.chunk_digests
                 self._progress_s = time.monotonic()
                 self._changed.notify_all()
 
         staged = StagedSegment(digest, on_progress=progressed)
         with self._changed:
-            passed = self._announced(digest)
-            passed.staged = staged
+            entry = self._announce(digest)
+            entry.staged = staged
         return staged
 
     def add(self, segment: Segment) -> None:
-        """Pass on a segment that is whole, and sealed."""
+        """Pass on a complete, sealed segment."""
         with self._changed:
-            passed = self._announced(segment.digest)
-            passed.memory = _Memory(segment.descriptor)
-            passed.num_bytes, passed.chunk_digests = segment.num_bytes, segment.chunk_digests
-            passed.is_whole, passed.staged = True, None
+            entry = self._announce(segment.digest)
+            entry.memory = _Memory(segment.descriptor)
+            entry.num_bytes, entry.chunk_digests = segment.num_bytes, segment.chunk_digests
+            entry.is_whole, entry.staged = True, None
             self._progress_s = time.monotonic()
 
     def close(self) -> None:
-        """End; transfers in progress fail at the other end, which goes on from a server."""
+        """Stop serving. Transfers in progress fail; their readers fetch the rest from a server."""
         with self._changed:
             if self._is_closed:
                 return
@@ -234,11 +234,11 @@ class Relay(WeightStoreServicer):
         self._accepting.join()
         self._stack.close()
 
-    def _announced(self, digest: bytes) -> _Passed:
-        """The segment as others find it, from now on if it was not known."""
+    def _announce(self, digest: bytes) -> _RelayedSegment:
+        """Entry for a segment that is being fetched, visible to other readers from now on."""
         self._fetched.add(digest)
         self._changed.notify_all()
-        return self._segments.setdefault(digest, _Passed())
+        return self._segments.setdefault(digest, _RelayedSegment())
 
     # --- to other readers: over gRPC ---
 
@@ -273,7 +273,7 @@ class Relay(WeightStoreServicer):
         _not_served(context)
 
     def _caller(self, context: grpc.ServicerContext) -> Caller:
-        """The caller by its certificate. Raises AccessDenied for one that may not read the
+        """The caller that the certificate names. Raises AccessDenied if it may not read the
         series."""
         found: Any = context.auth_context()
         caller = caller_among(found.get("x509_subject_alternative_name", ()))
@@ -283,7 +283,7 @@ class Relay(WeightStoreServicer):
             or caller.role not in READING
             or caller.series not in ("", self._series)
             or caller.job not in ("", job)
-            # A session that goes on: its certificate was not checked.
+            # A resumed TLS session: the certificate was not checked.
             or b"true" in found.get("ssl_session_reused", ())
         ):
             raise _denied(f"the certificate of {caller}", f"one that reads series {self._series}")
@@ -328,7 +328,7 @@ class Relay(WeightStoreServicer):
                 self._connections.discard(plain)
                 self._connections.add(connected)
             wire = _Wire(connected)
-            use = self._greeted(wire)
+            use = self._greet(wire)
             while not self._is_closed:
                 opening = wire.frame(IDLE_S)
                 try:
@@ -344,7 +344,7 @@ class Relay(WeightStoreServicer):
                 self._connections -= {plain, connected}
             connected.close()
 
-    def _greeted(self, wire: "_Wire") -> PermittedUse:
+    def _greet(self, wire: "_Wire") -> PermittedUse:
         key = bytes(wire.frame(HELLO_S).body)
         with self._changed:
             use = self._offers.redeem(key)
@@ -369,57 +369,57 @@ class Relay(WeightStoreServicer):
             raise MalformedMessage("a request that does not parse", seen=repr(error)) from error
         if request.series != use.series:
             raise _denied(f"series {request.series!r}", f"series {use.series}")
-        passed = self._found(request.digest)
-        self._wait(wire, passed, lambda: passed.memory is not None)
-        assert passed.memory is not None
+        entry = self._find(request.digest)
+        self._wait(wire, entry, lambda: entry.memory is not None)
+        assert entry.memory is not None
         as_descriptor = wire.is_local and request.takes_descriptor
-        wanted = () if as_descriptor else asked_chunks(request, passed.num_bytes)
+        wanted = () if as_descriptor else asked_chunks(request, entry.num_bytes)
         reply = FetchSegmentReply(
-            num_bytes=passed.num_bytes,
-            chunk_digests=passed.chunk_digests,
+            num_bytes=entry.num_bytes,
+            chunk_digests=entry.chunk_digests,
             transfer=SEGMENT_TRANSFER_DESCRIPTOR if as_descriptor else SEGMENT_TRANSFER_CHUNKS,
         )
         wire.send(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
         if as_descriptor:
-            self._wait(wire, passed, lambda: passed.is_whole)
+            self._wait(wire, entry, lambda: entry.is_whole)
             socket.send_fds(
-                wire.socket, [bulk.header(FrameKind.DESCRIPTOR)], [passed.memory.descriptor]
+                wire.socket, [bulk.header(FrameKind.DESCRIPTOR)], [entry.memory.descriptor]
             )
-        self._send_chunks(wire, passed, passed.memory, wanted)
+        self._send_chunks(wire, entry, entry.memory, wanted)
         wire.send(bulk.header(FrameKind.END))
 
     def _send_chunks(
-        self, wire: "_Wire", passed: _Passed, memory: _Memory, wanted: Sequence[range]
+        self, wire: "_Wire", entry: _RelayedSegment, memory: _Memory, wanted: Sequence[range]
     ) -> None:
         for index in (index for each in wanted for index in each):
-            self._wait(wire, passed, partial(passed.has, index))
+            self._wait(wire, entry, partial(entry.has, index))
             start = index * CHUNK_BYTES
-            size = min(CHUNK_BYTES, passed.num_bytes - start)
+            size = min(CHUNK_BYTES, entry.num_bytes - start)
             wire.send(bulk.header(FrameKind.CHUNK, offset_bytes=start, num_bytes=size))
             wire.send_part(memory.descriptor, start, size)
 
-    def _found(self, digest: bytes) -> _Passed:
-        """Raises Unavailable for a segment that this reader neither has nor fetches."""
+    def _find(self, digest: bytes) -> _RelayedSegment:
+        """Find a segment. Raises Unavailable if this reader neither has nor fetches it."""
         with self._changed:
             self._changed.wait_for(lambda: digest in self._segments or self._is_closed, UNKNOWN_S)
-            passed = self._segments.get(digest)
-        if passed is None:
+            entry = self._segments.get(digest)
+        if entry is None:
             raise Unavailable(
                 f"this relay does not hold the segment of series {self._series}",
                 seen=f"digest {digest.hex()}",
-                expected="one of the version that it has, or fetches",
+                expected="a segment of the version that it has, or fetches",
                 details={"digest": digest.hex()},
             )
-        return passed
+        return entry
 
-    def _wait(self, wire: "_Wire", passed: _Passed, is_there: Callable[[], bool]) -> None:
-        """Beat until a part of a segment is there. Raises Unavailable if it does not arrive."""
+    def _wait(self, wire: "_Wire", entry: _RelayedSegment, is_there: Callable[[], bool]) -> None:
+        """Wait until `is_there()`; send beats meanwhile. Raises Unavailable if no data arrives."""
         while True:
             with self._changed:
                 if self._changed.wait_for(is_there, BEAT_S):
                     return
                 is_late = time.monotonic() >= self._progress_s + STALLED_S
-                if passed.is_given_up or is_late or self._is_closed:
+                if entry.is_given_up or is_late or self._is_closed:
                     raise Unavailable(
                         f"a segment of series {self._series} does not arrive at this relay",
                         expected=f"some of it within {STALLED_S:g} s",
@@ -437,8 +437,8 @@ class _Wire:
         self._part = bytearray(SENT_BYTES)
 
     def frame(self, within_s: float) -> Frame:
-        """The next frame. Raises OSError, also if the other end hangs up or is silent for so
-        long."""
+        """Read the next frame. Raises OSError, also if the other end hangs up, or sends nothing for
+        `within_s`."""
         self.socket.settimeout(within_s)
         while (frame := self._reader.next()) is None:
             count = self.socket.recv_into(self._reader.space())
@@ -452,8 +452,8 @@ class _Wire:
         self.socket.sendall(data)
 
     def send_part(self, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send a part of a memory file. Its bytes are copied: pages that the network refers to
-        would keep the file from being sealed."""
+        """Send a part of a memory file. The bytes are copied first: a file with pages in use by the
+        network cannot be sealed."""
         for at in range(start, start + num_bytes, SENT_BYTES):
             buffer = memoryview(self._part)[: min(SENT_BYTES, start + num_bytes - at)]
             os.preadv(descriptor, [buffer], at)
@@ -461,8 +461,8 @@ class _Wire:
 
 
 def _listeners(host: str, stack: ExitStack) -> tuple[list[socket.socket], str]:
-    """Sockets where bulk connections are accepted: at a port, and for this machine by a name, which
-    comes with them."""
+    """Open the sockets that accept bulk connections: a TCP port, and an abstract Unix socket for
+    this machine. Returns both, and the name of the Unix socket."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     remote = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
     remote.bind((host, 0))
@@ -476,12 +476,12 @@ def _listeners(host: str, stack: ExitStack) -> tuple[list[socket.socket], str]:
 
 
 def _not_served(context: grpc.ServicerContext) -> NoReturn:
-    context.abort(grpc.StatusCode.UNIMPLEMENTED, "a relay gives out segments, and nothing else")
+    context.abort(grpc.StatusCode.UNIMPLEMENTED, "a relay serves segments only")
 
 
 def _denied(seen: str, expected: str) -> AccessDenied:
     return AccessDenied(
-        "a relay passes on the versions of its own series, to those that may read it",
+        "a relay serves only its own series, to readers that may read it",
         seen=seen,
         expected=expected,
     )

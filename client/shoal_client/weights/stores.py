@@ -1,4 +1,4 @@
-"""Connections to the parameter servers, or to the relay, that hold a series' segments."""
+"""Connections to the parameter servers or relays that hold the segments of a series."""
 
 import threading
 import time
@@ -33,22 +33,22 @@ log = structlog.get_logger(__name__)
 
 OPEN_S = 3.0
 MAX_IDLE = 4
-"""Connections to one server that are kept for further calls."""
+"""Maximum number of idle connections that are kept for each server."""
 CHUNK_WITHIN_S = 10.0
-"""The longest that a relay may take to send a chunk, or a sign that it waits for one itself."""
+"""Time limit for a relay to send a chunk, or a beat while it waits for a chunk itself."""
 
 T = TypeVar("T")
 
 
 class WeightStores:
-    """Thread-safe. Each call has a connection of its own while it lasts."""
+    """Connections to the servers of one series. Thread-safe: each call uses its own connection."""
 
     def __init__(
         self, series: str, *, may_be_local: bool | None = None, of_relays: bool = False
     ) -> None:
-        """`may_be_local`: False to go through TCP to servers on this host, too; None: as
-        SHOAL_TRANSPORT says. `of_relays`: to relays in place of servers. Raises InvalidSpec for a
-        transport that is not known."""
+        """`may_be_local`: False to use TCP to servers on this host too; None: as SHOAL_TRANSPORT
+        says. `of_relays`: connect to relays instead of servers. Raises InvalidSpec for an unknown
+        transport."""
         self._series = series
         self._name = READER_NAME if of_relays else SERVER_NAME
         self._chunk_within_s = CHUNK_WITHIN_S if of_relays else None
@@ -61,23 +61,23 @@ class WeightStores:
         self._idle: dict[str, list[SegmentConnection]] = {}
         self._in_use: set[SegmentConnection] = set()
         self._local: set[str] = set()
-        """Addresses on this host, of those that were looked at."""
-        self._looked_at: set[str] = set()
+        """Addresses that were found to be on this host."""
+        self._checked: set[str] = set()
 
     def put(
         self, server: StoreServer, request: PutSegmentRequest, segment: Segment, timeout_s: float
     ) -> PutSegmentReply:
-        """Hand a segment to a server and those behind it in the chain. Raises what it raises,
-        Unavailable or DeadlineExceeded."""
+        """Send a segment to a server, which passes it on along the request's chain. Raises the
+        server's error, Unavailable or DeadlineExceeded."""
         return self._call(server.address, lambda c: c.put(request, segment, timeout_s))
 
     def fetch(
         self, holders: Sequence[StoreServer], staged: StagedSegment, timeout_s: float
     ) -> Segment:
-        """A segment from the first of these servers that gives it, one on this host if there is
-        one; what a server has sent counts also if the rest comes from another.
+        """Fetch a segment from one of these servers, those on this host first. If a server fails,
+        the next one sends what is still missing.
 
-        Raises what the last one raised.
+        Raises the error of the last server.
         """
         give_up_s = time.monotonic() + timeout_s
         request = FetchSegmentRequest(series=self._series, digest=staged.digest)
@@ -104,10 +104,10 @@ class WeightStores:
         raise failure
 
     def is_local(self, holders: Sequence[StoreServer]) -> bool:
-        """True if one of these servers gives descriptors: then nothing need be sent at all."""
+        """True if one of these servers is on this host, and shares its memory: nothing is sent."""
         for holder in holders:
-            if holder.address not in self._looked_at:
-                self._looked_at.add(holder.address)
+            if holder.address not in self._checked:
+                self._checked.add(holder.address)
                 try:
                     self.check_reached(holder)
                 except ShoalError as error:
@@ -115,14 +115,13 @@ class WeightStores:
         return any(holder.address in self._local for holder in holders)
 
     def check_reached(self, holder: StoreServer) -> None:
-        """Open a connection, and keep it for later. Raises Unavailable, or what it refuses this
-        process with."""
+        """Open a connection, and keep it for later. Raises Unavailable, or the server's refusal."""
         self._call(holder.address, lambda connection: None)
 
     def difference(
         self, holder: StoreServer, request: DifferenceRequest, timeout_s: float
     ) -> DifferenceReply:
-        """Have a server make a difference. Raises what it raises, or Unavailable."""
+        """Ask a server to compute a difference. Raises the server's error, or Unavailable."""
         stub = WeightStoreStub(self._channel(holder.address))
         try:
             return stub.Difference(request, timeout=timeout_s)
@@ -130,7 +129,7 @@ class WeightStores:
             raise from_rpc_error(error, holder.address) from error
 
     def close(self) -> None:
-        """Close every connection; calls under way fail."""
+        """Close every connection; calls in progress fail."""
         with self._lock:
             self._is_closed = True
             idle = [each for kept in self._idle.values() for each in kept]
@@ -146,7 +145,7 @@ class WeightStores:
     def _nearest_first(self, holders: Sequence[StoreServer]) -> list[StoreServer]:
         if len(holders) > 1 and self._may_be_local:
             self.is_local(holders)
-        # Readers on other hosts begin at different servers.
+        # The random order spreads readers on other hosts over the servers.
         return sorted(holders, key=lambda h: (h.address not in self._local, chance()))
 
     def _call(self, address: str, call: Callable[[SegmentConnection], T]) -> T:
@@ -223,19 +222,19 @@ class RelaySource:
 
     @property
     def is_local(self) -> bool:
-        """True if it shares its memory with this process."""
+        """True if the relay shares its memory with this process."""
         return self._stores.is_local([self._relay])
 
     def fetch(
         self, staged: StagedSegment, timeout_s: float, *, is_difference: bool = False
     ) -> Segment | None:
-        """A segment, or None: it is to be had from a server, with what has not arrived yet."""
+        """Fetch a segment from the relay. None: fetch what is still missing from a server."""
         if self._has_failed:
             return None
         try:
             return self._stores.fetch([self._relay], staged, timeout_s)
         except ShoalError as error:
-            # A difference that it does not have may be one to another base than its own.
+            # A relay without the difference has not failed: its own base may be another.
             self._has_failed = not (is_difference and "digest" in error.details)
             log.info("segment_not_relayed", relay=self._relay.address, reason=str(error))
             return None

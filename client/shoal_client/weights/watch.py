@@ -1,4 +1,4 @@
-"""A series as the coordinator shows it, followed on a thread."""
+"""The coordinator's view of a series, kept up to date on a thread."""
 
 import threading
 import time
@@ -19,12 +19,12 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 2.0
-"""A coordinator that says nothing for so long is left for another, twice as late each time."""
+"""Time to wait for a coordinator's first view before another is asked; doubled each time."""
 
 
 class SeriesWatch:
-    """The newest view of a series. It never goes back to an older version, whatever an outdated
-    coordinator says. Thread-safe; outlasts the absence of coordinators."""
+    """The newest view of a series. Its version never falls, even if an outdated coordinator sends
+    an older view. Thread-safe. It waits while there is no coordinator."""
 
     def __init__(self, coordinators: Coordinators, series: str) -> None:
         self._coordinators = coordinators
@@ -38,9 +38,9 @@ class SeriesWatch:
         self._thread.start()
 
     def newest(self, newer_than: int, timeout_s: float | None) -> SeriesView:
-        """The view, once its head is above `newer_than`; -1: as soon as there is one.
+        """Wait for a view whose newest version is above `newer_than`; -1: for any view.
 
-        Raises DeadlineExceeded, or the error with which the coordinator refuses this reader.
+        Raises DeadlineExceeded, or the coordinator's refusal.
         """
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
@@ -57,7 +57,7 @@ class SeriesWatch:
                 self._changed.wait(left_s)
 
     def changed_after(self, seen: SeriesView, timeout_s: float) -> SeriesView:
-        """Another view than `seen`, or `seen` again if none comes in time."""
+        """Wait for another view than `seen`; return `seen` if none arrives in time."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._view is not seen or self._is_closed, timeout=timeout_s
@@ -65,7 +65,7 @@ class SeriesWatch:
             return self._view or seen
 
     def close(self) -> None:
-        """End; waiting calls fail."""
+        """Stop watching; waiting calls fail."""
         with self._changed:
             self._is_closed = True
             if self._call is not None:
@@ -85,7 +85,7 @@ class SeriesWatch:
         back_off, first_reply = BackOff(), FirstReplyTimeout(FIRST_ANSWER_S)
         while not self._is_closed:
             address = self._coordinators.current
-            error = self._hold(address, first_reply, back_off)
+            error = self._read_stream(address, first_reply, back_off)
             if error is None:
                 continue
             if not isinstance(error, OUTLASTED):
@@ -98,10 +98,10 @@ class SeriesWatch:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed, back_off.pause_s(chance()))
 
-    def _hold(
+    def _read_stream(
         self, address: str, first_reply: FirstReplyTimeout, back_off: BackOff
     ) -> ShoalError | None:
-        """Follow one stream until it ends. Returns the error with which it ended."""
+        """Read views from one stream until it ends. Returns the error that ended it."""
         try:
             stub = WeightSeriesStub(self._coordinators.channel())
             stream = stub.Watch(WatchSeriesRequest(series=self._series))
@@ -114,7 +114,7 @@ class SeriesWatch:
                     first_reply.answered()
                     note_answer(address)
                     back_off.reset()
-                    self._take(view)
+                    self._update(view)
         except grpc.RpcError as rpc_error:
             found = from_rpc_error(rpc_error, address)
             return first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
@@ -122,7 +122,7 @@ class SeriesWatch:
             return error
         return Unavailable(f"{address} ended the stream of series {self._series}")
 
-    def _take(self, view: SeriesView) -> None:
+    def _update(self, view: SeriesView) -> None:
         with self._changed:
             if self._view is None or view.head >= self._view.head:
                 self._view = view

@@ -24,7 +24,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ResponseHeader(_message.Message):
-    """Comes with every answer: who answered, as of which revision of the store."""
+    """Part of every answer: the member that answered, and the revision of its store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -111,7 +111,7 @@ class Event(_message.Message):
     def kv(self) -> Global___KeyValue: ...
     @_builtins.property
     def prev_kv(self) -> Global___KeyValue:
-        """Absent where the key did not exist before, or its history is compacted."""
+        """Absent if the key did not exist before, or its history is compacted."""
 
     def __init__(
         self,
@@ -672,7 +672,7 @@ class WatchResponse(_message.Message):
     created: _builtins.bool
     canceled: _builtins.bool
     compact_revision: _builtins.int
-    """Above 0 when the watch asked for history that is compacted: the oldest revision there is."""
+    """Above 0 if the watch asked for history that is compacted: the oldest revision that is kept."""
     cancel_reason: _builtins.str
     fragment: _builtins.bool
     @_builtins.property

@@ -3,8 +3,8 @@
 OpenSSL's locks do not survive forks. If another thread of the parent holds one of them during a
 fork, no thread of the child ever releases it, and the child hangs at its own first use of OpenSSL.
 A trainer may fork at any time, when a DataLoader starts its workers. So a thread that makes a
-handshake, reads a certificate or makes a context holds NO_FORK, and a fork waits for NO_FORK. It is
-never held while waiting for the network: a fork waits for milliseconds.
+handshake, reads a certificate or makes a context holds NO_FORK, and a fork waits for NO_FORK. No
+thread holds it while it waits for the network, so a fork waits for milliseconds.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""Listings: the content behind a digest in a proposal, packed. They show the first entry in which
-two members differ.
+"""Listings: the packed content of a digest in a proposal. They show the first entry in which two
+members differ.
 
 A listing is a sequence of lines, "name: value", in the order of the digest. Packed, 100,000
 parameters of a transformer have some 10 kB: a number is written as its difference from the number
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 MAX_LISTING_BYTES = 48 * 1024
-"""Most bytes of a packed listing."""
+"""Maximum size of a packed listing."""
 _MAX_CODED_BYTES = 8 << 20
 _MAX_LISTED_CHARACTERS = 32 << 20
-"""A listing that unpacks to more than these is not read."""
+"""A listing that unpacks to more than these two limits is not read."""
 _MAX_BLOCKS = 1024
 _MAX_LINE_CHARACTERS = 1000
 _NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,14})(?![0-9])")
-"""Matches numbers without leading zeros: packing would lose these."""
+"""Matches numbers without leading zeros: packing would lose leading zeros."""
 _GAP = "\x00"
 _BREAKS = re.compile(r"[\x00\r\n\v\f\x1c-\x1e\x85\u2028\u2029\ud800-\udfff]")
 

@@ -1,4 +1,4 @@
-"""Packing of many similar values: the addresses that the ranks of a group set.
+"""Packing of many similar values, such as the addresses that the ranks of a group set.
 
 Each rank of Gloo sets 154 + 8 N bytes, nearly the same for all ranks, and reads the values of all
 ranks. A packed value is its difference (exclusive or) from the value before it, if both have the
@@ -15,7 +15,7 @@ from shoal_proto.v1.rendezvous_pb2 import StoreReply
 
 LEVEL = 1
 MAX_VALUES_BYTES = 128 * 1024 * 1024
-"""Most bytes of all values of one answer; a coordinator keeps half of that for a generation."""
+"""Maximum size of all values of one answer: twice what a coordinator keeps for a generation."""
 
 
 def pack(values: Sequence[bytes]) -> bytes:

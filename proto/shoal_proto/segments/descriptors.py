@@ -11,7 +11,7 @@ def receive_into(connected: socket.socket, space: memoryview) -> tuple[int, list
     to them: usually one. The caller closes them; other programs do not inherit them. Raises
     OSError.
 
-    A plain `recv` would have the kernel close them.
+    With a plain `recv`, the kernel would close the descriptors.
     """
     count, ancillary, _, _ = connected.recvmsg_into([space], _ONE, socket.MSG_CMSG_CLOEXEC)
     found = array.array("i")

@@ -12,7 +12,7 @@ from shoal_proto.pieces import Buffer
 
 DIGEST_BYTES = 16
 AT_ONCE = 4
-"""Most chunks that are digested at the same time: a few cores use all of the memory's bandwidth."""
+"""Maximum number of chunks digested at once: a few cores use all of the memory's bandwidth."""
 
 
 def num_chunks(num_bytes: int) -> int:
@@ -33,7 +33,7 @@ def chunk_digest(chunk: Buffer) -> bytes:
 
 
 def chunk_digests(data: Buffer) -> bytes:
-    """Return the digests of all chunks of a segment's bytes, one after the other."""
+    """Return the concatenated digests of all chunks of a segment's bytes."""
     threads = min(AT_ONCE, os.cpu_count() or 1, num_chunks(len(memoryview(data))) // 2)
     if threads < 2:
         return b"".join(map(chunk_digest, chunks_of(data)))
@@ -63,13 +63,13 @@ def check_root(of_chunks: bytes, num_bytes: int, expected: bytes) -> None:
     segment of that size and digest."""
     if len(of_chunks) != num_chunks(num_bytes) * DIGEST_BYTES:
         raise MalformedMessage(
-            "digests of chunks do not fit the segment",
+            "the digests of chunks do not match the segment's size",
             seen=f"{len(of_chunks)} bytes of digests for a segment of {num_bytes} bytes",
             expected=f"{DIGEST_BYTES} bytes for each {CHUNK_BYTES} bytes",
         )
     if (seen := root_digest(of_chunks)) != expected:
         raise ChecksumMismatch(
-            "a segment has another digest than the one asked for",
+            "a segment has another digest than the requested one",
             seen=f"digest {seen.hex()}",
             expected=expected.hex(),
         )

@@ -14,7 +14,7 @@ from shoal_proto.segments.digests import chunk_digests
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 
 MAX_IDLE = 2
-"""Most memory files that are kept while they are not in use."""
+"""Maximum number of memory files that are kept while they are not in use."""
 _owners: weakref.WeakSet["ReusedMemory"] = weakref.WeakSet()
 
 
@@ -37,11 +37,11 @@ class ReusedMemory:
         _owners.add(self)
 
     def writer(self, num_bytes: int) -> SegmentWriter:
-        """Return a writer; its pages have been touched before if there are such of that size.
-        Raises Overloaded if the system has no memory."""
+        """Return a writer, on idle pages of that size if there are any, else on new ones. Raises
+        Overloaded if the system has no memory."""
         with self._lock:
             fitting = [each for each in self._idle if each.num_bytes == num_bytes]
-            # Another size is of another model or other ranks, and is not needed again soon.
+            # Pages of another size belong to another model or other ranks: not needed again soon.
             others = [each for each in self._idle if each.num_bytes != num_bytes]
             pages = fitting.pop() if fitting else None
             self._idle = fitting
@@ -50,7 +50,7 @@ class ReusedMemory:
         return _ReusingWriter(pages or _Pages(num_bytes), self)
 
     def close(self) -> None:
-        """Free the memory that is not in use, and the rest as soon as it is not in use."""
+        """Free the idle memory now, and memory in use as soon as its last view is gone."""
         with self._lock:
             idle, self._idle, self._is_closed = self._idle, [], True
         for each in idle:
@@ -95,7 +95,7 @@ class ReusedSegment(Segment):
         self._window: ctypes.Array[ctypes.c_ubyte] | None = window
 
     def memory(self) -> memoryview:
-        """Return a writable view of the bytes. It keeps them from being reused."""
+        """Return a writable view of the bytes. They are not reused while the view exists."""
         assert self._window is not None, "closed"
         return memoryview(self._window).cast("B")
 

@@ -24,7 +24,7 @@ _open: weakref.WeakSet["Segment | SegmentWriter"] = weakref.WeakSet()
 SEAL_ATTEMPTS = 10
 SEAL_PAUSE_S = 0.02
 POPULATED_BYTES = 4 * 1024 * 1024
-"""Bytes that are faulted in by one call."""
+"""Number of bytes for which one call allocates and maps pages."""
 
 
 def _closing(
@@ -127,8 +127,8 @@ class SegmentWriter:
     """A memory file that is being filled. `seal` makes it a Segment."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Make a memory file of `num_bytes`, which takes memory only where it is written to. Raises
-        Overloaded if the system has none."""
+        """Make a memory file of `num_bytes`. Its pages take memory once they are written to. Raises
+        Overloaded if the system has no memory."""
         self.num_bytes = num_bytes
         try:
             self._descriptor = os.memfd_create(
@@ -142,7 +142,7 @@ class SegmentWriter:
             os.ftruncate(self._descriptor, num_bytes)
             if num_bytes:
                 self._mapped = mmap.mmap(self._descriptor, num_bytes)
-                # A writable mapping in a forked process would keep it from being sealed.
+                # A writable mapping in a forked process would prevent sealing.
                 self._mapped.madvise(mmap.MADV_DONTFORK)
         except (OSError, ValueError) as error:
             self._close()
@@ -230,7 +230,7 @@ class SegmentWriter:
             raise InternalError(
                 "a segment cannot be sealed while something refers to its buffer",
                 seen=str(error),
-                expected="every view and tensor made from it released before",
+                expected="every view and tensor made from it to be released before",
             ) from error
         self._mapped = None
 
@@ -251,7 +251,7 @@ def _seal(descriptor: int) -> None:
 def _is_mapped(mapped: mmap.mmap, start: int, num_bytes: int) -> bool:
     """Map the pages, so that writing to them does not fault; False if the kernel is too old.
 
-    Not by `mapped.madvise`, which holds the GIL meanwhile: training on other threads would stop.
+    `mapped.madvise` is not used: it holds the GIL, so training on other threads would stop.
     """
     address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapped, start)))
     return not _libc.madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE)

@@ -1,6 +1,6 @@
-"""Segments over a bulk connection, from the caller's side. Blocks.
+"""Transfer of segments over a bulk connection, from the caller's side. Blocks.
 
-Used by publishers and readers, and by parameter servers among each other.
+Publishers, readers, and parameter servers that copy segments from each other use it.
 """
 
 import os
@@ -122,7 +122,7 @@ class StagedSegment:
         self._writer.populate(start, min(CHUNK_BYTES, self._writer.num_bytes - start))
 
     def progressed(self) -> None:
-        """Note a beat of the relay that sends this segment: the relay itself receives bytes."""
+        """Note a BEAT of the relay that sends this segment: it is still receiving bytes itself."""
         self._on_progress()
 
     def verify(self, index: int, chunk: memoryview) -> None:
@@ -244,14 +244,14 @@ class SegmentConnection:
         give_up_s = time.monotonic() + timeout_s
         try:
             self._send(bulk.message(FrameKind.SEGMENT_PUT, request.SerializeToString()))
-            asked = self._message(PutSegmentReply, give_up_s).transfer
-            if asked == SEGMENT_TRANSFER_DESCRIPTOR and self.is_local:
+            transfer = self._message(PutSegmentReply, give_up_s).transfer
+            if transfer == SEGMENT_TRANSFER_DESCRIPTOR and self.is_local:
                 head = bulk.header(FrameKind.DESCRIPTOR)
                 socket.send_fds(self._socket, [head], [segment.descriptor])
-            elif asked == SEGMENT_TRANSFER_CHUNKS:
+            elif transfer == SEGMENT_TRANSFER_CHUNKS:
                 self._send_chunks(segment, give_up_s)
-            elif asked != SEGMENT_TRANSFER_NONE:
-                raise self._malformed(f"transfer {asked}", "NONE, DESCRIPTOR or CHUNKS")
+            elif transfer != SEGMENT_TRANSFER_NONE:
+                raise self._malformed(f"transfer {transfer}", "NONE, DESCRIPTOR or CHUNKS")
             self._send(bulk.header(FrameKind.END))
             reply = self._message(PutSegmentReply, give_up_s)
             self._end(give_up_s)
@@ -262,8 +262,8 @@ class SegmentConnection:
     def fetch(
         self, request: FetchSegmentRequest, staged: StagedSegment, timeout_s: float
     ) -> Segment:
-        """Fetch the wanted chunks, and return the segment: received as a descriptor from a server
-        on this host, else the missing chunks over the socket, each verified.
+        """Fetch a segment: as a descriptor from a server on this host, else by receiving the
+        missing chunks over the socket and verifying each.
 
         Raises what the server raises, ChecksumMismatch, Unavailable or DeadlineExceeded; then
         `staged` may continue over another connection.
@@ -474,12 +474,12 @@ def asked_chunks(request: FetchSegmentRequest, num_bytes: int) -> Sequence[range
     """Return the requested chunks of a segment of that size. Raises InvalidSpec if the segment does
     not have them, or they are not in rising order."""
     last = num_chunks(num_bytes)
-    asked = [range(each.start, each.stop) for each in request.chunks] or [range(last)]
-    rising = [0, *(bound for each in asked for bound in (each.start, each.stop)), last]
+    requested = [range(each.start, each.stop) for each in request.chunks] or [range(last)]
+    rising = [0, *(bound for each in requested for bound in (each.start, each.stop)), last]
     if rising != sorted(rising):
         raise InvalidSpec(
             "the requested chunks are not in the segment, or not in rising order",
-            seen=", ".join(f"{each.start} to {each.stop}" for each in asked[:10]),
+            seen=", ".join(f"{each.start} to {each.stop}" for each in requested[:10]),
             expected=f"rising numbers, at most {last}",
         )
-    return asked
+    return requested

@@ -1,1 +1,1 @@
-"""Mutual TLS between the processes of a cluster: whose certificate a process has, and who calls."""
+"""Mutual TLS between the processes of a cluster: this process's certificate, and its callers'."""

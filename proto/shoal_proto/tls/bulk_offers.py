@@ -19,7 +19,7 @@ class Purpose(Enum):
     """Purpose of a bulk connection, which limits the calls that it may carry."""
 
     CALLS = "pulls and pushes of a job's member"
-    REPLICATION = "another server's news of its shards"
+    REPLICATION = "replication of another server's shards"
     SEGMENTS = "segments of one series of published weights"
 
 
@@ -41,7 +41,7 @@ class BulkOffers:
         self._local_name, self._port = "", 0
 
     def listening(self, local_name: str, port: int) -> None:
-        """Set the addresses at which connections are accepted from now on; port 0: none are."""
+        """Set the addresses at which connections are accepted from now on; port 0: none is."""
         self._local_name, self._port = local_name, port
 
     def make(

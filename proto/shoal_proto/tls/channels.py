@@ -71,7 +71,7 @@ def add_port(server: grpc.aio.Server | grpc.Server, address: str) -> int:
 
 def material() -> TlsMaterial | None:
     """Return the material for new channels. A channel made from other material uses a certificate
-    that has been renewed since."""
+    that is out of date."""
     own = identity.own()
     return None if own is None else own.material
 

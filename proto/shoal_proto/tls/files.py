@@ -24,7 +24,7 @@ class TlsFiles:
     ca: Path
     """Certificates of the authorities that signed the other processes' certificates."""
     cert: Path
-    """This process's certificate, and those between it and the authority."""
+    """This process's certificate, and the intermediate ones up to the authority."""
     key: Path
     """The certificate's private key, without a passphrase."""
 
@@ -39,7 +39,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, eq=False)
 class TlsMaterial:
-    """Contents of the files at one time, which fit each other. Compared by identity."""
+    """Contents of the files, which belong together. Compared by identity."""
 
     ca: bytes
     cert: bytes
@@ -47,21 +47,21 @@ class TlsMaterial:
     server: ssl.SSLContext
     """Context for accepting connections: the other end must have a certificate."""
     open: ssl.SSLContext
-    """Context for accepting connections of callers that need no certificate: browsers."""
+    """Context for accepting connections of callers without a certificate, such as browsers."""
     client: ssl.SSLContext
-    """Context for making connections, to a name of `shoal_proto.tls.names`. A new one with each
-    renewal: an authority that was removed from the files is no longer trusted."""
+    """Context for connections to a name of `shoal_proto.tls.names`. Each renewal makes a new one,
+    so that an authority that was removed from the files is no longer trusted."""
 
 
 class TlsIdentity:
     """The files of one process. Thread-safe.
 
     Changed files are read within a second, and used for all later connections. Files that do not
-    fit each other, for example because one is not written yet, are ignored until they do.
+    belong together, for example because one is not written yet, are ignored until they do.
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises InvalidSpec for files that cannot be read, or do not fit each other."""
+        """Raises InvalidSpec for files that cannot be read, or do not belong together."""
         self.files = files
         self._lock = threading.Lock()
         self._seen = self._stamps()
@@ -72,7 +72,7 @@ class TlsIdentity:
     @property
     def material(self) -> TlsMaterial:
         """Current material: the same object as long as the files have not changed."""
-        # A fork waits for NO_FORK: so the child finds neither lock held by another thread.
+        # A fork waits for NO_FORK, so a child finds neither lock held by another thread.
         with NO_FORK, self._lock:
             if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
                 self._looked_s = time.monotonic()
@@ -105,7 +105,7 @@ def _read(files: TlsFiles) -> TlsMaterial:
         ca, cert, key = (each.read_bytes() for each in (files.ca, files.cert, files.key))
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.verify_mode = ssl.CERT_REQUIRED
-        # Connections are long: session tickets save nothing, and each is one more message.
+        # Connections last long: session tickets save nothing, and each costs a message.
         server.num_tickets = 0
         anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,7 +1,7 @@
 """The certificate of this process, which all its connections use.
 
-A process has at most one. It is set where the process starts (the command line, or
-`from_environment` for a script), and read wherever a connection is made or accepted. None: no TLS.
+A process has at most one; without one, it does not use TLS. The command line, or `from_environment`
+for a script, sets it at the start; every connection that is made or accepted reads it.
 """
 
 import os
@@ -69,7 +69,7 @@ def chosen(
 
 
 def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
-    """Return the files of the first of the roles that has some in the folder. Raises
+    """Return the files of the first role that has a certificate and a key in the folder. Raises
     InvalidSpec."""
     for role in roles:
         cert, key = folder / f"{role.value}.crt", folder / f"{role.value}.key"
@@ -85,8 +85,8 @@ def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
 
 
 def files_at(addresses: Iterable[str], *roles: CertificateRole) -> TlsFiles | None:
-    """Return the files for a cluster of this user on this machine that serves at one of these
-    addresses, as `in_folder` does; None if there is no such cluster. Raises InvalidSpec."""
+    """Return the files for this user's cluster at one of the addresses on this machine, as
+    `in_folder` does; None if there is no such cluster. Raises InvalidSpec."""
     found = local_clusters.find(addresses)
     return None if found is None else in_folder(found.certificates, *roles)
 

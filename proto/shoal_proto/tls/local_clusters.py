@@ -1,5 +1,5 @@
-"""Records of the clusters that this user runs on this machine. Commands and scripts of a user find
-a cluster's certificates by its address alone.
+"""Records of the clusters that this user runs on this machine. With them, commands and scripts of
+the user find a cluster's certificates by its address alone.
 
 Each cluster has a file in a folder that only this user can access. The file is locked as long as
 the cluster is up: the file of a killed cluster is ignored, and removed when another one starts.
@@ -158,8 +158,8 @@ def _made_folder() -> Path:
         "this user has no folder for its local clusters",
         seen="; ".join(seen),
         expected="a folder of this user, with mode 700",
-        fix="Remove what is there, or set TMPDIR to a directory of your own, for the commands that"
-        " use the cluster too.",
+        fix="Remove that path, or set TMPDIR to a directory of your own, also for the commands that"
+        " use the cluster.",
     )
 
 

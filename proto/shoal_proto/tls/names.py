@@ -21,7 +21,7 @@ URI_START = "spiffe://shoal/"
 
 
 class CertificateRole(Enum):
-    """Role of a certificate's holder, which decides what it may call."""
+    """Role of a certificate's holder, which decides what the holder may call."""
 
     OPERATOR = "operator"
     VIEWER = "viewer"

@@ -37,7 +37,7 @@ class TlsOptions:
         CertificateRole.OPERATOR,
         CertificateRole.VIEWER,
     )
-    """Roles whose certificate may be taken from the folder: the first that is there."""
+    """Roles whose certificate may be used: the first one that the folder has."""
 
     @property
     def files(self) -> TlsFiles | None:

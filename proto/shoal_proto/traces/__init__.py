@@ -1,1 +1,1 @@
-"""Traces of what a call led to, where they are asked for."""
+"""Optional traces of calls, through all processes that take part in them."""

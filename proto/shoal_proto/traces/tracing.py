@@ -28,14 +28,14 @@ class Carrier(Protocol):
 
 
 def from_environment(part: str) -> None:
-    """Turn traces on if the environment asks for them, as those of the service `shoal PART` unless
+    """Turn traces on if the environment asks for them. The service is named `shoal PART`, unless
     OTEL_SERVICE_NAME is set. Raises InvalidSpec for an unknown value, or if the package is
     missing."""
-    way = os.environ.get(VARIABLE, "")
-    if not way or _Tracing.tracer is not None:
+    mode = os.environ.get(VARIABLE, "")
+    if not mode or _Tracing.tracer is not None:
         return
-    if way != "otlp":
-        raise InvalidSpec(f"{VARIABLE} has an unknown value", seen=way, expected="otlp, or nothing")
+    if mode != "otlp":
+        raise InvalidSpec(f"{VARIABLE} has an unknown value", seen=mode, expected="otlp, or unset")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
             OTLPSpanExporter,

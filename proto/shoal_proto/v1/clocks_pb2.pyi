@@ -77,14 +77,14 @@ class AdvanceReply(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     clock: _builtins.int
     """The round of the caller's next step; higher than in the request if the others are further. A
-    caller that has begun a round is in that round until it reports this one.
+    caller that is in a round stays in it until it reports this clock.
     """
     allowed: _builtins.bool
     """The caller may continue. If not: call again."""
     slowest: _builtins.int
     """The lowest clock. It never falls, so a caller that knows it to be high enough need not wait."""
     reason: _builtins.str
-    """What the caller waits for, as text."""
+    """Description of what the caller waits for."""
     def __init__(
         self,
         *,

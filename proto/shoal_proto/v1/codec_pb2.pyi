@@ -23,7 +23,7 @@ class GradientCodec(_message.Message):
     """The encoding of a compressed gradient of one shard. Numbers are little-endian; values have 32
     bits, whatever the shard's dtype. Decoded, the gradient has a value for each element of the
     blocks with a gradient, one block after the other. An encoded gradient is always smaller than an
-    uncompressed one: so a server that does not know codecs cannot take the one for the other.
+    uncompressed one, so a server that does not know codecs cannot confuse the two.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

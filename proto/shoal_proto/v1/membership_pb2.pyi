@@ -80,9 +80,9 @@ class JobSpec(_message.Message):
     job: _builtins.str
     min_members: _builtins.int
     max_members: _builtins.int
-    """Most members that train; surplus members are on standby."""
+    """Maximum number of members that train; surplus members are on standby."""
     desired_members: _builtins.int
-    """Number of members with which a first generation forms at once."""
+    """With this number of members, a first generation forms at once."""
     last_call_s: _builtins.float
     """With fewer members than desired, but at least min_members, a first generation forms this long
     after the first of them was ready. 0: by the coordinator's limits.
@@ -814,9 +814,9 @@ Global___Standby: _TypeAlias = Standby  # noqa: Y015
 
 @_typing.final
 class Pauses(_message.Message):
-    """The members that are paused now, of those for which others wait. None: the time limits start
-    again from zero. Sent whenever it changes, on admission if there are any, and repeatedly while
-    state is being transferred in a long bring-up: running limits start again with each notice.
+    """The paused members for which others wait. Without any, the time limits start again from zero.
+    Sent whenever the list changes, on admission unless it is empty, and repeatedly while a long
+    bring-up transfers state: running limits start again with each notice.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1265,7 +1265,8 @@ class ReportBrokenRequest(_message.Message):
     error: _builtins.str
     own: _builtins.bool
     """In a bring-up: the failure was this member's own, not the consequence of a lost peer or of a
-    closed connection. Tried three times, with pauses in which the others go on without the member.
+    closed connection. The member is tried three times, with pauses in which the others continue
+    without it.
     """
     state_lost: _builtins.bool
     """In a bring-up: the members together do not have a complete state, and there is no checkpoint."""
@@ -1370,8 +1371,8 @@ class DrainRequest(_message.Message):
     job: _builtins.str
     member_id: _builtins.str
     incarnation: _builtins.str
-    """The process to drain; another process of the member is left alone. If this and `public_id` are
-    empty: whichever process is the member now.
+    """The process to drain; another process of the member is not drained. If this and `public_id` are
+    empty: the member's current process.
     """
     reason: _builtins.str
     public_id: _builtins.str

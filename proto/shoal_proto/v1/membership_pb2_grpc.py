@@ -226,15 +226,15 @@ class MembershipServicer(object):
 
     def Drain(self, request, context):
         """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
-        was asked to end. The others go on without a break.
+        was asked to end. The others continue without a break.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """The trainer begins or ends code of the script for which the others are to wait. Meanwhile none
-        of their time limits runs. The newest report counts; it may be repeated.
+        """Reports that the trainer begins or ends code of the script for which the other members wait.
+        Meanwhile none of their time limits runs. The newest report counts; it may be repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -284,7 +284,7 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RetryJob(self, request, context):
-        """Allows members to join a job again that failed, was stopped, or lost its state. It continues
+        """Allows members to join a job that failed, was stopped, or lost its state. The job continues
         from the state that it still has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -66,11 +66,11 @@ class MembershipStub:
     """From the launcher: a signal has halted the process (SIGSTOP), or continued it (SIGCONT)."""
     Drain: _grpc.UnaryUnaryMultiCallable[_membership_pb2.DrainRequest, _membership_pb2.Ack]
     """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
-    was asked to end. The others go on without a break.
+    was asked to end. The others continue without a break.
     """
     Pause: _grpc.UnaryUnaryMultiCallable[_membership_pb2.PauseRequest, _membership_pb2.Ack]
-    """The trainer begins or ends code of the script for which the others are to wait. Meanwhile none
-    of their time limits runs. The newest report counts; it may be repeated.
+    """Reports that the trainer begins or ends code of the script for which the other members wait.
+    Meanwhile none of their time limits runs. The newest report counts; it may be repeated.
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]
     GetGeneration: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]
@@ -88,7 +88,7 @@ class MembershipStub:
     cannot be joined any more. A job that is over is not changed.
     """
     RetryJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.RetryJobRequest, _membership_pb2.JobStanding]
-    """Allows members to join a job again that failed, was stopped, or lost its state. It continues
+    """Allows members to join a job that failed, was stopped, or lost its state. The job continues
     from the state that it still has.
     """
     GetCluster: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetClusterRequest, _membership_pb2.Cluster]
@@ -132,11 +132,11 @@ class MembershipAsyncStub(MembershipStub):
     """From the launcher: a signal has halted the process (SIGSTOP), or continued it (SIGCONT)."""
     Drain: _aio.UnaryUnaryMultiCallable[_membership_pb2.DrainRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
-    was asked to end. The others go on without a break.
+    was asked to end. The others continue without a break.
     """
     Pause: _aio.UnaryUnaryMultiCallable[_membership_pb2.PauseRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """The trainer begins or ends code of the script for which the others are to wait. Meanwhile none
-    of their time limits runs. The newest report counts; it may be repeated.
+    """Reports that the trainer begins or ends code of the script for which the other members wait.
+    Meanwhile none of their time limits runs. The newest report counts; it may be repeated.
     """
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     GetGeneration: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]  # type: ignore[assignment]
@@ -154,7 +154,7 @@ class MembershipAsyncStub(MembershipStub):
     cannot be joined any more. A job that is over is not changed.
     """
     RetryJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.RetryJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
-    """Allows members to join a job again that failed, was stopped, or lost its state. It continues
+    """Allows members to join a job that failed, was stopped, or lost its state. The job continues
     from the state that it still has.
     """
     GetCluster: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetClusterRequest, _membership_pb2.Cluster]  # type: ignore[assignment]
@@ -261,7 +261,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
         """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
-        was asked to end. The others go on without a break.
+        was asked to end. The others continue without a break.
         """
 
     @_abc_1.abstractmethod
@@ -270,8 +270,8 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """The trainer begins or ends code of the script for which the others are to wait. Meanwhile none
-        of their time limits runs. The newest report counts; it may be repeated.
+        """Reports that the trainer begins or ends code of the script for which the other members wait.
+        Meanwhile none of their time limits runs. The newest report counts; it may be repeated.
         """
 
     @_abc_1.abstractmethod
@@ -331,7 +331,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.RetryJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.JobStanding, _abc.Awaitable[_membership_pb2.JobStanding]]:
-        """Allows members to join a job again that failed, was stopped, or lost its state. It continues
+        """Allows members to join a job that failed, was stopped, or lost its state. The job continues
         from the state that it still has.
         """
 

@@ -536,7 +536,7 @@ class DescribeReply(_message.Message):
 
     @_builtins.property
     def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Kinds of GradientCodec that the server decodes. Servers older than codecs set none."""
+        """Kinds of GradientCodec that the server decodes. Servers of releases without codecs set none."""
 
     def __init__(
         self,

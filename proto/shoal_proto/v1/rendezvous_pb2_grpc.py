@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RendezvousStub(object):
-    """The store behind torch.distributed, with a namespace for each generation. A token of another
+    """The store that torch.distributed uses, with a namespace for each generation. A token of another
     generation or incarnation is refused, so no key of one generation is read by another.
     """
 
@@ -69,7 +69,7 @@ class RendezvousStub(object):
 
 
 class RendezvousServicer(object):
-    """The store behind torch.distributed, with a namespace for each generation. A token of another
+    """The store that torch.distributed uses, with a namespace for each generation. A token of another
     generation or incarnation is refused, so no key of one generation is read by another.
     """
 
@@ -153,7 +153,7 @@ def add_RendezvousServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Rendezvous(object):
-    """The store behind torch.distributed, with a namespace for each generation. A token of another
+    """The store that torch.distributed uses, with a namespace for each generation. A token of another
     generation or incarnation is refused, so no key of one generation is read by another.
     """
 

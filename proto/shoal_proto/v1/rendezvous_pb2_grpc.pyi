@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RendezvousStub:
-    """The store behind torch.distributed, with a namespace for each generation. A token of another
+    """The store that torch.distributed uses, with a namespace for each generation. A token of another
     generation or incarnation is refused, so no key of one generation is read by another.
     """
 
@@ -46,7 +46,7 @@ class RendezvousStub:
 
 @_typing.type_check_only
 class RendezvousAsyncStub(RendezvousStub):
-    """The store behind torch.distributed, with a namespace for each generation. A token of another
+    """The store that torch.distributed uses, with a namespace for each generation. A token of another
     generation or incarnation is refused, so no key of one generation is read by another.
     """
 
@@ -61,7 +61,7 @@ class RendezvousAsyncStub(RendezvousStub):
     """Returns the number of the named keys that exist; if no key is named, of all keys."""
 
 class RendezvousServicer(metaclass=_abc_1.ABCMeta):
-    """The store behind torch.distributed, with a namespace for each generation. A token of another
+    """The store that torch.distributed uses, with a namespace for each generation. A token of another
     generation or incarnation is refused, so no key of one generation is read by another.
     """
 

@@ -61,11 +61,11 @@ class RepairReply(_message.Message):
     GOES_ON_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     quarantined: _builtins.bool
-    """Whether the job was quarantined at the time of the call, why, and since when."""
+    """True if the job was quarantined at the time of the call; the reason; and the start."""
     reason: _builtins.str
     since_unix_s: _builtins.float
     goes_on: _builtins.bool
-    """Whether the job continues now, and in which phase."""
+    """True if the job continues now; and its phase."""
     phase: _builtins.str
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokenRecord]: ...
@@ -106,13 +106,13 @@ class BrokenRecord(_message.Message):
     kind: _builtins.str
     """The kind of record at such a key."""
     seen: _builtins.str
-    """What is wrong with it."""
+    """The error of reading it."""
     expected: _builtins.str
     excerpt: _builtins.str
     """The beginning of the record, printable, and its length."""
     num_bytes: _builtins.int
     remedy: _builtins.str
-    """What `apply` does about it, and what that costs; or why it does nothing."""
+    """Effect of `apply` on the record, and its cost; or the reason for which it has none."""
     mendable: _builtins.bool
     moved_to: _builtins.str
     """The key to which it was moved."""

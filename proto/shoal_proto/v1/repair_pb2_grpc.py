@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RepairsStub(object):
-    """Quarantined jobs: what is wrong with them, and their repair.
+    """Quarantined jobs: their faults, and their repair.
     """
 
     def __init__(self, channel):
@@ -43,13 +43,13 @@ class RepairsStub(object):
 
 
 class RepairsServicer(object):
-    """Quarantined jobs: what is wrong with them, and their repair.
+    """Quarantined jobs: their faults, and their repair.
     """
 
     def Repair(self, request, context):
-        """Shows what is wrong with a job; with `apply`, repairs it: records that cannot be read are moved
-        aside, and the job continues from the others. For operators. A job without broken records is
-        left alone.
+        """Shows what is wrong with a job. With `apply`, repairs it: records that cannot be read are moved
+        aside, and the job continues from the others. For operators. A job that is not quarantined is
+        not changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,7 @@ def add_RepairsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Repairs(object):
-    """Quarantined jobs: what is wrong with them, and their repair.
+    """Quarantined jobs: their faults, and their repair.
     """
 
     @staticmethod

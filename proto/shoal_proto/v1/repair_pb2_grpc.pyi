@@ -27,31 +27,31 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RepairsStub:
-    """Quarantined jobs: what is wrong with them, and their repair."""
+    """Quarantined jobs: their faults, and their repair."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RepairsAsyncStub: ...
     Repair: _grpc.UnaryUnaryMultiCallable[_repair_pb2.RepairRequest, _repair_pb2.RepairReply]
-    """Shows what is wrong with a job; with `apply`, repairs it: records that cannot be read are moved
-    aside, and the job continues from the others. For operators. A job without broken records is
-    left alone.
+    """Shows what is wrong with a job. With `apply`, repairs it: records that cannot be read are moved
+    aside, and the job continues from the others. For operators. A job that is not quarantined is
+    not changed.
     """
 
 @_typing.type_check_only
 class RepairsAsyncStub(RepairsStub):
-    """Quarantined jobs: what is wrong with them, and their repair."""
+    """Quarantined jobs: their faults, and their repair."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Repair: _aio.UnaryUnaryMultiCallable[_repair_pb2.RepairRequest, _repair_pb2.RepairReply]  # type: ignore[assignment]
-    """Shows what is wrong with a job; with `apply`, repairs it: records that cannot be read are moved
-    aside, and the job continues from the others. For operators. A job without broken records is
-    left alone.
+    """Shows what is wrong with a job. With `apply`, repairs it: records that cannot be read are moved
+    aside, and the job continues from the others. For operators. A job that is not quarantined is
+    not changed.
     """
 
 class RepairsServicer(metaclass=_abc_1.ABCMeta):
-    """Quarantined jobs: what is wrong with them, and their repair."""
+    """Quarantined jobs: their faults, and their repair."""
 
     @_abc_1.abstractmethod
     def Repair(
@@ -59,9 +59,9 @@ class RepairsServicer(metaclass=_abc_1.ABCMeta):
         request: _repair_pb2.RepairRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_repair_pb2.RepairReply, _abc.Awaitable[_repair_pb2.RepairReply]]:
-        """Shows what is wrong with a job; with `apply`, repairs it: records that cannot be read are moved
-        aside, and the job continues from the others. For operators. A job without broken records is
-        left alone.
+        """Shows what is wrong with a job. With `apply`, repairs it: records that cannot be read are moved
+        aside, and the job continues from the others. For operators. A job that is not quarantined is
+        not changed.
         """
 
 def add_RepairsServicer_to_server(servicer: RepairsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

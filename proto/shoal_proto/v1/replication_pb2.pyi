@@ -184,7 +184,7 @@ class ShardHolding(_message.Message):
     found_foreign: _builtins.bool
     """With found_version: the journal's shard is not older, but of another run of the job."""
     restored_version: _builtins.int
-    """The version of the snapshot from which the values were restored, or are being; 0: none."""
+    """The shard's version in the snapshot from which it was restored, or is to be loaded; 0: none."""
     @_builtins.property
     def primary(self) -> Global___Holder: ...
     @_builtins.property
@@ -280,7 +280,7 @@ class AcceptedLoss(_message.Message):
     ACCEPTED_UNIX_S_FIELD_NUMBER: _builtins.int
     SAMPLES_ANEW_FIELD_NUMBER: _builtins.int
     by: _builtins.str
-    """Who accepted it, by the name that they gave."""
+    """Name that the operator gave."""
     accepted_unix_s: _builtins.float
     samples_anew: _builtins.bool
     """True if the samples of the job started over with it."""
@@ -326,8 +326,8 @@ class JobHoldings(_message.Message):
     format: _builtins.int
     """Format of this message: 1. Processes refuse a later format that they do not know."""
     job_run: _builtins.str
-    """The run of the job for its members, if not `run`: that of the placement before, if the
-    coordinator restored the shards while the members went on.
+    """The run of the job that its members use, if it is not `run`: if the coordinator restored the
+    shards while the job had members, these keep the run that they had before.
     """
     def __init__(
         self,

@@ -76,14 +76,14 @@ class LeaseRequest(_message.Message):
     0: unknown.
     """
     reserve_samples: _builtins.int
-    """Number of samples that this member wants to hold in all, to go on with while no coordinator
-    answers. If set, a range is durable once it is answered. 0: one range at a time, of which the
-    member may have begun all.
+    """Number of samples that this member wants to hold in all, to train on while no coordinator
+    answers. If set, a range is durable once it is answered. 0: one range at a time; the member may
+    have begun all of it.
     """
     begun_samples: _builtins.int
     """Number of samples begun, of those that the member held or reports."""
     begins_samples_per_s: _builtins.int
-    """Most samples that the member begins in a second."""
+    """Maximum number of samples that the member begins in a second."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -145,8 +145,8 @@ class LeaseReply(_message.Message):
     ranges.
     """
     reserve_max_samples: _builtins.int
-    """Most samples that this member may hold in all, so that the others have their share. It gives
-    back any above that. 0: any number.
+    """Maximum number of samples that this member may hold in all, so that the others have their
+    share. The member gives back any above that. 0: no limit.
     """
     durable_sequence: _builtins.int
     """All reports of this member's requests up to this sequence number are durable."""
@@ -156,8 +156,8 @@ class LeaseReply(_message.Message):
 
     @_builtins.property
     def not_held(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
-        """Ranges that the member holds, but the ledger does not have for it (any more): they must not be
-        begun.
+        """Ranges that the member holds, but that are not leased to it according to the ledger: they must
+        not be begun.
         """
 
     def __init__(

@@ -91,7 +91,7 @@ class AcceptLossReply(_message.Message):
     TOTAL_SAMPLES_FIELD_NUMBER: _builtins.int
     KEPT_SHARD_IDS_FIELD_NUMBER: _builtins.int
     samples: Global___SamplesAfterLoss.ValueType
-    """The treatment of the job's samples, or the one that would be; UNSAID: the request must choose."""
+    """The treatment of the job's samples (with dry_run: as planned); UNSAID: the request must choose."""
     completed_samples: _builtins.int
     """Samples that the ledger had as completed, and in all; 0: the job leases none."""
     total_samples: _builtins.int

@@ -78,9 +78,9 @@ class TableSpec(_message.Message):
     num_shards: _builtins.int
     """Number of virtual shards; a row lies in shard (hash of its id) * num_shards / 2^64."""
     max_rows: _builtins.int
-    """Most rows, divided evenly among the shards; 0: as many as max_shard_bytes allows."""
+    """Maximum number of rows, divided evenly among the shards; 0: as many as max_shard_bytes allows."""
     max_shard_bytes: _builtins.int
-    """Most bytes of memory of one shard; 0: 1 GiB."""
+    """Maximum memory of one shard; 0: 1 GiB."""
     @_builtins.property
     def initialiser(self) -> Global___Initialiser: ...
     @_builtins.property
@@ -194,7 +194,7 @@ Global___RowOptimizer: _TypeAlias = RowOptimizer  # noqa: Y015
 
 @_typing.final
 class Admission(_message.Message):
-    """Which pushed ids get a row of their own."""
+    """The rule by which pushed ids get a row."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TablesStub(object):
-    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    """Tables of rows by 64-bit id; a step touches few rows. A row that does not exist has initial
     values, a function of seed, table name and id; it takes memory from its first push on. Messages
     have at most about 2 MiB, with rows of as many shards as fit.
     """
@@ -50,7 +50,7 @@ class TablesStub(object):
 
 
 class TablesServicer(object):
-    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    """Tables of rows by 64-bit id; a step touches few rows. A row that does not exist has initial
     values, a function of seed, table name and id; it takes memory from its first push on. Messages
     have at most about 2 MiB, with rows of as many shards as fit.
     """
@@ -92,7 +92,7 @@ def add_TablesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Tables(object):
-    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    """Tables of rows by 64-bit id; a step touches few rows. A row that does not exist has initial
     values, a function of seed, table name and id; it takes memory from its first push on. Messages
     have at most about 2 MiB, with rows of as many shards as fit.
     """

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TablesStub:
-    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    """Tables of rows by 64-bit id; a step touches few rows. A row that does not exist has initial
     values, a function of seed, table name and id; it takes memory from its first push on. Messages
     have at most about 2 MiB, with rows of as many shards as fit.
     """
@@ -45,7 +45,7 @@ class TablesStub:
 
 @_typing.type_check_only
 class TablesAsyncStub(TablesStub):
-    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    """Tables of rows by 64-bit id; a step touches few rows. A row that does not exist has initial
     values, a function of seed, table name and id; it takes memory from its first push on. Messages
     have at most about 2 MiB, with rows of as many shards as fit.
     """
@@ -59,7 +59,7 @@ class TablesAsyncStub(TablesStub):
     """Applies gradients of rows, exactly once for each (incarnation, sequence, shard)."""
 
 class TablesServicer(metaclass=_abc_1.ABCMeta):
-    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    """Tables of rows by 64-bit id; a step touches few rows. A row that does not exist has initial
     values, a function of seed, table name and id; it takes memory from its first push on. Messages
     have at most about 2 MiB, with rows of as many shards as fit.
     """

@@ -98,8 +98,8 @@ class WeightSeriesServicer(object):
     """
 
     def Begin(self, request, context):
-        """Announces a publication before its bytes are sent: returns the epoch under which, and the
-        servers to which, to send them. A publisher that was replaced is refused (StaleEpoch).
+        """Announces a publication before its bytes are sent. Returns the publication's epoch, and the
+        servers for its bytes. A publisher that was replaced is refused (StaleEpoch).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,8 +117,8 @@ class WeightSeriesServicer(object):
 
     def CutTables(self, request, context):
         """Takes one cut of all shards of the publisher's job; its parameter servers keep the cut as
-        segments, one per shard: the parts of a publication besides the publisher's own. Training goes
-        on. A segment that becomes part of no version is freed like any other.
+        segments, one per shard: the parts of a publication besides the publisher's own. Training
+        continues. A segment that becomes part of no version is freed like any other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

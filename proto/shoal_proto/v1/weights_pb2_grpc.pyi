@@ -41,8 +41,8 @@ class WeightSeriesStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightSeriesAsyncStub: ...
     Begin: _grpc.UnaryUnaryMultiCallable[_weights_pb2.BeginPublicationRequest, _weights_pb2.BeginPublicationReply]
-    """Announces a publication before its bytes are sent: returns the epoch under which, and the
-    servers to which, to send them. A publisher that was replaced is refused (StaleEpoch).
+    """Announces a publication before its bytes are sent. Returns the publication's epoch, and the
+    servers for its bytes. A publisher that was replaced is refused (StaleEpoch).
     """
     Contribute: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ContributePartRequest, _weights_pb2.ContributePartReply]
     """Submits one rank's part once its segment is on the servers. Answers once all parts of the
@@ -52,8 +52,8 @@ class WeightSeriesStub:
     """
     CutTables: _grpc.UnaryUnaryMultiCallable[_weights_pb2.CutTablesRequest, _weights_pb2.CutTablesReply]
     """Takes one cut of all shards of the publisher's job; its parameter servers keep the cut as
-    segments, one per shard: the parts of a publication besides the publisher's own. Training goes
-    on. A segment that becomes part of no version is freed like any other.
+    segments, one per shard: the parts of a publication besides the publisher's own. Training
+    continues. A segment that becomes part of no version is freed like any other.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_weights_pb2.WatchSeriesRequest, _weights_pb2.SeriesView]
     """Sends the series as it is now, and again after each change. An unpublished series is empty."""
@@ -83,8 +83,8 @@ class WeightSeriesAsyncStub(WeightSeriesStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Begin: _aio.UnaryUnaryMultiCallable[_weights_pb2.BeginPublicationRequest, _weights_pb2.BeginPublicationReply]  # type: ignore[assignment]
-    """Announces a publication before its bytes are sent: returns the epoch under which, and the
-    servers to which, to send them. A publisher that was replaced is refused (StaleEpoch).
+    """Announces a publication before its bytes are sent. Returns the publication's epoch, and the
+    servers for its bytes. A publisher that was replaced is refused (StaleEpoch).
     """
     Contribute: _aio.UnaryUnaryMultiCallable[_weights_pb2.ContributePartRequest, _weights_pb2.ContributePartReply]  # type: ignore[assignment]
     """Submits one rank's part once its segment is on the servers. Answers once all parts of the
@@ -94,8 +94,8 @@ class WeightSeriesAsyncStub(WeightSeriesStub):
     """
     CutTables: _aio.UnaryUnaryMultiCallable[_weights_pb2.CutTablesRequest, _weights_pb2.CutTablesReply]  # type: ignore[assignment]
     """Takes one cut of all shards of the publisher's job; its parameter servers keep the cut as
-    segments, one per shard: the parts of a publication besides the publisher's own. Training goes
-    on. A segment that becomes part of no version is freed like any other.
+    segments, one per shard: the parts of a publication besides the publisher's own. Training
+    continues. A segment that becomes part of no version is freed like any other.
     """
     Watch: _aio.UnaryStreamMultiCallable[_weights_pb2.WatchSeriesRequest, _weights_pb2.SeriesView]  # type: ignore[assignment]
     """Sends the series as it is now, and again after each change. An unpublished series is empty."""
@@ -128,8 +128,8 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.BeginPublicationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.BeginPublicationReply, _abc.Awaitable[_weights_pb2.BeginPublicationReply]]:
-        """Announces a publication before its bytes are sent: returns the epoch under which, and the
-        servers to which, to send them. A publisher that was replaced is refused (StaleEpoch).
+        """Announces a publication before its bytes are sent. Returns the publication's epoch, and the
+        servers for its bytes. A publisher that was replaced is refused (StaleEpoch).
         """
 
     @_abc_1.abstractmethod
@@ -151,8 +151,8 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.CutTablesReply, _abc.Awaitable[_weights_pb2.CutTablesReply]]:
         """Takes one cut of all shards of the publisher's job; its parameter servers keep the cut as
-        segments, one per shard: the parts of a publication besides the publisher's own. Training goes
-        on. A segment that becomes part of no version is freed like any other.
+        segments, one per shard: the parts of a publication besides the publisher's own. Training
+        continues. A segment that becomes part of no version is freed like any other.
         """
 
     @_abc_1.abstractmethod

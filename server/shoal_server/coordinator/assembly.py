@@ -54,7 +54,7 @@ class Coordinator:
         retention: RetentionPolicy | None = None,
         bounds: JobLimits | None = None,
     ) -> None:
-        """`parameters`: for jobs with parameters on servers; without, they are not served."""
+        """`parameters`: options for jobs with parameters on servers; None: they are not served."""
         bounds = bounds or JobLimits()
         self.term = Term()
         self.board = StatusBoard()
@@ -100,8 +100,8 @@ class Coordinator:
         )
 
     def _job_dependencies(self, store: LeaderStore, max_jobs: int) -> JobDependencies:
-        # The registry calls these services, which are constructed after it: they are looked up
-        # late.
+        # The registry calls these services, which are constructed after it: each call looks them
+        # up.
         def member_lost(job: str, member_id: str, incarnation: str) -> None:
             self.plug_in.member_lost(job, member_id, incarnation)
 
@@ -126,7 +126,7 @@ class Coordinator:
         )
 
     def _host(self, limits: Limits, bounds: JobLimits) -> Host:
-        # `resetting` is constructed after the plug-in: it is looked up late.
+        # `resetting` is constructed after the plug-in: each call looks it up.
         def reset_unix_s(job: str) -> float:
             return self.resetting.ended_unix_s(job)
 

@@ -57,8 +57,8 @@ class ClockMark:
         return self._is_read
 
     async def _read(self) -> None:
-        found = await self._store.get(keys.CLOCK)
-        noted_s = None if found is None else _noted(found.value)
+        mark = await self._store.get(keys.CLOCK)
+        noted_s = None if mark is None else _noted(mark.value)
         now_s = self._clock()
         self._is_read = True
         self._note_at_s = now_s + NOTE_EACH_S

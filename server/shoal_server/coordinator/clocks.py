@@ -1,8 +1,8 @@
 """The Clocks service: decides which members may begin a step in jobs with a staleness bound.
 
-State is in memory only and is lost with the leader. A successor does not ask for it, but lets no
-member advance until each member that trained under the last leader has reported its clock again,
-which every one does with its next step.
+The clocks are in memory only and are lost with the leader. Members report theirs with each step. A
+new leader lets no member advance until each member that trained under the last leader has reported
+its clock again.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 Authorize = Callable[[Token], Awaitable[None]]
 DeclareLost = Callable[[str, MemberProcess, str], Awaitable[None]]
-"""(job, member, reason)"""
+"""Called with (job, member, reason)."""
 
 MAX_WAIT_S = 10.0
 MAX_BOUND = 1 << 20
@@ -43,12 +43,11 @@ class _Job:
         self._waiting: list[tuple[ClockPosition, int, asyncio.Event]] = []
         """A heap, ordered by the position that each call waits for."""
         self._by_name: dict[str, asyncio.Event] = {}
-        """Newest wait of each member."""
+        """Event of each member's newest wait."""
         self._num_waits = 0
 
     async def changed(self, who: MemberProcess) -> None:
-        """Wait until the member may have become able to advance, has been lost, or the job is
-        dropped."""
+        """Wait until the member may be able to advance, is lost, or the job is dropped."""
         self.wake(who.member_id)  # ends an earlier call of the same member
         event = self._by_name[who.member_id] = asyncio.Event()
         self._num_waits += 1
@@ -108,13 +107,13 @@ class ClocksService(ClocksServicer):
     # --- from the coordinator ---
 
     def inherit(self, job: str, trainers: Iterable[MemberProcess]) -> None:
-        """Start a job whose members trained under another leader: each may have a clock that only
-        it knows."""
+        """Start a job whose members trained under another leader. Each member's clock is unknown
+        until the member reports it."""
         self.forget(job)
         self._jobs[job] = _Job(Clocks(trainers, self._clock()))
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Remove the clock of a process that was lost or left: no member waits for it then."""
+        """Remove the clock of a process that was lost or left: no member waits for it any more."""
         known = self._jobs.get(job)
         if known is not None:
             known.clocks.remove(MemberProcess(member_id, incarnation))

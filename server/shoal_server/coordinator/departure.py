@@ -64,7 +64,7 @@ async def see_members_off(registry: Registry, drain_s: float) -> None:
 
 
 def _presence(registry: Registry, before: Presence) -> Presence:
-    """Count the members now; `before` while this coordinator does not lead."""
+    """Count the members now. Returns `before` while this coordinator does not lead."""
     if not registry.leads:
         return before
     actors = registry.actors()

@@ -51,7 +51,7 @@ class HistoryKeeper:
         self._taken_up: set[str] = set()
         """Jobs whose history in etcd has been read."""
         self._kept: dict[str, bytes] = {}
-        """Value in etcd, by job."""
+        """The history as last stored in etcd, by job."""
 
     async def run(self) -> None:
         """Record and store the history of jobs, until cancelled."""
@@ -82,31 +82,31 @@ class HistoryKeeper:
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
     async def _take_up(self) -> None:
-        """Read the history of jobs that the registry has taken over since."""
+        """Read the history of jobs that the registry has taken over since the last call."""
         new = [a for a in self._registry.actors() if a.job.spec.job not in self._taken_up]
         await gather_bounded(self._take_up_one, new, AT_ONCE)
 
     async def _take_up_one(self, actor: JobActor) -> None:
         job = actor.job.spec.job
         try:
-            found = await self._store.get(keys.history(job))
+            stored = await self._store.get(keys.history(job))
         except RetryError as error:
             log.debug("history_not_read", job=job, reason=str(error))
             return
         self._taken_up.add(job)
-        if found is None:
+        if stored is None:
             return
         try:
-            kept = read(found.value)
+            kept = read(stored.value)
         except UnreadableRecord as error:
             # History is only displayed, no decision depends on it: the job continues without it.
-            log.warning("history_unreadable", job=job, key=found.key, reason=str(error)[:300])
+            log.warning("history_unreadable", job=job, key=stored.key, reason=str(error)[:300])
             return
         if kept.begun_unix_s == actor.job.tally.begun_s:
             self._board.restore_history(
                 job, kept.series, kept.changes, kept.extra_s, logged=kept.logged, run=kept.run
             )
-            self._kept[job] = found.value
+            self._kept[job] = stored.value
 
     async def _keep_one(self, actor: JobActor) -> None:
         job = actor.job.spec.job
@@ -144,16 +144,16 @@ def _reading(
     roster: GenerationRoster, known: Mapping[str, HealthView], step: int, now_unix_s: float
 ) -> Reading | None:
     """Reading from the fresh reports of the roster's members; None if there is none."""
-    found = {
+    fresh = {
         entry.rank: health
         for entry in roster.entries
         if (health := known.get(entry.member_id)) is not None
         and health.received_unix_s > now_unix_s - FRESH_S
         and health.public_id == public_id(entry.incarnation)
     }
-    if not found:
+    if not fresh:
         return None
-    figures = found.values()
+    figures = fresh.values()
     return Reading(
         generation=roster.generation,
         step=step,
@@ -161,7 +161,7 @@ def _reading(
         samples_per_s=[x for each in figures if (x := _finite(each.samples_per_s)) is not None],
         staleness=[x for each in figures if (x := _finite(each.staleness_steps)) is not None],
         step_s={
-            rank: x for rank, each in found.items() if (x := _finite(each.step_time_s)) is not None
+            rank: x for rank, each in fresh.items() if (x := _finite(each.step_time_s)) is not None
         },
     )
 

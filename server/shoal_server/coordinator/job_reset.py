@@ -55,7 +55,7 @@ class JobReset:
 
     async def read(self) -> None:
         """Read which jobs were reset; must be called before the registry takes over jobs."""
-        found = {}
+        earlier_runs = {}
         for item in (await self._store.range(keys.RESETS)).items:
             job = named_under(keys.RESETS, item.key)
             if job is None:
@@ -63,11 +63,11 @@ class JobReset:
                 continue
             try:
                 with taken_apart():
-                    found[job] = from_json(job, item.value)
+                    earlier_runs[job] = from_json(job, item.value)
             except (UnreadableRecord, InternalError) as error:
                 # The incarnations expelled by an earlier run are unknown: nobody may join.
                 self._registry.quarantine(job, unreadable(job, item.key, error))
-        self._registry.earlier_runs = found
+        self._registry.earlier_runs = earlier_runs
 
     def ended_unix_s(self, job: str) -> float:
         """Unix time of the job's last reset; 0 if it was never reset."""
@@ -75,10 +75,10 @@ class JobReset:
         return earlier.ended_unix_s if earlier is not None else 0.0
 
     async def reset(self, job: str, *, forgets_processes: bool = False) -> tuple[bool, Generation]:
-        """Delete the job's state. Returns if there was any, and the job's last generation.
+        """Delete the job's state. Returns True if there was any, and the job's last generation.
 
-        `forgets_processes`: the job ended so long ago that none of its processes can come back, and
-        no record of earlier runs is kept.
+        `forgets_processes`: the job ended so long ago that none of its processes can come back.
+        Then no record of its earlier runs is kept.
 
         Raises JobInUse while the job has members, Unavailable while etcd cannot be reached, and
         NotLeader. The job is then unchanged.
@@ -101,7 +101,7 @@ class JobReset:
                 expelled = list(actor.job.table.expelled)
                 earlier = earlier.with_run(actor.job.last_generation, expelled)
             else:
-                # This coordinator could not take over the job: its keys have the last generation.
+                # This coordinator could not take over the job: only etcd has its last generation.
                 earlier = earlier.with_run(_newest_generation(job, held), ())
             await self._jobs.apply(_operations(earlier, keeps_runs=not forgets_processes))
             if forgets_processes:
@@ -138,14 +138,14 @@ class JobReset:
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
     """Highest generation number in the job's keys, even if other records cannot be read."""
     numbers = (keys.generation_number(job, each.key) for each in held)
-    found = [number for number in numbers if number is not None]
+    generations = [number for number in numbers if number is not None]
     for each in held:
         if each.key == keys.job_state(job):
             try:
-                found.append(Fields.parsed(each.value).count("last_generation"))
+                generations.append(Fields.parsed(each.value).count("last_generation"))
             except UnreadableRecord as error:
                 log.warning("job_state_unreadable", job=job, reason=str(error))
-    return max(found, default=0)
+    return max(generations, default=0)
 
 
 def _operations(earlier: EarlierRuns, *, keeps_runs: bool) -> list[Operation]:

@@ -1,7 +1,7 @@
-"""A job's history as stored in etcd: deflated JSON, parsed without trust.
+"""A job's history as stored in etcd: deflated JSON, validated when it is read.
 
-History is only displayed and decides nothing. A bad record therefore costs the charts of its own
-job, and neither those of other jobs nor the coordinator's time.
+History is only displayed; no decision depends on it. Sizes and numbers are bounded, so that a bad
+record costs only the charts of its own job.
 """
 
 import math
@@ -77,7 +77,7 @@ def _series_problem(series: SeriesView) -> str:
     )
     lengths = {len(series.unix_s), *map(len, columns)}
     if len(lengths) > 1 or max(lengths) > MAX_POINTS:
-        expected = f"as many in each, at most {MAX_POINTS}"
+        expected = f"equal lengths, at most {MAX_POINTS}"
         return f"columns of {sorted(lengths)} intervals; expected {expected}"
     if not all(map(_is_count, (*series.generation, *series.step))):
         return "steps or generations out of range"

@@ -33,7 +33,7 @@ from shoal_server.status.views import EpochSamplesView, SamplesView, ShardsView
 
 
 class ParametersPlugIn(PlugIn):
-    """The services for jobs with parameters on servers, put together."""
+    """The services for jobs with parameters on servers, as one plug-in."""
 
     def __init__(self, host: Host, options: ParameterOptions) -> None:
         self._host = host
@@ -148,10 +148,10 @@ class ParametersPlugIn(PlugIn):
         return self.clock_service.clocks(job)
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        found: dict[str, tuple[str, float]] = {}
+        waits: dict[str, tuple[str, float]] = {}
         for service in (self.shard_service, self.sample_service, self.clock_service):
-            found |= service.waiting(job)
-        return found
+            waits |= service.waiting(job)
+        return waits
 
     def samples(self, job: str) -> SamplesView | None:
         counts = self.sample_service.summary(job)

@@ -125,8 +125,8 @@ async def serve(config: CoordinatorConfig) -> None:
 
 
 def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOperations | None:
-    """Operations for the HTTP API; None if HTTP callers are known by certificate alone: only gRPC
-    reads the role in it."""
+    """Operations for the HTTP API; None if HTTP callers are identified by certificates alone: only
+    gRPC reads the role in a certificate."""
     known = config.http_tokens is not None or config.http_clients == "user"
     if not known and identity.own() is not None:
         return None
@@ -160,7 +160,7 @@ class LeaderLoop:
         candidate: LeaderCandidate,
         leader_lease_s: float,
     ) -> None:
-        """Expects that the candidate's address is already listened on."""
+        """The process must already listen at the candidate's address."""
         self._coordinator = coordinator
         self._health = health
         self._store = store
@@ -178,7 +178,7 @@ class LeaderLoop:
         try:
             while True:
                 if not await self._lead(await self._election.campaign()):
-                    # The next term may end the same way, and another coordinator may do better.
+                    # The next term may fail the same way: give another coordinator a chance.
                     await asyncio.sleep(LEAD_AGAIN_S)
         finally:
             await _cancel(following)
@@ -194,7 +194,7 @@ class LeaderLoop:
             reason = coordinator.term.why_deposed or leadership.reason
             log.warning("deposed", reason=reason)
             coordinator.registry.known_leader.why_nobody = (
-                f"nobody is known to lead: this one's term has ended ({reason})"
+                f"nobody is known to lead: this coordinator's term has ended ({reason})"
             )
         except ShoalError as error:
             log.error("could_not_lead", reason=str(error))
@@ -237,6 +237,6 @@ class LeaderLoop:
                 f"nobody is known to lead: the record at {keys.LEADER} in etcd cannot be read"
             )
         elif not known.address:
-            known.why_nobody = "this coordinator was elected, and reads what etcd holds of jobs"
+            known.why_nobody = "this coordinator was elected, and is reading the jobs from etcd"
         if leader is not None:
             self.has_begun.set()

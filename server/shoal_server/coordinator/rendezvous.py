@@ -1,8 +1,8 @@
 """The Rendezvous service: a key-value store for each generation in force.
 
-It is in memory only. If the leader dies during a generation's bring-up, its successor answers that
-the keys are lost and the members form the next generation; after bring-up, torch.distributed does
-not ask the store again.
+The keys are in memory only. If the leader dies during a generation's bring-up, its successor
+answers that the keys are lost, and the members form the next generation. After bring-up,
+torch.distributed does not use the store any more.
 """
 
 import asyncio
@@ -48,9 +48,10 @@ class KeySpace:
     limits: JobLimits = field(default_factory=JobLimits)
     values: dict[str, bytes] = field(default_factory=dict)
     num_bytes: int = 0
-    _gatherings: dict[tuple[str, ...], WaitingCalls] = field(default_factory=dict)
-    _waiting: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
-    """Gatherings that wait for each missing key."""
+    _waiting_calls: dict[tuple[str, ...], WaitingCalls] = field(default_factory=dict)
+    """Waiting calls, by the keys that they want."""
+    _wanted_with: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+    """Entries of `_waiting_calls` that lack a key, by that key."""
     _answer: tuple[tuple[str, ...], bytes] = ((), b"")
     """The last packed reply and its keys; empty after a change."""
 
@@ -71,12 +72,12 @@ class KeySpace:
         self.num_bytes = grown
         self.values[key] = value
         self._answer = ((), b"")
-        for keys in self._waiting.pop(key, ()):
-            gathering = self._gatherings[keys]
-            gathering.missing.discard(key)
-            if not gathering.missing:
-                del self._gatherings[keys]
-                gathering.over.set()
+        for keys in self._wanted_with.pop(key, ()):
+            calls = self._waiting_calls[keys]
+            calls.missing.discard(key)
+            if not calls.missing:
+                del self._waiting_calls[keys]
+                calls.over.set()
 
     def delete(self, key: str) -> bool:
         value = self.values.pop(key, None)
@@ -87,30 +88,30 @@ class KeySpace:
         return True
 
     async def wait_for(self, keys: tuple[str, ...]) -> None:
-        """Return once each key has been set. Calls with the same keys share one gathering."""
+        """Return once each key has been set. Raises the error given to `give_up`."""
         missing = {key for key in keys if key not in self.values}
         if not missing:
             return
-        gathering = self._gatherings.setdefault(keys, WaitingCalls())
-        for key in missing - gathering.missing:
-            self._waiting.setdefault(key, []).append(keys)
-        gathering.missing |= missing
-        gathering.num_waiting += 1
+        calls = self._waiting_calls.setdefault(keys, WaitingCalls())
+        for key in missing - calls.missing:
+            self._wanted_with.setdefault(key, []).append(keys)
+        calls.missing |= missing
+        calls.num_waiting += 1
         try:
-            await gathering.over.wait()
+            await calls.over.wait()
         finally:
-            gathering.num_waiting -= 1
-            if not gathering.num_waiting and self._gatherings.get(keys) is gathering:
+            calls.num_waiting -= 1
+            if not calls.num_waiting and self._waiting_calls.get(keys) is calls:
                 self._forget(keys)
-        if gathering.error is not None:
-            raise gathering.error
+        if calls.error is not None:
+            raise calls.error
 
     def _forget(self, keys: tuple[str, ...]) -> None:
-        """Drop a gathering for which no call waits any longer."""
-        for key in self._gatherings.pop(keys).missing:
-            self._waiting[key].remove(keys)
-            if not self._waiting[key]:
-                del self._waiting[key]
+        """Drop an entry of `_waiting_calls` whose calls have all ended."""
+        for key in self._waiting_calls.pop(keys).missing:
+            self._wanted_with[key].remove(keys)
+            if not self._wanted_with[key]:
+                del self._wanted_with[key]
 
     def packed(self, keys: tuple[str, ...]) -> bytes:
         """Encoded reply with the values; callers that ask for the same keys share the bytes."""
@@ -123,10 +124,11 @@ class KeySpace:
         return self._answer[1]
 
     def give_up(self, error: Exception) -> None:
-        gatherings, self._gatherings, self._waiting = self._gatherings, {}, {}
-        for gathering in gatherings.values():
-            gathering.error = error
-            gathering.over.set()
+        """Fail all waiting calls with the error."""
+        waiting, self._waiting_calls, self._wanted_with = self._waiting_calls, {}, {}
+        for calls in waiting.values():
+            calls.error = error
+            calls.over.set()
 
 
 class RendezvousService(RendezvousServicer):
@@ -141,7 +143,7 @@ class RendezvousService(RendezvousServicer):
         actor.authorize_generation(token)
         key = (token.job, token.generation)
         if key not in self._spaces and token.generation <= actor.inherited_generation:
-            # The keys were set at the last leader: a caller would wait in vain.
+            # Only the last leader had the keys: this call would wait until its timeout.
             raise GenerationBroken(
                 f"the keys of generation {token.generation} of job {token.job} are lost",
                 seen="a coordinator that took over after they were set",
@@ -216,7 +218,7 @@ class RendezvousService(RendezvousServicer):
         if value == request.expected or (value is None and not request.expected):
             space.set(request.key, request.desired)
             value = request.desired
-        # torch's contract: if there is no value and one is expected, the expected one is returned.
+        # torch's contract: if the key has no value, the expected value is returned.
         return pb.StoreReply(values=[value if value is not None else request.expected])
 
     async def Delete(self, request: pb.StoreKeysRequest, context: Context) -> pb.StoreReply:

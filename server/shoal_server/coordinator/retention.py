@@ -58,7 +58,7 @@ class Retention:
         self._may_remove = True
         """True if this coordinator's clock is trusted for removals, which cannot be undone."""
         self._empty_since_s: dict[str, float] = {}
-        """Running jobs that were seen without members, and since when; forgotten with the term."""
+        """Running jobs without members, with the time at which this leader first saw that."""
         self._woken = asyncio.Event()
 
     def changed(self, job: str) -> None:
@@ -81,7 +81,7 @@ class Retention:
                 pass  # the next sweep is due
 
     async def sweep(self) -> None:
-        """Do what is due for each job separately: a failure of one affects no other."""
+        """Do what is due for each job; a failure of one job affects no other."""
         self._may_remove = await self._mark.look()
         await self._forget_runs()
         actors = self._registry.actors()
@@ -153,10 +153,10 @@ class Retention:
             num_samples = None
         if not self._is_known(actor):
             return  # it was removed while its samples were counted
-        found = self._result_of(name)
+        result = self._result_of(name)
         if num_samples is not None:
-            found = replace(found, num_samples=num_samples)
-        await actor.keep_result(found)
+            result = replace(result, num_samples=num_samples)
+        await actor.keep_result(result)
 
     async def _clear(self, actor: JobActor) -> None:
         name = actor.job.spec.job
@@ -164,15 +164,15 @@ class Retention:
             await actor.carried_out(WRITTEN_WITHIN_S)
             kept = await StoredJobs(self._store).state(name)
             assert kept is not None, "a job's result is stored before the job is cleared"
-            left = replace(kept, tally=replace(actor.job.tally, is_cleared=True))
-            written = await self._store.transact((), _cleared(name, left))
+            cleared = replace(kept, tally=replace(actor.job.tally, is_cleared=True))
+            written = await self._store.transact((), _operations(name, cleared))
             self._plug_in.forget(name)
-        self._registry.keep_cleared(replace(left, revision=written.revision))
+        self._registry.keep_cleared(replace(cleared, revision=written.revision))
         log.info("job_cleared", job=name, over_for_s=self._limits.records_s)
 
 
-def _cleared(job: str, left: StateRecord) -> list[Operation]:
-    """Operations that delete everything of the job except its own record, and update that."""
+def _operations(job: str, cleared: StateRecord) -> list[Operation]:
+    """Operations that delete all keys of the job except its state record, and update that."""
     return [
         Delete(keys.generations(job), prefix=True),
         Delete(keys.shard_map(job)),
@@ -184,5 +184,5 @@ def _cleared(job: str, left: StateRecord) -> list[Operation]:
         Delete(keys.sample_deltas(job), prefix=True),
         Delete(keys.quarantined(job), prefix=True),
         Delete(keys.assignments(job), prefix=True),
-        Put(keys.job_state(job), state_to_json(left)),
+        Put(keys.job_state(job), state_to_json(cleared)),
     ]

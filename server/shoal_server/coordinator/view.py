@@ -59,8 +59,8 @@ class CoordinatorView:
         return quarantined + [self._job(actor) for actor in self._registry.actors()]
 
     def job(self, name: str) -> JobView | None:
-        if found := self._registry.quarantined.get(name):
-            why, since_s = found
+        if entry := self._registry.quarantined.get(name):
+            why, since_s = entry
             return quarantined_view(name, str(why), since_s)
         actor = self._registry.actor_if_known(name)
         return None if actor is None else self._job(actor, actor.records.values())
@@ -99,8 +99,8 @@ class CoordinatorView:
         return await self._plug_in.shards(job)
 
     def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:
-        found = self._weights.series_of(job) if job else self._weights.series()
-        return [series_view(each.series) for each in found if each.series.head.epoch]
+        actors = self._weights.series_of(job) if job else self._weights.series()
+        return [series_view(each.series) for each in actors if each.series.head.epoch]
 
     async def output(
         self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None

@@ -2,27 +2,25 @@
 
 Members that train at their own pace count rounds. A member's clock is the round that it is in: the
 pushes of all its steps in earlier rounds are acknowledged. It may begin a step of round c only
-while c minus the clock of the slowest member is at most the bound. So the values that
-a step is computed on include all that any live member did up to round c - bound - 1, and until the
-step is applied no member is beyond round c + bound ("stale synchronous parallel": Ho et al., NIPS
-2013).
+while c minus the clock of the slowest member is at most the bound. So the values on which it
+computes the step include every live member's pushes up to round c - bound - 1, and no member passes
+round c + bound until the step is applied ("stale synchronous parallel": Ho et al., NIPS 2013).
 
-Rounds are counted and not steps, because no member has a share of its own to catch up with: samples
-are leased on request. A member that finishes a step late goes on in the newest round that the
+Clocks count rounds and not steps: samples are leased on request, so a slow member has no share of
+its own to catch up with. A member that finishes a step late goes on in the newest round that the
 others are in. A member that is five times slower thus takes part in every fifth round: the bound
 says how far it may fall behind, not how many steps it owes.
 
 Only members that take steps have a clock. A member that is lost, leaves or rests has none, and no
 member waits for it. A member that joins or returns begins in a round in which it need not wait.
 
-With bound 0 a member also reports when it has the values of its round, and pushes only once all
-have theirs (`pulled`). Then a round has one set of values, and every member computes on the same.
+With bound 0 a member also reports when it has the values of its round (`pulled`), and pushes only
+once all members have reported that. So all members compute a round's steps on the same values.
 
-Pure: an edge holds one `Clocks` a job, in memory only. After a leader failover no member may go on
-until each member that trained has reported again.
+Pure: an edge holds one `Clocks` for each job, in memory only. After a leader failover no member may
+go on until each member that trained has reported again.
 
-The cost of a report grows with the logarithm of the number of members, refusals and their reasons
-included.
+A report takes time logarithmic in the number of members, even if it is refused with a reason.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,12 +53,12 @@ class ClockReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ClockStatus:
-    """Answer to a member: its clock, and whether it may go on."""
+    """Answer to a member: the member's clock, and permission to go on."""
 
     clock: int
     """The round of the member's next step, higher than the reported one if the others are further.
-    A member that did not wait for the answer stays in its reported round until it reports this
-    one."""
+    A member that did not wait for the answer stays in the round it reported until it reports this
+    clock."""
     allowed: bool
     slowest: int
     """The lowest clock of all members, which never falls. 0: not known yet."""
@@ -127,17 +125,17 @@ class Clocks:
             # A member that is in no step moves to the newest round that is open to it.
             member.position = max(member.position or ClockPosition(start), ClockPosition(start))
             self._standing.put(name, member.position)
-        own = member.position or ClockPosition(0)
+        position = member.position or ClockPosition(0)
         reason = self._why_not(name, member)
         if not reason:
             member.in_step = True
             if self._waits_since_s.pop(name, None) is not None:
                 member.moved_s = now_s
-        elif own.pulled or not member.in_step:
+        elif position.pulled or not member.in_step:
             self._waits_since_s.setdefault(name, now_s)
         self._index(name, member)
         return ClockStatus(
-            clock=own.clock if own.pulled else max(own.clock, start),
+            clock=position.clock if position.pulled else max(position.clock, start),
             allowed=not reason,
             slowest=0 if self._unreported else self.slowest,
             reason=reason,
@@ -150,7 +148,7 @@ class Clocks:
         self.remove(who)
 
     def remove(self, who: MemberProcess) -> None:
-        """Remove a member that is lost or left. A later process of its name keeps its clock."""
+        """Remove a member that is lost or left. A later process of that member keeps its clock."""
         name = who.member_id
         if self._unreported.get(name) == who.incarnation:
             del self._unreported[name]
@@ -183,13 +181,13 @@ class Clocks:
     # --- decisions ---
 
     def _start(self, bound: int, but: str) -> int:
-        """The round in which a member without a step begins: the newest that is open to it at once,
-        and in which no member has begun to push."""
+        """The round that a member outside of a step enters: the newest one whose steps it may
+        begin at once, and in which no member has begun to push."""
         newest = self._standing.last(but)
         if newest is None:
             return self._floor
         start = newest.clock
-        # Members that are in no step are moved on before they begin one.
+        # Members outside of a step do not hold it up: they enter the newest round as well.
         slowest = self._stepping.first(but)
         if slowest is not None:
             start = min(start, slowest.clock + bound)
@@ -208,22 +206,22 @@ class Clocks:
         at = (ClockPosition(first.clock), ClockPosition(first.clock, pulled=True))
         behind = [self._standing.names_at(each) for each in at if each < threshold]
         names = _names(chain.from_iterable(behind), sum(len(each) for each in behind))
-        own = f"its own next is {clock}, the bound {bound}"
+        condition = f"its own next is {clock}, the bound {bound}"
         if member.position.pulled:
-            own = f"it pushes in round {clock} once all have their values"
-        return f"{names} in round {first.clock}: {own}"
+            condition = f"it pushes in round {clock} once all have their values"
+        return f"{names} in round {first.clock}: {condition}"
 
     @property
     def slowest(self) -> int:
-        """The lowest clock; if no member has one, that of the next to enter."""
+        """The lowest clock; if no member has one, the clock of the next member that enters."""
         lowest = self._standing.lowest
         return lowest.clock if lowest is not None else self._floor
 
     @property
     def horizon(self) -> ClockPosition | None:
-        """Position that has to reach a member's `threshold` for the member to go on.
+        """The lowest position. A member goes on once this has reached the member's `threshold`.
 
-        While it stays the same, no member's wait is over. None: no member may go on.
+        No member's wait ends while it stays the same. None: no member may go on.
         """
         if self._unreported:
             return None
@@ -239,7 +237,7 @@ class Clocks:
 
     @property
     def is_idle(self) -> bool:
-        """True if no member has a clock, and none has still to report one to this leader."""
+        """True if no member has a clock, and no member has yet to report one to this leader."""
         return not self._members and not self._unreported
 
     # --- status, and members that hold up others ---
@@ -260,8 +258,8 @@ class Clocks:
                 yield name, reason, since_s
 
     def overdue(self, limit_s: float, now_s: float) -> list[tuple[MemberProcess, str]]:
-        """Members that have held up others for longer than the limit without a step, each with the
-        reason for which it is lost."""
+        """Members that have made others wait for longer than the limit and took no step meanwhile,
+        each with the reason for which it is lost."""
         longest_s = next(iter(self._waits_since_s.values()), now_s)
         if not now_s - longest_s > limit_s:
             return []
@@ -289,6 +287,6 @@ def _threshold(position: ClockPosition, bound: int) -> ClockPosition:
 
 
 def _names(names: Iterable[str], how_many: int) -> str:
-    """The first five of `how_many` names, and how many more."""
+    """The first MAX_NAMES names, and the number of the others. `how_many`: the number of all."""
     more = f" and {how_many - MAX_NAMES} more" if how_many > MAX_NAMES else ""
     return ", ".join(islice(names, MAX_NAMES)) + more

@@ -2,7 +2,7 @@
 
 A limit that is out of order shows as a fault far from its cause: a lease shorter than a few
 heartbeats expels live members, and a collective that may take longer than the watchdog allows is
-killed as if it hung. So the order is checked once, at construction.
+killed as if it hung. So the order is checked once, when a `Limits` is made.
 """
 
 import math

@@ -13,7 +13,7 @@ class ClockPosition(NamedTuple):
 
     clock: int
     pulled: bool = False
-    """True if it has the values of this round, and asks to push."""
+    """True if the member has the values of this round, and asks to push."""
 
 
 class PositionIndex:
@@ -32,20 +32,20 @@ class PositionIndex:
             return
         self.drop(name)
         self._at[name] = position
-        here = self._names.get(position)
-        if here is None:
-            here = self._names[position] = {}
+        names = self._names.get(position)
+        if names is None:
+            names = self._names[position] = {}
             insort(self._positions, position)
-        here[name] = None
+        names[name] = None
 
     def drop(self, name: str) -> None:
         """Remove the name."""
         position = self._at.pop(name, None)
         if position is None:
             return
-        here = self._names[position]
-        del here[name]
-        if not here:
+        names = self._names[position]
+        del names[name]
+        if not names:
             del self._names[position]
             del self._positions[bisect_left(self._positions, position)]
 
@@ -54,17 +54,17 @@ class PositionIndex:
         return self._positions[0] if self._positions else None
 
     def first(self, but: str) -> ClockPosition | None:
-        """The lowest position of all names but one; None if there is no other."""
+        """The lowest position of all names except `but`; None if there is no other name."""
         return self._end(0, 1, but)
 
     def last(self, but: str) -> ClockPosition | None:
-        """The highest position of all names but one; None if there is no other."""
+        """The highest position of all names except `but`; None if there is no other name."""
         return self._end(-1, -2, but)
 
     def is_at(self, position: ClockPosition, but: str) -> bool:
-        """True if another name than `but` has this position."""
-        here = self._names.get(position, {})
-        return len(here) > (but in here)
+        """True if a name other than `but` has this position."""
+        names = self._names.get(position, {})
+        return len(names) > (but in names)
 
     def names_at(self, position: ClockPosition) -> "dict[str, None]":
         """The names at a position. Do not change the result."""

@@ -1,4 +1,4 @@
-"""Jobs without members: when one counts as failed, and when its records are removed."""
+"""Retention of jobs: when one without members has failed, and when records are removed."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -14,10 +14,10 @@ class DueAction(Enum):
     """The action that is due for a job."""
 
     NOTHING = "nothing"
-    ABANDON = "nobody came back: it has failed"
-    KEEP_RESULT = "it is over: its result is to be kept in its own record"
-    CLEAR = "all but its own record is removed"
-    FORGET = "its own record is removed too, and its name is free"
+    ABANDON = "no member came back: the job has failed"
+    KEEP_RESULT = "the job is over: its result is to be kept in its own record"
+    CLEAR = "everything of the job except its own record is removed"
+    FORGET = "the job's own record is removed too, and its name is free"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class RetentionLimits:
     abandon_after_s: float
     """Time without members after which a job has failed."""
     records_s: float
-    """Time after its end for which all of a job is kept."""
+    """Time after a job's end for which everything of the job is kept."""
     summary_s: float
-    """Time after its end for which the job's own record is kept."""
+    """Time after a job's end for which the job's own record is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class JobAge:
     """The times and flags of a job that decide what is due. All times are of one clock."""
 
     ended_s: float | None
-    """None: the job is not over."""
+    """Time at which the job ended; None: it is not over."""
     empty_since_s: float | None
-    """None: the job has members."""
+    """Time since which the job has no members; None: it has some."""
     has_result: bool
-    """True if its result is kept in its own record."""
+    """True if the job's result is kept in the job's own record."""
     is_cleared: bool
     """True if all but that record was removed."""
 

@@ -85,7 +85,7 @@ def value_is(key: str, value: bytes) -> Compare:
 
 
 def unchanged_since(key: str, mod_revision: Revision) -> Compare:
-    """Condition that the key's last write is that of `mod_revision` (0: the key does not exist)."""
+    """Condition that the key was last written at `mod_revision` (0: the key does not exist)."""
     return Compare(key, "mod_revision", int(mod_revision))
 
 
@@ -153,8 +153,8 @@ def holds(compare: Compare, item: KeyValue | None) -> bool:
 class Keyspace(Protocol):
     """Keys that are read, watched and written in transactions.
 
-    Keys are text, values bytes. Each call retries by itself over endpoint failures and elections
-    until `timeout_s` of the client, then raises `Unavailable`. A write whose outcome the client
+    Keys are text, values bytes. Each call retries after failures of an endpoint and elections in
+    etcd, for `timeout_s` of the client, then raises `Unavailable`. A write whose outcome the client
     cannot know (the connection broke after it was sent) is never sent twice silently: `transact`
     raises `DeadlineExceeded` or `Unavailable` with `details["outcome"] == "unknown"`, and the
     caller reads back.

@@ -1,10 +1,10 @@
 """Election of the leading coordinator: it holds the leader's key, under a lease that it renews.
 
 Two guards, since no clock can be trusted alone. A leader stops by its own clock before its lease
-can have run out in etcd: it counts from the moment it *sent* the last renewal that etcd confirmed,
-etcd from a later one. And each of its writes compares the revision at which its key was created:
-once the key is deleted or belongs to another, etcd refuses the write, however late the deposed
-leader notices.
+can have run out in etcd: it counts from the moment at which it *sent* the last renewal that etcd
+confirmed, while etcd counts from a later moment. And each of its writes compares the revision at
+which its key was created: once the key is deleted or belongs to another leader, etcd refuses the
+write, however late the deposed leader notices.
 
 Renewals do not wait for the event loop, which thousands of members keep busy: see `api.Renewal`.
 
@@ -46,7 +46,7 @@ SAFETY = 0.9
 
 
 class Leadership:
-    """One term, made by `Election.campaign`. Renews its lease until it is lost or resigned."""
+    """One term, made by `Election.campaign`. Renews its lease until the term ends."""
 
     def __init__(
         self, store: KeyValueStore, lease: LeaseId, leader: Leader, valid_until_s: float
@@ -54,7 +54,7 @@ class Leadership:
         self.lost = asyncio.Event()
         """Set when the term is over, for whatever reason."""
         self.reason = ""
-        """Why it is over."""
+        """Reason for which the term is over."""
         self.create_revision = leader.create_revision
         self._store = store
         self._lease = lease
@@ -137,7 +137,7 @@ class Leadership:
             async with aclosing(follow(self._store, self.create_revision)) as leaders:
                 async for leader in leaders:
                     if leader is None or leader.create_revision != self.create_revision:
-                        self._lose("the leader's key is gone or another's")
+                        self._lose("the leader's key was deleted, or another process has it")
                         return
         except Exception as error:  # noqa: BLE001 - likewise
             self._lose(f"the leader's key cannot be watched: {error}")
@@ -169,10 +169,13 @@ class Election:
         """
         async with aclosing(self.leaders()) as leaders:
             leader = await anext(leaders)
-        own = self._candidate
-        if leader is not None and (leader.address, leader.host) == (own.address, own.host):
+        candidate = self._candidate
+        if leader is not None and (leader.address, leader.host) == (
+            candidate.address,
+            candidate.host,
+        ):
             ended = await end_term(self._store, leader)
-            log.info("predecessor_gone", address=own.address, ended=ended)
+            log.info("predecessor_gone", address=candidate.address, ended=ended)
 
     async def campaign(self) -> Leadership:
         """Wait until the leader's key is free, and take it. Cancel the call to stop trying.
@@ -209,7 +212,7 @@ class Election:
         await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _try(self) -> Leadership | None:
-        """Try once to take a key that was free a moment ago; None if another was faster."""
+        """Try once to take the leader's key; None if another candidate was faster."""
         clock: Callable[[], float] = asyncio.get_running_loop().time
         lease = await self._store.grant(self._ttl_s)
         try:

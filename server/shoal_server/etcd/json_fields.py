@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from google.protobuf.json_format import ParseError
 
 MAX_COUNT = 2**53 - 1
-"""JSON numbers beyond it are not exact everywhere, and Shoal counts nothing that high."""
+"""Highest count that is accepted: larger JSON numbers are not exact everywhere, and no count of
+Shoal gets that high."""
 
 
 class UnreadableRecord(ValueError):
-    """Bytes that are not the record that belongs at their key; the text says what was seen."""
+    """Raised for bytes that are not a record of their key; the text says what was seen."""
 
 
 class LaterFormat(UnreadableRecord):

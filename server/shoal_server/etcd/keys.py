@@ -107,7 +107,7 @@ def shard_map(job: str) -> str:
 
 
 def shard_map_chunks(job: str, digest: str = "") -> str:
-    """Prefix of the chunks of the ShardMap with that digest; without one, of all."""
+    """Prefix of the chunks of the ShardMap with that digest; without `digest`, of all chunks."""
     return f"{JOBS}{job}/shards/{digest}/" if digest else f"{JOBS}{job}/shards/"
 
 
@@ -194,7 +194,7 @@ def series_layouts_of_job(job: str) -> str:
 
 
 def series_layouts(series: str, digest: str = "") -> str:
-    """Prefix of the chunks of the Layout with that digest; without one, of all.
+    """Prefix of the chunks of the Layout with that digest; without `digest`, of all chunks.
 
     Separate from the series' other records, which every parameter server watches.
     """

@@ -1,4 +1,4 @@
-"""The leader's key in etcd: its content, following it, and ending another coordinator's term."""
+"""The leader's key in etcd: reading it, watching it, and ending another coordinator's term."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ class LeaderCandidate:
     http_url: str = ""
     """Base URL of the status endpoint."""
     host: str = ""
-    """Name of the machine or container: two may advertise the same address, such as loopback."""
+    """Name of the machine or container: two of them may advertise one address, such as loopback."""
 
     def put(self, lease: LeaseId) -> Put:
         """The write that makes this candidate the leader."""
@@ -63,8 +63,8 @@ async def follow(
 ) -> AsyncGenerator[Leader | None, None]:
     """Yield the leader (None: there is none), and again after every change of the key, for ever.
 
-    With `after`, only changes after that revision. The key is written once a term, so the revision
-    of its last write is that of its creation. Raises what the store raises.
+    With `after`, only changes after that revision. The key is written once a term, so its last
+    write is its creation. Raises what the store raises.
     """
     async with aclosing(follow_key(store, keys.LEADER, after)) as items:
         async for item in items:
@@ -72,7 +72,7 @@ async def follow(
 
 
 async def end_term(store: KeyValueStore, leader: Leader) -> bool:
-    """Delete the key if it is still that leader's; True if this did. Retries through outages.
+    """Delete the key if it is still that leader's; True if this call did. Retries through outages.
 
     Safe even if that leader lives: it watches its key, and each of its writes compares the
     revision that is compared here, so it writes nothing more.
@@ -88,8 +88,8 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
 
 
 async def delete_unleased(store: KeyValueStore) -> None:
-    """Delete the key if it has no lease: no candidate wrote it, and it would exist for ever. A
-    leader whose key it replaced lost its term by that write. Raises what the store raises."""
+    """Delete a leader's key without a lease: no candidate wrote such a key, and it would exist for
+    ever. A leader whose key was overwritten lost its term by that. Raises what the store raises."""
     found = await store.get(keys.LEADER)
     if found is None or found.lease != NO_LEASE:
         return

@@ -39,7 +39,7 @@ class Term:
         self._conditions: Sequence[Compare] | None = None
 
     def begin(self, conditions: Sequence[Compare]) -> None:
-        """`conditions` must hold in etcd for each write."""
+        """Begin the term. `conditions` must hold in etcd for each write."""
         self._conditions = conditions
         self.deposed.clear()
 
@@ -100,10 +100,12 @@ class LeaderStore:
             return await self._store.transact(compares, then, otherwise)
         leadership = self._leadership()
         if not all(isinstance(each, Get) for each in otherwise):
-            # A deposed leader's comparison fails as well: it would write this branch.
+            # If the leader was deposed, the comparison fails too: etcd would run this branch.
             raise AssertionError("a leader writes nothing if its comparison fails")
-        looks = [Get(each.key) for each in leadership]
-        result = await self._store.transact([*leadership, *compares], then, [*otherwise, *looks])
+        leader_gets = [Get(each.key) for each in leadership]
+        result = await self._store.transact(
+            [*leadership, *compares], then, [*otherwise, *leader_gets]
+        )
         if result.succeeded:
             return result
         seen = result.reads[len(otherwise) :]
@@ -115,8 +117,8 @@ class LeaderStore:
     async def confirm(self) -> None:
         """Check in etcd that this coordinator leads now. Raises NotLeader if it does not."""
         leadership = self._leadership()
-        looks = [Get(each.key) for each in leadership]
-        if not (await self._store.transact(leadership, looks, looks)).succeeded:
+        leader_gets = [Get(each.key) for each in leadership]
+        if not (await self._store.transact(leadership, leader_gets, leader_gets)).succeeded:
             raise self._deposed()
 
     def _deposed(self) -> NotLeader:

@@ -193,7 +193,7 @@ class PrefixMirror(Generic[T]):
                     raise
                 log.warning("mirror_interrupted", prefix=self._prefix, reason=str(error))
             except Exception:
-                # A callback failed on one change: listing again applies those after it.
+                # A callback failed on one change: listing again applies the later changes.
                 self._in_sync.clear()
                 if not self._resync:
                     raise

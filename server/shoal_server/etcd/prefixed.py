@@ -29,7 +29,7 @@ Item = TypeVar("Item", KeyValue, WatchEvent)
 
 
 class PrefixedStore:
-    """`api.KeyValueStore` over those keys of another store that begin with a prefix."""
+    """`api.KeyValueStore` over the keys of another store that begin with a prefix."""
 
     def __init__(self, store: KeyValueStore, prefix: str) -> None:
         self._store = store

@@ -35,7 +35,7 @@ class WatchTracker:
         fresh = tuple(event for event in events if event.mod_revision >= self.next)
         if not fresh:
             return None
-        delivered = tuple(self._tell(event) for event in fresh)
+        delivered = tuple(self._with_previous(event) for event in fresh)
         revision = delivered[-1].mod_revision
         self.next = Revision(revision + 1)
         return WatchBatch(revision, delivered)
@@ -51,13 +51,13 @@ class WatchTracker:
         puts = [
             WatchEvent(EventKind.PUT, item.key, item.value, item.mod_revision) for item in now.items
         ]
-        events = tuple(self._tell(event) for event in (*gone, *puts))
+        events = tuple(self._with_previous(event) for event in (*gone, *puts))
         self.next = Revision(max(self.next, now.revision + 1))
         self.seeded = True
         return WatchBatch(now.revision, events, reset=True)
 
-    def _tell(self, event: WatchEvent) -> WatchEvent:
-        # Our own record even if etcd sent a previous value: it omits compacted ones.
+    def _with_previous(self, event: WatchEvent) -> WatchEvent:
+        # The value kept here, even if etcd sent a previous one: etcd omits compacted values.
         previous = self._values.get(event.key, b"")
         if event.kind is EventKind.DELETE:
             self._values.pop(event.key, None)

@@ -13,10 +13,10 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def default_limit_bytes(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
-    """Return 80 % of the lowest memory limit of this process's cgroup and its ancestors, version 1
-    or 2; if none is set, of the machine's memory.
+    """Return 80 % of the lowest memory limit that applies to this process: the machine's memory, or
+    a limit of the process's cgroup (version 1 or 2) or of one of its ancestors.
 
-    `cgroups` is where cgroups are mounted, `own` lists the process's own, as /proc/self/cgroup.
+    `cgroups`: the folder where cgroups are mounted. `own`: a file as /proc/self/cgroup.
     """
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(SHARE * min([machine_bytes, *_limits(cgroups, own)]))
@@ -27,14 +27,14 @@ def _limits(cgroups: Path, own: Path) -> Iterator[int]:
         try:
             text = (folder / file).read_text().strip()
         except OSError:
-            # The root has no such file; within a container, the path may be that of the host.
+            # The root cgroup has no such file; in a container, the path may be the host's.
             continue
         if text.isdigit():
             yield int(text)
 
 
 def _folders(cgroups: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """Yield folder and file of each possible limit: in the process's cgroup and its ancestors."""
+    """Yield the folder and file name of each limit that may be set."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

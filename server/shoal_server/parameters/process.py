@@ -91,7 +91,7 @@ class RunningServer:
     address: str
     """The advertised address."""
     port: int
-    """The port that it listens on."""
+    """The port that the server listens on."""
     fence: Fence
     replicas: ShardReplicas
     registration: Registration
@@ -112,9 +112,8 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    # Objects that exist by now are never freed: exempt them from garbage collection, which would
-    # take 0.1 s to scan all of torch each time. Done before any call is served, as it blocks the
-    # event loop.
+    # Objects that exist by now are never freed. Without `freeze`, each garbage collection would
+    # scan all of torch, for 0.1 s. `collect` blocks the event loop, so it runs before any call.
     gc.collect()
     gc.freeze()
     async with opened(config.etcd) as store, running(config, store) as server:
@@ -126,8 +125,8 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
 
 
 async def hand_everything_over(server: RunningServer, drain_s: float) -> None:
-    """Hand over all shards that only this server has. Shards for which the time is too short, or
-    that no other server can take, are named in the log."""
+    """Hand this server's shards over to other servers, for at most `drain_s`. Then log the shards
+    whose only copies are still here."""
     try:
         async with asyncio.timeout(drain_s):
             await server.registration.announce_leaving()
@@ -194,7 +193,7 @@ async def running(
         )
         add_TablesServicer_to_server(tables, server)
         handlers.add_replication(replication, server)
-        # Separate threads, so that slow storage keeps no shard waiting.
+        # Separate threads, so that slow storage does not delay work on shards.
         writers = ThreadPoolExecutor(SNAPSHOT_THREADS, thread_name_prefix="shoal-snapshots")
         stack.callback(writers.shutdown)
         weights = await stack.enter_async_context(
@@ -234,8 +233,7 @@ async def running(
             most=config.work.most_bulk_connections,
         )
         await stack.enter_async_context(listener.listening(_host(config.listen), config.bulk_port))
-        # Entered last, left first: registered only while it serves, and removed from etcd before it
-        # stops.
+        # Entered last and left first: the server is in etcd only while it serves calls.
         identity = ServerIdentity(
             holder=me,
             address=address,
@@ -279,8 +277,8 @@ async def _weights(
     offers: BulkOffers,
     directory: Path | None,
 ) -> AsyncIterator[WeightsServicer]:
-    """Hold and serve published weights while the block runs, as the series' records say: in memory,
-    and on disk if there is a `directory`."""
+    """Hold and serve published weights while the block runs, as the series' records in etcd
+    demand: in memory, and in `directory` if it is given."""
     server_id = replicas.me.server_id
     disk = await asyncio.to_thread(WeightDisk, directory) if directory is not None else None
     with ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="shoal-weights") as threads:
@@ -361,14 +359,14 @@ async def _journal(
             async with replicas.shard_journal(journal, pool):
                 recovery = JournalRecovery(store, replicas, config.timeouts.limits)
                 await recovery.at_once(recovered, LEASES_TO_WAIT_FOR * config.lease_ttl_s)
-                # Shards that are not led here are not kept in memory.
+                # Free the shards of which this server has not become primary.
                 del recovered
                 async with tasks.running(recovery.later()):
                     yield
 
 
 async def _until(stop: asyncio.Event, server: RunningServer) -> None:
-    """Return when `stop` is set; raise what ended the fence or the registration."""
+    """Return when `stop` is set. Raise the error of a failed fence, replicas or registration."""
     waits = [
         asyncio.ensure_future(wait)
         for wait in (

@@ -30,7 +30,7 @@ class Bound:
     most: int | None = None
     """Maximum of a whole number; None: any of its type."""
     seconds: bool = False
-    """True for seconds, which are not negative. Every real number is finite."""
+    """True for a number of seconds, which may not be negative. All real numbers must be finite."""
     count: int = 1 << 20
     """Maximum number of entries of a list or map."""
 

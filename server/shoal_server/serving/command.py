@@ -58,7 +58,7 @@ async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
 
 
 def _configure_logging() -> None:
-    """Lines of JSON for machines, readable ones for a terminal; SHOAL_LOG_LEVEL sets how many."""
+    """Log to stderr from level SHOAL_LOG_LEVEL on: readable lines on a terminal, else JSON."""
     name = os.environ.get("SHOAL_LOG_LEVEL") or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:

@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SAME_ORDER_S = 2.0
-"""Time after the first signal to stop in which further ones belong to the same order."""
+"""Time after the first signal to stop during which further signals count as its repetition."""
 WILDCARDS = ("", "0.0.0.0", "::")
 """Every interface of this machine."""
 
@@ -33,14 +33,14 @@ def write_ready_file(path: Path | None, addresses: dict[str, str]) -> None:
 
 
 class StopRequest:
-    """The orders to stop of this process. Construct it on the running loop."""
+    """Signals that ask this process to stop. Construct it on the running loop."""
 
     def __init__(self) -> None:
         self.ordered = asyncio.Event()
         """Set by the first SIGTERM or SIGINT."""
         self.insisted = asyncio.Event()
-        """Set by one that comes later than SAME_ORDER_S. Earlier ones repeat the first: a scheduler
-        signals every process of a job, and so does whoever started the process."""
+        """Set by a signal more than SAME_ORDER_S after the first. Earlier signals only repeat it: a
+        scheduler signals every process of a job, and the process that started this one does too."""
         self._ordered_s = 0.0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -118,7 +118,7 @@ def opened(listens: Mapping[str, str]) -> dict[str, str]:
 def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
     """Warn if strangers may reach a port, or if the other machines of the cluster cannot.
 
-    `listens`: host:port by what is served there; `etcd`: its endpoints, host:port.
+    `listens`: host:port of each service; `etcd`: host:port of its endpoints.
     """
     if (found := opened(listens)) and identity.own() is None:
         log.warning(

@@ -3,7 +3,7 @@ be.
 
 `fsspec` reaches far more than storage: `reference::data:...` renders templates, `http://` asks
 other machines, a chain (`a::b`) fetches and unpacks. Therefore URLs are parsed here, by rules of
-our own, and only the kinds of storage named below are ever passed to it.
+our own, and only the kinds of storage named below are ever passed to `fsspec`.
 """
 
 import os
@@ -26,7 +26,7 @@ class Location:
     """A directory, or a prefix in a bucket."""
 
     protocol: str
-    """Kind of storage, by one name for each: file, s3, gs, az."""
+    """Kind of storage: file, s3, gs or az."""
     path: str
     """Absolute path of local files, with symbolic links resolved; otherwise bucket/prefix."""
 
@@ -112,7 +112,7 @@ def _bucket_path(url: str, path: str) -> str:
 def _check_segments(url: str, segments: Iterable[str]) -> None:
     for segment in segments:
         if segment == "":
-            raise _bad(url, "a directory of their own, and no empty name in its path")
+            raise _bad(url, "a directory for the snapshots, and no empty name in its path")
         if segment in (".", ".."):
             raise _bad(url, f"a path without {segment!r}")
 

@@ -17,7 +17,7 @@ NUM_SAMPLES = 500
 
 
 class LoopLag:
-    """Samples, again and again, how late the loop wakes a task that sleeps."""
+    """Measures at short intervals how late the loop wakes a sleeping task."""
 
     def __init__(self) -> None:
         self._lags_s: deque[float] = deque(maxlen=NUM_SAMPLES)

@@ -2,7 +2,7 @@
 
 `bounds` has the longest text, the largest count and the highest number of each field. Every real
 number is finite, seconds are not negative, and an enumeration has only known values. A request out
-of bounds is refused, naming the field. The meaning of fields is checked by servicers.
+of bounds is refused with an error that names the field. Servicers check the meaning of fields.
 """
 
 import math
@@ -39,7 +39,7 @@ class _Field:
     name: str
     check: Check
     is_set: bool
-    """True if it is checked only when set: reading an unset message field would create it."""
+    """True if the field is checked only when set: reading an unset message would create it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Kind:
 
 
 class MessageBounds:
-    """Checks of message types, made once for each when it is first seen."""
+    """Checks of messages. Those of a message type are made when its first message is checked."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Kind] = {}

@@ -76,7 +76,7 @@ class ServingOptions(TlsOptions):
 
     def check(self, listens: Mapping[str, str]) -> None:
         """Raise InvalidSpec if other machines reach an address without TLS, and `--insecure` is not
-        given. `listens`: host:port by what is served there."""
+        given. `listens`: host:port of each service."""
         tls = self.files is not None
         if tls and self.insecure:
             raise InvalidSpec(

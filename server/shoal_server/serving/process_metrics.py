@@ -55,7 +55,7 @@ def loop_lag(part: str, lag: LoopLag) -> Metric:
 class MetricsEndpoint:
     """Serves `/metrics` from its own thread, while its block runs.
 
-    `collect` is called on the event loop, whose state it may read. Raises AddressInUse.
+    `collect` runs on the event loop, so it may read the loop's state. Raises AddressInUse.
     """
 
     def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Metric]]) -> None:

@@ -86,7 +86,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # By method: its handler, and the handler that wraps it. As many as the server has methods.
         self._wrapped: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
         # By user agent: the mismatch of its protocol; None if there is none.
-        self._judged: dict[str, ProtocolMismatch | None] = {}
+        self._mismatches: dict[str, ProtocolMismatch | None] = {}
 
     async def intercept_service(
         self,
@@ -110,11 +110,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         """Mismatch of the caller's protocol and this server's; None if they agree on one."""
         metadata = call.invocation_metadata or ()
         agent = next((str(value) for key, value in metadata if key == "user-agent"), "")
-        if agent not in self._judged:
-            if len(self._judged) >= MAX_AGENTS:
-                self._judged.clear()
-            self._judged[agent] = _mismatch(agent)
-        return self._judged[agent]
+        if agent not in self._mismatches:
+            if len(self._mismatches) >= MAX_AGENTS:
+                self._mismatches.clear()
+            self._mismatches[agent] = _mismatch(agent)
+        return self._mismatches[agent]
 
     def _wrap(
         self, method: str, handler: Any, mismatch: ProtocolMismatch | None = None

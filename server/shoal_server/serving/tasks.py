@@ -23,14 +23,14 @@ R = TypeVar("R")
 
 
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancel these and wait until they have ended, however they end."""
+    """Cancel the tasks, and wait until all have ended. Their errors are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def wait_first(*waits: "Coroutine[Any, Any, object] | asyncio.Future[Any]") -> None:
-    """Return as soon as one of these has ended. Coroutines are then cancelled; tasks run on."""
+    """Wait until one of them has ended. Coroutines are then cancelled; tasks run on."""
     tasks = [asyncio.ensure_future(each) for each in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -66,8 +66,8 @@ async def keep_on_until_done(work: Callable[[], Awaitable[object]], name: str) -
 
 
 async def keep_on(work: Callable[[], Awaitable[object]], name: str) -> None:
-    """Run `work`, a loop without end. If it raises or returns, that is logged, and it starts again
-    after a pause."""
+    """Run `work`, a loop without end. If it raises or returns, that is logged, and `work` starts
+    again after a pause."""
     while True:
         await keep_on_until_done(work, name)
         log.error("loop_ended", loop=name)
@@ -76,7 +76,7 @@ async def keep_on(work: Callable[[], Awaitable[object]], name: str) -> None:
 
 @asynccontextmanager
 async def running(*work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """Run these during the block, and cancel them at its end. An error of one is logged."""
+    """Run the coroutines during the block, and cancel them at its end. Their errors are logged."""
     async with SupervisedTasks() as tasks:
         for each in work:
             tasks.start(each)
@@ -125,7 +125,7 @@ class SupervisedTasks:
     ) -> "asyncio.Task[R] | None":
         """Start a task. If one with the same key is running, discards the work and returns None."""
         known = self._by_key.get(key)
-        # A task that is done does not count: its last look may have been before this request.
+        # A task that is done does not count: it may have looked for work before this request.
         if known is not None and not known.done():
             work.close()
             return None

@@ -120,7 +120,7 @@ class SnapshotLibrary:
         self._remove_folder(folder_of(number, cut_id))
 
     def keep_newest(self, num_kept: int) -> Sequence[Manifest]:
-        """Remove all but the newest snapshots, and every file that none of those refers to.
+        """Remove all but the newest snapshots, and every file that no remaining snapshot refers to.
 
         Files of a snapshot later than the newest complete one are kept: it is being written.
         Returns the snapshots that were removed. Raises Unavailable.

@@ -42,8 +42,8 @@ class Manifest:
     """Number of the snapshot; each is higher than those before."""
     cut_id: str
     lineage: str
-    """Random id, replaced when the job is restored: versions after that are counted a second time.
-    """
+    """Random id, replaced when the job is restored: versions after the snapshot then exist
+    twice."""
     taken_unix_s: float
     layout: bytes
     """The job's ShardMap, serialized. Its servers are those that held the shards at the cut."""
@@ -54,7 +54,7 @@ class Manifest:
     partial_steps: Sequence[str]
     """Pushes that are in some shards of the snapshot and not in others, with the reason."""
     cursor: Mapping[str, Any] | None
-    """The sample ledger, from `core.ledger.Ledger.to_json`; None for a job without one."""
+    """The sample ledger, from `SampleLedger.to_json`; None for a job without one."""
     training: Mapping[str, Any]
     """Further state of the job: generation and step."""
 
@@ -66,8 +66,8 @@ class Manifest:
     @property
     def num_new_bytes(self) -> int:
         """Bytes that were written for this snapshot."""
-        own = folder_of(self.number, self.cut_id)
-        return sum(part.num_bytes for part in self.parts if part.file.startswith(f"{own}/"))
+        folder = folder_of(self.number, self.cut_id)
+        return sum(part.num_bytes for part in self.parts if part.file.startswith(f"{folder}/"))
 
     def to_bytes(self) -> bytes:
         """Encode as JSON with a checksum of the content."""

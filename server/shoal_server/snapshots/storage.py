@@ -26,8 +26,8 @@ class Storage:
     out of it raises AccessDenied. Can be used from any thread."""
 
     def __init__(self, location: str | Location, *, url: str = "") -> None:
-        """Raises InvalidSpec for a URL that is not an allowed kind of location, or for which no
-        package is installed; Unavailable if the storage cannot be set up."""
+        """Open the storage. Raises InvalidSpec for a URL that is not an allowed kind of location,
+        or for which no package is installed; Unavailable if the storage cannot be set up."""
         self.location = Location.parse(location) if isinstance(location, str) else location
         self.url = (location if isinstance(location, str) else url or location.path).rstrip("/")
         """URL as the caller gave it."""
@@ -133,7 +133,7 @@ class Storage:
             raise self._failed("removed", folder, error) from error
 
     def _full(self, path: str) -> str:
-        """Raises AccessDenied for a path that leads out of the location, by `..` or by a link."""
+        """Full path of a file. Raises AccessDenied if `..` or a link leads out of the location."""
         full = f"{self._root}/{path}"
         is_inside = ".." not in path.split("/")
         if is_inside and self.location.is_local:

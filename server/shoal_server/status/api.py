@@ -39,7 +39,7 @@ REPORT_REFUSED: Responses = {
     413: {"model": ErrorBody, "description": "The body is larger than 64 KiB."},
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
 }
-AWAY: Responses = {503: {"model": ErrorBody, "description": "Not leading, or etcd is away."}}
+AWAY: Responses = {503: {"model": ErrorBody, "description": "Not leading, or without etcd."}}
 
 
 def router(reading: StatusQueries) -> APIRouter:
@@ -104,7 +104,7 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
         responses=NOT_FOUND,
     )
     async def why(job: JobName, member: MemberId) -> WaitView:
-        """Reason for which the member waits, since when, and what the job is doing meanwhile."""
+        """Reason and start of the member's wait, and the state of its job."""
         return await reading.why(job, member)
 
     @api.post(

@@ -44,7 +44,7 @@ def build_app(
     the metrics. `guard`: decides which callers are admitted; by default all are.
     """
     bounds, guard = bounds or HttpBounds(), guard or Guard()
-    # The pages that FastAPI offers for its schema load scripts from a CDN: they stay off.
+    # Off: FastAPI's own pages for the schema load scripts from a CDN.
     app = FastAPI(
         title="Shoal",
         description=DESCRIPTION,
@@ -77,7 +77,7 @@ def _add_probes(app: FastAPI, reading: StatusQueries, measures: metrics.ProcessM
         "/readyz",
         summary="Ready?",
         tags=["probes"],
-        responses={503: {"model": Readiness, "description": "Not leading, or etcd is away."}},
+        responses={503: {"model": Readiness, "description": "Not leading, or without etcd."}},
     )
     async def readyz(response: Response, standby: bool = False) -> Readiness:
         """200 while this coordinator leads and reaches etcd; 503 with the reason otherwise. With

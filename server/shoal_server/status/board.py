@@ -54,7 +54,7 @@ class _Checkpoints:
     def add(self, course: CourseFigures, unix_s: float) -> None:
         step = course.checkpoint_step
         if step is not None and step > self.step:
-            # The first report may name a checkpoint that is long there: its age is not known.
+            # The first report may name an old checkpoint, whose age is not known.
             self.step, self.unix_s = step, unix_s if self.is_followed else None
             self.num_bytes = course.checkpoint_bytes
         self.is_followed = True
@@ -66,7 +66,7 @@ class _JobBoard:
     health: OrderedDict[str, _MemberHealth] = field(default_factory=OrderedDict)
     num_reports: int = 0
     gone_highest_step: int = 0
-    """Highest step that a replaced process reported last."""
+    """Highest of the last steps that replaced processes reported."""
     gone_total_steps: int = 0
     last_loss: float | None = None
     event_counts: Counter[str] = field(default_factory=Counter)
@@ -78,7 +78,7 @@ class _JobBoard:
     run: RunOrigin | None = None
 
     def replace(self, member_id: str, health: HealthView) -> _MemberHealth:
-        """Start the record of a member's new process, and settle that of its former one."""
+        """Start the record of a member's new process, and add the former one to the totals."""
         if (before := self.health.pop(member_id, None)) is not None:
             self.settle(before)
         fresh = self.health[member_id] = _MemberHealth(latest=health)
@@ -162,12 +162,12 @@ class StatusBoard:
         return tuple(board.stories.changes) if board else ()
 
     def paused_s(self, job: str) -> float:
-        """Seconds that members did not train because of changes while a generation ran."""
+        """Seconds in which a generation ran but members did not train, because of a change."""
         board = self._jobs.get(job)
         return board.stories.extra_s if board else 0.0
 
     def change_totals(self, job: str) -> ChangeTotals:
-        """Cost to the job of changes of members, since this coordinator leads."""
+        """Cost of membership changes to the job since this coordinator began to lead."""
         board = self._jobs.get(job)
         return board.stories.totals if board else ChangeTotals()
 
@@ -210,8 +210,8 @@ class StatusBoard:
         return max((value for value in reported if value is not None), default=None)
 
     def checkpoint_unix_s(self, job: str) -> float | None:
-        """Time at which the newest checkpoint was reported; None if this coordinator has not seen
-        it become the newest."""
+        """Time at which the newest checkpoint was first reported; None if the first report that
+        this coordinator got had it already."""
         board = self._jobs.get(job)
         return board.checkpoints.unix_s if board else None
 
@@ -221,8 +221,8 @@ class StatusBoard:
         return board.checkpoints.num_bytes if board else None
 
     def writes_checkpoints(self, job: str) -> bool | None:
-        """True if a member of the job has reported that it writes checkpoints, False if all that
-        reported do not, None if none has said."""
+        """True if a member of the job has reported that it writes checkpoints, False if all reports
+        deny it, None without such a report."""
         board = self._jobs.get(job)
         courses = [each.latest.course for each in board.health.values()] if board else []
         said = [each.writes_checkpoints for each in courses if each is not None]
@@ -254,7 +254,7 @@ class StatusBoard:
         return list(board.events)[-limit:] if board else ()
 
     def last_ending(self, job: str) -> str:
-        """The member that was removed last, and why; empty if this coordinator has seen none."""
+        """Reason of the last removal of a member; empty if this coordinator has seen none."""
         board = self._jobs.get(job)
         for event in reversed(board.events if board else ()):
             if event.kind == "member_removed":
@@ -309,12 +309,12 @@ class StatusBoard:
             board.checkpoints, board.run = _Checkpoints(), None
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
-        """The latest report of the process with that public id; None if the member's is another."""
+        """The member's latest report; None unless the process with that public id sent it."""
         known = self._health(job, member_id, process)
         return known.latest if known else None
 
     def losses(self, job: str, member_id: str, process: str) -> Sequence[tuple[int, float]]:
-        """(step, loss) of the process's last reports."""
+        """(step, loss) of the last reports of the member's process with the public id `process`."""
         known = self._health(job, member_id, process)
         return tuple(known.losses) if known else ()
 

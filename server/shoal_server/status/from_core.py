@@ -46,8 +46,8 @@ def job_view(
 ) -> JobView:
     """View of a job.
 
-    `records` are its decided generations in any order, of which the newest 100 are shown (each
-    costs as much as its members do); `last_seen` maps member ids to heartbeats. The core's clock
+    `records` are its decided generations in any order. Only the newest 100 are shown, since the
+    cost of each grows with its members. `last_seen` maps member ids to heartbeats. The core's clock
     must count Unix seconds. With `now_s`, on that clock, the view says for how long members have
     been paused.
     """
@@ -115,7 +115,7 @@ def member_view(
 
 
 def quarantined_view(job: str, reason: str, since_unix_s: float) -> JobView:
-    """View of a quarantined job, of which the coordinator knows only the reason."""
+    """View of a quarantined job: the coordinator knows only the reason."""
     return JobView(
         job=job,
         phase=QUARANTINED,
@@ -184,7 +184,7 @@ def _member_view(job: Job, member: MemberState, seen: LastSeen | None) -> Member
 
 
 def _in_own_code(job: Job, now_s: float | None) -> Mapping[str, str]:
-    """Members of a synchronous job that have been in the script's own code for long, in words."""
+    """Text for each member of a synchronous job that has long been in the script's own code."""
     roster = job.running
     if now_s is None or roster is None or not roster.synchronous:
         return {}

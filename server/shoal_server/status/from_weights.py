@@ -1,4 +1,4 @@
-"""Views of published weights, made of the core's series."""
+"""Conversion of the core's series of published weights to views."""
 
 from shoal_server.core.publications.readers import Reader
 from shoal_server.core.publications.records import PublishedVersion

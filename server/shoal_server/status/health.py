@@ -1,4 +1,4 @@
-"""The health report a worker posts."""
+"""The health report that a worker posts."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar
@@ -72,10 +72,10 @@ class HealthReport(HealthFigures):
 
     protocol: Annotated[int, Ge(0), Le(MAX_PROTOCOL)] = 0
     """The newest version of the protocol that the worker speaks. If it is later than the
-    coordinator's, unknown figures are ignored and not refused."""
+    coordinator's, unknown figures are ignored; else they are refused."""
     incarnation: Annotated[str, MinLen(1), MaxLen(64)]
-    """UUID of the process that reports, which must be the member's. It is a secret of that process
-    and is not shown."""
+    """UUID of the reporting process, which must be the member's current one. A secret: it is never
+    shown."""
 
     @model_validator(mode="before")
     @classmethod
@@ -97,7 +97,7 @@ class HealthReport(HealthFigures):
         return value
 
     def view(self, received_unix_s: float) -> HealthView:
-        """The report as it is kept and shown."""
+        """The report as the coordinator keeps and shows it."""
         process = public_id(self.incarnation)
         return HealthView(
             received_unix_s=received_unix_s, public_id=process, **self.known_figures()

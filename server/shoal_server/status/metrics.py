@@ -65,7 +65,7 @@ async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
     """All metrics in Prometheus' text format.
 
     Only the newest 50 of the ended jobs have series of their own; `shoal_jobs` counts them all.
-    Shards that cannot be read (etcd is away) are left out; all other metrics remain.
+    Shards that cannot be read from etcd are left out; all other metrics remain.
     """
     every = reading.source.jobs()
     over = sorted((j for j in every if j.state in OVER), key=lambda job: -job.since_unix_s)
@@ -89,8 +89,8 @@ async def _shards(reading: StatusQueries, job: str) -> ShardsView | None:
 
 @dataclass(frozen=True, eq=False)
 class _Printable(Collector):
-    """Metrics whose labels contain no control characters of members' reports, which a terminal
-    would obey."""
+    """Metrics without control characters in their labels: members' reports may contain some, which
+    a terminal would obey."""
 
     inner: Collector
 
@@ -127,7 +127,7 @@ class _Snapshot(Collector):
         )
         yield histogram(
             "shoal_coordinator_call_duration_seconds",
-            "How long gRPC calls with one answer took, by method and outcome (OK, or the error).",
+            "Duration of gRPC calls with one answer, by method and outcome (OK, or the error).",
             self.measures.calls,
         )
         num_bytes, num_keys = self.measures.rendezvous()
@@ -189,7 +189,7 @@ class _Snapshot(Collector):
         yield from (phase, generation, members, step, events, reports)
 
     def _changes(self) -> Iterator[Metric]:
-        """Cost to each job of changes of members."""
+        """Cost of membership changes to each job."""
         labels, board = ["job"], self.reading.board
         restarts = CounterMetricFamily(
             "shoal_job_restarts",
@@ -198,7 +198,7 @@ class _Snapshot(Collector):
         )
         idle = CounterMetricFamily(
             "shoal_job_unproductive_seconds",
-            "Time without training: no generation ran, or members paused between two.",
+            "Time without training: no generation ran, or members paused for a change.",
             labels=labels,
         )
         goodput = GaugeMetricFamily(
@@ -212,7 +212,7 @@ class _Snapshot(Collector):
         )
         recovery = HistogramMetricFamily(
             "shoal_job_recovery_seconds",
-            "Time from the last step before a change to the first one after, less that of a step.",
+            "Time from the last step before a change to the first one after it, minus a step's.",
             labels=labels,
         )
         age = GaugeMetricFamily(
@@ -281,7 +281,7 @@ class _Snapshot(Collector):
                 names,
                 (
                     "Samples completed over all epochs.",
-                    "Samples that lost members gave back.",
+                    "Samples that lost members returned.",
                     "Samples reported by members that did not hold them.",
                 ),
                 strict=True,

@@ -21,7 +21,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "Both `after` and `before`."},
     403: {"model": ErrorBody, "description": "The caller's role may not read output."},
     404: {"model": ErrorBody, "description": "No such job, or no such output."},
-    422: {"model": ErrorBody, "description": "A position that no answer had."},
+    422: {"model": ErrorBody, "description": "A position that is not from an earlier answer."},
     503: {"model": ErrorBody, "description": "The launcher does not answer, or nobody leads."},
 }
 
@@ -32,7 +32,7 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
 
     @api.get(
         "/jobs/{job}/members/{member}/output",
-        summary="What it printed",
+        summary="Output of a member",
         tags=["members"],
         responses=REFUSED,
     )

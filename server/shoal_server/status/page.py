@@ -60,7 +60,7 @@ _TYPES = {
     "page.css": "text/css",
 }
 _HEADERS = {
-    # Nothing but the page's own files runs or is fetched, whatever a name or an error says.
+    # Only the page's own files are fetched and run, whatever text a name or an error contains.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'",
@@ -71,7 +71,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PageGeneration(View):
-    """A generation, with as much of its roster as people can read."""
+    """A generation with a part of its roster, short enough to be read."""
 
     record: GenerationView
     """Record with the first 60 members of the roster, and those that joined."""
@@ -112,7 +112,7 @@ class PageState(View):
     """The selected job; null if there is none of that name."""
     shards: ShardsView | None
     shards_error: str
-    """Reason for which the shards could not be read; empty if they were."""
+    """Reason for which the shards could not be read; empty if they were read."""
     events: tuple[EventView, ...]
     """The newest 100, in order."""
 
@@ -154,7 +154,7 @@ def _add_file(page: APIRouter, path: str, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PageSelection:
-    """Selection that a page shows."""
+    """Selection of what a page shows: a job, and some or all of its members."""
 
     job: str
     all_members: bool = False
@@ -282,7 +282,7 @@ class PageMaker:
 def _first(
     job: JobView, health: Mapping[str, HealthView], slow: frozenset[str]
 ) -> list[MemberView]:
-    """Members to show: at most 50, those that are not well first, then by rank."""
+    """The members to show, at most 50: first those that are not well, then the others by rank."""
 
     def order(member: MemberView) -> tuple[bool, bool, int]:
         report = health.get(member.member_id)

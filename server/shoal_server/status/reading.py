@@ -38,7 +38,7 @@ SHOWN_PHASES: Mapping[str, str] = {
     "committed": "starting",
     "aborted": "starting",
 }
-"""Names for people of the phases before training."""
+"""States that people see in the phases before training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +53,19 @@ class JobSummary(View):
     """running, waiting (no member has come yet), interrupted (it has no members any more),
     finished, failed, stopped, lost or quarantined."""
     shown_state: str
-    """The state as shown to people: of a running job waiting, starting or running, by its phase."""
+    """The state as people see it; for a running job: waiting, starting or running, by phase."""
     reason: str
     """Reason for the job's phase."""
     since_unix_s: float
     generation: int
     """The newest generation number; 0 before the first."""
     num_members: int
-    """Members that are there, in a generation or not."""
+    """Members of the job, in a generation or not."""
     num_training: int
     """Members that train."""
     step: int
-    """Highest step that a member reported; if members go at their own pace, the sum of their steps.
-    Members that are gone are included."""
+    """Highest step that a member reported; if members train at their own pace, the sum of their
+    steps. Members that are gone are included."""
     begun_unix_s: float
     """Time at which the first member joined."""
     ended_unix_s: float
@@ -78,10 +78,10 @@ class JobSummary(View):
     num_samples: int | None
     """Samples that were trained on, over all epochs; null if members do not lease samples."""
     goodput: float | None
-    """Share of its life in which it trained: the time that generations ran, less the pauses between
-    them. Null before the first member joined."""
+    """Share of the job's life in which it trained: generations ran, and members did not pause for a
+    change. Null before the first member joined."""
     last_ending: str = ""
-    """End of the last member of an interrupted job; empty for one with members."""
+    """Reason for which the last member of an interrupted job was removed; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +89,11 @@ class CourseView(View):
     """Progress of a job, and the state that it would continue from."""
 
     num_steps: int | None = None
-    """Total number of steps; null if members go at their own pace."""
+    """Total number of steps; null if members train at their own pace."""
     progress: float | None = None
-    """Share of its steps, or of its samples, that is done; null if unknown."""
+    """Share of the job's steps, or of its samples, that is done; null if unknown."""
     eta_s: float | None = None
-    """Seconds to its end at the recent pace; null if unknown."""
+    """Estimated seconds to the job's end at its recent pace; null if unknown."""
     checkpoint_step: int | None = None
     """Step of the newest checkpoint that members have reported."""
     checkpoint_unix_s: float | None = None
@@ -101,7 +101,7 @@ class CourseView(View):
     checkpoint_bytes: int | None = None
     """Bytes of that checkpoint, of all members together; null if unknown."""
     writes_checkpoints: bool | None = None
-    """True if the members write checkpoints; null if none has said."""
+    """True if the members write checkpoints; null if no member has reported it."""
     snapshot_unix_s: float | None = None
     """Time of the newest snapshot that this coordinator has taken."""
     logged: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class JobDetail(View):
     course: CourseView = field(default_factory=CourseView)
     """Progress of the job."""
     weights: tuple[PublishedSeriesView, ...] = ()
-    """The series of weights that it publishes."""
+    """The series of weights that the job publishes."""
     run: RunOrigin | None = None
     """Command line and git commit of its script; null if no member has reported them."""
     hyperparameters: dict[str, str] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class WaitView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class EventsView(View):
-    """Events in order. Ask again with `after=next_after` for what came since."""
+    """Events in order. A request with `after=next_after` returns the later ones."""
 
     events: tuple[EventView, ...]
     next_after: int
@@ -186,7 +186,7 @@ class HistoryView(View):
     changes: tuple[ChangeView, ...]
     """Changes from one generation to the next, the newest last; at most 100."""
     logged: tuple[LoggedView, ...] = ()
-    """Values that the script logged, in the order of their first ones; at most 32 names."""
+    """Values that the script logged; at most 32 names, in the order of their first values."""
 
 
 class StatusQueries:
@@ -197,8 +197,8 @@ class StatusQueries:
         self.board = board
 
     def jobs(self) -> Sequence[JobView]:
-        """List all jobs, without their generations. Raises NotLeader if this coordinator does not
-        know them, because another one leads."""
+        """List all jobs, without their generations. Raises NotLeader if another coordinator leads:
+        this one then does not know them."""
         self._require_ready()
         return self.source.jobs()
 
@@ -433,6 +433,6 @@ def _progress(step: int, num_steps: int | None, samples: SamplesView | None) -> 
 
 def _one_of(names: list[str], noun: str) -> str:
     if not names:
-        return f"no {noun} is there"
+        return f"no {noun} exists yet"
     shown = ", ".join(names[:10])
     return f"one of {shown}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -45,7 +45,7 @@ class StatusServer:
 
     @property
     def port(self) -> int:
-        """The port that is served on; known inside the block."""
+        """The port that the server listens on; known inside the block."""
         return self._port
 
     @property

@@ -1,5 +1,5 @@
-"""Metrics of parameter servers and their shards. Those of a silent server are absent, since a count
-of 0 would look like a restart."""
+"""Metrics of parameter servers and their shards. A silent server has none: a count of 0 would look
+like a restart."""
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, zip_longest
@@ -24,7 +24,7 @@ SHARD_GAUGES = {
     "num_bytes": ("shoal_shard_size_bytes", "Parameter bytes."),
     "replication.lag": (
         "shoal_shard_lag_updates",
-        "Updates that the copy furthest behind has not received.",
+        "Updates that the slowest copy has not received.",
     ),
     "replication.unreplicated_bytes": (
         "shoal_shard_unreplicated_bytes",
@@ -36,11 +36,11 @@ SERVER_GAUGES = {
     "held_bytes": ("shoal_server_held_bytes", "Memory held for all jobs, which is limited."),
     "memory_limit_bytes": ("shoal_server_memory_limit_bytes", "Memory that the server may hold."),
     "unfinished_bytes": ("shoal_server_unfinished_bytes", "Pushes received and not yet applied."),
-    "num_copies": ("shoal_server_copied_shards", "Shards of which it keeps a copy."),
+    "num_copies": ("shoal_server_copied_shards", "Shards of which the server keeps a copy."),
 }
 LOOP_LAG = (
     "shoal_ps_loop_lag_seconds",
-    "How late a parameter server's event loop ran its tasks in the last ten seconds.",
+    "Delay of tasks on a parameter server's event loop in the last ten seconds.",
 )
 COMPARISONS = (
     "shoal_ps_compared_pieces",
@@ -69,7 +69,7 @@ def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
     yield _loop_lag(servers)
     yield _comparisons(servers)
     skew = GaugeMetricFamily(
-        "shoal_job_skew_ratio", "Parameter bytes of the fullest server to the mean.", labels=["job"]
+        "shoal_job_skew_ratio", "Fullest server's parameter bytes over the mean.", labels=["job"]
     )
     for job, view in views.items():
         skew.add_metric([job], view.skew)
@@ -125,7 +125,7 @@ def _servers(servers: list[tuple[str, ServerView]]) -> Iterator[Metric]:
 
 
 def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
-    """Loop lag of each server, once even if it has shards of several jobs."""
+    """Loop lag of each server: one value, even if the server has shards of several jobs."""
     gauge = GaugeMetricFamily(*LOOP_LAG, labels=["server", "percentile"])
     for server_id, server in {server.server_id: server for _, server in servers}.items():
         gauge.add_metric([server_id, "99"], server.loop_lag.p99_s)
@@ -134,7 +134,7 @@ def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
 
 
 def _comparisons(servers: list[tuple[str, ServerView]]) -> Metric:
-    """Comparisons by each server, once even if it has copies of several jobs."""
+    """Comparisons by each server: counted once, even if the server has copies of several jobs."""
     counter = CounterMetricFamily(*COMPARISONS, labels=["server", "result"])
     for server_id, server in {server.server_id: server for _, server in servers}.items():
         counter.add_metric([server_id, "same"], server.compared.same)
@@ -156,7 +156,7 @@ def _staleness(views: Mapping[str, ShardsView]) -> Metric:
         totals = [sum(each) for each in zip_longest(*counts, fillvalue=0)]
         bounds = [*map(str, range(len(totals) - 1)), "+Inf"]
         buckets = list(zip(bounds, accumulate(map(float, totals)), strict=True))
-        # Values above the last bound count as the bound: the true sum is not kept.
+        # Larger values count as the last bound, so the sum is a lower bound.
         late = sum(i * count for i, count in enumerate(totals))
         histogram.add_metric([job], buckets=buckets, sum_value=float(late))
     return histogram

@@ -65,7 +65,7 @@ class ShardReader:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def read(self, job: str) -> ShardsView | None:
-        """The job's shards, or None if it has none. Raises Unavailable when etcd is away."""
+        """The job's shards, or None if it has none. Raises Unavailable without etcd."""
         async with self._locks.setdefault(job, asyncio.Lock()):
             read_at_s, view = self._answers.get(job, (float("-inf"), None))
             if time.monotonic() - read_at_s > MAX_AGE_S:
@@ -75,7 +75,7 @@ class ShardReader:
         return view
 
     def _forget_oldest(self) -> None:
-        """Forget the oldest answers beyond MAX_JOBS, except of jobs being read now."""
+        """Forget the oldest answers beyond MAX_JOBS, but none of a job that is being read."""
         idle = [name for name in self._answers if not self._locks[name].locked()]
         idle.sort(key=lambda name: self._answers[name][0])
         for name in idle[: max(0, len(self._answers) - MAX_JOBS)]:
@@ -84,7 +84,7 @@ class ShardReader:
 
     async def measure(self, job: str) -> Mapping[int, ShardMeasure]:
         """Measure of each shard, as reported by its primary. Shards of silent servers are missing.
-        Raises Unavailable when etcd is away."""
+        Raises Unavailable without etcd."""
         view = await self.read(job)
         created = view.shards if view is not None else ()
         return {
@@ -131,7 +131,7 @@ class ShardReader:
         return _Answer(server_id=server_id, address=address, reply=reply, error="")
 
     async def _forget_channels_but(self, addresses: set[str]) -> None:
-        # All jobs together have few servers; this only bounds the channels to servers long gone.
+        # This only bounds the channels to servers that are gone: all jobs have few servers.
         if len(self._channels) > 4 * max(len(addresses), 16):
             kept = {(address, material()) for address in addresses}
             for key in set(self._channels) - kept:

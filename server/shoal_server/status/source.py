@@ -19,8 +19,8 @@ class StatusSource(Protocol):
     """A coordinator, seen from its status page. Answers come from memory, except `shards` and
     `output`.
 
-    `views.JobView` of a `core.job.Job` is made by `from_core.job_view`, and `ShardsView` is read by
-    `shards.ShardReader`.
+    `from_core.job_view` makes the JobView of a `core.job.Job`. `shards.ShardReader` reads a
+    ShardsView.
     """
 
     def readiness(self) -> Readiness: ...
@@ -39,7 +39,7 @@ class StatusSource(Protocol):
         ...
 
     def process(self, name: str, member_id: str) -> str | None:
-        """The public id of the process that is that member now; None if there is none."""
+        """The public id of the member's current process; None if there is no such member."""
         ...
 
     def samples(self, job: str) -> SamplesView | None:
@@ -47,8 +47,7 @@ class StatusSource(Protocol):
         ...
 
     async def shards(self, job: str) -> ShardsView | None:
-        """Shards of a job; None if it has no parameter shards. Raises Unavailable if etcd is
-        away."""
+        """Shards of a job; None if it has no parameter shards. Raises Unavailable without etcd."""
         ...
 
     def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:

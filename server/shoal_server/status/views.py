@@ -1,7 +1,7 @@
 """Data that the HTTP API shows. The OpenAPI text of each field is the sentence under it.
 
-Times are Unix seconds. A list is never longer than its owner keeps: 100 generations a job, the
-newest 1000 events a job.
+Times are Unix seconds. Lists are bounded: the newest 100 generations and the newest 1000 events of
+a job.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ OVER = frozenset({"finished", "failed", "stopped", "lost"})
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """Base of all views: field texts come from the source, NaN and infinity travel as text."""
+    """Base of all views: field texts come from the source, NaN and infinity are sent as text."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         use_attribute_docstrings=True, ser_json_inf_nan="strings"
@@ -37,7 +37,7 @@ class Readiness(View):
     ready: bool
     """True while this coordinator leads and reaches etcd."""
     reason: str
-    """Reason for which it is, or is not, ready."""
+    """Reason for which this coordinator is ready, or is not."""
     leader: str = ""
     """host:port of the coordinator that leads, as far as this one knows."""
 
@@ -49,7 +49,7 @@ class ProcessView(View):
     host: str = ""
     pid: int = 0
     address: str = ""
-    """IP address under which peers reach it."""
+    """IP address under which peers reach the member."""
     device: str = ""
     torch_version: str = ""
     shoal_version: str = ""
@@ -71,12 +71,12 @@ class MemberView(View):
     rank: int | None = None
     """Rank in the generation that runs or is brought up; null outside of it."""
     generation: int = 0
-    """The generation it is part of; 0 outside of any."""
+    """The generation that the member is part of; 0 outside of any."""
     process: ProcessView = field(default_factory=ProcessView)
     step: int = 0
-    """Optimizer steps, as of its last heartbeat or proposal."""
+    """Optimizer steps, as of the member's last heartbeat or proposal."""
     clock: int | None = None
-    """Round in which it trains; null without a staleness bound."""
+    """Round in which the member trains; null without a staleness bound."""
     joined_unix_s: float = 0.0
     last_seen_unix_s: float = 0.0
     """Time of the last sign of life."""
@@ -92,7 +92,7 @@ class RosterEntryView(View):
     host: str = ""
     address: str = ""
     state_action: str = ""
-    """initial, keep, receive or checkpoint: where the member's training state comes from."""
+    """initial, keep, receive or checkpoint: the source of the member's training state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +101,12 @@ class ConflictView(View):
 
     field: str
     values: Mapping[str, tuple[str, ...]]
-    """Each value that was seen, and the members that hold it."""
+    """Each value that was seen, and the members that have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationView(View):
-    """End of one attempt to form a generation: the record that every member got."""
+    """Result of one attempt to form a generation: the record that every member got."""
 
     generation: int
     verdict: str
@@ -118,7 +118,7 @@ class GenerationView(View):
     source_member_id: str = ""
     """The member from which the others receive their state."""
     step: int = 0
-    """The source's step when the roster was made. The generation starts there, unless it is
+    """The source member's step when the roster was made. The generation starts at it, unless it is
     planned."""
     planned: bool = False
     """True if the previous generation trained on while this one was agreed. It then starts at the
@@ -137,7 +137,7 @@ class LifeView(View):
     ended_unix_s: float = 0.0
     """Time at which the job ended; 0 before that."""
     step: int = 0
-    """The highest step that is known of a synchronous generation, or of a job that is over."""
+    """The highest known step of a synchronous generation, or of a job that is over."""
     num_restarts: int = 0
     """Number of times that training broke because a member was lost or a collective failed."""
     loss: float | None = None
@@ -159,14 +159,14 @@ class JobView(View):
     reason: str
     """Reason for the job's phase."""
     since_unix_s: float
-    """Time at which it entered the phase."""
+    """Time at which the job entered the phase."""
     min_members: int
     max_members: int
     desired_members: int
     life: LifeView = field(default_factory=LifeView)
     state: str = "running"
     """running (it has members), waiting (no member has joined yet), interrupted (it has trained,
-    and has no members now: new ones may continue), finished, failed (all its members went and none
+    and has no members now: new ones may continue), finished, failed (all its members left and none
     came back), stopped (by an operator), lost or quarantined (its records in etcd cannot be used).
     """
     generation: int = 0
@@ -210,7 +210,7 @@ class EventView(View):
     """An event of a job."""
 
     id: int
-    """Number that rises from event to event, over restarts of the coordinator too."""
+    """Number that rises from event to event, also over restarts of the coordinator."""
     unix_s: float
     kind: str
     """Kind in the past tense, as in the log: generation_committed, member_lost ..."""
@@ -218,7 +218,7 @@ class EventView(View):
     member_id: str = ""
     generation: int = 0
     detail: bool = False
-    """True if another event sums it up in one line."""
+    """True if the summary in another event includes this event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,7 @@ class LoopLagView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPiecesView(View):
-    """Pieces of copies kept here, compared with their primaries' since the server started."""
+    """Pieces of the server's copies that were compared with their primaries' since it started."""
 
     same: int = 0
     different: int = 0
@@ -255,18 +255,18 @@ class ServerView(View):
     server_id: str
     address: str
     state: str
-    """serving, unreachable (registered but silent), or gone (its lease ran out)."""
+    """serving, unreachable (registered, but does not answer), or gone (its lease ended)."""
     error: str = ""
     memory_bytes: int = 0
     """Values and optimizer state of the job, including copies."""
     num_copies: int = 0
-    """Shards of the job of which it keeps a copy."""
+    """Number of the job's shards of which the server keeps a copy."""
     unfinished_bytes: int = 0
-    """Data of pushes that it received and has not applied yet, of all jobs."""
+    """Data of pushes that the server received and has not applied yet, of all jobs."""
     refused_by_epoch: int = 0
     """Parts of pushes refused for an outdated shard map; their senders have sent them again."""
     partial_pushes: int = 0
-    """Pushes that some shards here applied and others refused, to be sent again."""
+    """Pushes that some shards of the server applied and others refused, to be sent again."""
     held_bytes: int = 0
     """Values and optimizer state, including copies, and unfinished data, of all jobs."""
     memory_limit_bytes: int = 0
@@ -276,7 +276,7 @@ class ServerView(View):
     loop_lag: LoopLagView = field(default_factory=LoopLagView)
     compared: ComparedPiecesView = field(default_factory=ComparedPiecesView)
     full_peers: tuple[FullPeerView, ...] = ()
-    """Servers that have no memory for copies of this server's shards, which continue without."""
+    """Servers without memory for copies of this server's shards, which then have fewer copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,23 +285,23 @@ class CopyView(View):
 
     server_id: str
     version: int
-    """Newest version that it is known to have."""
+    """Newest version that the copy is known to have."""
     joining: bool = False
     """True while the copy is brought in step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushesView(View):
-    """Outcomes of the pushes to a shard since its server has it."""
+    """Outcomes of the pushes to a shard since its server got it."""
 
     applied: int = 0
     applied_bytes: int = 0
-    """Bytes of the pushes applied since this server leads the shard."""
+    """Bytes of the pushes applied since this server became the primary."""
     duplicates: int = 0
     """Pushes that were retries: answered, not applied again."""
     refused: int = 0
     staleness_counts: tuple[int, ...] = ()
-    """staleness_counts[i]: pushes of staleness i; the last holds all above."""
+    """staleness_counts[i]: pushes of staleness i; the last one also counts all larger values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,15 +321,15 @@ class ShardView(View):
 
     shard_id: int
     server_id: str
-    """Server that is its primary."""
+    """The shard's primary."""
     epoch: int
-    """Number of times that its primary was decided."""
+    """Number of times that the shard's primary was decided."""
     dtype: str
     num_elements: int
     parameters: tuple[str, ...]
-    """Parameters of which it holds blocks."""
+    """Parameters of which the shard holds blocks."""
     created: bool = False
-    """True if the server holds values for it."""
+    """True if the server holds values of the shard."""
     version: int = 0
     """Updates applied."""
     num_bytes: int = 0
@@ -343,17 +343,17 @@ class LostShardView(View):
 
     shard_id: int
     table: str
-    """Table of which it has rows; empty for parameters."""
+    """Table whose rows the shard has; empty for parameters."""
     version: int
     """Version that it had at least; 0 if none is known."""
     lost_unix_s: float
-    """Time at which it was found to be lost; 0 if unknown."""
+    """Time at which the loss was found; 0 if unknown."""
     servers: tuple[str, ...]
-    """Servers that had it last."""
+    """Servers that held the shard last."""
     on_disk: str
-    """Server whose journal has it; empty if none has."""
+    """Server whose journal has the shard; empty if no journal has it."""
     snapshot: str
-    """Result of restoring it from a snapshot, in a sentence."""
+    """Result of restoring the shard from a snapshot, in a sentence."""
     told: str
     """Text with all fields of the loss, and the remedy."""
 
@@ -369,7 +369,7 @@ class AcceptedLossView(View):
     accepted_unix_s: float
     by: str
     samples_anew: bool = False
-    """True if the job's samples started over with it; else they stayed counted."""
+    """True if the job's samples started over with the shard; else they stayed counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,7 +410,7 @@ class SamplesView(View):
     ignored: int
     """Samples reported as completed by members that did not hold them."""
     repeated_max: int
-    """Upper bound of the samples that were trained on a second time."""
+    """Upper bound on the number of samples that were trained on a second time."""
     exhausted: bool
     epochs: tuple[EpochSamplesView, ...]
     """The newest epochs that have begun."""
@@ -425,7 +425,7 @@ class OutputView(View):
     host: str
     """Host of its launcher."""
     is_live: bool
-    """False if the launcher has ended and left these as its last lines."""
+    """False if the launcher has ended, and sent these as its last lines."""
     lines: tuple[str, ...]
     """Lines in order, at most 64 KiB, without escape sequences of terminals."""
     before: str | None
@@ -442,13 +442,13 @@ class WeightReaderView(View):
 
     reader_id: str
     version: int
-    """Version that it has installed; 0 if none yet."""
+    """Version that the reader has installed; 0 if none yet."""
     digest: str
-    """Digest of the bytes that it has installed, in hexadecimal digits."""
+    """Digest of the bytes that the reader has installed, in hexadecimal digits."""
     differs: bool
-    """True if these bytes are not those that were published as this version."""
+    """True if the installed bytes differ from those that were published as this version."""
     lag_versions: int
-    """The newest version less its own; 0 if it has none yet."""
+    """Number of versions by which the reader is behind the newest; 0 if it has none yet."""
     seen_unix_s: float
     fetch_s: float
     """Time that its last fetch took; 0 if not reported."""
@@ -464,13 +464,13 @@ class PublishedVersionView(View):
     created_unix_s: float
     num_bytes: int
     num_copies: int
-    """Number of servers for its segment with the fewest holders."""
+    """Number of holders of the segment that has the fewest."""
     digest: str
     pinned: bool
     durable: bool
-    """True if it is on the disks of its holders as well."""
+    """True if the version is on the disks of its holders as well."""
     rolled_back_to: int
-    """The version whose bytes it has, if it is a rollback; else 0."""
+    """The version whose bytes this one has, if it is a rollback; else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,4 +489,4 @@ class PublishedSeriesView(View):
     num_differing: int
     """Readers that serve other bytes than were published as their version."""
     lost: tuple[int, ...]
-    """Versions that were dropped because no server had them any more."""
+    """Versions that were dropped because no server holds them any more."""

@@ -25,7 +25,7 @@ _OF_SERIES: Mapping[str, tuple[str, Callable[[PublishedSeriesView], float]]] = {
         lambda series: max((v.created_unix_s for v in series.versions), default=0.0),
     ),
     "shoal_weights_copies_number": (
-        "Copies of the version with the fewest.",
+        "Copies of the version that has the fewest copies.",
         lambda series: min((v.num_copies for v in series.versions), default=0),
     ),
     "shoal_weights_lost_versions": (

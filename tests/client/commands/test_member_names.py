@@ -133,7 +133,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "command", ["stop", "retry", "rm", "wait", "accept-loss", "repair", "snapshot", "snapshots"]
 )
 def test_a_command_on_a_job_asks_the_only_cluster(folder: Path, command: str) -> None:
-    """With its certificates. If there are several, one has to be named."""
+    """The command uses its certificates. With several clusters, one has to be named."""
 
     def addresses() -> Sequence[str]:
         config = read_config([command, "digits"], installed_commands())

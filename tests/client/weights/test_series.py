@@ -156,7 +156,7 @@ def test_a_reader_that_waits_longer_than_it_may_is_told(reader: SeriesReader) ->
 def test_a_version_of_another_series_is_gone(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
-    """It has the same number. No server is asked for its bytes again and again."""
+    """Both versions have the same number. The reader does not ask servers again and again."""
     script.publish(b"11", b"22")
     record = reader.wait(timeout_s=LIMIT_S)
     of_another = pb.VersionRecord()

@@ -34,5 +34,5 @@ def test_it_stays_until_etcd_has_confirmed_that_members_left() -> None:
 
 
 def test_no_time_to_drain_is_no_wait() -> None:
-    """With a limit of 0 s the coordinator ends at once."""
+    """The coordinator ends at once with a limit of 0 s."""
     assert why_stay(Presence(num_members=2, num_draining=2), 0.0, 0.0) == ""

@@ -42,7 +42,7 @@ async def test_who_waits_in_vain_leaves_nothing() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
                 await space.wait_for((f"never {number}",))
-    assert (space._gatherings, space._waiting) == ({}, {})
+    assert (space._waiting_calls, space._wanted_with) == ({}, {})
 
 
 @pytest.mark.parametrize("value", [b"seven", b"", b"9" * 5000, b"\xff"])

@@ -313,7 +313,7 @@ def test_schedules_and_parts_are_those_of_one_process(
 
 def test_batches_that_the_session_did_not_cut_are_refused(session: shoal.Session) -> None:
     trainer, module = trainer_of(SessionStrategy(session)), Net(session, say_nothing, Run(**NOBODY))
-    with pytest.raises(InvalidSpec, match="other batches"):
+    with pytest.raises(InvalidSpec, match="batches that are not from"):
         trainer.fit(module, DataLoader(TensorDataset(*data()), 12))
 
 
@@ -321,7 +321,7 @@ def test_batches_beside_those_that_the_session_has_cut_are_refused(session: shoa
     elastic = SessionStrategy(session)
     elastic.batches(data(), global_batch_size=12)
     module = Net(session, say_nothing, Run(**NOBODY))
-    with pytest.raises(InvalidSpec, match=r"other batches.*datamodule\.setup"):
+    with pytest.raises(InvalidSpec, match=r"batches that are not from.*datamodule\.setup"):
         trainer_of(elastic).fit(module, DataLoader(TensorDataset(*data()), 12))
 
 

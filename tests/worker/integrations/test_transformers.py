@@ -234,7 +234,7 @@ def test_losses_of_steps_that_are_taken_again_are_counted_once(
     trainer.train()
     monkeypatch.setattr(trainer._present(), "position", lambda: 3)
     trainer._globalstep_last_logged = 0
-    trainer._go_back()
+    trainer._restore_position()
     assert float(trainer._tr_loss) == pytest.approx(before[3])
     assert before[3] > 0
 

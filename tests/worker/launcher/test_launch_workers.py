@@ -6,6 +6,7 @@ The coordinator is a gRPC server that takes reports and knows no jobs.
 import ctypes
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -293,6 +294,19 @@ def test_restarts_are_bounded(shoal_run: Run, book: ExitBook) -> None:
     reports = [book.reports.get(timeout=DEADLINE_S) for _ in range(3)]
     assert len({report.member_id for report in reports}) == 1
     assert len({report.pid for report in reports}) == 3
+
+
+def test_the_output_of_a_restarted_worker_needs_no_further_open_file(shoal_run: Run) -> None:
+    """Each process of the worker counts the files with its output that its launcher has open."""
+    script = (
+        "import os, pathlib, signal\n"
+        "files = pathlib.Path(f'/proc/{os.getppid()}/fd').iterdir()\n"
+        "print('open:', sum('-0.log' in str(each.readlink()) for each in files), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    code, output = finish(shoal_run(script, "-n", "1", "--max-restarts", "3"))
+    assert code == 128 + signal.SIGKILL, output
+    assert re.findall("open: ([0-9]+)", output) == ["0", "1", "1", "1"]
 
 
 @pytest.mark.parametrize(("restart_on", "runs"), [("signal", 1), ("failure", 3)])

@@ -4,7 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from support.collectives.strategy_runs import generation_of, over_the_run
 from support.models.sharded_models import adamw, deep, normed, sgd, training_of
 from support.processes.worlds import Training
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 import shoal
 from shoal.backends.process_group.collectives import Count, counts, reset_counts
 from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
+from shoal.strategies.synchronous.step_vote import NUM_WORDS
 
 EVERY_STEPS = 3
 
@@ -27,10 +30,10 @@ def trained(training: Training, kind: type[LocalSGD]) -> dict[str, Any]:
     strategy = kind(every_steps=EVERY_STEPS)
     model, optimizer = training.build()
     dist.barrier()
+    over_the_run(strategy)
     strategy.distribute(model, optimizer)
-    # As in a generation of members that all have the same state.
-    strategy._process_group = dist.group.WORLD
-    strategy._outer_loop.agree(0)
+    names = [f"m{each}" for each in range(dist.get_world_size())]
+    strategy.enter(generation_of(names, names[dist.get_rank()]))
     moved = []
     for step in range(2 * EVERY_STEPS):
         reset_counts()
@@ -62,10 +65,12 @@ def test_figures_are_those_of_a_round(model: Any, optimizer: Any, kind: type[Loc
             assert getattr(figures, name) == found[name], name
         *within, last = found["moved"]
         assert within == [{}] * (EVERY_STEPS - 1)
-        assert last == {
-            each.kind: Count(each.calls, each.num_bytes) for each in figures.collectives
-        }
-        of_round = sum(count.bytes for count in last.values())
+        planned = {each.kind: Count(each.calls, each.num_bytes) for each in figures.collectives}
+        of_round = sum(count.bytes for count in planned.values())
+        # The plan leaves out the members' vote on the round.
+        calls, num_bytes = planned["all_reduce"]
+        vote_bytes = len(plan.ranks) * NUM_WORDS * torch.int64.itemsize
+        assert last == {**planned, "all_reduce": Count(calls + 1, num_bytes + vote_bytes)}
         assert figures.bytes_per_step == pytest.approx(of_round / EVERY_STEPS)
         assert figures.peak == figures.held
 

@@ -190,7 +190,9 @@ def test_an_average_of_weights_that_are_cut_is_refused_in_the_first_step(
         for batch in session.batches(data(), global_batch_size=24):
             with session.step():
                 session.backward(cross_entropy(replica(batch.inputs), batch.targets))
-                with pytest.raises(InvalidSpec, match="average of weights that this strategy cuts"):
+                with pytest.raises(
+                    InvalidSpec, match="average of weights that this strategy divides"
+                ):
                     average.update_parameters(replica)
 
 

@@ -251,8 +251,8 @@ def refusals() -> list[Any]:
         return session.evaluate(tuple(some), lambda _: {"n": 1}, batch_size=BATCH)
 
     return [
-        pytest.param(samples, r"different things.*content \w+.*; .*content", id="samples"),
-        pytest.param(calls, r"different things between two steps.*all_reduce", id="calls"),
+        pytest.param(samples, r"different calls.*content \w+.*; .*content", id="samples"),
+        pytest.param(calls, r"different calls between two steps.*all_reduce", id="calls"),
         pytest.param(values, r"different values.*\(1,\).*\(2,\)", id="shapes"),
         pytest.param(kinds, "the value cannot be reduced", id="kinds"),
         pytest.param(nothing, "returned no named values", id="no names"),

@@ -765,7 +765,7 @@ def test_what_is_no_loss_is_refused(cluster: LocalCluster, kind: str) -> None:
             given = {"None": None, "samples": losses, "no gradient": losses.mean().detach()}
             session.backward(given[kind])  # type: ignore[arg-type]
 
-    with pytest.raises(InvalidSpec, match=r"of what is no loss"):
+    with pytest.raises(InvalidSpec, match=r"of a value that is no loss"):
         run(cluster, "ddp", body)
 
 

@@ -128,7 +128,7 @@ def test_giving_copies_up_waits_for_no_peer(tmp_path: Path) -> None:
         ]
         crew[1].expect("failing")
         Path(opened).write_bytes(b"")
-        assert "given up" in crew[0].expect("freed")["reason"]
+        assert "have ended" in crew[0].expect("freed")["reason"]
         assert crew[0].expect("closed") == {"steps": [3]}
         assert crew[0].expect("thread") == {"alive": False}
 

@@ -193,5 +193,5 @@ def test_a_place_that_mlflow_does_not_take_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_something_else_than_a_tracker_is_refused() -> None:
-    with pytest.raises(InvalidSpec, match="trackers has something else"):
+    with pytest.raises(InvalidSpec, match="trackers contains an object that is not a tracker"):
         shoal.join("refused", trackers=["tensorboard"])  # type: ignore[list-item]

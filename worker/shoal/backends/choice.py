@@ -14,7 +14,7 @@ from shoal_proto.errors import InvalidSpec
 
 ELASTIC = ("gloo", "nccl", "in-memory")
 STATIC = ("gloo", "nccl", "mpi")
-_TORCHS_NAME = {"in-memory": "shoal_in_memory", "mpi": "shoal_mpi"}
+_NAME_IN_TORCH = {"in-memory": "shoal_in_memory", "mpi": "shoal_mpi"}
 _MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
@@ -64,7 +64,8 @@ def check_reconfigures(backend: str) -> None:
 
 
 def _make(name: str, *, reconfigures: bool) -> Backend:
-    # Imported when chosen: each registers itself with torch, or has optional dependencies.
+    # Imported only when chosen: a backend registers itself with torch, and may need packages that
+    # are not installed.
     if name == "nccl":
         from shoal.backends.network.nccl import NcclBackend  # noqa: PLC0415
 
@@ -100,25 +101,27 @@ def static_world(
     if name is not None and name not in STATIC:
         fix = "Use shoal.run_in_memory(body, world_size)." if name == "in-memory" else ""
         raise _unknown(name, STATIC, fix)
-    by_mpi = next((pair for pair in _MPI_VARIABLES if pair[0] in environment), None)
-    by_torchrun = "RANK" in environment and "WORLD_SIZE" in environment
-    if not by_torchrun and by_mpi is None:
+    mpi_variables = next((pair for pair in _MPI_VARIABLES if pair[0] in environment), None)
+    has_torchrun = "RANK" in environment and "WORLD_SIZE" in environment
+    if not has_torchrun and mpi_variables is None:
         raise InvalidSpec(
             "this process has no rank",
             seen="neither RANK and WORLD_SIZE nor the variables of an MPI launcher",
             fix="Start it with `torchrun --nproc-per-node N train.py` or `mpiexec -n N ...`.",
         )
-    if name == "mpi" and by_mpi is None:
+    if name == "mpi" and mpi_variables is None:
         raise InvalidSpec(
             "the backend mpi needs ranks that MPI started",
             seen="torchrun",
             fix="Start it with `mpiexec -n N python train.py`.",
         )
     chosen = name or ("nccl" if cuda else "gloo")
-    if name is None and not by_torchrun:
+    if name is None and not has_torchrun:
         chosen = "mpi"
     _check_present(chosen, cuda=cuda, mpi4py=mpi4py)
-    rank, size = by_mpi if by_mpi is not None and not by_torchrun else ("RANK", "WORLD_SIZE")
+    rank, size = (
+        mpi_variables if mpi_variables is not None and not has_torchrun else ("RANK", "WORLD_SIZE")
+    )
     local = [environment[key] for key in ("LOCAL_RANK", "MPI_LOCALRANKID") if key in environment]
     local.append(environment.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
     return StaticWorld(
@@ -138,7 +141,7 @@ def _check_present(name: str, *, cuda: bool, mpi4py: bool) -> None:
         raise InvalidSpec(
             "the backend mpi cannot be used here",
             seen="no mpi4py",
-            fix="pip install 'shoal[mpi]', beside the MPI that starts the ranks.",
+            fix="pip install 'shoal[mpi]', with the MPI that starts the ranks.",
         )
 
 
@@ -151,7 +154,7 @@ def init_static_world(backend: str | None = None) -> None:
     """
     if dist.is_initialized():
         present = dist.get_backend()
-        if backend is not None and _TORCHS_NAME.get(backend, backend) != present:
+        if backend is not None and _NAME_IN_TORCH.get(backend, backend) != present:
             raise InvalidSpec(
                 "torch.distributed has a default process group of another backend already",
                 seen=present,

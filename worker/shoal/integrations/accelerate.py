@@ -1,4 +1,4 @@
-"""Hugging Face accelerate within a session: elastic, and exact over all changes.
+"""Hugging Face accelerate within a session: elastic, and exact when members join or leave.
 
     accelerator = SessionAccelerator(session, epochs=EPOCHS)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
@@ -60,11 +60,11 @@ class SessionAccelerator(Accelerator):
             raise InvalidSpec(
                 "an accelerator with an option that a session does not support",
                 seen=f"mixed_precision={self.mixed_precision!r}, {self.num_processes} processes",
-                expected='"bf16" or "no", in a process of its own, under `shoal run`',
+                expected='"bf16" or "no", and one process for each member, under `shoal run`',
             )
         self._session = session
         self._epochs, self._seed = epochs, seed
-        self._strategy, self._kept = strategy, checkpoints
+        self._strategy, self._checkpoints = strategy, checkpoints
         self._steps: AcceleratedSteps | None = None
 
     # --- what a script calls ---
@@ -86,22 +86,22 @@ class SessionAccelerator(Accelerator):
             )
         model = self.prepare_model(models[0], device_placement=None)
         model, optimizer = self._session.distribute(
-            model, optimizers[0], self._strategy, checkpoints=self._kept
+            model, optimizers[0], self._strategy, checkpoints=self._checkpoints
         )
         self._steps = AcceleratedSteps(self, self._session, self.gradient_accumulation_steps)
-        ready: dict[int, Any] = {
+        prepared: dict[int, Any] = {
             id(models[0]): model,
             id(optimizers[0]): PreparedOptimizer(optimizer),
             id(loaders[0]): PreparedLoader(self._steps, loaders[0], self._epochs, self._seed),
         }
         for number, each in enumerate(e for e in given if isinstance(e, LRScheduler)):
             self._session.register(f"accelerate-schedule-{number}", each)
-            ready[id(each)] = PreparedScheduler(each, self._steps)
-        result = tuple(ready.get(id(each), each) for each in given)
+            prepared[id(each)] = PreparedScheduler(each, self._steps)
+        result = tuple(prepared.get(id(each), each) for each in given)
         return result if len(result) > 1 else result[0]
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Run one part of a step; after the last part, the step is committed or repeated."""
+        """Return the context of one part of a step; the last part commits or repeats the step."""
         return self._prepared("accumulate")
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -153,7 +153,7 @@ class SessionAccelerator(Accelerator):
 
     def _prepared(self, call: str) -> "AcceleratedSteps":
         if self._steps is None:
-            raise _refused(call, "nothing that is prepared", "accelerator.prepare before it")
+            raise _refused(call, "no prepared objects", "accelerator.prepare before the call")
         return self._steps
 
 
@@ -166,9 +166,9 @@ class AcceleratedSteps(AbstractContextManager[None]):
         self._step: Step | None = None
         self._parts: Iterator[Batch] = iter(())
         self._num_given = 0
-        self._within = False
+        self._is_accumulating = False
         self.committed = False
-        """True if the step that ended last was committed; False while one is open."""
+        """True if the step that ended last was committed; False while a step is open."""
 
     def begin(self, batch: Batch) -> None:
         """Open the step on a batch."""
@@ -194,19 +194,19 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
     @property
     def may_count(self) -> bool:
-        """True in the last part of a step, and after it if the step was committed."""
-        return self._num_given == self.num_parts and (self._within or self.committed)
+        """True if a scheduler may step: in the last part of a step, and after a committed step."""
+        return self._num_given == self.num_parts and (self._is_accumulating or self.committed)
 
     def check_within(self, call: str) -> None:
-        if not self._within:
+        if not self._is_accumulating:
             raise _refused(
-                call, "it outside of accumulate", "with accelerator.accumulate(model): ..."
+                call, "a call outside of accumulate", "with accelerator.accumulate(model): ..."
             )
 
     def __enter__(self) -> None:
-        if self._step is None or self._within:
+        if self._step is None or self._is_accumulating:
             raise _refused("accumulate", "no batch", "a batch of the prepared DataLoader")
-        self._within = True
+        self._is_accumulating = True
 
     def __exit__(
         self,
@@ -214,15 +214,15 @@ class AcceleratedSteps(AbstractContextManager[None]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        self._within = False
+        self._is_accumulating = False
         step = self._step
-        assert step is not None, "it was entered"
+        assert step is not None, "`__enter__` found a step"
         if error is None and self._num_given < self.num_parts:
             return False
         if error is None:
             try:
                 next(self._parts, None)
-            except BaseException as failure:  # noqa: BLE001 - the step decides what becomes of it
+            except BaseException as failure:  # noqa: BLE001 - the step decides if it is raised
                 error = failure
         self._step = None
         handled = step.__exit__(type(error) if error else None, error, trace)
@@ -285,12 +285,12 @@ class PreparedLoader:
     def _collated(self, samples: list[Any]) -> dict[str, Any]:
         """Collate as the script's DataLoader does, with inputs and targets together."""
         collated = self._collate(samples)
-        # In a list it would be unclear if each item is a tensor for one sample.
+        # A list would be ambiguous: its items might be tensors of single samples.
         return {"batch": tuple(collated) if isinstance(collated, list) else collated}
 
 
 class PreparedOptimizer:
-    """Optimizer whose `step` and `zero_grad` are left to the session."""
+    """Optimizer whose `step` and `zero_grad` do nothing: the session does this work."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -298,7 +298,7 @@ class PreparedOptimizer:
     def step(self, closure: Any = None) -> None:
         """Do nothing: the session steps after the last part."""
         if closure is not None:
-            raise _refused("optimizer.step", "a closure", "accelerator.backward before it")
+            raise _refused("optimizer.step", "a closure", "accelerator.backward before the call")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the session zeroes gradients when a step begins."""

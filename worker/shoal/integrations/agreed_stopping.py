@@ -1,4 +1,4 @@
-"""Lightning's EarlyStopping and ModelCheckpoint as decisions of the job, and not of each member."""
+"""Lightning's EarlyStopping and ModelCheckpoint with the same decisions on all members of a job."""
 
 import os
 import sys
@@ -15,8 +15,8 @@ from shoal.session.session import Session
 def agreed(session: Session, metric: Any) -> Tensor:
     """Return the mean of a metric over members, or its exact value if all have the same."""
     value = float(metric)
-    ends = session.all_reduce({"high": value, "low": -value}, "max")
-    if float(ends["high"]) != -float(ends["low"]):
+    extremes = session.all_reduce({"high": value, "low": -value}, "max")
+    if float(extremes["high"]) != -float(extremes["low"]):
         value = float(session.all_reduce(value, "mean"))
     return torch.tensor(value, dtype=torch.float64)
 
@@ -49,17 +49,18 @@ class AgreedStopping:
 
 
 class AgreedCheckpoints:
-    """Makes the callback choose the same checkpoints on all members: any of them may have rank 0
-    next, and write. The choices are registered state, so a member that joins knows the best
-    checkpoint. Paths in it are relative to the callback's folder, which may differ by member."""
+    """Makes the callback choose the same checkpoints on all members: rank 0 writes them, and any
+    member may get rank 0 next. The choices are registered state, so a member that joins knows the
+    best checkpoint. Stored paths are relative to the callback's folder, which may differ by member.
+    """
 
     def __init__(self, callback: ModelCheckpoint, session: Session) -> None:
         self._callback: Any = callback
         self._session = session
-        own = vars(callback)
+        attributes = vars(callback)
         self._save_best: Callable[..., None] = self._callback._save_topk_checkpoint
         self._exists: Callable[..., bool] = self._callback.file_exists
-        own["_save_topk_checkpoint"], own["file_exists"] = self.save_best, self.exists
+        attributes["_save_topk_checkpoint"], attributes["file_exists"] = self.save_best, self.exists
 
     def save_best(self, trainer: Any, metrics: dict[str, Tensor]) -> None:
         monitor = self._callback.monitor
@@ -68,8 +69,8 @@ class AgreedCheckpoints:
         self._save_best(trainer, metrics)
 
     def exists(self, path: Any, trainer: Any) -> bool:
-        """True if rank 0 found the file. Its finding counts for all members, as another member may
-        look after rank 0 has already written the file."""
+        """True if rank 0 found the file. All members use rank 0's result, as another member may
+        look for the file after rank 0 has written it."""
         found = self._exists(path, trainer)
         if sys.exception() is not None:
             return found  # Lightning saves because this member fails: no collectives
@@ -88,14 +89,14 @@ class AgreedCheckpoints:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         callback, kept = self._callback, state_dict["kept"]
-        scores = {self._own(path): torch.tensor(v).double() for path, v in kept.items()}
+        scores = {self._absolute(path): torch.tensor(v).double() for path, v in kept.items()}
         callback.best_k_models = scores
-        callback.best_model_path = self._own(state_dict["best"])
-        callback.kth_best_model_path = self._own(state_dict["worst"])
-        callback.last_model_path = self._own(state_dict["last"])
+        callback.best_model_path = self._absolute(state_dict["best"])
+        callback.kth_best_model_path = self._absolute(state_dict["worst"])
+        callback.last_model_path = self._absolute(state_dict["last"])
         # Without this path a new member would write a last checkpoint at the end, and ask the
         # others for its name.
-        callback._last_checkpoint_saved = self._own(state_dict["newest"])
+        callback._last_checkpoint_saved = self._absolute(state_dict["newest"])
         callback.best_model_score = scores.get(callback.best_model_path)
         callback.kth_value = scores.get(callback.kth_best_model_path, callback.kth_value)
         callback._last_global_step_saved = state_dict["step"]
@@ -103,5 +104,5 @@ class AgreedCheckpoints:
     def _relative(self, path: str) -> str:
         return os.path.relpath(path, self._callback.dirpath) if path else ""
 
-    def _own(self, path: str) -> str:
+    def _absolute(self, path: str) -> str:
         return f"{self._callback.dirpath}/{path}" if path else ""

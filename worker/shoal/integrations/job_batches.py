@@ -17,7 +17,7 @@ class JobBatches:
     """This member's part of each step of the job, in order.
 
     The arguments are those of `Session.batches`, which is called only when the first batch is
-    taken: the model may be distributed until then.
+    taken: until then the model may be distributed.
     """
 
     def __init__(

@@ -32,10 +32,10 @@ from shoal_proto.errors import InvalidSpec, UnknownStrategy
 class KerasModule(nn.Module):
     """A built Keras model as a torch module, with the model's own weights as its parameters.
 
-    Trainable weights are parameters, all others (moving averages, seeds) buffers. Their names are
-    the Keras paths with "." for "/". Copies of the module share the Keras layers and have weights
-    of their own, which each call passes in. Every strategy accepts the module; "tensor" splits its
-    Dense and Embedding layers. The output does not include losses that Keras layers add.
+    Trainable weights are parameters, all others (moving averages, seeds) are buffers. Their names
+    are the Keras paths with "." for "/". Copies of the module share the Keras layers but have their
+    own weights, which each call passes to the layers. Every strategy accepts the module; "tensor"
+    splits its Dense and Embedding layers. The output does not include losses that Keras layers add.
 
     Under strategies that train copies, the Keras model keeps its old weights until `give_back`
     writes the trained ones into it.
@@ -50,8 +50,8 @@ class KerasModule(nn.Module):
             raise InvalidSpec(
                 "the Keras model has no weights yet",
                 seen="a model that is not built",
-                expected="a built one",
-                fix="Give its input shape, or call it once.",
+                expected="a built model",
+                fix="Give the model its input shape, or call it once.",
             )
         self.__dict__["keras_model"] = model
         for variable in model.trainable_variables:
@@ -85,7 +85,7 @@ class KerasModule(nn.Module):
         for variable, dim in _splits_of(self.keras_model).over(mesh.get_group()):
             owner, name = self._owner_of(variable)
             whole = parameter_table(owner)[name]
-            assert whole is not None, "what is split is trained"
+            assert whole is not None, "only trained weights are split"
             cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
             parameter_table(owner)[name] = nn.Parameter(cut, requires_grad=whole.requires_grad)
 
@@ -127,11 +127,11 @@ class KerasModule(nn.Module):
         track_values(self.keras_model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KerasModule":
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
         for key, value in self.__dict__.items():
-            twin.__dict__[key] = value if key == "keras_model" else copy.deepcopy(value, memo)
-        return twin
+            copied.__dict__[key] = value if key == "keras_model" else copy.deepcopy(value, memo)
+        return copied
 
 
 def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = None) -> Any:
@@ -141,8 +141,8 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
     rank calls it with the same model before the first step, and gets the weights of rank 0.
 
     "zero2": each rank takes a share of each batch (`GlobalBatches`). Gradients are
-    reduce-scattered, each rank's optimizer updates its part of every weight and keeps the state for
-    it, and the weights are gathered.
+    reduce-scattered. Each rank's optimizer updates its part of every weight, and keeps the state of
+    that part. Then the weights are gathered.
     "tensor": Dense and Embedding layers are split; all ranks take the same samples.
 
     Raises UnknownStrategy, InvalidSpec for a model that is not compiled and built on torch, and
@@ -155,13 +155,13 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
             "no such strategy for fit()",
             seen=repr(strategy),
             expected="'zero2' or 'tensor'",
-            fix="Any other trains a KerasModule in a loop of your own.",
+            fix="With any other strategy, train a KerasModule in a loop of your own.",
         )
     if model.optimizer.built:
         raise InvalidSpec(
             "the optimizer has state already",
             seen=f"{int(model.optimizer.iterations)} steps",
-            expected="a fresh one",
+            expected="an optimizer that has taken no step",
             fix="Distribute the model between compile() and the first step.",
         )
     init_static_world(backend)
@@ -194,7 +194,7 @@ class GlobalBatches(DataLoader[Any]):
         if fewest < dist.get_world_size():
             raise InvalidSpec(
                 "a batch has fewer samples than there are ranks",
-                seen=f"{fewest} samples in one, {dist.get_world_size()} ranks",
+                seen=f"{fewest} samples in one batch, {dist.get_world_size()} ranks",
                 expected="a sample for every rank",
                 fix="Choose another global_batch_size.",
             )
@@ -222,12 +222,12 @@ class _Shares(Sampler[list[int]]):
             stop = min(self._num_samples, start + self._batch_size)
             own = share(start, stop, dist.get_rank(), dist.get_world_size())
             yield order[slice(*own)].tolist()
-        # At the end, as Keras also reads one batch before it trains: that is no epoch.
+        # Counted at the end: Keras also reads one batch before it trains, which is no epoch.
         self._epoch += 1
 
 
 def _count_samples(model: Any) -> None:
-    """Weight each rank's gradients by its samples, and average over ranks what layers track."""
+    """Weight each rank's gradients by its samples, and average the values that layers track."""
     plain_step = model.train_step
 
     def train_step(self: Any, data: Any) -> Any:
@@ -244,7 +244,7 @@ def _count_samples(model: Any) -> None:
 
 
 def _splits_of(model: Any) -> LayerSplits:
-    """Return the model's one LayerSplits: all modules made of the model share its layers."""
+    """Return the model's only LayerSplits: all modules made of the model share its layers."""
     splits: LayerSplits = model.__dict__.setdefault("shoal_splits", LayerSplits(model))
     return splits
 

@@ -1,4 +1,4 @@
-"""`fit` of a Keras model within a session: elastic, and exact over all changes.
+"""`fit` of a Keras model within a session: elastic, and exact when members join or leave.
 
     model.compile(optimizer="adam", loss="mse")
     with shoal.join() as session:
@@ -162,11 +162,11 @@ class Fitting:
                     self.session.clip_grad_norm(self._steps.max_norm)
             if self.session.step_number >= target and not batches.last_is_done:
                 break
-            again = batches.take()
-            if again is None:
+            repeated = batches.take()
+            if repeated is None:
                 self._end()
                 break
-            data = again
+            data = repeated
         return self._log(data, loss, outputs)
 
     def _log(self, data: Any, loss: Any, outputs: Any) -> Any:
@@ -185,7 +185,7 @@ class Fitting:
     def _present_batches(self) -> SessionBatches:
         if self.batches is None:
             raise InvalidSpec(
-                "fit was given other batches",
+                "fit got batches that are not a SessionBatches",
                 expected="model.fit(SessionBatches(model, dataset, ...), epochs=...)",
             )
         return self.batches
@@ -200,7 +200,7 @@ class Fitting:
         ended = self.batches is not None and self.batches.ended
         if not ended and not self._shared:
             raise InvalidSpec(
-                "the Keras model has its weights back only when the job is done",
+                "the Keras model gets the trained weights only when the job is done",
                 seen=f"an evaluation within fit under strategy {self.session.strategy.name}",
                 expected=", ".join(sorted(IN_PLACE)),
                 fix="Evaluate after fit, or leave out validation_data.",
@@ -211,9 +211,9 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     """Make a compiled Keras model's `fit` train with the session; see the module.
 
     `options` are those of `Session.distribute`. The model keeps its own optimizer; the strategy
-    places its state. Raises InvalidSpec for a model that is not built and compiled, or has
-    constraints on its weights; also under a strategy whose members do not step together or need
-    both passes in one call. Raises UnsupportedOptimizer, see `KerasSteps`.
+    decides which member holds its state. Raises InvalidSpec for a model that is not built and
+    compiled, or has constraints on its weights; also under a strategy whose members do not step
+    together, or that needs both passes in one call. Raises UnsupportedOptimizer, see `KerasSteps`.
     """
     chosen = find_strategy(strategy)
     _refuse(model, chosen)
@@ -240,29 +240,29 @@ def _test_step(model: Any, data: Any) -> Any:
 
 
 def _fitting_of(model: Any) -> Fitting:
-    found = model.__dict__.get(_MARK)
-    if not isinstance(found, Fitting):
+    fitting = model.__dict__.get(_MARK)
+    if not isinstance(fitting, Fitting):
         raise InvalidSpec(
             "the Keras model is in no session",
             seen=type(model).__name__,
             expected="session.distribute(model, model.optimizer) before its batches",
         )
-    return found
+    return fitting
 
 
 def _refuse(model: Any, strategy: Strategy) -> None:
     refuse_unbuilt(model)
     if not strategy.synchronous or strategy.name in ("pipeline", "hybrid"):
         raise InvalidSpec(
-            "fit computes a forward pass and then a backward pass, with all members together",
+            "fit needs members that step together, with a forward pass and then a backward pass",
             seen=f"strategy {strategy.name}",
             expected="ddp, zero1, zero2, zero3, fsdp, tensor, local-sgd or diloco",
         )
     if type(model).train_step is not keras.Model.train_step:
         raise InvalidSpec(
-            "a train_step of the model's own cannot be put into a session's step",
+            "the model's own train_step cannot run in a session's step",
             seen=f"{type(model).__name__}.train_step",
-            expected="keras.Model's own; compute_loss may be overridden",
+            expected="keras.Model.train_step; compute_loss may be overridden",
             fix="Train a KerasModule in a loop of your own.",
         )
     bound = [v.path for v in model.trainable_variables if v.constraint is not None]

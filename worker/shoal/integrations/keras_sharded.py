@@ -30,8 +30,8 @@ _ELEMENTWISE = (
 
 
 class _Sharded:
-    """Mixin before a Keras optimizer's class: callers pass whole weights, of which the optimizer
-    updates this rank's parts."""
+    """Mixin that precedes a Keras optimizer's class: callers pass whole weights, and the optimizer
+    updates this rank's part of each."""
 
     num_samples = 0
     """Samples of this rank in the next step; 0 if all ranks have equally many."""
@@ -107,14 +107,14 @@ class _Sharded:
 
 
 def shard_optimizer(optimizer: Any) -> None:
-    """Make each rank's optimizer update its own part of the weights. It must have no state yet.
+    """Make each rank's optimizer, which must have no state, update its own part of the weights.
 
     Raises UnsupportedOptimizer for an optimizer that is not elementwise.
     """
     check_elementwise(optimizer)
-    own = type(optimizer)
+    plain = type(optimizer)
     # The subclass keeps the name, so that a saved model loads with the plain optimizer.
-    optimizer.__class__ = type(own.__name__, (_Sharded, own), {"__module__": own.__module__})
+    optimizer.__class__ = type(plain.__name__, (_Sharded, plain), {"__module__": plain.__module__})
 
 
 def check_elementwise(optimizer: Any) -> None:

@@ -38,7 +38,7 @@ class KerasSteps(Optimizer):
     def __init__(self, optimizer: Any, parameters: Sequence[tuple[Any, nn.Parameter]]) -> None:
         """`parameters`: pairs of the model's variable and the parameter that represents it."""
         _refuse(optimizer)
-        self._own = optimizer
+        self._keras_optimizer = optimizer
         self._variables = [variable for variable, _ in parameters]
         self.max_norm: float | None = optimizer.global_clipnorm
         config = optimizer.get_config()
@@ -50,7 +50,7 @@ class KerasSteps(Optimizer):
         groups[0]["keras"] = json.dumps({**config, "name": ""}, sort_keys=True, default=str)
         super().__init__(groups, {})
         self._bound: list[Tensor] = []
-        self._twin: Any = None
+        self._bound_optimizer: Any = None
         self._parts: dict[nn.Parameter, Any] = {}
         # Otherwise `fit` would build the optimizer, with state for whole weights.
         optimizer.built = True
@@ -69,50 +69,50 @@ class KerasSteps(Optimizer):
             for group, variable in zip(self.param_groups, self._variables, strict=True)
             if group["params"]
         }
-        self._agree_on_rate()
+        self._update_rate()
         self._bind(held)
         live = [parameter for parameter in held if parameter.grad is not None]
         if live:
             gradients = [local_part(parameter.grad) for parameter in live]
-            self._twin.apply(gradients, [self._parts[parameter] for parameter in live])
+            self._bound_optimizer.apply(gradients, [self._parts[parameter] for parameter in live])
             self._keep(live)
         return None
 
-    def _agree_on_rate(self) -> None:
-        """Use the learning rate of the parameter groups, which members pass on, unless the script
-        has set another on the Keras optimizer."""
+    def _update_rate(self) -> None:
+        """Use the learning rate of the parameter groups, which is sent to members that join, unless
+        the script has set another rate on the Keras optimizer."""
         if self._rate is None:
             return
-        now = _rate_of(self._own)
+        now = _rate_of(self._keras_optimizer)
         if now == self._rate:
-            self._own.learning_rate = self.param_groups[0]["lr"]
+            self._keras_optimizer.learning_rate = self.param_groups[0]["lr"]
         for group in self.param_groups:
-            group["lr"] = _rate_of(self._own)
-        self._rate = _rate_of(self._own)
+            group["lr"] = _rate_of(self._keras_optimizer)
+        self._rate = _rate_of(self._keras_optimizer)
 
     def _bind(self, held: Mapping[nn.Parameter, Any]) -> None:
         """Build the Keras optimizer over these parameters and their state, if any has changed."""
         # The tensors are new in each generation, and after this member has received state.
         memory = self._memory(held)
         if len(memory) == len(self._bound) and all(map(operator.is_, memory, self._bound)):
-            self._take_shared(held)
+            self._load_shared(held)
             return
-        own = type(self._own)
-        kind: Any = type(own.__name__, (_Bindable, own), {"__module__": own.__module__})
-        twin = kind.from_config(self._config)
+        plain = type(self._keras_optimizer)
+        kind: Any = type(plain.__name__, (_Bindable, plain), {"__module__": plain.__module__})
+        bound_optimizer = kind.from_config(self._config)
         self._parts = {p: _part(p, variable) for p, variable in held.items()}
-        twin.__dict__["shoal_slots"] = []
-        twin.__dict__["shoal_decays"] = {
-            id(self._parts[p]): self._own._use_weight_decay(v) for p, v in held.items()
+        bound_optimizer.__dict__["shoal_slots"] = []
+        bound_optimizer.__dict__["shoal_decays"] = {
+            id(self._parts[p]): self._keras_optimizer._use_weight_decay(v) for p, v in held.items()
         }
         if self._rate is not None:
-            twin.__dict__["_learning_rate"] = self._own._learning_rate
-        twin.build(list(self._parts.values()))
+            bound_optimizer.__dict__["_learning_rate"] = self._keras_optimizer._learning_rate
+        bound_optimizer.build(list(self._parts.values()))
         owners = {id(part): parameter for parameter, part in self._parts.items()}
-        for part, name, slot in twin.__dict__["shoal_slots"]:
+        for part, name, slot in bound_optimizer.__dict__["shoal_slots"]:
             self._give_memory(owners[id(part)], name, slot)
-        self._twin = twin
-        self._take_shared(held)
+        self._bound_optimizer = bound_optimizer
+        self._load_shared(held)
         self._bound = self._memory(held)
 
     def _memory(self, held: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -132,39 +132,41 @@ class KerasSteps(Optimizer):
         else:
             state[name] = placed_like(parameter, slot.value.detach())
 
-    def _take_shared(self, held: Mapping[nn.Parameter, Any]) -> None:
+    def _load_shared(self, held: Mapping[nn.Parameter, Any]) -> None:
         """Load the state that all parameters share; a copy is stored with each parameter."""
         stepped = [self.state[p] for p in held if _STEPS in self.state.get(p, {})]
         state: Mapping[str, Any] = stepped[0] if stepped else {}
-        self._twin._iterations.assign(state.get(_STEPS, 0))
+        self._bound_optimizer._iterations.assign(state.get(_STEPS, 0))
         for index, variable in enumerate(self._shared()):
             if f"{_SHARED}{index}" in state:
                 variable.assign(state[f"{_SHARED}{index}"])
 
     def _keep(self, live: list[nn.Parameter]) -> None:
-        steps = int(self._twin._iterations)
-        self._own._iterations.assign(steps)
+        steps = int(self._bound_optimizer._iterations)
+        self._keras_optimizer._iterations.assign(steps)
         for parameter in live:
             self.state[parameter][_STEPS] = steps
             for index, variable in enumerate(self._shared()):
                 self.state[parameter][f"{_SHARED}{index}"] = float(variable)
 
     def _shared(self) -> list[Any]:
-        twin = self._twin
-        known = {id(slot) for _, _, slot in twin.__dict__["shoal_slots"]}
-        known |= {id(twin._iterations), id(twin._learning_rate)}
-        return [v for v in twin.variables if id(v) not in known and v.name != "learning_rate"]
+        bound_optimizer = self._bound_optimizer
+        known = {id(slot) for _, _, slot in bound_optimizer.__dict__["shoal_slots"]}
+        known |= {id(bound_optimizer._iterations), id(bound_optimizer._learning_rate)}
+        return [
+            v for v in bound_optimizer.variables if id(v) not in known and v.name != "learning_rate"
+        ]
 
 
 class _Bindable:
-    """Mixin before a Keras optimizer's class: records the state variables of each part."""
+    """Mixin that precedes a Keras optimizer's class: records the state variables of each part."""
 
     def add_variable_from_reference(
         self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
     ) -> Any:
-        made = super().add_variable_from_reference(reference_variable, name, initializer)  # type: ignore[misc]
-        self.__dict__["shoal_slots"].append((reference_variable, name or "var", made))
-        return made
+        variable = super().add_variable_from_reference(reference_variable, name, initializer)  # type: ignore[misc]
+        self.__dict__["shoal_slots"].append((reference_variable, name or "var", variable))
+        return variable
 
     def _use_weight_decay(self: Any, variable: Any) -> bool:
         decays: bool = self.__dict__["shoal_decays"][id(variable)]
@@ -189,7 +191,7 @@ def _refuse(optimizer: Any) -> None:
         raise UnsupportedOptimizer(
             "the optimizer has state already",
             seen=f"{int(optimizer._iterations)} steps",
-            expected="a fresh one",
+            expected="an optimizer that has taken no step",
             fix="Distribute the model between compile() and the first step.",
         )
 

@@ -20,7 +20,7 @@ _ELEMENTWISE = frozenset(
 
 
 class _ColumnDense:
-    """Dense layer of which each rank computes some of the units."""
+    """Dense layer; each rank computes some of its units."""
 
     def call(self: Any, inputs: Any, training: Any = None) -> Any:
         outputs = enter(inputs, self.shoal_cut) @ self._kernel.value
@@ -32,7 +32,7 @@ class _ColumnDense:
 
 
 class _RowDense:
-    """Dense layer for which each rank computes a summand of all units, from its own units of the
+    """Dense layer; each rank computes a partial sum of all units, from its own units of the
     previous layer."""
 
     def call(self: Any, inputs: Any, training: Any = None) -> Any:
@@ -43,7 +43,7 @@ class _RowDense:
 
 
 class _ColumnEmbedding:
-    """Embedding of which each rank looks up some of the columns."""
+    """Embedding; each rank looks up some of its columns."""
 
     def call(self: Any, inputs: Any) -> Any:
         part = nn.functional.embedding(inputs.long(), self._embeddings.value)
@@ -71,7 +71,7 @@ def split_layers(model: Any, optimizer: Any) -> None:
     splits = _splits_of(model, group)
     if not splits:
         raise InvalidSpec(
-            "nothing of the Keras model can be split",
+            "no layer of the Keras model can be split",
             seen=", ".join(sorted({type(layer).__name__ for layer in model._flatten_layers()})),
             expected=f"plain Dense or Embedding layers of at least {group.size()} units",
         )
@@ -92,13 +92,13 @@ def track_values(model: Any) -> None:
 class LayerSplits:
     """Splits of a Keras model's layers over the ranks of one generation after another.
 
-    Between `over` and `undo` the layers compute with parts. The caller passes the values of their
-    variables in, see `keras.StatelessScope`.
+    Between `over` and `undo` the layers compute with parts. The caller passes in the values of
+    their variables, see `keras.StatelessScope`.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._begun: list[_Split] = []
+        self._active: list[_Split] = []
         self._shapes: list[tuple[Any, tuple[int, ...]]] = []
 
     def over(self, group: dist.ProcessGroup) -> list[tuple[Any, int]]:
@@ -106,9 +106,9 @@ class LayerSplits:
         self.undo()
         if group.size() == 1:
             return []
-        self._begun = _splits_of(self._model, group)
+        self._active = _splits_of(self._model, group)
         cuts = []
-        for split in self._begun:
+        for split in self._active:
             split.begin(group)
             for variable, dim in split.cuts:
                 shape = list(variable.shape)
@@ -120,11 +120,11 @@ class LayerSplits:
 
     def undo(self) -> None:
         """Let the layers compute with whole values again."""
-        for split in self._begun:
+        for split in self._active:
             split.end()
         for variable, shape in self._shapes:
             variable._shape = shape
-        self._begun, self._shapes = [], []
+        self._active, self._shapes = [], []
 
 
 def whole_value(variable: Any) -> Tensor:
@@ -137,7 +137,7 @@ def whole_value(variable: Any) -> Tensor:
 
 
 class _Split:
-    """One layer of which each rank computes a part."""
+    """Split of one layer: each rank computes a part of the layer."""
 
     def __init__(self, layer: Any, part: type, size: int, *, paired: bool = False) -> None:
         self.layer = layer
@@ -147,13 +147,15 @@ class _Split:
         """Variables, and the dimension along which each is cut."""
 
     def begin(self, group: dist.ProcessGroup) -> None:
-        layer, own = self.layer, type(self.layer)
-        layer.__class__ = type(own.__name__, (self._part, own), {"__module__": own.__module__})
+        layer, plain = self.layer, type(self.layer)
+        layer.__class__ = type(
+            plain.__name__, (self._part, plain), {"__module__": plain.__module__}
+        )
         ranks = TensorGroup(group, torch.device("cpu"))
         layer.__dict__["shoal_cut"] = Cut.of(self._size, ranks.of_layer(layer.name))
         layer.__dict__["shoal_paired"] = self._paired
         if self._part is _RowDense:
-            layer.input_spec = None  # the layer's own would require the whole width
+            layer.input_spec = None  # the layer's own input_spec would require the whole width
 
     def end(self) -> None:
         self.layer.__class__, self.layer.input_spec = self._before

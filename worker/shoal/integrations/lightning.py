@@ -1,7 +1,7 @@
-"""Lightning's Trainer within a session: elastic, and exact over all changes.
+"""Lightning's Trainer within a session: elastic, and exact when members join or leave.
 
-Scripts without Shoal code train under `torchrun --rdzv-backend=shoal`, where a lost worker restarts
-all workers. With this module the other workers keep running, and repeat one step:
+Scripts without Shoal code train under `torchrun --rdzv-backend=shoal`, where the loss of a worker
+restarts all workers. With this module the other workers keep running, and repeat one step:
 
     class Digits(LightningModule):
         def configure_optimizers(self):
@@ -64,18 +64,18 @@ OF_ONE_MEMBER = tuple(
         "StochasticWeightAveraging",
         "WeightAveraging",
     )
-    if hasattr(callbacks, name)  # the last is not in the oldest release
+    if hasattr(callbacks, name)  # the oldest supported release lacks the last one
 )
-"""Callbacks that keep weights, or results of trials, that a member that joins would not have."""
+"""Callbacks that keep weights or results of trials: a member that joins would not have these."""
 
 
 class SessionStrategy(SingleDeviceStrategy):
     """A Lightning strategy for one member; see the module.
 
     Schedulers step with the job, `accumulate_grad_batches` is the number of parts of each batch,
-    and `precision="bf16-mixed"` is autocast. `fit` raises InvalidSpec for what a session cannot
-    keep exact: manual optimization, checkpoints of more than weights, schedulers that follow a
-    metric, and batches that are not from `batches`.
+    and `precision="bf16-mixed"` is autocast. `fit` raises InvalidSpec for features that a session
+    cannot keep exact: manual optimization, checkpoints of more than weights, schedulers that follow
+    a metric, and batches that are not from `batches`.
     """
 
     strategy_name = "shoal_session"
@@ -84,7 +84,7 @@ class SessionStrategy(SingleDeviceStrategy):
         super().__init__(device=device)
         self._session = session
         self._batches: LightningBatches | None = None
-        self._again: Any = None
+        self._replacement: Any = None
         self._on_sigterm: Any = None
         self._num_parts = 1
         self._schedules: list[LRSchedulerConfig] = []
@@ -133,7 +133,7 @@ class SessionStrategy(SingleDeviceStrategy):
 
     def on_train_start(self) -> None:
         # Lightning has installed a handler that ends the process after its batch. Restore the
-        # session's, which drains the member.
+        # session's handler, which drains the member.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
         super().on_train_start()
@@ -149,8 +149,8 @@ class SessionStrategy(SingleDeviceStrategy):
         if batches.is_over:
             return
         self._session.stop("Lightning stopped the training")
-        # Begin the next step with the other members, which may not know of the stop yet. It is not
-        # committed.
+        # Begin the next step with the other members, which may not know of the stop yet. This step
+        # is not committed.
         batch = batches.take()
         if batch is not None:
             batch = self.batch_to_device(batch)
@@ -164,7 +164,7 @@ class SessionStrategy(SingleDeviceStrategy):
         if trainer.state.fn == "fit":
             _refuse(trainer, trainer.lightning_module)
             refuse_parts_of_epochs(trainer)
-            # Not earlier: the plug-in that the Trainer chose shows the precision asked for.
+            # Replaced only here: the plug-in that the Trainer chose shows the requested precision.
             mixed = isinstance(trainer.precision_plugin, MixedPrecision)
             dtype = torch.bfloat16 if mixed else None
             self.precision_plugin = _SessionPrecision(
@@ -173,24 +173,24 @@ class SessionStrategy(SingleDeviceStrategy):
             # Lightning counts each batch as a step; the session trains it in parts.
             self._num_parts, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
             if self._batches is None:
-                trainer.fit_loop.setup_data()  # calls train_dataloader(), which may make them
-            # Before the script makes its schedules, whose length it asks of the Trainer.
+                trainer.fit_loop.setup_data()  # train_dataloader() may call `batches`
+            # Set before the script makes its schedules, as it asks the Trainer for their length.
             trainer.fit_loop.max_epochs = self._present_batches().decide(trainer)
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._refuse_distributed(trainer)
             if self._session.strategy.name not in {"ddp", *OWN_REPLICAS}:
-                trainer.num_sanity_val_steps = 0  # weights are there from the first batch on
+                trainer.num_sanity_val_steps = 0  # there are no weights before the first batch
             self._take_schedules()
             for number, each in enumerate(trainer.early_stopping_callbacks):
                 stopping = AgreedStopping(each, self._session)
                 if self._session.strategy.name not in OWN_REPLICAS:
                     self._session.register(f"lightning-early-stopping-{number}", stopping)
             self._take_checkpoints(trainer)
-            _leave_metrics_alone(self.lightning_module)
+            _turn_off_gathering(self.lightning_module)
 
     def _take_checkpoints(self, trainer: Trainer) -> None:
-        """Make members agree on checkpoints, except those taken by each member's own clock."""
+        """Make members agree on checkpoints, except those that each member takes by its clock."""
         for number, each in enumerate(trainer.checkpoint_callbacks):
             if isinstance(each, ModelCheckpoint) and each._train_time_interval is None:
                 kept = AgreedCheckpoints(each, self._session)
@@ -217,14 +217,14 @@ class SessionStrategy(SingleDeviceStrategy):
         checkpoints = trainer.checkpoint_callbacks
         if checkpoints and strategy.name not in FORWARD_ALONE:
             raise InvalidSpec(
-                "Lightning's checkpoints hold what one member has, and that is not the whole model",
+                "Lightning's checkpoints hold one member's weights, which are not the whole model",
                 seen=f"{type(checkpoints[0]).__name__} under strategy {strategy.name}",
                 expected=", ".join(sorted(FORWARD_ALONE)),
                 fix="Pass checkpoints=shoal.Checkpoints(...) to session.distribute.",
             )
         if trainer.enable_validation and strategy.name not in FORWARD_ALONE:
             raise InvalidSpec(
-                "validation within fit is each member's own, and its forward pass is not",
+                "each member validates by itself in fit, but a forward pass needs all members",
                 seen=f"strategy {strategy.name}",
                 expected=", ".join(sorted(FORWARD_ALONE)),
                 fix="Validate with the whole model, from session.state_dict(), after fit.",
@@ -258,13 +258,13 @@ class SessionStrategy(SingleDeviceStrategy):
             raise InvalidSpec(
                 "a closure of the module's own, with accumulate_grad_batches",
                 seen=type(closure).__name__,
-                expected="optimizer_step as LightningModule has it",
+                expected="LightningModule's own optimizer_step",
             )
         # The session zeroes gradients when the step begins, and not between its parts.
         closure._zero_grad_fn = None
         result = None
         for part in self._present_batches().parts(self._num_parts):
-            self._again = self.batch_to_device(part)
+            self._replacement = self.batch_to_device(part)
             result = closure()
         return result
 
@@ -280,12 +280,12 @@ class SessionStrategy(SingleDeviceStrategy):
             super().remove_checkpoint(filepath)
 
     def training_step(self, batch: Any, *positional: Any, **options: Any) -> Any:
-        if self._again is None:
+        if self._replacement is None:
             return super().training_step(batch, *positional, **options)
         if positional:
             index = self._trainer().fit_loop.epoch_loop.batch_idx
             positional = (index, *positional[1:])
-        return super().training_step(self._again, *positional, **options)
+        return super().training_step(self._replacement, *positional, **options)
 
     def optimizer_step(
         self,
@@ -296,7 +296,7 @@ class SessionStrategy(SingleDeviceStrategy):
     ) -> Any:
         """Commit one step, repeating failed attempts."""
         batches, max_steps = self._present_batches(), self._trainer().max_steps
-        self._again = result = None
+        self._replacement = result = None
         while True:
             with self._session.step() as step:
                 if self._session.step_number + 1 == max_steps and not batches.is_last:
@@ -306,12 +306,12 @@ class SessionStrategy(SingleDeviceStrategy):
                 self._step_schedules()
                 if not batches.last_is_done and self._session.step_number != max_steps:
                     return result
-            # The same step, cut for the remaining members; None once all have committed the last.
-            again = batches.take_again()
-            if again is None:
+            # The same step, divided among the remaining members; None after the job's last step.
+            repeated = batches.take_again()
+            if repeated is None:
                 self._trainer().should_stop = True
                 return result
-            self._again = self.batch_to_device(again)
+            self._replacement = self.batch_to_device(repeated)
 
     def _present_batches(self) -> LightningBatches:
         if self._batches is None:
@@ -368,7 +368,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     """Raise InvalidSpec for options that a session's step cannot support."""
     if not module.automatic_optimization:
         raise InvalidSpec(
-            "a session's step is Lightning's automatic one",
+            "a session needs Lightning's automatic optimization",
             seen="automatic_optimization = False",
             expected="True",
             fix="Train in a loop of your own: with session.step(): ... For several optimizers see"
@@ -395,22 +395,22 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     for callback in trainer.checkpoint_callbacks:
         if not getattr(callback, "save_weights_only", False):
             raise InvalidSpec(
-                "Lightning's checkpoints do not know of the other members",
+                "Lightning's checkpoints hold the state of one member only",
                 seen=f"{type(callback).__name__} of more than weights",
                 expected="enable_checkpointing=False, or ModelCheckpoint(save_weights_only=True)",
-                fix="To continue after a loss of all members, pass"
+                fix="To resume after the loss of all members, pass"
                 " checkpoints=shoal.Checkpoints(...) to session.distribute.",
             )
     if trainer.ckpt_path is not None:
         raise InvalidSpec(
-            "continuing from a checkpoint of Lightning",
+            "resuming from a checkpoint of Lightning",
             seen=f"ckpt_path={trainer.ckpt_path!r}",
-            expected="shoal.Checkpoints, from which a job continues by itself",
+            expected="shoal.Checkpoints, from which a job resumes by itself",
         )
 
 
-def _leave_metrics_alone(module: LightningModule | None) -> None:
-    """Turn off the metrics' own gathering: if a member is lost, it would end all others."""
+def _turn_off_gathering(module: LightningModule | None) -> None:
+    """Turn off the metrics' own gathering: if a member is lost, it would end the others too."""
     assert module is not None, "Lightning connects it before it trains"
     for part in module.modules():
         if isinstance(part, Metric):
@@ -422,20 +422,20 @@ def _refuse_callbacks(trainer: Trainer) -> None:
     for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, OF_ONE_MEMBER):
             raise InvalidSpec(
-                "a callback that trains, or keeps weights, for this member alone",
+                "a callback that trains or keeps weights for this member alone",
                 seen=type(callback).__name__,
                 expected="a Trainer without it",
-                fix="An average of the weights is given to session.register:"
+                fix="For an average of the weights, use session.register:"
                 " docs/loop.md#state-of-the-scripts-own.",
             )
 
 
 def _other_batches() -> InvalidSpec:
     return InvalidSpec(
-        "the Trainer was given other batches",
+        "the Trainer got batches that are not from SessionStrategy.batches",
         seen="a DataLoader of the script's own, a datamodule, or train_dataloader()",
         expected="trainer.fit(module, strategy.batches(dataset, ...))",
         fix="A DataLoader may be the dataset; its batch size is then that of all members together."
-        " Of a datamodule: datamodule.setup('fit'), then trainer.fit(module,"
+        " For a datamodule, call datamodule.setup('fit'), then trainer.fit(module,"
         " strategy.batches(datamodule.train_dataloader()), datamodule.val_dataloader()).",
     )

@@ -1,4 +1,4 @@
-"""A job's batches for Lightning's Trainer: each as a DataLoader would give it."""
+"""A job's batches for Lightning's Trainer, in the form in which a DataLoader returns them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ class CollatedByScript:
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         collated = self._collate(samples)
-        # In a list it would be unclear if each item is a tensor for one sample.
+        # A list would be ambiguous: its items might be tensors of single samples.
         return {"whole": tuple(collated) if isinstance(collated, list) else collated}
 
 
@@ -33,8 +33,8 @@ class LightningBatches:
         collate: Collate | None,
         whole: CollatedByScript,
     ) -> None:
-        """`job_of`: makes the batches for a number of epochs and a collate function. Without
-        `epochs`, the Trainer's settings define the number."""
+        """`job_of` makes the batches for a number of epochs and a collate function. If `epochs` is
+        None, the Trainer's settings define the number."""
         self._job_of, self._epochs = job_of, epochs
         self._job = job_of(epochs or 1, collate)
         self._is_collated = self._job.num_columns is None
@@ -58,7 +58,7 @@ class LightningBatches:
         counters.stand_at(self._job.step_number if self._ahead is None else self._ahead.step)
 
     def end(self) -> None:
-        """End the steps: Lightning must not count the last attempt."""
+        """Set the number of committed steps: Lightning must not count the last attempt."""
         assert self._counters is not None, "it was begun"
         self._counters.count_steps(self._job.step_number)
 
@@ -81,7 +81,7 @@ class LightningBatches:
         return None if self._batch is None else self._content(self._batch)
 
     def take_again(self) -> Any:
-        """Return the next batch, to be trained on in a step that Lightning has already begun."""
+        """Return the next batch, for a step that Lightning has already begun."""
         content = self.take()
         if self._batch is not None and self._counters is not None:
             self._counters.again(self._batch.step)
@@ -94,8 +94,8 @@ class LightningBatches:
             yield self._content(part)
 
     def _content(self, batch: Batch) -> Any:
-        """Return the batch as a DataLoader would: a tuple of inputs and targets, or the value that
-        the script's `collate` returned."""
+        """Return the batch as a DataLoader would: a tuple of inputs and targets, or the result of
+        the script's `collate`."""
         if self._is_collated:
             return batch.inputs["whole"]
         if self._job.num_columns == 1:

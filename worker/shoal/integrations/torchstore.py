@@ -50,8 +50,8 @@ async def get_state_dict(
     direct_rdma: bool = False,
 ) -> dict[str, Any]:
     """Return the newest version of the key. If `user_state_dict` is given, write the version into
-    its tensors, and only the local slice of a DTensor. With `strict`, its names must be those of
-    the version."""
+    its tensors; of a DTensor, only the local slice is written. With `strict`, its names must be
+    those of the version."""
     subscription = _subscribed(series_of(key, store_name))
     if user_state_dict is None:
         return _nested(await subscription.fetch_async())
@@ -59,9 +59,9 @@ async def get_state_dict(
     if strict:
         await subscription.fetch_async(into=flat)
     else:
-        found = await subscription.fetch_async()
-        for name in flat.keys() & found.keys():
-            flat[name].copy_(found[name])
+        nested = await subscription.fetch_async()
+        for name in flat.keys() & nested.keys():
+            flat[name].copy_(nested[name])
     return dict(user_state_dict)
 
 
@@ -73,8 +73,8 @@ def reset_client(store_name: str = "TorchStore") -> None:
 
 
 def series_of(key: str, store_name: str) -> str:
-    """Name the series of a key, in the job SHOAL_JOB or a job with the store's name. A digest is
-    appended if a character had to be replaced, so that different keys have different series."""
+    """Return the name of a key's series, in the job SHOAL_JOB or in a job with the store's name. If
+    a character had to be replaced, a digest is appended: different keys have different series."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", key)[:40]
     if name != key:
         name = f"{name}-{sha256(key.encode()).hexdigest()[:16]}"
@@ -103,11 +103,11 @@ def _flattened(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _nested(weights: Weights) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name, tensor in weights.items():
         *above, last = name.split("/")
-        branch = found
+        branch = nested
         for each in above:
             branch = branch.setdefault(each, {})
         branch[last] = tensor
-    return found
+    return nested

@@ -18,7 +18,7 @@ TRAINER_DEFAULT = 1000
 
 
 def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
-    """Return the number of epochs of the data: that of the batches, else that of the Trainer.
+    """Return the number of epochs of the data: `epochs` of the batches, else the Trainer's limit.
 
     Raises InvalidSpec if both are given and differ.
     """
@@ -40,26 +40,26 @@ def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int
 def refuse_parts_of_epochs(trainer: Trainer) -> None:
     """Raise InvalidSpec for options that make Lightning end an epoch before the job's ends."""
     refused = {
-        # These two set limit_train_batches, and are named instead.
+        # These two options set limit_train_batches: the error names them in place of it.
         "fast_dev_run": bool(trainer.fast_dev_run),  # type: ignore[attr-defined]
         "overfit_batches": trainer.overfit_batches > 0,  # type: ignore[attr-defined]
         "limit_train_batches": _is_part(trainer.limit_train_batches),
         "max_epochs=0": trainer.max_epochs == 0,
         "max_steps=0": trainer.max_steps == 0,
     }
-    for name, is_asked in refused.items():
-        if is_asked:
+    for name, is_set in refused.items():
+        if is_set:
             raise InvalidSpec(
-                "the job's epochs are over all samples of its batches",
+                "each epoch of the job has all samples of its batches",
                 seen=name,
                 expected="a Trainer without it",
-                fix="Give a part of the data set to `batches`, a torch.utils.data.Subset, or"
+                fix="Pass a part of the data set, a torch.utils.data.Subset, to `batches`; or pass"
                 " max_steps= to the Trainer.",
             )
 
 
 def _is_part(limit: int | float | None) -> bool:
-    """True unless the limit is the whole epoch: for Lightning 1.0 is all batches, and 1 is one."""
+    """True unless the limit is the whole epoch. The float 1.0 means all batches, the int 1 one."""
     return not (limit is None or (isinstance(limit, float) and limit == 1.0))
 
 
@@ -71,7 +71,7 @@ class JobCounters:
         self._steps_per_epoch = steps_per_epoch
 
     def stand_at(self, step: int) -> None:
-        """Set the counters as they are before the epoch of this step."""
+        """Set the counters to their values before the epoch of this step."""
         epoch = step // self._steps_per_epoch
         self._set_epoch(ready=epoch, done=epoch)
         self._set_steps(step)

@@ -18,7 +18,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 class StepRetaken(Exception):
-    """The step was not committed: continue with the job's current step."""
+    """Raised if a step was not committed: the trainer continues with the job's current step."""
 
 
 class TrainerSteps:
@@ -49,7 +49,7 @@ class TrainerSteps:
         return self._ahead
 
     def begin(self, num_parts: int, expected: int) -> bool:
-        """Open the job's next step, in `num_parts` parts. Returns False if there is none.
+        """Open the job's next step, in `num_parts` parts. Returns False after the last step.
 
         Raises StepRetaken if the job's next step is not `expected`.
         """
@@ -65,7 +65,7 @@ class TrainerSteps:
         return True
 
     def last_wanted(self, reason: str) -> None:
-        """Make the open step the job's last, if there are samples for more."""
+        """Make the open step the job's last, if there are samples for more steps."""
         if self._session.step_number + 1 < len(self._batches):
             self._session.stop(reason)
 
@@ -75,14 +75,14 @@ class TrainerSteps:
         if part is None or self._whole is None:
             raise InvalidSpec(
                 "a pass that is no part of a step",
-                expected="one training_step for each part, as Trainer's loop has it",
+                expected="one training_step for each part, as in Trainer's own loop",
             )
         return part, self._whole
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """End the step if a member is lost within the block. Raises StepRetaken once this member
-        can repeat it."""
+        can repeat the step."""
         try:
             yield
         except BaseException as error:
@@ -96,7 +96,7 @@ class TrainerSteps:
         with self.watching():
             next(self._parts, None)
         step, self._step = self._step, None
-        assert step is not None, "it was begun"
+        assert step is not None, "a step was begun"
         step.__exit__(None, None, None)
         if not step.committed:
             raise StepRetaken
@@ -115,7 +115,7 @@ class TrainerSteps:
 
 class CountedSmoother(LabelSmoother):
     """Trainer's label smoother, which also records the labels of its last mean. If the model does
-    not accept `num_items_in_batch`, that is a mean over the labels of one part, without padding."""
+    not accept `num_items_in_batch`, the mean is over the labels of one part, without padding."""
 
     _labels: Tensor | None = None
 
@@ -134,7 +134,7 @@ class CountedSmoother(LabelSmoother):
     def weight(self, num_parts: int) -> float | None:
         """Return the weight of the last loss; None if it is a mean over samples.
 
-        Raises InvalidSpec if it is a mean over the labels of each part, and the parts differ.
+        Raises InvalidSpec if it is a mean over the labels of each part, and their numbers differ.
         """
         labels, self._labels = self._labels, None
         if labels is None:
@@ -144,7 +144,7 @@ class CountedSmoother(LabelSmoother):
             return float(counts.sum())
         if not bool(counts.eq(labels[:1].numel()).all()):
             raise InvalidSpec(
-                "a smoothed loss that is a mean over the labels of each part for itself",
+                "a smoothed loss that is a separate mean over the labels of each part",
                 seen="label_smoothing_factor, labels that are ignored, and a model that does not"
                 " take num_items_in_batch",
                 expected="a model whose forward takes **kwargs, or gradient_accumulation_steps=1"
@@ -162,7 +162,7 @@ class CollatedParts:
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         collated = self._collate(samples)
-        # A tokenizer's BatchEncoding is a mapping that cannot be rebuilt from a dict like others.
+        # Unlike other mappings, a tokenizer's BatchEncoding cannot be rebuilt from a dict.
         data = getattr(collated, "data", collated)
         if not isinstance(data, Mapping):
             raise InvalidSpec(
@@ -175,7 +175,7 @@ class CollatedParts:
 
 class WholeBatches(Dataset[list[Any]]):
     """A data set whose items are whole batches. Members measure each batch as one process would: a
-    mean over tokens depends on the samples in it."""
+    mean over tokens depends on the samples of the batch."""
 
     def __init__(self, samples: Any, batch_size: int) -> None:
         self._samples, self._batch_size = samples, batch_size

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer within a session: its own loop, elastic, and exact over all changes.
+"""Hugging Face's Trainer within a session: elastic, and exact when members join or leave.
 
     with shoal.join() as session:
         trainer = SessionTrainer(session, model=model, args=args, train_dataset=dataset)
@@ -68,11 +68,11 @@ class SessionTrainer(Trainer):
     ) -> None:
         """Pass `arguments` and `options` on to `transformers.Trainer`."""
         self._session = session
-        self._strategy, self._kept = strategy, checkpoints
+        self._strategy, self._checkpoints = strategy, checkpoints
         self._steps: TrainerSteps | None = None
         self._samples: DataLoader[Any] | None = None
         self._counted: dict[int, Tensor] = {}
-        """Sum of the losses since the last log, before each step that may be repeated."""
+        """Sum of the losses since the last log, as it was before each step that may be repeated."""
         super().__init__(*arguments, **options)
         _refuse(self)
         self.add_callback(_Position(self))
@@ -85,9 +85,9 @@ class SessionTrainer(Trainer):
         """Train as Trainer does; a member that joins later begins at the job's current step."""
         if resume_from_checkpoint:
             raise refused(
-                "continuing from a checkpoint of Trainer's",
+                "resuming from a checkpoint of Trainer",
                 f"resume_from_checkpoint={resume_from_checkpoint!r}",
-                "SessionTrainer(checkpoints=shoal.Checkpoints(...)), from which a job continues",
+                "SessionTrainer(checkpoints=shoal.Checkpoints(...)), from which a job resumes",
             )
         return super().train(None, *positional, **options)
 
@@ -102,7 +102,7 @@ class SessionTrainer(Trainer):
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         """Refuse: a session trains one job."""
-        raise refused("a search over many trainings", "hyperparameter_search", "a job for each")
+        raise refused("a search over trainings", "hyperparameter_search", "a job for each training")
 
     def is_world_process_zero(self) -> bool:
         """True if this member has rank 0; before the training, True on all members."""
@@ -135,7 +135,7 @@ class SessionTrainer(Trainer):
             raise refused(
                 "a get_train_dataloader of the script's own",
                 f"{type(self).__name__}.get_train_dataloader",
-                "train_dataset and data_collator; the session cuts each batch for its members",
+                "train_dataset and data_collator; the session divides each batch among members",
             )
         session = self._session
         self.create_optimizer()
@@ -143,10 +143,10 @@ class SessionTrainer(Trainer):
         session.register("transformers-schedule", self.lr_scheduler)
         session.register("transformers-trainer", TrainerCounts(self))
         model, optimizer = session.distribute(
-            self.model, self.optimizer, self._strategy, checkpoints=self._kept
+            self.model, self.optimizer, self._strategy, checkpoints=self._checkpoints
         )
         self.model = self.model_wrapped = model
-        # An evaluation then uses the model unchanged.
+        # So that an evaluation uses the model unchanged.
         self.accelerator._models.append(model)
         self._steps = TrainerSteps(session, self._batches(num_train_epochs))
         self.optimizer = SessionOptimizer(optimizer, self._commit)
@@ -158,8 +158,8 @@ class SessionTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[nn.Module, Any]:
-        """Return the model and loader that `_init_training_state` prepared: it had to know the
-        job's step to choose the first epoch."""
+        """Return the model and loader. `_init_training_state` prepared them: it needs the job's
+        step to choose the first epoch."""
         self.callback_handler.train_dataloader = train_dataloader
         return self.model_wrapped, train_dataloader
 
@@ -167,7 +167,7 @@ class SessionTrainer(Trainer):
         args, samples = self.args, self._samples
         assert samples is not None, "made for the training"
         num_workers = args.dataloader_num_workers
-        ahead = {
+        loading = {
             "prefetch_factor": args.dataloader_prefetch_factor,
             "persistent_workers": args.dataloader_persistent_workers,
         }
@@ -181,7 +181,7 @@ class SessionTrainer(Trainer):
             drop_last=args.dataloader_drop_last,
             num_workers=num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            **({k: v for k, v in ahead.items() if v is not None} if num_workers else {}),
+            **({k: v for k, v in loading.items() if v is not None} if num_workers else {}),
         )
 
     def _run_epoch(self, *, epoch: int, num_update_steps_per_epoch: int, **rest: Any) -> None:
@@ -201,14 +201,14 @@ class SessionTrainer(Trainer):
                     self._end_job()
                 return
             except StepRetaken:
-                self._go_back()
+                self._restore_position()
                 control, number = self.control, self.state.global_step // num_update_steps_per_epoch
                 if number <= epoch:
                     self.control = control = self.callback_handler.on_epoch_begin(
                         self.args, self.state, control
                     )
 
-    def _go_back(self) -> None:
+    def _restore_position(self) -> None:
         """Set Trainer back to the job's current step, and discard the losses of later steps."""
         steps, state = self._present(), self.state
         state.global_step = steps.position()
@@ -220,13 +220,13 @@ class SessionTrainer(Trainer):
             self._tr_loss.zero_()
 
     def _end_job(self) -> None:
-        """End the job's steps; returns once all members have ended theirs.
+        """Wait until all members have ended the job's steps.
 
         Raises StepRetaken if a member was lost meanwhile and steps must be repeated.
         """
         steps = self._present()
         if not steps.is_done:
-            # A callback asked for it. All members begin one more step, which is not committed.
+            # A callback asked to stop. All members begin one more step, which is not committed.
             self._session.stop("Trainer's callbacks stopped the training")
             num_parts = self.args.gradient_accumulation_steps
             try:
@@ -242,7 +242,7 @@ class SessionTrainer(Trainer):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """Return an empty dict for each part of the job's next step; `training_step` fills them.
-        Returns none for steps that were committed before this member began."""
+        Returns an empty list for a step that was committed before this member began."""
         steps = self._present()
         if steps.skip > 0:
             steps.skip -= 1
@@ -287,10 +287,10 @@ class SessionTrainer(Trainer):
         own = type(self).compute_loss is not Trainer.compute_loss
         if own and items is not None and self.loss_is_scaled_for_ga is None:
             raise refused(
-                "a compute_loss of the script's own, which does not say what it is a mean over",
+                "the script's own compute_loss, which does not say what its loss is a mean over",
                 f"{type(self).__name__}.compute_loss without loss_is_scaled_for_ga",
-                "loss_is_scaled_for_ga = True where the loss is divided by num_items_in_batch, and"
-                " False where it is a mean over samples",
+                "loss_is_scaled_for_ga = True if the loss is divided by num_items_in_batch, and"
+                " False if it is a mean over samples",
             )
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
@@ -343,7 +343,7 @@ class SessionTrainer(Trainer):
         strategy = self._session.strategy
         if strategy.name not in FORWARD_ALONE:
             raise refused(
-                "predictions are each member's own, and its forward pass is not",
+                "each member predicts by itself, but a forward pass needs all members",
                 f"compute_metrics or predict under strategy {strategy.name}",
                 f"{', '.join(sorted(FORWARD_ALONE))}; or the loss alone, or session.evaluate",
             )
@@ -353,9 +353,9 @@ class SessionTrainer(Trainer):
             )
         # Different hardware may differ in the last bits, but members must continue with equal
         # metrics.
-        alike = {k: v for k, v in output.metrics.items() if isinstance(v, int | float)}
+        numbers = {k: v for k, v in output.metrics.items() if isinstance(v, int | float)}
         return output._replace(
-            metrics={**output.metrics, **self._session.all_reduce(alike, op="max")}
+            metrics={**output.metrics, **self._session.all_reduce(numbers, op="max")}
         )
 
     def _measured(self, dataloader: Any, prefix: str) -> EvalLoopOutput:
@@ -381,7 +381,7 @@ class SessionTrainer(Trainer):
         return EvalLoopOutput(None, None, {f"{prefix}_loss": loss}, len(samples))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        raise refused("a checkpoint of Trainer's own", "control.should_save", "checkpoints=...")
+        raise refused("a checkpoint of Trainer", "control.should_save", "checkpoints=...")
 
     def _present(self) -> TrainerSteps:
         assert self._steps is not None, "made before the first epoch"
@@ -389,7 +389,7 @@ class SessionTrainer(Trainer):
 
 
 class SessionSeq2SeqTrainer(SessionTrainer, Seq2SeqTrainer):
-    """SessionTrainer for Seq2SeqTrainer, whose evaluations generate."""
+    """SessionTrainer that extends Seq2SeqTrainer, whose evaluations generate sequences."""
 
 
 class TrainerCounts:
@@ -424,7 +424,7 @@ class TrainerCounts:
 
 
 class _Position(TrainerCallback):
-    """Sets the epoch that Trainer shows to the job's, on members that joined late as well."""
+    """Sets the epoch that Trainer shows to the job's epoch, also on members that joined late."""
 
     def __init__(self, trainer: SessionTrainer) -> None:
         self._trainer = trainer
@@ -467,7 +467,7 @@ def _refuse(trainer: SessionTrainer) -> None:
         (
             generates and not isinstance(trainer, Seq2SeqTrainer),
             "predict_with_generate=True",
-            "SessionSeq2SeqTrainer, whose evaluation generates",
+            "SessionSeq2SeqTrainer, whose evaluation generates sequences",
         ),
         (args.eval_on_start, "eval_on_start=True", "trainer.evaluate() after a step"),
         (
@@ -486,6 +486,6 @@ def _refuse(trainer: SessionTrainer) -> None:
             "a data set with len() and items by index",
         ),
     ]
-    for is_there, seen, expected in table:
-        if is_there:
+    for is_given, seen, expected in table:
+        if is_given:
             raise refused("Trainer in a session", seen, expected)

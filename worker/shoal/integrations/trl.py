@@ -1,8 +1,8 @@
 """Clients for TRL's trainers: they publish weights as versions of a series, which vLLM installs.
 
 Start vLLM with `--weight-transfer-config '{"backend": "shoal"}'`; see `shoal.integrations.vllm`.
-Unlike TRL's own, the clients need no CUDA: nothing is broadcast. Each synchronisation is a numbered
-version, and an engine that cannot install it keeps serving the previous one.
+Unlike TRL's own clients, these need no CUDA: nothing is broadcast. Each synchronisation is a
+numbered version, and an engine that cannot install it keeps serving the previous version.
 """
 
 import os
@@ -61,7 +61,7 @@ class _Publisher:
         tensors = {name: tensor.detach() for name, tensor in named}
         ticket = publish(self.series, tensors, coordinator=self.coordinator)
         version = ticket.wait("committed", timeout=COMMIT_S)
-        assert version is not None, "one that is committed is a version"
+        assert version is not None, "a committed ticket has a version"
         return version
 
 
@@ -87,7 +87,7 @@ class VLLMClient(_VLLMClient):
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
-        """Publish all updates within the block as one version; none if the block raises."""
+        """Publish all updates within the block as one version; publish none if the block raises."""
         self._collected = {}
         try:
             yield

@@ -6,7 +6,8 @@
       engine_kwargs: {shoal: {series: rl/policy, coordinator: "host:7700"}}
 
 There is no process group and no bucket: a rollout that is slow, dead or new delays no other
-process. Each gets the newest version, or that of the step that verl asks for, whole and verified.
+process. Each rollout gets a whole, verified version: the newest, or that of the step that verl
+asks for.
 """
 
 import asyncio
@@ -27,12 +28,12 @@ log = structlog.get_logger(__name__)
 
 SERIES_VARIABLE = "SHOAL_SERIES"
 WAIT_S = 600.0
-"""Time that a rollout waits for a step's version, and an actor for the commit of its own."""
+"""Time that a rollout waits for a step's version, and that an actor waits for its commit."""
 
 
 @CheckpointEngineRegistry.register("shoal")
 class ShoalCheckpointEngine(CheckpointEngineWithCache):
-    """One process's end of a series: rank 0 of the actors publishes, rollouts read."""
+    """One process's access to a series: rank 0 of the actors publishes, rollouts read."""
 
     def __init__(
         self,
@@ -97,8 +98,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield the tensors of this step's version, or of the newest one. Report the version as
-        installed once the engine has consumed the last tensor."""
+        """Yield the tensors of this step's version; without a step, of the newest version. Report
+        the version as installed once the engine has consumed the last tensor."""
         subscription = self._subscribed()
         version = await self._version_of(global_steps)
         self._weights = await subscription.fetch_async(version)
@@ -119,21 +120,21 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         return self._subscription
 
     async def _version_of(self, step: int | None) -> WeightVersion:
-        """Wait for the version of a step and return it; without a step, the newest one. Raises
-        VersionGone if a later step was published and this one is not kept."""
+        """Wait for the version of a step and return it; without a step, return the newest version.
+        Raises VersionGone if a later step was published and this step's version is not kept."""
         subscription = self._subscribed()
         last = 0
         while True:
-            found = await subscription.wait_async(last, WAIT_S)
-            if step is None or found.step == step:
-                return found
+            version = await subscription.wait_async(last, WAIT_S)
+            if step is None or version.step == step:
+                return version
             kept = await asyncio.to_thread(subscription.versions)
             of_step = [each for each in kept if each.step == step]
             if of_step:
                 return of_step[-1]
-            if found.step > step:
+            if version.step > step:
                 raise VersionGone(
                     f"the version of step {step} of {self.series} is not kept",
-                    seen=f"version {found.number} of step {found.step}",
+                    seen=f"version {version.number} of step {version.step}",
                 )
-            last = found.number
+            last = version.number

@@ -68,7 +68,7 @@ class ShoalUpdateInfo(WeightTransferUpdateInfo):
     """Selection of the version that an update installs."""
 
     version: int | None = None
-    """None: the newest one."""
+    """None: the newest version."""
 
 
 Load = Callable[[], Iterable[tuple[str, Tensor]]]
@@ -105,7 +105,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShoalUpdateInfo) -> None:
-        """Install a version on every worker, or on none of them, and raise on all."""
+        """Install a version on every worker. If one fails, none installs it, and all raise."""
         staged = self._staged(update_info.version)
         failure: Exception | None = None
         try:
@@ -117,7 +117,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
             _forget_load(self.model)
             self._load(self._serves)
             raise PublicationAbandoned(
-                f"vLLM could not load version {staged.version.number}; it serves the one before",
+                f"vLLM could not load version {staged.version.number}; it serves the previous one",
                 seen=repr(failure) if failure is not None else "an error of another worker",
                 expected="tensors with the names and shapes of the model that it serves",
             ) from failure
@@ -140,7 +140,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
 
     def _check_whole(self, weights: Weights) -> None:
         """Raise InvalidSpec for a version that is not the whole model. vLLM itself would only log
-        that a layer got no values, and serve a mixture of old and new ones."""
+        that a layer got no values, and serve a mixture of old and new values."""
         if self._outline is None:
             self._outline = {name: tensor.shape for name, tensor in self._serves()}
         for name, shape in self._outline.items():
@@ -189,8 +189,8 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
 
 
 def _forget_load(model: nn.Module) -> None:
-    """Give the old tensors back to layers that a failed load left incomplete. Layers that it
-    completed have new values already."""
+    """Give the old tensors back to layers that a failed load left incomplete. Completed layers keep
+    their new values."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.can_load() and info.kernel_tensors is not None:
@@ -236,7 +236,7 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
         source: WeightSource | None,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-        self._own = init_info
+        self._settings = init_info
 
     @classmethod
     def trainer_init(
@@ -255,14 +255,14 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
     def send_weights(self) -> None:
         """Publish the source's weights, and return once the engine serves them.
 
-        Iterating the source may be a collective of all ranks; the first one publishes.
+        Iterating the source may be a collective of all ranks; the first rank publishes.
         """
         if self.source is None:
             raise InvalidSpec("there is nothing to publish", expected="source=ModuleSource(model)")
         weights = {name: tensor.detach() for name, tensor in self.source}
         if not self.is_sender:
             return
-        own = self._own
+        own = self._settings
         ticket = publish(
             own.series, weights, coordinator=own.coordinator, keep=own.keep, copies=own.copies
         )
@@ -292,8 +292,8 @@ def follow(
     coordinator: str | None = None,
     until: Callable[[WeightVersion], bool] = lambda version: False,
 ) -> None:
-    """Make an engine install each newest version, until `until` returns True for an installed one.
-    Versions that were published during an installation are skipped, except the newest."""
+    """Make an engine install each newest version, until `until(version)` is True after an
+    installation. Of the versions published during an installation, only the newest is installed."""
     client.init_weight_transfer_engine({"series": series, "coordinator": coordinator})
     with subscribe(series, coordinator=coordinator) as subscription:
         for version in subscription:

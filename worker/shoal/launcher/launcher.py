@@ -89,6 +89,8 @@ class Launcher:
             WorkerSlot(index=index, member_id=member_id)
             for index, member_id in enumerate(member_ids(config, self._host))
         ]
+        root = config.output.log_directory or log_root(config.environment)
+        self._logs = [WorkerLog(log_path(root, config.job, each.member_id)) for each in self.slots]
         # Signal handlers put events into this queue: a SimpleQueue is reentrant.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._reporter = HostReporter(config.coordinators)
@@ -113,6 +115,7 @@ class Launcher:
             self._beats,
             self._outputs(),
             self._lifelines(),
+            self._open_logs(),
             metrics.served(self._config.output.metrics, self.slots),
             Supervisor(on_exit=self._exited, on_stop=self._halted, grace_s=0.5) as supervisor,
         ):
@@ -398,14 +401,15 @@ class Launcher:
         self._say(f"{event.process.name} {how}")
 
     def _sink(self, slot: WorkerSlot) -> Callable[[str], None]:
-        prefix, config = f"[{slot.member_id}] ", self._config
-        root = config.output.log_directory or log_root(config.environment)
-        kept = WorkerLog(log_path(root, config.job, slot.member_id))
+        prefix, kept = f"[{slot.member_id}] ", self._logs[slot.index]
         if self._config.colour:
             prefix = f"\x1b[{_COLOURS[slot.index % len(_COLOURS)]}m{prefix}\x1b[0m"
 
         def write(line: str) -> None:
-            kept.write(line)
+            if not kept.problem:
+                kept.write(line)
+                if kept.problem:
+                    self._say(f"the output of {slot.member_id} is kept no longer: {kept.problem}")
             slot.printed.add(line)
             with self._output:
                 if self._deaf:
@@ -451,6 +455,15 @@ class Launcher:
             for slot in self.slots:
                 if slot.watch is not None:
                     slot.watch.close()
+
+    @contextmanager
+    def _open_logs(self) -> Iterator[None]:
+        """Close the files with the workers' output at the end of the block."""
+        try:
+            yield
+        finally:
+            for each in self._logs:
+                each.close()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

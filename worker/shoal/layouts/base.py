@@ -70,7 +70,7 @@ class World:
 
 
 class Layout(ABC):
-    """Base of a rank's part of a model; computes steps on it together with the other ranks."""
+    """One rank's part of a model (base class); all ranks' layouts compute steps together."""
 
     world: World
     module: nn.Module
@@ -91,7 +91,7 @@ class Layout(ABC):
     `overflowed` reports them."""
 
     unreached: Sequence[str] = ()
-    """Parameters that the loss does not depend on, because of which the step's gradients were not
+    """Parameters that the loss does not depend on, if that kept the step's gradients from being
     reduced."""
 
     step: int = 0
@@ -101,8 +101,8 @@ class Layout(ABC):
     """Check that reports a fault to all ranks, if a rank sees only its own gradients; else None."""
 
     faults_are_own: bool = False
-    """True if `reduce` cannot make finite gradients infinite. Then every fault is found by a rank
-    in its own gradients, before they are reduced, by `non_finite_check`."""
+    """True if `reduce` cannot make finite gradients infinite. Then
+    `non_finite_check` finds every fault in some rank's own gradients, before they are reduced."""
 
     @property
     def plain(self) -> nn.Module:
@@ -123,12 +123,12 @@ class Layout(ABC):
     @property
     def held(self) -> Mapping[str, Tensor]:
         """This rank's part of the model's state, by name in the user's model: parameters and
-        persistent buffers, also those that are copies. Contains all of `parameters`."""
+        persistent buffers, replicated ones included. Contains all of `parameters`."""
         return {**self.parameters, **persistent_buffers(self.plain)}
 
     def shard(self, name: str, tensor: Tensor) -> TensorShard:
-        """Describe a tensor as a chunk of the whole: one of `held`, or a tensor of optimizer state
-        in the shape of the parameter of this name. The shard's tensor is a view: writing it writes
+        """Describe a tensor as a chunk of the whole tensor. `tensor`: one of `held`, or optimizer
+        state in the shape of the parameter `name`. The shard's tensor is a view: writing it writes
         the parameter."""
         chunk, shape = self.chunk(name, tensor), tuple(tensor.shape)
         return TensorShard(shape=shape, chunk=chunk, tensor=local_part(tensor))
@@ -144,21 +144,21 @@ class Layout(ABC):
 
     @cached_property
     def _chunks(self) -> dict[tuple[str, torch.Size, Any], Chunk]:
-        # Computing one takes 0.1 ms, and a state has several for each parameter.
+        # Computing a chunk takes 0.1 ms, and a state has several for each parameter.
         return {}
 
     def counts(self, name: str) -> bool:
         """True if sums over ranks count this rank's shard of a tensor of `held`.
 
         Each element is counted on exactly one rank, which adds it to norms and writes it to
-        checkpoints. By default: every rank counts its `parameters`, the first one all else.
+        checkpoints. By default: every rank counts its `parameters`, and rank 0 all else too.
         """
         return name in self.parameters or self.world.rank == 0
 
     def replicas(self, name: str) -> Sequence[int]:
-        """Ranks that publish this rank's chunk of a tensor of `held` in parts among them: all of
-        them hold the same bits. By default: this rank alone if it `counts` the tensor, else none
-        (another rank publishes it)."""
+        """Ranks that hold the same bits of this rank's chunk of a tensor of `held`: each of them
+        publishes a part of the chunk. By default: this rank alone if it `counts` the tensor, else
+        none (another rank publishes it)."""
         return (self.world.rank,) if self.counts(name) else ()
 
     def travels(self, name: str) -> bool:
@@ -175,8 +175,7 @@ class Layout(ABC):
 
     @property
     def num_moved(self) -> int:
-        """Counter that rises with each exchange between ranks that bypasses the group. Any
-        thread."""
+        """Counter that rises with each exchange of ranks that bypasses the group. Thread-safe."""
         return 0
 
     def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:
@@ -186,13 +185,13 @@ class Layout(ABC):
 
     @property
     def leaves(self) -> Sequence[Tensor] | None:
-        """The tensors that a backward pass ends in, if it can be limited to their gradients; None
-        if they differ from pass to pass."""
+        """Leaf tensors of every backward pass, which can then be limited to their gradients; None
+        if the leaves differ from pass to pass."""
         return None
 
     def watch(self, ours: Callable[[], bool]) -> None:
-        """Make a backward pass raise from now on unless `ours()` is true in it, before its
-        gradients reach other ranks: see `shoal.model.gradients.bare_backward`."""
+        """Make each later backward pass raise before its gradients reach other ranks, unless
+        `ours()` is true in the pass: see `shoal.model.gradients.bare_backward`."""
         watch_parameters(self.plain.parameters(), ours)
 
     # --- a step ---
@@ -203,7 +202,7 @@ class Layout(ABC):
         return self.plain
 
     def begin(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
-        """Called at the beginning of a step, with no gradients there. May communicate."""
+        """Called at the beginning of a step, before there are gradients. May communicate."""
 
     reduces: bool = True
     """See `reduce_in_backward`."""
@@ -215,7 +214,7 @@ class Layout(ABC):
 
     @property
     def completes(self) -> bool:
-        """True if the pass that begins completes the gradients: those of the whole batch."""
+        """True if the pass that begins leaves the whole batch's gradients, not only this rank's."""
         return self.reduces and self.world.completes_passes
 
     def note_loss(self, loss: Tensor) -> None:
@@ -255,8 +254,8 @@ class Layout(ABC):
         return loss.detach()
 
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
-        """True if a forward pass with gradients communicates with other ranks. `is_first_step`: of
-        the generation."""
+        """True if a forward pass with gradients communicates with other ranks. `is_first_step`:
+        True in the first step of the generation."""
         return True
 
     def reduce(self) -> None:  # noqa: B027 - most layouts reduce in backward
@@ -279,8 +278,8 @@ class Layout(ABC):
         """Called right after `optimizer.step()`. May communicate."""
 
     def finish_passes(self) -> None:
-        """Called after forward passes of all ranks outside of a step. Raises on all ranks if those
-        that split layers among them computed with different layers."""
+        """Called after forward passes of all ranks outside of a step. Raises on all ranks if ranks
+        that split layers among themselves computed with different layers."""
         self.world.exchanges.finish(self.world.group)
 
     def idle(self) -> Sequence[str]:
@@ -304,12 +303,12 @@ class Layout(ABC):
     def release(self) -> None:  # noqa: B027 - most layouts hold the group by nothing else
         """Drop the references to the group when it ends, even if `module` is still referenced.
 
-        Quick, raises nothing, may be called twice; no step is taken afterwards.
+        Returns quickly, raises nothing, may be called twice. No step is taken afterwards.
         """
 
     def cut(self, reason: str) -> None:  # noqa: B027 - most layouts wait in the group only
-        """Make this layout's waits that bypass the group raise, after the group was aborted. Quick,
-        callable from any thread."""
+        """Make waits raise that bypass the group. Called after the group was aborted, on any
+        thread; returns quickly."""
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
         """Groups, other than the default one, that were made for this layout."""
@@ -351,7 +350,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     module.to_empty(device=device)
     for (part, name), (first, first_name) in tied:
         parameter_table(part)[name] = parameter_table(first)[first_name]
-    # `to_empty` has replaced them by empty ones. Put the real ones back, still tied.
+    # `to_empty` has replaced the real buffers by empty ones. Put them back, still tied.
     for part, name, buffer in real:
         buffer_table(part)[name] = buffer
     move_buffers(module, device)

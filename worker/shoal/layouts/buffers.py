@@ -55,8 +55,8 @@ class BuffersBySamples:
             log.warning(
                 "buffers_depend_on_members",
                 buffers=", ".join(differing[:5]),
-                seen="forward passes compute them from each member's own samples, and all members"
-                " continue with those of the first: the result depends on the number of members",
+                seen="each member's forward passes compute them from its own samples, and then all"
+                " take those of the first member: the result depends on the number of members",
                 hint="compute a queue or a statistic of all samples between two steps, with"
                 " session.all_reduce",
             )
@@ -65,13 +65,13 @@ class BuffersBySamples:
 class RunningBuffers:
     """The persistent buffers of a model that every rank holds.
 
-    DDP broadcasts the first rank's buffers only in the next forward pass. Until then each rank's
-    differ, and if the first rank were lost, the job would continue with another rank's.
+    DDP broadcasts the first rank's buffers only in the next forward pass. Until then the ranks'
+    buffers differ: if the first rank were lost, the job would continue with another rank's.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._by_samples = BuffersBySamples(model)
-        # Once: a walk over the modules of a model takes longer than to send a few buffers.
+        # Listed once: walking over all modules takes longer than sending a few buffers.
         self._tables = [
             (buffer_table(part), transient_buffers(part))
             for part in model.modules()
@@ -86,9 +86,9 @@ class RunningBuffers:
 
     def _each_once(self) -> Iterator[Tensor]:
         known: set[int] = set()
-        for table, passing in self._tables:
+        for table, transient in self._tables:
             for name, buffer in table.items():
-                if buffer is not None and name not in passing and id(buffer) not in known:
+                if buffer is not None and name not in transient and id(buffer) not in known:
                     known.add(id(buffer))
                     yield buffer
 
@@ -106,7 +106,7 @@ def broadcast_packed(
     group: dist.ProcessGroup,
     look: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None,
 ) -> None:
-    """Overwrite the tensors, of any dtypes, with those of the group's first rank: one broadcast.
+    """Overwrite the tensors, of any dtypes, with those of the group's first rank, by one broadcast.
 
     Calls `look(own, first)` before it overwrites.
     """

@@ -18,7 +18,7 @@ def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) 
 
     Collective. Equals torch.nn.utils.clip_grad_norm_ on one process: each element of a parameter
     counts once, however many ranks hold it. The same all-reduce carries the flags of the layout's
-    `non_finite_check`. `among`: the gradients of these parameters only.
+    `non_finite_check`. `among`: parameters whose gradients to clip; None: all.
     """
     gradients = local_gradients(
         {k: p for k, p in layout.parameters.items() if among is None or k in among}
@@ -33,7 +33,7 @@ def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) 
     if non_finite_check is not None:
         non_finite_check.set_flags(message[1:])
     total = message[0].sqrt()
-    # The same small number as in torch, and the same order: clipped runs stay equal to one process.
+    # torch's own constant and order of operations: clipped runs stay equal to one process.
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     held = list(gradients.values())
     # Gradients may lie on the host of a rank that computes on a GPU.

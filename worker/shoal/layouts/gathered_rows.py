@@ -1,15 +1,15 @@
 """All members' rows of a batch, gathered in the batch's order, with exact gradients.
 
 A loss over pairs of samples needs the features of the whole global batch. Each member sends its
-rows to the others, and in backward gets the sum of their gradients from the losses of all members.
+rows to the others, and in backward adds up the gradients of its rows from all members' losses.
 A member's loss is weighted by its share before backward, and gradients are averaged over members
 after it. So two kinds of loss have the gradients of one process: a loss over all rows, the same on
 every member; and a mean over the member's own rows, each compared with all rows.
 
-Descriptions of a call, and rows on the host, are point-to-point messages with tags of their own: a
-member that makes more calls than the others waits, and no message is mixed up with those of another
-collective. Rows on a GPU stay there: once the members' descriptions of a call agree, one collective
-of the group sends them. Backward passes reach the calls in the same order on every member.
+Members first exchange descriptions of a call. Descriptions, and rows on the host, are messages from
+rank to rank with their own tags, so none is mixed up with another collective's message. A member
+that makes more calls than the others waits. Rows on a GPU are sent by one collective of the group,
+once the descriptions agree. Backward passes reach the calls in the same order on every member.
 """
 
 import json
@@ -39,11 +39,11 @@ CALL, OWN_CALL = "session.gather", "torch.distributed.all_gather"
 MAX_DIMS = 16
 MAX_SEEN_CHARS = 1000
 UNKNOWN = -1
-"""Stands for the number of samples if the script makes its batches itself."""
-_WORD_BYTES = 1024
+"""Value of `num_samples` if the script makes its batches itself."""
+_MESSAGE_BYTES = 1024
 _TAGS_PER_CALL, _NUM_CALLS, _CALLS_PER_STEP = 3, 8000, 64
-"""Every MPI implementation allows tags up to 32767."""
-_WORD, _ROWS, _GRADIENTS = 1, 2, 3
+"""Limits that keep tags below 32767, which every MPI implementation allows."""
+_MESSAGE, _ROWS, _GRADIENTS = 1, 2, 3
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -70,7 +70,7 @@ class _CallMessage:
     trains: bool
     """True if a backward pass will follow."""
     outputs: int = 0
-    """Checksum of the outputs to fill, by rank, in a call of torch's collectives."""
+    """Checksum of the outputs' shapes and dtypes, by rank, in a call of torch's all-gather."""
 
 
 class RowGathers:
@@ -87,10 +87,10 @@ class RowGathers:
         *,
         by_messages: bool | None = None,
     ) -> None:
-        """`members`: names by rank. `step`: number of committed steps. `waits(what)`: entered while
-        this member waits for the others. `by_messages`: send rows from rank to rank over the host,
-        not by a collective; the same on all members. None: do so for rows on the host, and for all
-        rows of a Gloo group."""
+        """`members`: names by rank. `step`: number of committed steps. `waits(what)`: context in
+        which this member waits for the others. `by_messages`: send rows from rank to rank over the
+        host, not by a collective; the same on all members. None: do so for rows on the host, and
+        for all rows of a Gloo group."""
         self._by_messages = True if by_messages is None and is_gloo(group) else by_messages
         self._p2p: AbortableP2P | None = AbortableP2P(group, torch.device("cpu"))
         self._rank = group.rank()
@@ -102,41 +102,41 @@ class RowGathers:
 
     @eager
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all members. Raises InvalidSpec on all members if these do not fit."""
+        """Return the rows of all members. Raises InvalidSpec on all members if rows do not fit."""
         _check(tensor)
         trains = tensor.requires_grad and torch.is_grad_enabled()
-        words = self._meet(
+        messages = self._meet(
             call=CALL,
             rows=len(tensor),
             of=f"{tuple(tensor.shape[1:])} of {tensor.dtype}",
             trains=trains,
         )
-        self._check_words(words)
-        way = _RowRoutes(self, words, self._rank, self._num_calls)
-        found: Tensor = _Gather.apply(tensor, way)  # type: ignore[no-untyped-call]
-        return found
+        self._check_rows(messages)
+        routes = _RowRoutes(self, messages, self._rank, self._num_calls)
+        gathered: Tensor = _Gather.apply(tensor, routes)  # type: ignore[no-untyped-call]
+        return gathered
 
     def check_own(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Check a gather by torch's own collective that the script is about to call. Raises
-        InvalidSpec on all members if a rank's outputs do not have the shapes and dtypes that the
-        ranks will send."""
-        words = self._meet(
+        """Check a call of torch's own all-gather before the script makes it. Raises InvalidSpec on
+        all members if a rank's outputs do not have the shapes and dtypes that the ranks will
+        send."""
+        messages = self._meet(
             call=OWN_CALL,
             rows=len(tensor) if tensor.ndim else 1,
             of=_outline(tensor),
             trains=False,
             outputs=_checksum(map(_outline, outputs)),
         )
-        self._check_calls(words)
-        expected = _checksum(word.of for word in words)
-        if any(word.outputs != expected for word in words):
+        self._check_calls(messages)
+        expected = _checksum(message.of for message in messages)
+        if any(message.outputs != expected for message in messages):
             raise self._refusal(
                 f"{OWN_CALL} of tensors whose sizes differ between members, in a step with"
                 " unequal shares",
-                words,
+                messages,
                 expected="session.gather(tensor), which takes unequal shares, instead of"
                 " torch.distributed.all_gather, torch.distributed.nn.all_gather or a GatherLayer",
-                fix="Or a global_batch_size that every number of members divides, with"
+                fix="Or use a global_batch_size that every number of members divides, with"
                 " drop_last=True. See docs/contrastive.md.",
             )
 
@@ -159,7 +159,7 @@ class RowGathers:
         p2p = self._p2p
         if p2p is None:
             raise InvalidSpec(
-                f"gradients of {CALL} after the step in which it was called",
+                f"gradients reached {CALL} after the step in which it was called",
                 expected="session.backward in the same step",
             )
         what = f"the gradients of {CALL}" if kind == _GRADIENTS else CALL
@@ -180,56 +180,56 @@ class RowGathers:
         """Exchange messages about the call; return each member's, by rank."""
         self._num_calls += 1
         own = _CallMessage(index=self._share.index, num_samples=self._share.num_samples, **fields)
-        words = [_packed(own) for _ in self._members]
-        others = [rank for rank in range(len(words)) if rank != self._rank]
-        sends = [(words[self._rank], rank) for rank in others]
-        receives = [(words[rank], rank) for rank in others]
-        self.exchange(sends, receives, self._num_calls, _WORD, by_messages=True)
-        return [_unpacked(word) for word in words]
+        messages = [_packed(own) for _ in self._members]
+        others = [rank for rank in range(len(messages)) if rank != self._rank]
+        sends = [(messages[self._rank], rank) for rank in others]
+        receives = [(messages[rank], rank) for rank in others]
+        self.exchange(sends, receives, self._num_calls, _MESSAGE, by_messages=True)
+        return [_unpacked(message) for message in messages]
 
-    def _check_calls(self, words: Sequence[_CallMessage]) -> None:
-        if len({word.call for word in words}) > 1:
+    def _check_calls(self, messages: Sequence[_CallMessage]) -> None:
+        if len({message.call for message in messages}) > 1:
             raise self._refusal(
                 "the members gather by different calls in a step",
-                words,
+                messages,
                 expected="the same calls in the same order on every member",
             )
 
-    def _check_words(self, words: Sequence[_CallMessage]) -> None:
-        self._check_calls(words)
-        if len({(word.of, word.trains) for word in words}) > 1:
+    def _check_rows(self, messages: Sequence[_CallMessage]) -> None:
+        self._check_calls(messages)
+        if len({(message.of, message.trains) for message in messages}) > 1:
             raise self._refusal(
                 f"the members gather different rows in call {self._num_calls} of {CALL} in a step",
-                words,
-                expected="rows of the same shape and dtype on every member, and of all of them"
-                " that gradients go through them, or of none",
+                messages,
+                expected="rows of the same shape and dtype on every member, with gradients on all"
+                " members or on none",
             )
-        if any(word.rows != max(word.num_samples, 1) for word in words if word.num_samples >= 0):
+        if any(m.rows != max(m.num_samples, 1) for m in messages if m.num_samples >= 0):
             raise self._refusal(
                 f"{CALL} of a tensor that has not one row for each sample of the member's share",
-                words,
-                expected="as many rows as the share has samples, in their order (one where a member"
-                " has no samples)",
-                fix="Of several views of each sample gather each by itself, or let the first"
-                " dimension be the samples. Of a batch that the script cuts itself see"
+                messages,
+                expected="as many rows as the share has samples, in their order (one if it has no"
+                " samples)",
+                fix="If each sample has several views, gather each view by itself, or make samples"
+                " the first dimension. If the script cuts its batches itself, see"
                 " docs/contrastive.md.",
             )
-        if len({word.rows for word in words if word.num_samples == UNKNOWN}) > 1:
+        if len({message.rows for message in messages if message.num_samples == UNKNOWN}) > 1:
             raise self._refusal(
-                f"{CALL} of unequal numbers of rows in a step that is not of session.batches",
-                words,
-                expected="as many rows on every member: their losses weigh alike",
-                fix="session.batches knows the shares, and lets losses weigh as much as these.",
+                f"{CALL} of unequal numbers of rows in a step without a batch of session.batches",
+                messages,
+                expected="the same number of rows on every member: their losses have equal weights",
+                fix="Use session.batches, which weights each member's loss by its share.",
             )
 
     def _refusal(
-        self, what: str, words: Sequence[_CallMessage], *, expected: str, fix: str = ""
+        self, what: str, messages: Sequence[_CallMessage], *, expected: str, fix: str = ""
     ) -> InvalidSpec:
         """Build the error of a call, the same on all members."""
         if self._p2p is not None:
             meet_after_collective(self._p2p.group)
-        by_member = zip(self._members, words, strict=True)
-        seen = "; ".join(f"{name}: {_in_words(word)}" for name, word in by_member)
+        by_member = zip(self._members, messages, strict=True)
+        seen = "; ".join(f"{name}: {_description(message)}" for name, message in by_member)
         return InvalidSpec(what, seen=seen[:MAX_SEEN_CHARS], expected=expected, fix=fix)
 
 
@@ -237,21 +237,21 @@ class _RowRoutes:
     """Routes of one call: where each row comes from, and where its gradient goes."""
 
     def __init__(
-        self, gathers: RowGathers, words: Sequence[_CallMessage], rank: int, num_calls: int
+        self, gathers: RowGathers, messages: Sequence[_CallMessage], rank: int, num_calls: int
     ) -> None:
         self._gathers = gathers
         self._call = num_calls
         by_index: dict[int, list[int]] = {}
-        for each, word in enumerate(words):
-            by_index.setdefault(word.index, []).append(each)
+        for each, message in enumerate(messages):
+            by_index.setdefault(message.index, []).append(each)
         # Ranks with the same samples are numbered. Rank n of them exchanges rows with rank n of
         # each other share, so all ranks of a share send and receive the same.
-        column = by_index[words[rank].index].index(rank)
+        column = by_index[messages[rank].index].index(rank)
         self._ranks = [ranks[column] for _, ranks in sorted(by_index.items())]
         self._index = self._ranks.index(rank)
-        own = [words[each] for each in self._ranks]
+        own = [messages[each] for each in self._ranks]
         self._counts = [
-            word.rows if word.num_samples == UNKNOWN else word.num_samples for word in own
+            each.rows if each.num_samples == UNKNOWN else each.num_samples for each in own
         ]
         self._others = [index for index, each in enumerate(self._ranks) if each != rank]
 
@@ -265,17 +265,17 @@ class _RowRoutes:
         return whole.to(rows.device)
 
     def scattered(self, gradient: Tensor, num_rows: int) -> Tensor:
-        asked = torch.split(self._placed(gradient), self._counts)
-        own = asked[self._index]
+        parts = torch.split(self._placed(gradient), self._counts)
+        own = parts[self._index]
         received = [own if index == self._index else torch.empty_like(own) for index in self._all()]
-        sends = [(asked[index], self._ranks[index]) for index in self._others]
+        sends = [(parts[index], self._ranks[index]) for index in self._others]
         self._exchange(sends, received, _GRADIENTS, gradient)
         # Sum in the same order on every rank, and round to half precision once.
         wide = torch.float32 if own.dtype in _HALVES else own.dtype
-        found = own.new_zeros((num_rows, *own.shape[1:]), dtype=wide)
+        total = own.new_zeros((num_rows, *own.shape[1:]), dtype=wide)
         for each in received:
-            found[: len(own)] += each.to(wide)
-        summed: Tensor = found.to(gradient.dtype).to(gradient.device)
+            total[: len(own)] += each.to(wide)
+        summed: Tensor = total.to(gradient.dtype).to(gradient.device)
         return summed
 
     def _placed(self, rows: Tensor) -> Tensor:
@@ -300,14 +300,14 @@ class _RowRoutes:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, rows: Tensor, way: _RowRoutes) -> Tensor:
-        context.way, context.num_rows = way, len(rows)
-        return way.gathered(rows)
+    def forward(context: Any, rows: Tensor, routes: _RowRoutes) -> Tensor:
+        context.routes, context.num_rows = routes, len(rows)
+        return routes.gathered(rows)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return context.way.scattered(gradient, context.num_rows), None
+        return context.routes.scattered(gradient, context.num_rows), None
 
 
 def is_gather(node: Node) -> bool:
@@ -332,28 +332,28 @@ def _check(tensor: object) -> None:
 
 
 def _outline(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {tensor.dtype}"[: _WORD_BYTES // 4]
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"[: _MESSAGE_BYTES // 4]
 
 
-def _in_words(word: _CallMessage) -> str:
-    if word.call == OWN_CALL:
-        return f"{word.call} of {word.of}"
-    share = "" if word.num_samples == UNKNOWN else f" for {word.num_samples} samples"
-    gradients = "with" if word.trains else "without"
-    return f"{word.rows} rows{share}, each {word.of}, {gradients} gradients"
+def _description(message: _CallMessage) -> str:
+    if message.call == OWN_CALL:
+        return f"{message.call} of {message.of}"
+    share = "" if message.num_samples == UNKNOWN else f" for {message.num_samples} samples"
+    gradients = "with" if message.trains else "without"
+    return f"{message.rows} rows{share}, each {message.of}, {gradients} gradients"
 
 
-def _checksum(words: Iterable[str]) -> int:
-    return zlib.crc32("; ".join(words).encode())
+def _checksum(texts: Iterable[str]) -> int:
+    return zlib.crc32("; ".join(texts).encode())
 
 
-def _packed(word: _CallMessage) -> Tensor:
-    encoded = json.dumps(asdict(word)).encode()
-    return torch.frombuffer(bytearray(encoded.ljust(_WORD_BYTES)), dtype=torch.uint8)
+def _packed(message: _CallMessage) -> Tensor:
+    encoded = json.dumps(asdict(message)).encode()
+    return torch.frombuffer(bytearray(encoded.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
 
 
-def _unpacked(word: Tensor) -> _CallMessage:
-    return _CallMessage(**json.loads(word.numpy().tobytes()))
+def _unpacked(message: Tensor) -> _CallMessage:
+    return _CallMessage(**json.loads(message.numpy().tobytes()))
 
 
 def _in_bytes(tensors: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
@@ -367,9 +367,9 @@ def _all_to_all(
     group: dist.ProcessGroup,
 ) -> None:
     """Exchange the tensors by one all-to-all over the whole group."""
-    nothing = receives[0][0].new_empty(0, dtype=torch.uint8)
-    given, taken = [nothing] * group.size(), [nothing] * group.size()
-    for tensors, by_rank in ((sends, given), (receives, taken)):
+    empty = receives[0][0].new_empty(0, dtype=torch.uint8)
+    sent, received = [empty] * group.size(), [empty] * group.size()
+    for tensors, by_rank in ((sends, sent), (receives, received)):
         for each, rank in _in_bytes(tensors):
             by_rank[rank] = each
-    all_to_all_uneven(taken, given, group)
+    all_to_all_uneven(received, sent, group)

@@ -14,12 +14,12 @@ from shoal_proto.errors import InvalidSpec, NonFiniteGradient
 
 def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares as a float64 tensor [1] on the device; 0 if `norms` is empty."""
-    found = torch.zeros(1, dtype=torch.float64, device=device)
+    total = torch.zeros(1, dtype=torch.float64, device=device)
     # `stack` needs one device and dtype; a model's gradients may be of several.
     for kind in dict.fromkeys((norm.device, norm.dtype) for norm in norms):
         alike = torch.stack([norm for norm in norms if (norm.device, norm.dtype) == kind])
-        found += alike.double().square().sum().to(device)
-    return found
+        total += alike.double().square().sum().to(device)
+    return total
 
 
 def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSpec:
@@ -38,8 +38,8 @@ def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSp
     return InvalidSpec(
         f"the gradients of step {step} were not reduced",
         seen="a loss that the distributed model did not compute, or that leaves out parameters"
-        " which an earlier pass of the step has reached",
-        expected="the model that session.distribute returned to be called in the step, before"
+        " of an earlier pass of the step",
+        expected="a call of the model that session.distribute returned, in the step before"
         " session.backward, and every parameter to take part in each loss",
         fix="If passes leave parameters out on purpose: "
         f"session.distribute(..., strategy=shoal.{strategy}(find_unused_parameters=True)).",
@@ -91,7 +91,7 @@ def _not_finite(
 def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
     """Return the first parameter whose gradient on this rank has a NaN or Inf; empty if none."""
     gradients = local_gradients(parameters)
-    # One pass over all. A norm of finite numbers can overflow, so only the exact test decides.
+    # One pass over all gradients. A norm of finite numbers may overflow: the exact test decides.
     norms = foreach_norm(list(gradients.values()))
     if not norms or math.isfinite(torch.stack([n.float() for n in norms]).sum().item()):
         return ""
@@ -100,14 +100,14 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
 
 def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return this rank's part of each gradient that exists, in the gradient's own memory."""
-    found = {}
+    gradients = {}
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             own = gradient_cut_as(parameter, gradient)
             if own is not gradient:
-                # If the gradient is replicated, each rank would count all of it.
+                # Otherwise each rank would count all elements of a replicated gradient.
                 parameter.grad = gradient = own
         if gradient is not None:
-            found[name] = local_of(gradient) if isinstance(gradient, DTensor) else gradient
-    return {name: gradient for name, gradient in found.items() if gradient.numel()}
+            gradients[name] = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    return {name: gradient for name, gradient in gradients.items() if gradient.numel()}

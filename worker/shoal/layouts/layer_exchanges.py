@@ -2,10 +2,10 @@
 layers.
 
 A message does not say which layer it belongs to. If the script of one rank skips a layer, or
-computes with another one, its next message is added to that of another layer, with no error until a
-rank waits for a message that never comes. Naming the layer before each message would double the
-cost of a layer. So each rank records its layers, and the records are compared off the critical
-path: in the message that ends a step, and by a rank that has waited for long.
+computes with another one, ranks combine values of different layers, with no error until a rank
+waits for a message that never comes. Naming the layer before each message would double the cost of
+a layer. So each rank records its layers, and the records are compared off the critical path: in the
+message that ends a step, and by a rank that has waited for long.
 """
 
 import json
@@ -22,9 +22,9 @@ from shoal.backends.abortable.gather import gather, meet_after_collective
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
-"""Entry in place of a layer: the rank has finished its passes and notifies the others."""
+"""Entry that stands for no layer: the rank has finished its passes and notifies the others."""
 _SIZES, _SIZES_END = -2, -(1 << 31)
-"""Entries in place of a layer, from here down: the number of elements of a value."""
+"""Entries from `_SIZES` down to `_SIZES_END`: the number of elements of a value."""
 MAX_KEPT = 4096
 """Number of the newest exchanges that are kept one by one."""
 MAX_RECORDED = 64
@@ -77,7 +77,7 @@ class LayerExchanges:
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._met_for: list[str] = []
+        self._subjects: list[str] = []
         """Subject of the exchange in forward passes, by the number of the layer."""
         self._done: list[int] = []
         self._forgotten, self._digest = 0, 0
@@ -108,7 +108,7 @@ class LayerExchanges:
         """Add the layer of this name; all ranks add the same layers in the same order.
         `what`: the subject of its exchanges in forward passes."""
         self._names.append(name)
-        self._met_for.append(what)
+        self._subjects.append(what)
         return ExchangeSite(self, len(self._names) - 1)
 
     def align(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -117,18 +117,17 @@ class LayerExchanges:
         for name, parameter in parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._names.append(name)
-                self._met_for.append("outputs")
+                self._subjects.append("outputs")
                 self._whole[2 * (len(self._names) - 1)] = parameter
 
     def begin(self) -> None:
-        """Begin the record of a step."""
         self._steps += 1
         self._forgotten = self._digest = 0
         self._done, self._has_ended, self._without = [], False, None
 
     def completes(self) -> None:
-        """Record the parameters without a gradient, before other ranks' gradients are added: later
-        they cannot be told apart."""
+        """Record the parameters without a gradient, before other ranks' gradients are added:
+        afterwards every parameter may have one."""
         without = {exchange for exchange, each in self._whole.items() if each.grad is None}
         self._without = without if self._without is None else self._without & without
 
@@ -141,9 +140,9 @@ class LayerExchanges:
             self._forget(MAX_KEPT // 2)
 
     def differ(self, size: int | None = None) -> None:
-        """End the record, as ranks have just found that their exchanges differ: later entries add
-        nothing. `size`: the number of elements of this rank's value, if the layer was the same but
-        the sizes differ."""
+        """End the record, as ranks have just found that their exchanges differ: later exchanges
+        are not recorded. `size`: the number of elements of this rank's value, if only sizes differ
+        and the layer was the same."""
         if size is not None:
             self.note(_SIZES - min(size, -_SIZES_END + _SIZES))
         self._has_ended = True
@@ -158,8 +157,8 @@ class LayerExchanges:
 
     def _digest_of_all(self) -> int:
         count = self._forgotten + len(self._done)
-        found = zlib.crc32(array("i", self._done).tobytes(), self._digest)
-        return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | found
+        checksum = zlib.crc32(array("i", self._done).tobytes(), self._digest)
+        return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | checksum
 
     def finish(self, group: dist.ProcessGroup) -> None:
         """End the passes outside of a step. Collective over all ranks; raises as
@@ -168,10 +167,10 @@ class LayerExchanges:
             self.note(PASSES_END)
             record = self.record()
             own = json.dumps([self.summary(), record and vars(record)]).encode()
-            words, found = zip(*map(json.loads, gather(own, group)), strict=True)
-            if ranks_that_differ(words):
+            digests, records = zip(*map(json.loads, gather(own, group)), strict=True)
+            if ranks_that_differ(digests):
                 meet_after_collective(group)
-            check_exchanges(words, [each and ExchangeRecord(**each) for each in found])
+            check_exchanges(digests, [each and ExchangeRecord(**each) for each in records])
 
     def record(self) -> ExchangeRecord | None:
         """Return the record for other ranks to compare with theirs; None if there is none."""
@@ -179,12 +178,12 @@ class LayerExchanges:
         if not self.peers or not done:
             return None
         count = self._forgotten + len(done)
-        last = [self._in_words(exchange) for exchange in done[-MAX_RECORDED:]]
+        last = [self._description(exchange) for exchange in done[-MAX_RECORDED:]]
         return ExchangeRecord(step=self._steps, count=count, last=last)
 
     def summary(self) -> int:
-        """Return a digest of the record, of `WORD_BITS` bits, that all peers must have in common
-        when passes end; 0 if nothing is split."""
+        """Return a digest of the record, of `WORD_BITS` bits, for comparison with the peers' when
+        passes end; 0 if nothing is split."""
         if not self.peers:
             return 0
         return (1 << FIRST_BITS | min(self.peers)) << DIGEST_BITS | self._digest_of_all()
@@ -195,7 +194,7 @@ class LayerExchanges:
         self._forgotten += num
         self._done = self._done[num:]
 
-    def _in_words(self, exchange: int) -> str:
+    def _description(self, exchange: int) -> str:
         if exchange == PASSES_END:
             return "done with its passes"
         if exchange <= _SIZES:
@@ -204,67 +203,65 @@ class LayerExchanges:
         name = self._names[number] if number < len(self._names) else str(number)
         if exchange in self._whole:
             return f"without a gradient of {name}"[:MAX_WORD_CHARS]
-        what = "gradients" if is_gradient else "".join(self._met_for[number : number + 1])
+        what = "gradients" if is_gradient else "".join(self._subjects[number : number + 1])
         where = f"at the {what or 'outputs'} of {name or 'the model'}"
         return where[:MAX_WORD_CHARS]
 
 
 def check_exchanges(
-    words: Sequence[int], records: Sequence[ExchangeRecord | None], members: Sequence[str] = ()
+    digests: Sequence[int], records: Sequence[ExchangeRecord | None], members: Sequence[str] = ()
 ) -> None:
     """Raise InvalidSpec if ranks that split layers with each other communicated for different
-    layers. `words`, `records`: `LayerExchanges.summary` and `.record` by rank. `members`: names
+    layers. `digests`, `records`: `LayerExchanges.summary` and `.record` by rank. `members`: names
     by rank."""
-    names = members or [f"rank {rank}" for rank in range(len(words))]
-    by_name = {
-        names[rank]: own for rank in ranks_that_differ(words) if (own := records[rank]) is not None
-    }
+    names = members or [f"rank {rank}" for rank in range(len(digests))]
+    by_name = {names[r]: own for r in ranks_that_differ(digests) if (own := records[r]) is not None}
     if not by_name:
         return
-    found = difference(by_name)
-    counts = {name: f"{each.count - 1} meetings for layers" for name, each in by_name.items()}
-    raise different_layers(in_words(counts if found is None else found))
+    differing = difference(by_name)
+    counts = {name: f"{each.count - 1} exchanges for layers" for name, each in by_name.items()}
+    raise different_layers(in_words(counts if differing is None else differing))
 
 
-def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
+def ranks_that_differ(digests: Sequence[int]) -> Sequence[int]:
     """Return the first group of peers whose `LayerExchanges.summary` differ: they communicated for
-    different layers. `words` by rank."""
-    if all(word == words[0] for word in words):
+    different layers. `digests` by rank."""
+    if all(digest == digests[0] for digest in digests):
         return ()
     groups: dict[int, list[int]] = {}
-    for rank, word in enumerate(words):
-        if word:
-            groups.setdefault(word >> DIGEST_BITS, []).append(rank)
-    differ = (group for group in groups.values() if len({words[rank] for rank in group}) > 1)
+    for rank, digest in enumerate(digests):
+        if digest:
+            groups.setdefault(digest >> DIGEST_BITS, []).append(rank)
+    differ = (group for group in groups.values() if len({digests[rank] for rank in group}) > 1)
     return next(differ, ())
 
 
 def difference(records: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
-    """Find the first known position at which members in the same step differ; return what each did
-    there. A member that has not reached that position is left out.
+    """Find the first known position at which members in the same step differ; return each
+    member's exchange there. A member that has not reached that position is left out.
     """
     newest = max((each.step for each in records.values()), default=0)
     same = {name: each for name, each in records.items() if each.step == newest}
     ends = [(each.count - len(each.last), each.count) for each in same.values()]
     for index in range(min((e[0] for e in ends), default=0), max((e[1] for e in ends), default=0)):
         at = {name: each.at(index) for name, each in same.items()}
-        found = {name: exchange for name, exchange in at.items() if exchange is not None}
-        if len(set(found.values())) > 1:
-            return found
+        reached = {name: exchange for name, exchange in at.items() if exchange is not None}
+        if len(set(reached.values())) > 1:
+            return reached
     return None
 
 
-def in_words(found: Mapping[str, str]) -> str:
-    return "; ".join(f"{name}: {where}" for name, where in found.items())
+def in_words(exchanges: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {where}" for name, where in exchanges.items())
 
 
 def different_layers(seen: str) -> InvalidSpec:
-    """Build the refusal of members that communicated for different layers; `seen`: which ones."""
+    """Build the refusal of members that communicated for different layers: `seen`, by member."""
     return InvalidSpec(
         "members that split layers among them computed with different layers at the same time",
         seen=seen,
-        expected="the same layers in the same order in each pass on every one of them: they compute"
-        " each layer together, of the same samples",
-        fix="Let which layers a pass takes depend on nothing that differs between members, such as"
-        " session.rank or a random number of Python's own.",
+        expected="the same layers in the same order in each pass on each of these members: they"
+        " compute each layer together, for the same samples",
+        fix="Choose the layers of a pass by nothing that differs between members, such as"
+        " session.rank or a random number from Python's random module.",
     )

@@ -20,7 +20,7 @@ from shoal.torch_private.dtensor import cut_as, local_of
 
 
 def step(optimizer: Optimizer) -> None:
-    """Step the optimizer, on local parts if that is equivalent; of several optimizers, those due.
+    """Step the optimizer on local parts if that is equivalent; of several, step those that are due.
 
     Parameters and state are DTensors again afterwards, even if the step raises.
     """

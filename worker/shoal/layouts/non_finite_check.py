@@ -11,17 +11,17 @@ from shoal.layouts.gradients import gradient_not_finite, name_of_fault, sum_not_
 from shoal.model.losses import UnseenLosses
 from shoal_proto.errors import GenerationBroken
 
-# A rank's flag if its gradients are not finite: only after reduction, or its own before it.
+# A rank's flag: GIVEN if only reduced gradients are not finite, OWN if its own were not before.
 GIVEN, OWN = 1.0, 2.0
 _LOSS = "the loss"
 
 
 class NonFiniteCheck:
-    """Findings of each rank in its gradients, sent to all ranks in one small message a step.
+    """Exchange of one flag for each rank, in one small message a step over all ranks.
 
-    Earlier messages cannot carry them: each goes along one dimension of the mesh only, and its sum
-    may itself overflow. The message of the norm is late enough and reaches all ranks, so a step
-    that clips sends no other.
+    The messages that reduce gradients cannot carry the flags: each goes along one dimension of the
+    mesh only, and its sum may itself overflow. A step that clips gradients sends the flags in the
+    message of the norm, which comes later and reaches all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class NonFiniteCheck:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: discard the findings of the last one."""
+        """Begin a step: discard the results of the last one."""
         self.losses.begin()
         self._own = ""
         self._found = ""
@@ -51,7 +51,7 @@ class NonFiniteCheck:
             self._own = self._own or name_of_fault(parameters)
 
     def _look_at_losses(self) -> None:
-        # After the gradients: by then the device has computed the losses too.
+        # Checked after the gradients: by then the device has computed the losses too.
         self._own = self._own or ("" if self.losses.are_finite() else _LOSS)
 
     @property
@@ -79,7 +79,7 @@ class NonFiniteCheck:
         self._flags = flags
 
     def note_faults(self, are_own: Sequence[bool]) -> None:
-        """Set the findings that ranks sent in another message, for layouts with
+        """Set the flags that ranks sent in another message, for layouts with
         `Layout.faults_are_own`. `are_own`: by rank."""
         self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])
 
@@ -87,7 +87,7 @@ class NonFiniteCheck:
         """Raise on every rank unless the gradients of all ranks are finite. Collective, unless all
         ranks' flags are known already. `step`: number of committed steps.
 
-        Ranks whose own gradients are not finite raise NonFiniteGradient and leave, all others
+        Ranks whose own gradients are not finite raise NonFiniteGradient and leave. All others
         raise GenerationBroken. If only a sum is not finite, all ranks raise NonFiniteGradient.
         """
         if self._flags is None:

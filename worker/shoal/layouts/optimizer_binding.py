@@ -100,8 +100,8 @@ class MetaModel:
         self.take_state(optimizer)
 
     def take_state(self, optimizer: Optimizer) -> None:
-        """Keep the state that the optimizer has for the user's own parameters: the script has
-        loaded it before there was a layout.
+        """Keep the state that the optimizer has for the user's own parameters: the script loaded
+        it before there was a layout.
 
         Raises UnsupportedOptimizer for values that the state of a job cannot hold.
         """
@@ -174,7 +174,7 @@ class MetaModel:
             optimizer.state[own[name]] = put_slots(given)
 
     def _empty_parameters(self) -> dict[int, Any]:
-        """Make a parameter without memory for each of the model's, by its id."""
+        """Map the id of each parameter of the model to a new parameter without memory."""
         return {
             id(parameter): nn.Parameter(
                 torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
@@ -184,7 +184,7 @@ class MetaModel:
 
 
 class OptimizerBinding:
-    """The optimizer bound to a layout's parameters; its state, and the layout's, by name."""
+    """The optimizer bound to a layout's parameters; reads and fills the state of both by name."""
 
     def __init__(self, meta_model: MetaModel, optimizer: Optimizer, layout: Layout) -> None:
         self.layout = layout
@@ -234,12 +234,12 @@ class OptimizerBinding:
         own = (value.shape, value.dtype)
         first = self._outlines.setdefault(f"{name}/{key}", own)
         if own != first:
-            # Copies of the state are made for several steps into the same memory.
+            # Copies of the state after later steps reuse the same memory.
             raise cannot_carry(
                 self.optimizer,
                 f"state {key.removeprefix(INNER)!r} of {name}: {tuple(own[0])} of {own[1]}",
-                f"{tuple(first[0])} of {first[1]}, as after the steps before: the same in all"
-                " steps, except under strategy 'ddp'",
+                f"{tuple(first[0])} of {first[1]}, as after earlier steps: only strategy"
+                " 'ddp' allows state that changes its shape or dtype",
             )
         if value.ndim == 0:
             return TensorShard.whole(local_part(value))
@@ -343,8 +343,8 @@ class OptimizerBinding:
     def fill(self, state_shard: StateShard) -> None:
         """Fill the layout and the optimizer from a state; `needs` was called for each of its names.
 
-        Raises ShapeMismatch if the state lacks a parameter or buffer, and InvalidSpec if it is that
-        of another optimizer.
+        Raises ShapeMismatch if the state lacks a parameter or buffer, and InvalidSpec if it is the
+        state of another optimizer.
         """
         check_no_more(self._model_names, self._known)
         chunks = {name: self.layout.chunk(name, tensor) for name, tensor in self.held.items()}
@@ -387,7 +387,7 @@ class OptimizerBinding:
             is_placed = given is not None and given.tensor is self._placed.get(path)
             local = given.tensor if given and is_placed else _filled(parameter, given, dtype)
             return placed_like(parameter, local)
-        assert given is not None, "what has another shape is whole on every rank"
+        assert given is not None, "state of another shape is whole on every rank"
         return beside(parameter, given.tensor, self.optimizer)
 
 
@@ -410,7 +410,7 @@ def _cannot_cut(
 
 
 def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dtype) -> Tensor:
-    """Copy this rank's part of a state tensor laid out as the parameter (None: it is empty)."""
+    """Copy this rank's part of a state tensor in the parameter's layout; `given` None: empty."""
     local = torch.empty_like(local_part(parameter), dtype=dtype)
     return local if given is None else local.copy_(given.tensor)
 

@@ -1,4 +1,4 @@
-"""Gradients that are completed, to those of the whole batch, after each backward pass.
+"""Completion of a rank's own gradients, after each backward pass, to those of the whole batch.
 
 Between passes, and after the last one, a script may read or change gradients: it clamps them, or
 moves weights along them (sharpness-aware minimisation). It has to see the gradients that one
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 Complete = Callable[[], None]
-"""Reduces gradients, all of them this rank's own, to those of the whole batch. Collective."""
+"""Reduces this rank's own gradients to those of the whole batch. Collective."""
 
 
 class PassGradients:
@@ -31,8 +31,8 @@ class PassGradients:
 
     @contextmanager
     def of_pass(self, complete: Complete, *, completes: bool) -> Iterator[None]:
-        """Surround a pass. `completes`: complete the gradients after it; else a later pass or
-        `finish` does."""
+        """Return a context for one pass. `completes`: complete the gradients at its end; else a
+        later pass or `finish` does."""
         if not self._are_own and not self._kept:
             self._set_aside()
         self._are_own = True

@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES = 1 << 28
 class ReplicatedLayout(Layout):
     """Layout in which every rank holds and steps all parameters, with its own share of samples.
 
-    As in DDP, a parameter without part in the loss is an error unless `find_unused_parameters`.
+    As in DDP, a parameter that a loss leaves out is an error unless `find_unused_parameters`.
     """
 
     elementwise = False
@@ -98,7 +98,7 @@ class ReplicatedLayout(Layout):
         return self.world.rank == 0
 
     def replicas(self, name: str) -> Sequence[int]:
-        # The first rank alone publishes buffers: `stepped` gives its values to all.
+        # Only the first rank publishes buffers: `stepped` broadcasts its values.
         return range(self.world.world_size if name in self._parameters else 1)
 
     def travels(self, name: str) -> bool:
@@ -167,7 +167,7 @@ class Zero1Layout(ReplicatedLayout):
 
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 
-    An owner sends its updated parameters as one message: they lie in one piece of memory, so they
+    An owner sends its updated parameters as one message. They lie in one piece of memory, so they
     are neither packed nor copied. Concurrent broadcasts, one for each owner, move each byte to each
     rank once. An all-gather does so only for equal parts: Gloo wants parts padded to the largest,
     so a model that is mostly one embedding would be sent several times. On loopback, broadcasts of
@@ -208,8 +208,8 @@ class Zero1Layout(ReplicatedLayout):
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Copy values that a script has assigned to a parameter's `.data` into its owner's memory,
-        which is what owners send and other ranks receive into."""
+        """Copy values that a script has assigned to a parameter's `.data` back into the memory that
+        owners send, and other ranks receive into."""
         for parameter, original in self._originals:
             if parameter.data_ptr() != original.data_ptr():
                 original.copy_(parameter)
@@ -217,7 +217,7 @@ class Zero1Layout(ReplicatedLayout):
 
     def begin(self) -> None:
         super().begin()
-        # `optimizer.zero_grad` does not reach these.
+        # The optimizer does not hold these parameters, so its `zero_grad` leaves their gradients.
         self._forget_gradients_of_others()
 
     def reduce(self) -> None:

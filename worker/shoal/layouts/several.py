@@ -23,7 +23,7 @@ class SeveralLayouts(Layout):
         self.elementwise = any(each.elementwise for each in layouts.values())
         self.layouts = layouts
         self.active: frozenset[str] = frozenset()
-        """Names of the models that the next pass trains, or the next update steps."""
+        """Names of the models that the next pass trains, or that the next update steps."""
 
     @property
     def _active(self) -> list[Layout]:
@@ -103,7 +103,7 @@ class SeveralLayouts(Layout):
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Set the gradients of inactive models aside within the context, and restore them at its
+        """Set aside the gradients of inactive models within the context, and restore them at its
         end: gradients added meanwhile are discarded."""
         others = [each for name, each in self.layouts.items() if name not in self.active]
         kept = [(p, p.grad) for each in others for p in each.parameters.values()]

@@ -2,8 +2,8 @@
 
 torch's SyncBatchNorm runs on GPUs only, and counts the stand-in sample of a member without a share.
 Here each member sends the number of its values, their mean and their sum of squares around that
-mean, which are combined as in Chan et al. 1979. In backward it sends the sums that its gradients
-depend on; these are weighted by its share, as its loss is.
+mean, which are combined as in Chan et al. 1979. In backward members exchange the sums that
+gradients depend on, weighted by each member's share, as its loss is.
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ from shoal.torch_private.tensors import in_backward
 def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
     """Make the model's SyncBatchNorm modules, or `every` BatchNorm, normalise over the samples of
     all members; returns their number. They stay the same objects, and evaluate as before."""
-    found = 0
+    num_synced = 0
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm or (every and type(module) in _SYNCED):
             module.__class__ = _SYNCED[type(module)]
-            found += 1
-    return found
+            num_synced += 1
+    return num_synced
 
 
 def unsync_batchnorm(model: nn.Module) -> None:
@@ -50,10 +50,10 @@ class _Normalise(torch.autograd.Function):
         values: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        how: tuple[float, BatchNormMembers],
+        settings: tuple[float, BatchNormMembers],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return (normalised values, mean, biased variance, number of values per channel)."""
-        eps, members = how
+        eps, members = settings
         exact = values.double() if values.dtype == torch.float64 else values.float()
         mean, variance, count = _statistics(exact, members)
         scale = (variance + eps).rsqrt().to(exact.dtype)
@@ -81,10 +81,10 @@ class _Normalise(torch.autograd.Function):
         factor = scale if weight is None else scale * weight.to(centred.dtype)
         # A stand-in sample had no part in the statistics.
         factor = factor if members.has_samples else torch.zeros_like(factor)
-        found = (inner * _wide(factor, centred)).to(gradients[0].dtype)
+        of_values = (inner * _wide(factor, centred)).to(gradients[0].dtype)
         of_weight = None if weight is None else own[1].to(weight.dtype)
         of_bias = own[0].to(gradients[0].dtype if weight is None else weight.dtype)
-        return found, of_weight, of_bias if context.needs_input_grad[2] else None, None
+        return of_values, of_weight, of_bias if context.needs_input_grad[2] else None, None
 
 
 @torch.no_grad()
@@ -130,8 +130,8 @@ def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own na
     )  # type: ignore[no-untyped-call]
     if self.track_running_stats:
         _track(self, mean, variance, count)
-    found: Tensor = output
-    return found
+    normalised: Tensor = output
+    return normalised
 
 
 def _members_of(module: Any) -> BatchNormMembers | None:

@@ -1,4 +1,4 @@
-"""Sources of batches: by step for synchronous members, by sample lease for the others."""
+"""Sources of batches: by step for synchronous members, by sample lease for asynchronous ones."""
 
 import time
 from abc import ABC, abstractmethod
@@ -45,11 +45,12 @@ class BatchSource(ABC):
     @property
     @abstractmethod
     def num_steps(self) -> int | None:
-        """Number of this member's batches in the whole job; None if it depends on the others'
-        pace."""
+        """Number of this member's batches in the whole job; None if it depends on the pace of the
+        other members."""
 
     def attempted(self) -> None:
-        """Note that a step on the batch begins. Raises InvalidSpec if one is already committed."""
+        """Note that a step on the batch begins. Raises InvalidSpec if the batch's step is already
+        committed."""
         if self._is_trained and self.batch is not None:
             raise InvalidSpec(
                 f"a second step on the batch of step {self.batch.step}",
@@ -66,7 +67,7 @@ class BatchSource(ABC):
         self._is_trained = True
 
     def acknowledged(self) -> Callable[[], None]:
-        """The function to call once the step on the present batch can no longer be lost."""
+        """Return the function to call once the step on the present batch can no longer be lost."""
         return _nothing
 
     def close(self) -> None:
@@ -74,12 +75,12 @@ class BatchSource(ABC):
         self._loader.close()
 
     def stop(self) -> bool:
-        """Note that the script has left its loop early. True if `session.stop` had announced this:
-        then returns once all members have left their loops. Else returns False at once."""
+        """Note that the script has left its loop early. If `session.stop` was called, wait until
+        all members have left their loops, and return True. Else return False at once."""
         return False
 
     def left(self) -> None:  # noqa: B027 - does nothing by default
-        """Note that the script has left its loop, or has come to its end."""
+        """Note that the script's loop has ended, early or at the last batch."""
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
         self.batch, self._is_trained = batch, False
@@ -114,11 +115,11 @@ class SynchronousBatches(BatchSource):
                 if self._finish():
                     break
             except JobFinished:
-                # The others saw the last step committed and left while this one recovered.
+                # The others committed the last step, and left while this member recovered.
                 if controller.strategy.step < self._end():
                     raise
                 break
-        self._is_over()
+        self._note_end()
 
     def _loaded(self, generation: Generation) -> Batch:
         strategy = self._controller.strategy
@@ -144,7 +145,8 @@ class SynchronousBatches(BatchSource):
         return cast(SynchronousStrategy, self._controller.strategy)
 
     def _end(self) -> int:
-        """The job's last step: the last batch's, or an earlier one that members have agreed on."""
+        """Return the job's last step: that of the last batch, or the step that members agreed on
+        for an early stop."""
         strategy = self._strategy
         self._loader.begin_at(strategy.origin)
         stop_at, num_steps = strategy.position.stop_at, self.num_steps
@@ -152,7 +154,7 @@ class SynchronousBatches(BatchSource):
 
     def stop(self) -> bool:
         strategy = self._controller.strategy
-        assert isinstance(strategy, SynchronousStrategy), "these are its batches"
+        assert isinstance(strategy, SynchronousStrategy), "others have leased batches"
         if strategy.position.wish is None:
             return False
         self.left()
@@ -162,7 +164,7 @@ class SynchronousBatches(BatchSource):
             while not self._finish():
                 self._controller.ensure_generation(self._fields)
                 self._check_end()
-        self._is_over()
+        self._note_end()
         return True
 
     def _check_end(self) -> None:
@@ -170,15 +172,15 @@ class SynchronousBatches(BatchSource):
 
     def left(self) -> None:
         if self.batch is not None and not self.all_trained:
-            # From the batch, not from the strategy's step: a rollback in a call within the loop may
-            # have lowered that since.
+            # Counted from the batch: a rollback in a call within the loop may have lowered the
+            # strategy's step since.
             self._controller.call.end_step = self.batch.step + int(self._is_trained)
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
         self._controller.call.end_step = 0
         return super()._offer(batch)
 
-    def _is_over(self) -> None:
+    def _note_end(self) -> None:
         self.all_trained = True
         self._controller.call.end_step = self._controller.strategy.step
 
@@ -206,7 +208,7 @@ class LeasedBatches(BatchSource):
         self._loader.start()
         controller.ensure_generation(self._fields)
         strategy = controller.strategy
-        assert isinstance(strategy, LeasingStrategy), "it is not synchronous"
+        assert isinstance(strategy, LeasingStrategy), "an asynchronous strategy leases samples"
         self._leases = strategy.lease_samples(
             self._loader.order, controller.membership.coordinators
         )
@@ -216,31 +218,31 @@ class LeasedBatches(BatchSource):
                 if span is None:
                     controller.strategy.rest()
                     continue
-                yield from self._on(span)
+                yield from self._offer_until_committed(span)
             controller.strategy.flush()
             # Fetch the other members' last updates: from here on the model is the job's result.
             controller.strategy.finish()
         except JobFinished as finished:
-            # Others saw the last sample completed before this member asked for more.
+            # The last sample was completed before this member asked for more samples.
             log.info("job_finished_by_others", reason=str(finished))
         self.all_trained = True
 
-    def _on(self, span: SampleRange) -> Iterator[Batch]:
-        """Offer the batch of a range until a step on it is committed: again if a step was
-        refused."""
+    def _offer_until_committed(self, span: SampleRange) -> Iterator[Batch]:
+        """Offer the batch of a range of samples, again after a refused step, until a step on it is
+        committed."""
         strategy = self._controller.strategy
         step, began_s = strategy.step, time.perf_counter()
         batch = self._loader.leased(
-            span.epoch, span.start, span.stop, step, after=partial(self._after, span)
+            span.epoch, span.start, span.stop, step, after=partial(self._likely_next, span)
         )
         self.loading_s += time.perf_counter() - began_s
         while strategy.step == step:
             self._leased = span
             yield from self._offer(batch)
 
-    def _after(self, span: SampleRange) -> Iterator[SampleRange]:
-        """The spans that are likely next, to load ahead: a lease covers many batches in
-        sequence."""
+    def _likely_next(self, span: SampleRange) -> Iterator[SampleRange]:
+        """Yield the ranges that are likely next, to load them ahead: a lease covers many batches
+        in sequence."""
         order = self._loader.order
         for start in range(span.stop, order.num_samples, order.global_batch_size):
             stop = min(start + order.global_batch_size, order.num_samples)
@@ -263,8 +265,9 @@ class Batches(Iterator[Batch]):
     """The iterator of `session.batches`. `len()` is the number of steps of the whole job, for
     progress bars; an asynchronous job has none, since it depends on the other members.
 
-    After the script has left a loop over it, no call returns the result of an earlier step: see
-    `CallBetweenSteps.end_step`. A later loop continues from the step where the first was left."""
+    After the script has left a loop over the batches, a call between steps is refused if the state
+    was rolled back to an earlier step: see `CallBetweenSteps.end_step`. A later loop continues from
+    the step at which the first loop ended."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
@@ -295,19 +298,19 @@ class Batches(Iterator[Batch]):
     def __len__(self) -> int:
         num_steps = self._source.num_steps
         if num_steps is None:
-            raise TypeError("how many batches a member gets depends on the others' pace")
+            raise TypeError("the number of a member's batches depends on the other members' pace")
         return num_steps
 
 
 def one_loop(what: str) -> InvalidSpec:
-    """The error for a script that loops once for each epoch: one loop covers all epochs."""
+    """Return the error for a script that loops once for each epoch: one loop covers all epochs."""
     return InvalidSpec(
         what,
-        seen="one for each epoch, perhaps",
+        seen="perhaps one loop for each epoch",
         expected="one loop over session.batches(data, epochs=n) for all epochs",
-        fix="batch.epoch says which epoch a batch belongs to; do what follows an epoch"
-        " where `(batch.step + 1) % (len(batches) // n) == 0`. For data that training itself"
-        " makes, as rollouts, take steps without session.batches: docs/loop.md.",
+        fix="batch.epoch is the epoch of a batch. An epoch has ended if"
+        " `(batch.step + 1) % (len(batches) // n) == 0`. For data that training itself makes,"
+        " such as rollouts, take steps without session.batches: docs/loop.md.",
     )
 
 

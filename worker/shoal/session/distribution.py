@@ -74,7 +74,8 @@ class DistributeOptions:
     local_rank: LocalRank
     backend: str
     reconfigures: bool
-    """True if a generation reconfigures the process group of the last one instead of making one."""
+    """True if a generation reconfigures the previous generation's process group instead of making
+    a new group."""
     validators: ValidatorSet
     checkpoints: Checkpoints | None
     keyed_dropout: bool
@@ -99,7 +100,7 @@ class LongLivedObjects:
         """Let the collector skip all present objects. No effect if the script or another session of
         the process has frozen objects, or if the collector is off."""
         if gc.isenabled() and not gc.get_freeze_count():
-            # Frozen garbage, such as what the script has just made, is not freed before `release`.
+            # Collected first: garbage that is frozen, such as the script's, stays until `release`.
             gc.collect(1)
             gc.freeze()
             self._is_frozen = True
@@ -141,7 +142,7 @@ class Distribution:
                 distributed = self._distribute_all(model, optimizer, chosen, options, held)
                 self._held = held.pop_all()
         except BaseException:
-            # As before the call: the script may try again with another strategy or model.
+            # Restore the state before the call: the script may try another strategy or model.
             self.fields.clear()
             self.training = self._optimizer = self._guard = self._parameters = None
             self._controller.drop_strategy()
@@ -237,11 +238,12 @@ class Distribution:
         chosen: Strategy,
         options: DistributeOptions,
     ) -> ScriptCalls | OwnCounts | None:
-        """The watch on the script's calls of schedulers and averages; None if none is needed."""
+        """Return the watch on the script's calls of schedulers and averages; None if the strategy
+        needs none."""
         if chosen.carries:
             return ScriptCalls([*optimizers, *models], self.registered, options.in_step)
         if chosen.schedule_option:
-            fix = f"Give it with {chosen.schedule_option}, and leave out its step()."
+            fix = f"Pass it as {chosen.schedule_option}, and leave out its step()."
             return OwnCounts(optimizers, chosen.given_schedule, fix)
         return None
 
@@ -254,7 +256,7 @@ class Distribution:
                     f"reconfigure=True: strategy {chosen.name} has no process group",
                     expected="a strategy whose members take each step together, such as ddp",
                 )
-            # On all members or none: the two kinds of group cannot connect.
+            # A field of the proposal, as the two kinds of group cannot connect to each other.
             self.fields["reconfigure"] = "true"
         if chosen.synchronous:
             name, reconfigures = options.backend or None, options.reconfigures
@@ -264,7 +266,7 @@ class Distribution:
         if not chosen.trains_several:
             raise InvalidSpec(
                 f"strategy {chosen.name} trains one model with one optimizer",
-                seen="several of them",
+                seen="several models or optimizers",
                 expected="ddp, zero1, zero2, zero3, fsdp or hsdp; or one module that holds all"
                 " models, with an optimizer of several groups",
             )
@@ -284,8 +286,8 @@ class Distribution:
         *,
         weight: object = None,
     ) -> SynchronousStrategy | None:
-        """Choose the optimizers that the strategy's next call is for, if there are several; returns
-        the strategy, or None if there is one optimizer.
+        """Choose the optimizers for the strategy's next call, if there are several. Returns the
+        strategy; None if there is one optimizer.
 
         Raises InvalidSpec if the choice is unclear, or for an optimizer of another session.
         """
@@ -299,12 +301,12 @@ class Distribution:
             return None
         if weight is not None:
             raise InvalidSpec(
-                "losses with weights of their own, with several optimizers",
+                "a loss with a weight, with several optimizers",
                 seen=f"{call}(loss, weight=...)",
                 expected="means over the batch's samples",
             )
         strategy = self._controller.strategy
-        assert isinstance(strategy, SynchronousStrategy), "others refuse several"
+        assert isinstance(strategy, SynchronousStrategy), "others refuse several optimizers"
         strategy.choose(self.training.chosen(given, call))
         return strategy
 
@@ -313,7 +315,7 @@ class Distribution:
         if self._controller.has_proposed:
             raise InvalidSpec(
                 f"{name!r} is registered too late",
-                seen="a first batch or step before it",
+                seen="a batch or a step before the call",
                 expected="session.register before the first batch, on every member",
             )
         if self.fields:
@@ -328,7 +330,7 @@ class Distribution:
     def guard(self) -> StepGuard:
         """The guard of steps. Raises InvalidSpec if nothing is distributed."""
         _ = self._controller.strategy
-        assert self._guard is not None, "made with what is distributed"
+        assert self._guard is not None, "made by `distribute`"
         return self._guard
 
     def check_model(self) -> None:
@@ -349,10 +351,10 @@ class Distribution:
         return {**samples, **content}
 
     def _share_sizes(self, order: Order) -> ShareSizes | None:
-        """Sizes of shares; None if no layer depends on the number of members."""
+        """Return the sizes of shares; None if no layer depends on the number of members."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
             return None
-        assert self._model is not None, "batches come behind distribute"
+        assert self._model is not None, "batches are made after `distribute`"
         spec = self._controller.member.spec
         is_bounded = spec.max_members < MAX_MEMBERS
         shares = ShareSizes(order, spec.max_members if is_bounded else spec.desired_members)
@@ -370,8 +372,8 @@ def _key_dropout(model: nn.Module) -> None:
         log.warning(
             "dropout_depends_on_members",
             modules=", ".join(names[:5]),
-            hint="what is dropped within attention and recurrent layers differs with the"
-            " number of members; dropout=0 there, and nn.Dropout beside, is exact",
+            hint="the dropout within attention and recurrent layers depends on the number of"
+            " members; to avoid this, set dropout=0 there and use nn.Dropout modules",
         )
 
 
@@ -381,19 +383,19 @@ def _check_syncs(chosen: Strategy) -> None:
             f"strategy {chosen.name} does not normalise over members",
             seen="sync_batchnorm=True, or a model with SyncBatchNorm",
             expected="ddp, zero1, zero2, zero3, fsdp or hsdp; under tensor every member has the"
-            " whole batch as it is",
+            " whole batch anyway",
         )
 
 
 def _check_scaler(name: str, registered: RegisteredState, stateful: object) -> None:
-    """Raise InvalidSpec for a GradScaler that is to be registered and is not supported."""
+    """Raise InvalidSpec if the object is a GradScaler that a session does not support."""
     if not isinstance(stateful, torch.amp.GradScaler) or not stateful.is_enabled():
         return
     if type(stateful) not in _KNOWN_SCALERS:
         raise InvalidSpec(
             f"{name!r} is an unknown kind of GradScaler",
             seen=type(stateful).__qualname__,
-            expected="torch.amp.GradScaler itself, whose scale the session moves on",
+            expected="torch.amp.GradScaler itself, whose scale the session updates",
         )
     if registered.scaler is not None:
         raise InvalidSpec(f"{name!r} is a second GradScaler", expected="one for the session's loss")
@@ -411,7 +413,7 @@ def _check_scales(strategy: Strategy, registered: RegisteredState) -> None:
 
 
 def _named(given: Any, alone: str) -> dict[str, Any]:
-    """The objects by name, or by index in the list; a single object has the name `alone`."""
+    """Return objects by name, or by index in the list; a single object has the name `alone`."""
     if isinstance(given, Mapping):
         return dict(given)
     if isinstance(given, Sequence):
@@ -420,7 +422,7 @@ def _named(given: Any, alone: str) -> dict[str, Any]:
 
 
 def _as_given(named: Mapping[str, Any], given: Any) -> Any:
-    """The objects in the form in which the script gave its own: a dict, a list or one object."""
+    """Return objects in the form in which the script passed its own: dict, list or one object."""
     if isinstance(given, Mapping):
         return dict(named)
     return list(named.values()) if isinstance(given, Sequence) else next(iter(named.values()))

@@ -47,8 +47,9 @@ VALIDATION_SHARE = 0.5
 """Share of the time to accept or reject a roster (`limits.prepare_s`) that validators may use. A
 quarter of that time is for checks of peers, the rest for messages."""
 MAX_FIELD_CHARACTERS = 4096
-"""Limit of a value in a proposal: the settings of an optimizer with many groups exceed it."""
-_WORTH_ANOTHER_TRY = (RuntimeError, MemoryError, OSError)
+"""Limit of a value in a proposal. Longer values, such as the settings of an optimizer with many
+groups, are shortened."""
+_MAY_NOT_RECUR = (RuntimeError, MemoryError, OSError)
 """Errors that may not recur a second later: no memory, no port, a busy device."""
 
 
@@ -65,16 +66,16 @@ class CallBetweenSteps:
     """True if the generation was formed for the call and has fewer members than a step needs."""
     end_step: int = 0
     """The step at which the script left its loop over the batches; 0 while it is in the loop. The
-    state may not be rolled back further: without the loop no step is taken again."""
+    state may not be rolled back to before this step: without the loop no step is taken again."""
 
     def check_end(self, call: str, step: int) -> None:
         """Raise StateLost if the state was rolled back to before the end of the script's loop."""
         if step < self.end_step:
             raise StateLost(
-                f"{call} after the loop over the batches cannot be of the trained model",
-                seen=f"so many members lost after the loop that the others hold step {step}"
+                f"{call} after the loop over the batches cannot use the trained model",
+                seen=f"after the loss of members since the loop, the others hold step {step}"
                 " at best",
-                expected=f"step {self.end_step}, whole on the members that are left",
+                expected=f"the whole state of step {self.end_step} on the remaining members",
                 fix="Run the job again with --fresh, from its newest checkpoint if its script has "
                 "checkpoints=. With more copies (copies=2) more members may be lost at once.",
             )
@@ -82,12 +83,12 @@ class CallBetweenSteps:
 
 @dataclass
 class ProposalDetails:
-    """Content of a member's proposal beside its fields, from its model and its batches."""
+    """Content of a member's proposal in addition to its fields, from its model and batches."""
 
     optional_fields: dict[str, str] = field(default_factory=dict)
     """Values that must be the same on all members that propose them; some may leave them out."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """The content whose digest is the field's value, by field."""
+    """Contents by field: the field's value is the digest of its content."""
     shares: ShareSizes | None = None
     """Share sizes, if shares may be too small for a layer of the model."""
 
@@ -116,7 +117,7 @@ class ElasticController:
         self.details = ProposalDetails()
         self._is_ready = False
         self._proposed = False
-        self._seen = 0
+        self._newest_number = 0
         self._left = False
 
     def _membership_of(self, member: Member) -> MemberSession | LoneMember:
@@ -192,7 +193,7 @@ class ElasticController:
         return self._strategy
 
     def ensure_generation(self, fields: dict[str, str]) -> Generation:
-        """The generation in which the next step may begin, formed or changed if needed.
+        """Return the generation in which the next step may begin; form or change it if needed.
 
         Waits as long as the job's limits allow, then raises with the reason for the wait. Raises
         Drained if this member was asked to leave and the others no longer need it.
@@ -209,7 +210,7 @@ class ElasticController:
         if self._left:
             raise InvalidSpec("the session is over", expected="a new shoal.join")
         if self._is_ready:
-            self._end_of_script(strategy)
+            self._finish_last_step(strategy)
             if strategy.leaves_with_checkpoint():
                 drained = MemberDrained("this member leaves", seen="it was asked to")
                 raise self.membership.failure or drained
@@ -237,15 +238,15 @@ class ElasticController:
                 return self._follow(generation)
             elif self.call.has_too_few:
                 few = f"{generation.world_size} of at least {self.member.spec.min_members} members"
-                self._recover(GenerationBroken(f"a call between two steps is over, of {few}"))
+                self._recover(GenerationBroken(f"a call between two steps has ended, with {few}"))
             elif self.membership.is_broken(generation.number):
                 self._recover(GenerationBroken(f"generation {generation.number} was broken"))
             else:
                 return generation
 
     def stand(self, fields: dict[str, str]) -> Generation:
-        """The present generation, or the next one if that has ended: for calls between two steps,
-        in which no planned change takes place.
+        """Return the present generation, or form the next one if it has ended. For calls between
+        two steps, during which no planned change takes place.
 
         Waits and raises as `ensure_generation`.
         """
@@ -255,7 +256,7 @@ class ElasticController:
         assert self.generation is not None, "formed"
         return self.generation
 
-    def _end_of_script(self, strategy: Strategy) -> None:
+    def _finish_last_step(self, strategy: Strategy) -> None:
         """Finish the last step, as the script asks for the next one."""
         if strategy.checkpoint_due:
             # A job that resumes from the checkpoint does not take these steps again.
@@ -268,8 +269,8 @@ class ElasticController:
             self._recover(error)
 
     def conclude(self) -> None:
-        """Finish the last step, as the script takes no other. Changes that the script made since
-        belong to that step, for example in a checkpoint that is due. Raises the errors of the
+        """Finish the last step, as the script takes no further step. Changes that the script made
+        since belong to that step, for example in a checkpoint that is due. Raises the errors of the
         strategy's `between_steps`, except those that mean a lost peer."""
         if self._left or not self._is_ready:
             return
@@ -288,7 +289,7 @@ class ElasticController:
 
     def _hand_over(self, successor: GenerationRecord) -> None:
         """Copy the state of members that are not in the next generation to members that are."""
-        assert self.generation is not None, "it stops here"
+        assert self.generation is not None, "a generation is handed over"
         self.job_log.flush()
         stay = {entry.member_id for entry in successor.roster.entries}
         members = {entry.member_id for entry in self.generation.entries}
@@ -309,14 +310,14 @@ class ElasticController:
             return is_broken or self.strategy.is_failure(error)
         # An aborted collective leaves wrong values, which may fail any check, such as the script's
         # check of its loss.
-        finds = isinstance(error, Exception) and not isinstance(error, ShoalError)
-        return (finds or isinstance(error, MalformedMessage)) and self.strategy.has_leftovers()
+        is_check = isinstance(error, Exception) and not isinstance(error, ShoalError)
+        return (is_check or isinstance(error, MalformedMessage)) and self.strategy.has_leftovers()
 
     def recover(self, error: BaseException) -> None:
         """Roll back to the last committed step, after a peer was lost in the generation.
 
-        Raises `error` again if the generation is not found broken in time, InvalidSpec if the
-        members' scripts wait at different points, and Drained as `ensure_generation`.
+        Raises `error` again if the coordinator does not report the break in time, InvalidSpec if
+        the members' scripts wait at different points, and Drained as `ensure_generation`.
         """
         try:
             with drained():
@@ -327,14 +328,13 @@ class ElasticController:
 
     def _keep_state(self) -> None:
         """Write a checkpoint if this member leaves and no generation continues from the last step.
-        Only the first member of the generation that is not lost writes, if it holds the whole
-        state."""
+        Only the generation's first remaining member writes, if it holds the whole state."""
         generation = self.generation
         if generation is None or self._is_ready or not self.membership.leaves_unreplaced:
             return
         members = (entry.member_id for entry in generation.entries)
-        left = (name for name in members if name not in self.membership.lost)
-        if next(left, "") == self.member.member_id:
+        remaining = (name for name in members if name not in self.membership.lost)
+        if next(remaining, "") == self.member.member_id:
             self.strategy.keep_alone()
 
     def _recover(self, error: BaseException) -> None:
@@ -344,7 +344,7 @@ class ElasticController:
             raise refusal from error
         self._is_ready = False
         started_s = time.perf_counter()
-        # First of all: members that wait for this one notice as their connections close.
+        # Cut first: members that wait for this one notice that their connections close.
         strategy.cut(generation.number)
         strategy.abandon()
         self._await_break(generation.number, error)
@@ -365,12 +365,12 @@ class ElasticController:
         self.membership.settle(strategy.step, has_state=strategy.has_state, enough_for_call=enough)
 
     def _enough_for_call(self) -> int:
-        """The smallest number of members that can hold the model between two steps."""
+        """Return the smallest number of members that can hold the model between two steps."""
         least = self.member.spec.min_members
         return next((n for n in range(1, least) if not self.strategy.refuses(n)), least)
 
     def pause(self, reason: str, limit_s: float) -> None:
-        """Let the others wait while this member's script does something else than train."""
+        """Let the other members wait while this member's script does something other than train."""
         if self._strategy is not None and not self._strategy.synchronous:
             # Otherwise members at their staleness bound would wait for this member's clock.
             self._strategy.rest()
@@ -410,7 +410,7 @@ class ElasticController:
             started_s = time.perf_counter()
             strategy.asks(begins=True)
             try:
-                record = self.membership.await_generation(above=self._seen)
+                record = self.membership.await_generation(above=self._newest_number)
             finally:
                 strategy.asks(begins=False)
             log.debug(
@@ -428,9 +428,9 @@ class ElasticController:
         """
         strategy = self.strategy
         generation = Generation(record=record, token=self.membership.token)
-        self._seen = generation.number
-        # A failure while others receive state may be theirs: this member, which has state, tries
-        # again rather than leave with it.
+        self._newest_number = generation.number
+        # If others receive state from this member, a failure may be theirs. This member tries
+        # again then, as its state would be lost if it left.
         gives = strategy.has_state and any(
             entry.state == STATE_ACTION_RECEIVE for entry in record.roster.entries
         )
@@ -449,28 +449,29 @@ class ElasticController:
         strategy = self.strategy
         lost = isinstance(error, StateLost)
         text = f"{type(error).__name__}: {error}"
-        own = self._is_own(number, error)
-        if own:
-            # Logged even if another attempt follows. The trace has no values of variables, as
+        is_own = self._is_own(number, error)
+        if is_own:
+            # Logged even if another attempt follows. The trace shows no values of variables:
             # tokens are among them.
             known = isinstance(error, ShoalError)
             trace = {} if known else {"trace": "".join(traceback.format_exception(error))}
             log.error("bring_up_failed", generation=number, reason=text[:300], **trace)
-        if own and strategy.synchronous:
-            # First of all: the others continue without this member and need not detect its failure.
+        if is_own and strategy.synchronous:
+            # Reported at once: the others continue without this member, and need not detect its
+            # failure.
             self.membership.report_broken(text, own=True, state_lost=lost)
-            # The frames hold objects of this attempt: the next one may need their memory.
+            # The frames hold objects of this attempt: the next attempt may need their memory.
             traceback.clear_frames(error.__traceback__)
         strategy.abandon()
-        another_try = isinstance(error, _WORTH_ANOTHER_TRY) or (gives_state and not lost)
-        if own and not (strategy.synchronous and another_try):
+        tries_again = isinstance(error, _MAY_NOT_RECUR) or (gives_state and not lost)
+        if is_own and not (strategy.synchronous and tries_again):
             raise error
         try:
-            self._await_break(number, error, reported=own)
+            self._await_break(number, error, reported=is_own)
             self._settle()
         except BringUpFailed as left_out:
             raise left_out from error
-        if not own:
+        if not is_own:
             log.debug("bring_up_broken", generation=number, reason=str(error)[:300])
 
     def _is_own(self, number: int, error: Exception) -> bool:
@@ -482,8 +483,8 @@ class ElasticController:
         return not self.strategy.is_failure(error)
 
     def _follow(self, generation: Generation) -> Generation:
-        """The newest generation, entered if it is new: an asynchronous strategy trains through
-        changes."""
+        """Return the newest generation; enter it if it is new. For asynchronous strategies, which
+        train on during changes."""
         token = self.membership.token
         if token.generation > generation.number:
             # The membership's thread has the new record already, as the token has its number.
@@ -491,7 +492,7 @@ class ElasticController:
             generation = Generation(record=record, token=token)
             self.strategy.enter(generation)
             self._entered(generation)
-            self._seen = generation.number
+            self._newest_number = generation.number
         return generation
 
     def _entered(self, generation: Generation) -> None:
@@ -521,7 +522,7 @@ class ElasticController:
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
         shares = self.details.shares
         if not expected and prepare.roster.planned and shares is not None:
-            # The share sizes refuse a planned change: the newcomer is refused, the others train on.
+            # Share sizes reject planned changes only: the others train on without the new member.
             expected = shares.refuses(world_size)
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]
@@ -560,7 +561,7 @@ class ElasticController:
 
 
 def _shortened(value: str) -> str:
-    """The value as proposed: a long one is cut to its beginning and a digest of the whole."""
+    """Return the value for a proposal: of a long value its beginning and a digest of the whole."""
     if len(value) <= MAX_FIELD_CHARACTERS:
         return value
     digest = sha256(value.encode()).hexdigest()

@@ -41,7 +41,7 @@ class Evaluation:
             batch_size = data.batch_size if batch_size is None else batch_size
             collate = collate or own_collate(data)
             data = data.dataset
-        assert not isinstance(data, DataLoader), "its data set"
+        assert not isinstance(data, DataLoader), "a data set"
         if batch_size is None:
             raise InvalidSpec("an evaluation without a batch size", expected="batch_size=...")
         self._data = data
@@ -59,16 +59,17 @@ class Evaluation:
         strategy: Strategy,
         pausing: Callable[[], AbstractContextManager[None]],
     ) -> dict[str, Any]:
-        """The sums over all samples, the same on every member. If a member is lost meanwhile, the
-        others discard their sums and begin again, with all samples divided among them."""
+        """Return the sums over all samples, the same on every member. If a member is lost during
+        the evaluation, the others discard their sums and begin again, with all samples divided
+        among them."""
 
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             index, count = strategy.data_share(generation)
             # Shares take different times: the others wait for the slowest member.
             with pausing():
-                own = self._sums(index, count)
+                sums = self._sums(index, count)
                 strategy.finish_passes()
-            return reduce(own, "sum", group, generation, part=index)
+            return reduce(sums, "sum", group, generation, part=index)
 
         return calls.run(self.name, attempt)
 
@@ -83,30 +84,30 @@ class Evaluation:
         sums: dict[str, float | int | Tensor] = {}
         for step in range(order.num_steps):
             batch = loader.synchronous(step, index, count)
-            # Also without samples in the batch: forward passes may need all members.
-            found = named(self._measured(batch))
+            # Measured even without samples in the batch: a forward pass may need all members.
+            measured = named(self._measured(batch))
             if not batch.indices:
-                found = {name: _nothing_of(value) for name, value in found.items()}
-            if sums and sums.keys() != found.keys():
+                measured = {name: _zero_like(value) for name, value in measured.items()}
+            if sums and sums.keys() != measured.keys():
                 raise InvalidSpec(
-                    "an evaluation measures different things for different batches",
-                    seen=", ".join(map(repr, found)),
+                    "an evaluation measures different values for different batches",
+                    seen=", ".join(map(repr, measured)),
                     expected=", ".join(map(repr, sums)),
                 )
-            for name, each in found.items() if sums else ():
+            for name, each in measured.items() if sums else ():
                 _check_shape(name, each, sums[name])
-            sums = {name: sums[name] + each if sums else each for name, each in found.items()}
+            sums = {name: sums[name] + each if sums else each for name, each in measured.items()}
         return sums
 
     def _measured(self, batch: Batch) -> Metrics:
-        found = self._measure(batch)
-        if not isinstance(found, Mapping):
+        measured = self._measure(batch)
+        if not isinstance(measured, Mapping):
             raise InvalidSpec(
                 "an evaluation's measure returned no named values",
-                seen=type(found).__name__,
+                seen=type(measured).__name__,
                 expected='sums over the batch by name, as {"correct": number, "loss": tensor}',
             )
-        return found
+        return measured
 
 
 def _check_shape(name: str, value: float | int | Tensor, before: float | int | Tensor) -> None:
@@ -115,12 +116,12 @@ def _check_shape(name: str, value: float | int | Tensor, before: float | int | T
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in (value, before)]
     if shapes[0] != shapes[1]:
         raise InvalidSpec(
-            f"an evaluation measures {name!r} in another shape for each batch",
-            seen=f"{shapes[0]}, and {shapes[1]} of a batch before",
+            f"an evaluation measures {name!r} in different shapes for different batches",
+            seen=f"{shapes[0]}, and {shapes[1]} for an earlier batch",
             expected="the sum over the batch's samples, in a shape that does not depend on"
             " their number",
         )
 
 
-def _nothing_of(value: float | int | Tensor) -> float | int | Tensor:
+def _zero_like(value: float | int | Tensor) -> float | int | Tensor:
     return torch.zeros_like(value) if isinstance(value, Tensor) else type(value)(0)

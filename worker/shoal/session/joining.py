@@ -34,7 +34,7 @@ def join(
     validators: Iterable[Validator] = (),
     trackers: Iterable[Tracker] = (),
 ) -> Session:
-    """A session of a job, for a `with` statement; entering the block joins the job.
+    """Return the session of a job, for a `with` statement; entering the block joins the job.
 
     An argument that is not given is read from the environment, which `shoal run` sets:
 
@@ -43,18 +43,19 @@ def join(
     - SHOAL_CHECK_PEERS: "auto" (before each generation, members on different hosts check that they
       reach each other), "always" or "never".
     - SHOAL_BACKEND: "gloo", "nccl" or "in-memory"; by default NCCL for a model on CUDA, else Gloo.
-    - SHOAL_RECONFIGURE: with 1, each generation reconfigures the process group of the last one
-      instead of making a new one. Needs torch 2.14 or newer and Gloo; the same on all members.
+    - SHOAL_RECONFIGURE: with 1, each generation reconfigures the previous generation's process
+      group instead of making a new group. Needs torch 2.14 or newer and Gloo; must be the same on
+      all members.
     - SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder made by `shoal certs`):
       turn TLS on. Not needed for a cluster that this user has started on this machine.
 
-    `validators` are the session's own, beside those that `shoal.validator` registered. `trackers`
-    receive what `session.log` logs, as the status page does: `shoal.TensorBoard("runs")`,
-    `shoal.WandB("project")` or `shoal.MLflow("file:mlruns")`.
+    `validators` are for this session only, in addition to those registered by `shoal.validator`.
+    `trackers` receive the values of `session.log`, as the status page does:
+    `shoal.TensorBoard("runs")`, `shoal.WandB("project")` or `shoal.MLflow("file:mlruns")`.
 
     Raises InvalidSpec at once if a value is missing or contradicts another. Entering the block
-    raises Unavailable if no coordinator answers, JobFinished, or another refusal of the
-    coordinator.
+    raises Unavailable if no coordinator answers, JobFinished if the job is finished, or another
+    refusal of the coordinator.
     """
     given = {
         "job": job,
@@ -83,8 +84,8 @@ class _Certificate:
 
 
 def _use_certificate(files: TlsFiles | None) -> None:
-    """Connect with these files. With None, drop the certificate of an earlier session; one that the
-    process has from elsewhere stays."""
+    """Use these files for connections. None drops the certificate that an earlier session set; a
+    certificate that the process has set otherwise stays."""
     if files is not None or identity.own() is _Certificate.own:
         identity.use(files)
         _Certificate.own = identity.own()
@@ -95,7 +96,7 @@ def _trackers(given: Iterable[Tracker]) -> tuple[Tracker, ...]:
     for each in trackers:
         if not isinstance(each, Tracker):
             raise InvalidSpec(
-                "trackers has something else in it",
+                "trackers contains an object that is not a tracker",
                 seen=repr(each)[:200],
                 expected="shoal.TensorBoard(...), shoal.WandB(...) or shoal.MLflow(...)",
             )
@@ -121,13 +122,13 @@ def _set_log_level(environment: Mapping[str, str]) -> None:
 
 
 def _check_not_imported_by_a_child() -> None:
-    """Raise InvalidSpec in a process that the trainer has spawned, say to load batches, and that
-    imports the script: it would join as the trainer's own member."""
+    """Raise InvalidSpec in a process that the trainer has spawned, for example to load batches. The
+    process imports the script, and would join as the trainer's member."""
     # multiprocessing sets this mark while such a process imports the main module.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidSpec(
-            "a process that the script has started imports the script, and joins the job in it",
+            "a process that the script has started imports the script, which joins the job again",
             seen="shoal.join outside of if __name__ == '__main__'",
-            expected="if __name__ == '__main__': around all that trains, where processes are"
+            expected="if __name__ == '__main__': around the training code, if processes are"
             " started by spawn or forkserver",
         )

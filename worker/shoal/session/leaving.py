@@ -35,20 +35,19 @@ class SessionEnd:
         self._trained = trained
         self._source = source
         self._leave = leave
-        self._drains_for = ""
+        self._drain_reason = ""
 
     def drain(self, reason: str) -> None:
         """Ask to leave in good order. Any thread, also within a signal handler."""
-        self._drains_for = reason
+        self._drain_reason = reason
         self._controller.membership.drain(reason)
 
     def check_drain(self, silent_s: float) -> None:
-        """Called while the script waits for a batch whose loading processes have been silent for
-        `silent_s`. Raises Drained if this member was asked to leave and the batch may never
-        come."""
+        """Raise Drained if this member was asked to leave and the batch that the script waits for
+        may never be loaded. `silent_s`: time for which the loading processes have been silent."""
         is_alone = isinstance(self._controller.membership, LoneMember)
-        if self._drains_for and (is_alone or silent_s >= SILENT_DRAIN_S):
-            raise Drained(f"{self._drains_for}; the next batch had not come")
+        if self._drain_reason and (is_alone or silent_s >= SILENT_DRAIN_S):
+            raise Drained(f"{self._drain_reason}; the next batch was not loaded yet")
 
     def end(
         self,
@@ -56,7 +55,8 @@ class SessionEnd:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave at the end of the block, because of this error if there is one: an `__exit__`."""
+        """Leave at the end of the block; `error`: the exception that ended the block, if any. Used
+        as an `__exit__`."""
         try:
             if error is None or isinstance(error, SystemExit):
                 self._controller.conclude()

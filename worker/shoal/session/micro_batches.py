@@ -25,11 +25,11 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 
 NEAR_NODES = 64
-"""Limit of the graph nodes, from the loss back, among which the loss's mean is searched."""
+"""Number of graph nodes, from the loss backwards, that are searched for the mean of the loss."""
 
 
 def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
-    """A loss function that returns this fraction of the loss."""
+    """Return a loss function that returns this fraction of the loss."""
     if fraction == 1.0:
         return loss_function
     return lambda outputs, targets: loss_function(outputs, targets) * fraction
@@ -37,16 +37,17 @@ def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
 
 @contextmanager
 def counting(loss: Tensor, weight: float) -> Iterator[Tensor]:
-    """The loss to call backward on. With weight 0, all gradients of its graph are set to 0: the
-    mean over no tokens is NaN, and so are the gradients through its division by 0."""
+    """Return a context whose value is the loss to call backward on. With weight 0, all gradients in
+    the loss's graph are set to 0 there: the mean over no tokens is NaN, and so are its gradients.
+    """
     if weight:
         yield loss
         return
     loss = loss.nan_to_num()
     nodes = nodes_of(loss)
-    # Not of the nodes that computed gathered rows: other members' losses add gradients there.
+    # Except in the graph of gathered rows: other members' losses add gradients there.
     nodes -= nodes_from(before for node in nodes if is_gather(node) for before in _before(node))
-    handles = [node.register_prehook(_nothing) for node in nodes]
+    handles = [node.register_prehook(_zeros) for node in nodes]
     try:
         yield loss
     finally:
@@ -54,7 +55,7 @@ def counting(loss: Tensor, weight: float) -> Iterator[Tensor]:
             handle.remove()
 
 
-def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _zeros(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     # The gradient of an output that the loss does not depend on is None.
     return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
 
@@ -64,14 +65,14 @@ def _before(node: Node) -> Iterable[Node | None]:
 
 
 def _near(loss: Tensor) -> Iterable[Node]:
-    """The last operations that computed a loss."""
-    found = [loss.grad_fn] if loss.grad_fn is not None else []
-    for node in found:
-        new = [before for before, _ in node.next_functions if before not in found]
-        found += [before for before in new if before is not None]
-        if len(found) > NEAR_NODES:
+    """Return the last operations that computed a loss."""
+    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
+    for node in nodes:
+        new = [before for before, _ in node.next_functions if before not in nodes]
+        nodes += [before for before in new if before is not None]
+        if len(nodes) > NEAR_NODES:
             break
-    return found
+    return nodes
 
 
 def _is_even(counts: Tensor, num_samples: int) -> bool:
@@ -80,31 +81,31 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
     if counts.numel() % num_samples:
         return False
     by_sample = counts.reshape(num_samples, -1).sum(1)
-    in_turn = counts.reshape(-1, num_samples).sum(0)
-    return any(torch.allclose(sums, sums[0]) for sums in (by_sample, in_turn))
+    samples_last = counts.reshape(-1, num_samples).sum(0)
+    return any(torch.allclose(sums, sums[0]) for sums in (by_sample, samples_last))
 
 
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
     """Raise InvalidSpec for a loss that is no mean over `num_samples` samples: with other shares of
     the batch it would be a different loss. A mean over the `num_gathered` rows of all members is
     allowed: it is the same on every member."""
-    found = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
-    if len(found) >= num_samples > 1:
-        return  # One mean for each sample, of which the loss is the mean.
-    for counts in found:
+    weights = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
+    if len(weights) >= num_samples > 1:
+        return  # The loss is the mean of a mean for each sample.
+    for counts in weights:
         if num_gathered and not counts.numel() % num_gathered:
             continue
         if not _is_even(counts, num_samples):
             raise InvalidSpec(
                 "a loss that is no mean over samples: with another number of members the job would"
-                " train another one",
-                seen=f"a mean over targets that count {float(counts.sum()):g} together, not alike"
-                f" for each of {num_samples} samples: ignore_index, class weights, or a part of"
+                " train a different loss",
+                seen=f"a mean over targets whose weights sum to {float(counts.sum()):g}, and differ"
+                f" between the {num_samples} samples: ignore_index, class weights, or a part of"
                 " the samples",
-                expected="session.backward(loss, weight=...), with what they count together",
+                expected="session.backward(loss, weight=...), with the sum of these weights",
                 fix="weight=(targets != -100).sum(), or class_weights[targets].sum(): see 'Losses"
-                " by token' in docs/loop.md. Under strategies that support no weights: a mean"
-                " for each sample first, and then the mean of these.",
+                " by token' in docs/loop.md. Under strategies that support no weights: take a mean"
+                " for each sample, and then the mean of these means.",
             )
 
 
@@ -119,10 +120,10 @@ def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
             size = " x ".join(map(str, shape))
             raise InvalidSpec(
                 "a loss that is a sum over samples: with another number of members the job would"
-                " train another one",
+                " train a different loss",
                 seen=f"reduction='sum' over {size}, of {num_samples} samples, undivided",
                 expected="a mean over the samples of the share, loss / len(batch.indices), or over"
-                " what weight= counts",
+                " the items that weight= counts",
                 fix="To train the sum over the whole batch, as one process does, multiply that mean"
                 " by the global batch size: see 'Losses that are a sum over samples' in"
                 " docs/strategies.md.",
@@ -130,7 +131,7 @@ def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _in_part(whole: StepContext, start: int, stop: int, *, has_samples: bool) -> StepContext:
-    """The present context, restricted to samples [start, stop) of the `whole` share."""
+    """Return the present context, restricted to samples [start, stop) of the `whole` share."""
     samples, batchnorm = whole.samples, whole.batchnorm
     if samples is not None:
         samples = replace(samples, first=samples.first + start, count=stop - start)
@@ -156,10 +157,10 @@ class MicroBatches:
         self._aside: BuffersAside | None = None
         """The model's buffers from before the passes of stand-ins."""
         self.num_gathered = 0
-        """Rows that the last `session.gather` has returned; 0: it was not called."""
+        """Number of rows that the last `session.gather` returned; 0 if there was no such call."""
 
     def _fraction(self) -> float:
-        """The present part's fraction of the share; without samples, all parts are equal."""
+        """Return the present part's fraction of the share; without samples, all parts are equal."""
         if self._part is None or self._batch is None:
             return 1.0
         size = self._batch.num_samples
@@ -242,8 +243,8 @@ class MicroBatches:
         return self._fraction()
 
     def backward(self, loss: Tensor, fraction: float, counted: float | None) -> None:
-        """Compute gradients of a loss: the mean over this fraction of the share, or, if `counted`
-        is given, over that many of the units that the step's weights count, such as tokens."""
+        """Compute gradients of a loss. If `counted` is None, the loss is the mean over this
+        fraction of the share; else it is the mean over `counted` items, such as tokens."""
         if counted is not None:
             with counting(loss, counted) as counts:
                 self._strategy.backward_by_weight(counts, counted)
@@ -252,10 +253,10 @@ class MicroBatches:
             self._strategy.backward(loss if fraction == 1.0 else loss * fraction, weight)
 
     def check_mean(self, loss: Tensor, *, by_weight: bool) -> None:
-        """Raise InvalidSpec for a loss that is no mean over the samples, or, with a weight, for a
-        sum. For a part, raises at once. For a whole batch, `check_complete` raises, and only if
-        the step has no other pass: a script that cuts its batch itself has several, none of them
-        over all samples."""
+        """Raise InvalidSpec for a loss that is a sum over the samples, and without a weight for any
+        loss that is no mean over them. For a part, raises at once. For a whole batch,
+        `check_complete` raises, and only if the step has no other pass: if a script cuts its batch
+        itself, no pass is over all samples."""
         present = self._part or self._batch
         if present is None or not present.indices or not self._strategy.cuts_batches:
             return
@@ -269,8 +270,8 @@ class MicroBatches:
             self._refusal = refusal
 
     def check_samples(self) -> None:
-        """Raise InvalidSpec if the batch lacks some of its samples. For a loss without a weight:
-        the remaining samples would count for more."""
+        """Raise InvalidSpec if the batch lacks some of its samples. Called for a loss without a
+        weight, in which the remaining samples would count for more."""
         batch = self._batch
         if batch is None or not batch.indices or not self._strategy.cuts_batches:
             return
@@ -280,18 +281,18 @@ class MicroBatches:
         rows = rows_of_fewer((batch.inputs, batch.targets), size)
         if rows is not None:
             raise InvalidSpec(
-                f"a loss without a weight of a batch that lacks samples, in step {batch.step}",
+                f"a loss without a weight, on a batch that lacks samples, in step {batch.step}",
                 seen=f"{rows} of {size} samples, as from a collate function that leaves out None"
                 " samples",
-                expected="session.backward(loss, weight=...) in each pass, with how many samples"
-                " the loss is a mean over: with other shares of the batch the job would train"
-                " another one",
-                fix="weight=len(batch.targets); or a sample in the place of each that is missing.",
+                expected="session.backward(loss, weight=...) in each pass, with the number of"
+                " samples that the loss is a mean over: with other shares of the batch the job"
+                " would train a different loss",
+                fix="weight=len(batch.targets); or replace each missing sample by another.",
             )
 
     def checked(self, loss_function: LossFunction, look: Callable[[Tensor], None]) -> LossFunction:
-        """The loss function with a check of each loss against the samples in its targets, for
-        strategies that call it several times. `look` is called with each loss."""
+        """Return the loss function with a check of each loss against the samples in its targets.
+        For strategies that call it several times. `look` is called with each loss."""
 
         def checked(outputs: Any, targets: Any) -> Tensor:
             loss = loss_function(outputs, targets)
@@ -307,7 +308,7 @@ class MicroBatches:
         return checked
 
     def counted(self, weight: float | Tensor) -> float:
-        """The weight as a number; 0 if the present part or batch has no samples.
+        """Return the weight as a number; 0 if the present part or batch has no samples.
 
         Raises InvalidSpec if the weight is not finite, or is negative.
         """
@@ -323,17 +324,18 @@ class MicroBatches:
         return value if present is None or present.indices else 0.0
 
     def check_whole(self) -> None:
-        """Raise InvalidSpec within a loop over parts: which samples are in a part together depends
+        """Raise InvalidSpec within a loop over parts: the samples that a part has together depend
         on the shares, and so on the number of members."""
         if self._part is not None and self._num_parts > 1:
             raise InvalidSpec(
                 "session.gather in a loop over the parts of a batch",
                 seen=f"batch.parts({self._num_parts})",
                 expected="session.gather of the rows of the whole share: with another number of"
-                " members other samples would meet in a part, and the job train another loss",
-                fix="Gather features that were computed without gradients before the loop, and let"
-                " each part be trained by what the loss asks of its own: see 'In parts' in"
-                " docs/contrastive.md.",
+                " members a part would have other samples, and the job would train a different"
+                " loss",
+                fix="Before the loop, compute features without gradients, gather them, and compute"
+                " the loss's gradient for each. In the loop, train each part with its gradients:"
+                " see 'In parts' in docs/contrastive.md.",
             )
 
     def check_complete(self) -> None:

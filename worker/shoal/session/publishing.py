@@ -34,7 +34,7 @@ class SessionSeries:
         options: SeriesOptions,
         check_closed: Callable[[str], None],
     ) -> None:
-        """`fields` are the proposal's; `check_closed(call)` raises InvalidSpec within a step."""
+        """`fields`: the proposal's fields; `check_closed(call)` raises InvalidSpec in a step."""
         check_name(name, "series")
         member = controller.member
         if not member.coordinators:
@@ -84,12 +84,12 @@ class SessionSeries:
         self._check_closed("series.publish")
         strategy = self._controller.strategy
         if self._has_tables and strategy.synchronous:
-            strategy.own_weights()  # Raises the refusal, on all members.
+            strategy.own_weights()  # Raises the strategy's refusal, on all members.
         generation = self._generation = self._controller.stand(self._fields)
         rank, world_size = generation.rank, generation.world_size
         if not strategy.synchronous:
             if rank:
-                return _of_others(strategy.step)
+                return _empty_ticket(strategy.step)
             rank, world_size = 0, 1
         held: HeldWeights = strategy.own_weights() if self._has_tables else strategy.weights()
         if model is not None:
@@ -105,7 +105,7 @@ class SessionSeries:
 
     def _connect(self, publisher: PublisherRank) -> Contributor:
         generation = self._generation
-        assert generation is not None, "what is published is of one"
+        assert generation is not None, "a publication belongs to a generation"
         return SeriesPublisher(
             self._controller.member.coordinators,
             self.name,
@@ -121,22 +121,22 @@ class SessionSeries:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the series at the end of the session's block: an `__exit__`. Waits for publications
-        in progress, unless the block ends by an error."""
+        """Close the series at the end of the session's block, as an `__exit__`. Waits for
+        publications in progress, unless the block ends by an error."""
         self._publications.close(waits=error is None or isinstance(error, SystemExit))
 
 
 def _check_without_tables(series: str, *, has_tables: bool) -> None:
     if has_tables:
         raise InvalidSpec(
-            f"series {series} has tables: its versions are what the parameter servers hold",
+            f"series {series} has tables: its versions are the values of the parameter servers",
             seen="publish(model=...)",
             expected="publish()",
             fix="Publish another model under a series of its own, without tables.",
         )
 
 
-def _of_others(step: int) -> Ticket:
+def _empty_ticket(step: int) -> Ticket:
     ticket = Ticket(0, step)
     ticket.nothing_to_publish()
     return ticket

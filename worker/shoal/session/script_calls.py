@@ -3,9 +3,9 @@
 A script of plain torch makes these calls after `optimizer.step()`. A session steps the optimizer at
 the end of the `with session.step()` block, so calls within the block are deferred until then.
 
-An object that is not registered counts its own calls: it begins at 0 on a member that joins, and is
-ahead of the others after a failed step. It would train a different model without an error, so its
-calls are refused.
+An object that is not registered counts its own calls: its count begins at 0 on a member that joins,
+and includes failed steps. Members would then train different models without an error, so calls of
+such objects are refused.
 """
 
 import functools
@@ -33,15 +33,15 @@ log = structlog.get_logger(__name__)
 
 
 class OwnCounts:
-    """Warns of a scheduler that a script steps under an asynchronous strategy. It counts only its
-    own member's steps, which are a share of the job's updates, and begins at 0 when that member is
-    restarted."""
+    """Warns of a scheduler that a script steps under an asynchronous strategy. Such a scheduler
+    counts only the steps of its member, which make a part of the job's updates, and begins at 0
+    when the member is restarted."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str
     ) -> None:
-        """`given`: the strategy's own schedule, which draws no warning; `fix`: what the warning
-        advises."""
+        """`given`: the strategy's own schedule, for which no warning is logged; `fix`: the advice
+        in the warning."""
         self._optimizers = optimizers
         self._given = given
         self._fix = fix
@@ -57,7 +57,7 @@ class OwnCounts:
         _forget(self._optimizers, self)
 
     def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        """Make the script's call on its scheduler, with a warning the first time."""
+        """Make the script's call on its scheduler; log a warning the first time."""
         if stateful is not self._given and not self._is_warned:
             self._is_warned = True
             log.warning(
@@ -87,14 +87,15 @@ class ScriptCalls:
         for owner in self._owners:
             _watching[owner] = self
         _watch(LRScheduler, "step", lambda scheduler, _: _optimizer_of(scheduler))
-        _watch(AveragedModel, "update_parameters", _averaged)
+        _watch(AveragedModel, "update_parameters", _model_of_average)
 
     def release(self) -> None:
         """End the watch with the session. May be called twice."""
         _forget(self._owners, self)
 
     def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        """Make the script's call on its object: now, or once the optimizer has stepped."""
+        """Make the script's call on its object: at once, or within a step after the optimizer's
+        step. Raises InvalidSpec if the object is not registered."""
         if stateful not in self._registered:
             kind = type(stateful).__name__
             raise InvalidSpec(
@@ -111,7 +112,7 @@ class ScriptCalls:
 
 
 _watching: WeakKeyDictionary[Any, ScriptCalls | OwnCounts] = WeakKeyDictionary()
-"""Entries by optimizer and by model, for all sessions of this process."""
+"""Watches by optimizer and by model, for all sessions of this process."""
 
 
 def _forget(owners: Sequence[Any], calls: ScriptCalls | OwnCounts) -> None:
@@ -131,7 +132,7 @@ def _optimizer_of(scheduler: Any) -> Any:
     return None if is_being_made(scheduler) else getattr(scheduler, "optimizer", None)
 
 
-def _averaged(_: Any, arguments: tuple[Any, ...]) -> Any:
+def _model_of_average(_: Any, arguments: tuple[Any, ...]) -> Any:
     model = arguments[0] if arguments else None
     if model is None or model in _watching:
         return model
@@ -145,12 +146,12 @@ def _averaged(_: Any, arguments: tuple[Any, ...]) -> Any:
 
 def _check_whole(average: AveragedModel, model: nn.Module) -> None:
     """Raise InvalidSpec if this member's model has other parameters than the average. torch pairs
-    parameters by order: those of a pipeline stage would be averaged with wrong ones, unnoticed
-    until members compare their averages."""
+    parameters by order. The parameters of a pipeline stage would be averaged with wrong ones, which
+    would show only when members compare their averages."""
     averaged, present = _shapes(average.module), _shapes(model)
     if averaged != present:
         raise InvalidSpec(
-            "an average of weights that this strategy cuts over members",
+            "an average of weights that this strategy divides among members",
             seen=f"{len(averaged)} parameters in the average, {len(present)} here"
             if len(averaged) != len(present)
             else "parameters that are sharded over the members",
@@ -163,10 +164,8 @@ def _shapes(module: nn.Module) -> list[tuple[bool, torch.Size]]:
 
 
 def _watch(root: type, method: str, owner_of: Callable[[Any, tuple[Any, ...]], Any]) -> None:
-    """Wrap this method of a class and its subclasses, so that calls go to the session concerned.
-
-    Wraps once in a process. Without a session the method works as before.
-    """
+    """Wrap this method of a class and its subclasses: calls on an object whose owner is watched go
+    to that watch. Wraps once in a process. Without a session the method works as before."""
     kinds = [root]
     while kinds:
         kind = kinds.pop()

@@ -1,4 +1,4 @@
-"""The session: what a training script sees of its membership in a job."""
+"""The session: a training script's interface to its membership in a job."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,7 +60,7 @@ Given = TypeVar("Given", bound=Optimizers)
 
 
 PAUSE_S = 1800.0
-"""Limit of a pause without `limit_s`."""
+"""Default of `limit_s`, the time limit of a pause."""
 
 
 class ScriptPause:
@@ -152,7 +152,7 @@ class Session:
         try:
             self._controller.attend()
         except RefusedError as refusal:
-            # The coordinator's answer says all. Frames between the call and here would hide it.
+            # The coordinator's answer says all; the frames in between would hide it.
             raise refusal.with_traceback(None) from None
 
     def __exit__(
@@ -171,7 +171,7 @@ class Session:
         reports, self._reports = self._reports, None
         # Each callback runs, from the last to the first, even if another one raises.
         with ExitStack() as releases:
-            # After a failure the others wait for this member to leave: only then send reports.
+            # After a failure the others wait for this member to leave, so reports are sent later.
             if reports is not None and not completed:
                 releases.callback(reports.close, completed=False)
             releases.callback(self._controller.leave, completed=completed, reason=reason)
@@ -182,8 +182,8 @@ class Session:
             releases.callback(self._trained.release)
 
     def drain(self, reason: str) -> None:
-        """Ask to leave in good order, as SIGTERM does: for scripts that learn otherwise that their
-        process is to end.
+        """Ask to leave in good order, as SIGTERM does. For scripts that learn in another way that
+        their process will be ended.
 
         Returns at once. The step in progress is finished, and the members agree on a step from
         which the others train without this member. At that step the batches end with
@@ -223,7 +223,7 @@ class Session:
         keyed_dropout: bool = True,
         sync_batchnorm: bool = False,
     ) -> tuple[Any, Any]:
-        """The model and optimizer to train with, valid through all changes of members.
+        """Return the model and optimizer to train with; they stay valid when members change.
 
         With `checkpoints`, the state is written to disk every `every_steps` steps while training
         continues, and a job in which no member has state resumes from the newest checkpoint. With
@@ -232,8 +232,8 @@ class Session:
         of all members' samples, as torch's SyncBatchNorm modules always do.
 
         Several models or optimizers are given by name or in lists, and returned in the same form.
-        Then `backward`, `update` and `clip_grad_norm` take the optimizers that they are for. See
-        docs/models.md.
+        The argument `optimizer` of `backward`, `update` and `clip_grad_norm` then chooses among
+        them. See docs/models.md.
 
         A compiled Keras model with its own optimizer is still trained by `fit`: see
         `shoal.integrations.keras_session`. `reset_parameters` fills tensors on the meta device.
@@ -271,7 +271,7 @@ class Session:
 
         The state is committed with each step, including changes made before the next batch is
         asked for. It is rolled back if a step fails, sent to members that join, written to
-        checkpoints and read from them. It must be the same on all members, who compare it in each
+        checkpoints and read from them. It must be the same on all members. They compare it in each
         new generation, before each checkpoint and at the end: RegisteredStateDiffers names a
         difference.
 
@@ -294,11 +294,11 @@ class Session:
         collate: Collate | None = None,
         **loading: Unpack[LoadingOptions],
     ) -> Batches:
-        """This member's share of every batch, from the job's present step to its last.
+        """Iterate over this member's share of every batch, from the job's present step to its last.
 
-        Train on each within `session.step()`. After the loss of a peer the batch of the failed step
-        is handed out again, divided among the remaining members. Under asynchronous strategies each
-        member gets whole batches of `global_batch_size`.
+        Train on each share within `session.step()`. After the loss of a peer the batch of the
+        failed step is handed out again, divided among the remaining members. Under asynchronous
+        strategies each member gets whole batches of `global_batch_size`.
 
         Samples are shuffled by default, with seed 0. `loading`: num_workers, prefetch_factor,
         pin_memory, persistent_workers, worker_init_fn and others, as in torch's DataLoader. A
@@ -328,7 +328,8 @@ class Session:
         return Batches(self._source)
 
     def step(self) -> Step:
-        """One optimizer step: zeroes gradients at its start, applies and commits them at its end.
+        """Return one optimizer step, a context: it zeroes gradients at its start, and applies and
+        commits them at its end.
 
         If a peer is lost in the block, the member recovers and the step is rolled back: `committed`
         of the returned object stays False. After any other error the member leaves, and the error
@@ -348,9 +349,9 @@ class Session:
         """Compute gradients of `loss`, the mean over the samples of the batch, or of a part within
         a loop over `batch.parts`.
 
-        With `weight`, the loss is a mean over that many of another unit, for example tokens that
-        are not padding: the step's gradients are those of the mean over all tokens of the global
-        batch. Give a weight for every pass of a step on every member, or for none.
+        With `weight`, the loss is a mean over `weight` items other than samples, for example tokens
+        that are not padding. The step's gradients are then those of the mean over all such items of
+        the global batch. Give a weight for every pass of a step on every member, or for none.
 
         With several optimizers, `optimizer` is one of them or a list: the loss trains their
         parameters, and gradients of all other parameters stay unchanged.
@@ -358,16 +359,16 @@ class Session:
         self._steps.backward(loss, weight, optimizer)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The rows of all members' shares of the batch, in the order of a single process. For
-        losses over pairs of samples; gradients flow back to the members that computed the rows.
+        """Return the rows of all members' shares of the batch, in the order of a single process.
+        For losses over pairs of samples; gradients flow back to the members that computed the rows.
 
             features = session.gather(model(batch.inputs))
             session.backward(contrastive(features))
 
-        `tensor` has a row for each sample of the share; shares may differ in size. Weights become
-        those of one process if the loss is one over all rows, the same on every member, or a mean
-        over the member's own rows (from `batch.first`), each against all rows. All members make
-        the same calls in a step, in the same order. See docs/contrastive.md.
+        `tensor` has a row for each sample of the share; shares may differ in size. The weights
+        become those of one process if the loss is computed from all rows, the same on every member,
+        or if it is a mean over the member's own rows (from `batch.first`), each compared with all
+        rows. All members make the same calls in a step, in the same order. See docs/contrastive.md.
 
         Raises InvalidSpec outside a step, in a loop over `batch.parts`, under strategies that do
         not support it, and on all members if their tensors do not fit together.
@@ -423,7 +424,7 @@ class Session:
         collate: Collate | None = None,
         limit_s: float = PAUSE_S,
     ) -> dict[str, Any]:
-        """Sums over all samples of a data set; each member measures its share:
+        """Return sums over all samples of a data set; each member measures its share:
 
             def measure(batch):
                 outputs = model(batch.inputs)
@@ -446,8 +447,8 @@ class Session:
         )
 
     def all_reduce(self, value: Value, op: Reduction = "sum") -> Any:
-        """The "sum", "mean", "max" or "min" of all members' values: a number, a tensor, or several
-        by name. All members call it after the same step.
+        """Return the "sum", "mean", "max" or "min" of all members' values: a number, a tensor, or
+        several by name. All members call it after the same step.
 
         If a member is lost meanwhile, the remaining members reduce their values in the next
         generation.
@@ -464,8 +465,8 @@ class Session:
         dtype: torch.dtype | None = None,
         tables: bool = False,
     ) -> SessionSeries:
-        """A series of versions of the model, `JOB/name`, which readers outside of the job fetch:
-        rollout engines, evaluators, serving replicas. See docs/weights.md.
+        """Return a series of versions of the model, `JOB/name`, which readers outside of the job
+        fetch: rollout engines, evaluators, serving replicas. See docs/weights.md.
 
             policy = session.series("policy", dtype=torch.bfloat16)
             for batch in session.batches(...):
@@ -482,17 +483,18 @@ class Session:
         check_entered(self._reports, "session.series")
         options = SeriesOptions(keep=keep, copies=copies, dtype=dtype, tables=tables)
         fields, check_closed = self._trained.fields, self._steps.check_closed
-        found = SessionSeries(self._controller, fields, name, options, check_closed)
-        self._held.push(found.end)
-        return found
+        created = SessionSeries(self._controller, fields, name, options, check_closed)
+        self._held.push(created.end)
+        return created
 
     def log(self, values: Mapping[str, Scalar]) -> None:
         """Log numbers by name, `{"loss": loss}`, to the status page, the metrics and the
         `trackers`: once for each step, even if members are lost or join.
 
-        Called in a step, the values are that step's and are logged if it is committed; called
-        after, they are the last step's. All members call it; one member's values are shown, the
-        first of a step. A member without samples logs nothing: see `Batch.is_stand_in`.
+        Values that are given within a step belong to that step, and are logged if it is committed;
+        values that are given after it belong to the last step. All members call it. The values of
+        one member are shown: for each step, the first values that it logged. A member without
+        samples logs nothing: see `Batch.is_stand_in`.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
         batch = None if self._source is None else self._source.batch
@@ -502,10 +504,10 @@ class Session:
     def stop(self, reason: str) -> None:
         """Finish the job on all members before its samples end: early stopping.
 
-        One member may call it, or several. In a step, the call makes that step the job's last;
-        between two steps, the one that was committed last. The batches then end on all members.
+        One member may call it, or several. The job's last step is the step in which the call is
+        made, or, between two steps, the last committed one. The batches then end on all members.
         Continue with the loop, which ends by itself, or leave it on all members. `reason` is shown
-        as the job's. Under local SGD the job ends with the round.
+        as the reason for the job's end. Under local SGD the job ends with the round.
         """
         stop(self._controller, reason, has_batches=bool(self._source), in_step=self._steps.in_step)
 
@@ -521,7 +523,8 @@ class Session:
         return self._steps.clip_grad_norm(max_norm, optimizer)
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The whole model's tensors by name, on the host, with the keys of the undistributed model.
+        """Return the whole model's tensors by name, on the host. The names are the keys of the
+        undistributed model.
 
         Under strategies that shard parameters, all members must call it after the same step:
         between two batches, or after the last one within the `with` block. If a member is lost
@@ -563,8 +566,8 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """True if this member has rank 0: for work that is done once, such as logging. If that
-        member is lost, another one has rank 0. Waits as `rank`."""
+        """True if this member has rank 0: for work that is done once, such as logging. If the
+        member with rank 0 is lost, another member gets rank 0. Waits as `rank`."""
         return self._present().rank == 0
 
     @property

@@ -34,23 +34,23 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class SharedCalls:
-    """The shared calls of one session. A call returns once all members have its result, or returns
-    unconfirmed if a member is lost just then."""
+    """The shared calls of one session. A call returns once all members have its result. If a member
+    is lost while they confirm this, the call returns with its result unconfirmed."""
 
     def __init__(self, controller: ElasticController, fields: dict[str, str]) -> None:
-        """`fields` are the proposal's."""
+        """`fields`: the proposal's fields."""
         self._controller = controller
         self._fields = fields
 
     def run(self, call: str, attempt: Callable[[Generation, dist.ProcessGroup], T]) -> T:
-        """The result of `attempt` in the first generation that no member is lost from meanwhile.
+        """Return the result of `attempt`, repeated until no member is lost during the attempt.
 
         `call` describes the call and must be the same on all members.
         """
         strategy = self._strategy(call)
         position = strategy.position
         self._controller.call.check_end(call, strategy.step)
-        # Until the call returns no member may join: its script would be at another point.
+        # Until the call returns no member may join: the new member's script would be elsewhere.
         self._controller.call.is_under_way = True
         try:
             if position.unconfirmed:
@@ -76,7 +76,8 @@ class SharedCalls:
             position.mark_wait("")
 
     def _confirm(self, group: dist.ProcessGroup) -> bool:
-        """True if all members have the result; False if a member was lost, so that some may not."""
+        """Wait until all members have the result. Return False if a member is lost meanwhile: some
+        members may lack the result then."""
         try:
             wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
         except RuntimeError as error:
@@ -94,8 +95,8 @@ class SharedCalls:
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             return reduce(values, op, group, generation)
 
-        found = self.run("session.all_reduce", attempt)
-        return found if isinstance(value, Mapping) else found[""]
+        results = self.run("session.all_reduce", attempt)
+        return results if isinstance(value, Mapping) else results[""]
 
     def _recover(self, error: Exception) -> None:
         if not self._controller.is_break(error):
@@ -110,7 +111,7 @@ class SharedCalls:
         except JobFinished as finished:
             raise InvalidSpec(
                 f"{call} was made by this member alone",
-                seen="the other members have left the session, and with them the job is finished",
+                seen="the other members have left the session, which finished the job",
                 expected=f"{call} on every member, within the session",
             ) from finished
 
@@ -120,13 +121,14 @@ class SharedCalls:
             raise InvalidSpec(
                 f"{call} needs members that take their steps together",
                 seen=f"strategy {strategy.name}",
-                expected="a synchronous strategy; under others each member does it alone",
+                expected="a synchronous strategy; under other strategies each member does it alone",
             )
         if not self._controller.call.may_be_made:
             raise InvalidSpec(
                 f"{call} before the first batch",
                 seen="no batch that this member's script has asked for",
-                expected="the call after a step: members that join later come in there",
+                expected="the call after a step: the script of a member that joins later begins"
+                " there",
             )
         return strategy
 
@@ -136,8 +138,8 @@ class SharedCalls:
             meet_after_collective(group)
             by_member = zip(generation.entries, calls, strict=True)
             raise InvalidSpec(
-                "the members do different things between two steps",
-                seen="; ".join(f"{each.member_id}: {word.decode()}" for each, word in by_member),
+                "the members make different calls between two steps",
+                seen="; ".join(f"{each.member_id}: {call.decode()}" for each, call in by_member),
                 expected="the same calls in the same order on every member",
             )
 
@@ -147,7 +149,7 @@ def stop(controller: ElasticController, reason: str, *, has_batches: bool, in_st
     strategy = controller.strategy
     if not isinstance(strategy, SynchronousStrategy) or not has_batches:
         raise InvalidSpec(
-            "session.stop where no batches are taken together",
+            "session.stop without batches that all members take together",
             seen=f"strategy {strategy.name}",
             expected="session.batches of a synchronous strategy; otherwise `shoal stop JOB`",
         )
@@ -157,7 +159,7 @@ def stop(controller: ElasticController, reason: str, *, has_batches: bool, in_st
 def present(
     controller: ElasticController, fields: dict[str, str], *, has_batches: bool
 ) -> Generation:
-    """The present generation, for a script that asks for its rank; formed if there is none."""
+    """Return the present generation, for a script that asks for its rank. Form it if needed."""
     if controller.generation is not None:
         return controller.generation
     if not has_batches:
@@ -175,12 +177,12 @@ def note_loss(error: BaseException, controller: ElasticController) -> None:
         error.add_note(
             "A member was lost in a collective call that the script makes between two steps. "
             "In session.evaluate, session.all_reduce and session.state_dict such a call begins "
-            "again with the members that are left."
+            "again with the remaining members."
         )
 
 
 def named(value: Value, op: Reduction = "sum") -> dict[str, float | int | Tensor]:
-    """The values by name, in the form in which they are reduced; a single value has the name "".
+    """Return values by name, in the form in which they are reduced; a single one has the name "".
 
     Tensors of booleans and integers become int64, so that sums do not wrap; NumPy scalars become
     Python numbers. Raises InvalidSpec for values that cannot be reduced.
@@ -190,7 +192,7 @@ def named(value: Value, op: Reduction = "sum") -> dict[str, float | int | Tensor
     num_bytes = sum(each.nbytes if isinstance(each, Tensor) else 8 for each in values.values())
     if num_bytes > MAX_BYTES:
         raise InvalidSpec(
-            "too much to be reduced in one call",
+            "too many bytes to be reduced in one call",
             seen=f"{num_bytes:,} bytes",
             expected=f"at most {MAX_BYTES:,}",
         )
@@ -236,12 +238,12 @@ def reduce(
     part: int | None = None,
 ) -> dict[str, Any]:
     """Reduce the values of all members, by a collective. Among members with the same `part` only
-    the first one counts; with `part` None every member counts.
+    the first member counts; if `part` is None, every member counts.
 
     Raises InvalidSpec on all members if their values differ in name, shape or dtype.
     """
     own = {name: _outline(each) for name, each in values.items()}
-    messages = [json.loads(word) for word in gather(json.dumps([part, own]).encode(), group)]
+    messages = [json.loads(message) for message in gather(json.dumps([part, own]).encode(), group)]
     outlines = [{name: each[0] for name, each in row.items()} for _, row in messages]
     if any(outline != outlines[0] for outline in outlines):
         meet_after_collective(group)
@@ -253,14 +255,18 @@ def reduce(
         )
     parts = [each[0] for each in messages]
     counts = [each is None or parts.index(each) == rank for rank, each in enumerate(parts)]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            found[name] = _reduced(value, op, group, counts)
+            results[name] = _reduced(value, op, group, counts)
         else:
-            numbers = [row[name][1] for (_, row), own in zip(messages, counts, strict=True) if own]
-            found[name] = _OF_NUMBERS[op](numbers)
-    return found
+            numbers = [
+                row[name][1]
+                for (_, row), is_counted in zip(messages, counts, strict=True)
+                if is_counted
+            ]
+            results[name] = _OF_NUMBERS[op](numbers)
+    return results
 
 
 def _outline(value: float | int | Tensor) -> list[Any]:
@@ -273,24 +279,24 @@ def _outline(value: float | int | Tensor) -> list[Any]:
 def _reduced(
     tensor: Tensor, op: Reduction, group: dist.ProcessGroup, counts: Sequence[bool]
 ) -> Tensor:
-    """The reduced tensor. Half-precision types are reduced as float32 and rounded once."""
+    """Return the reduced tensor. Half-precision types are reduced as float32 and rounded once."""
     dtype = torch.float32 if tensor.dtype in _HALVES else tensor.dtype
     host = tensor.detach().to("cpu", dtype, copy=True)
     if not counts[group.rank()]:
         host.zero_()
     if op in ("sum", "mean"):
         _all_reduce(host, "sum", group)
-        found = host / sum(counts) if op == "mean" else host
+        results = host / sum(counts) if op == "mean" else host
     else:
-        found = _extreme(host, op, group)
+        results = _extreme(host, op, group)
     if tensor.dtype in _HALVES:
-        found = found.to(tensor.dtype)
-    return found.to(tensor.device)
+        results = results.to(tensor.dtype)
+    return results.to(tensor.device)
 
 
 def _extreme(host: Tensor, op: Reduction, group: dist.ProcessGroup) -> Tensor:
-    """The largest or smallest values, NaN where any member has NaN: Gloo compares in pairs, and may
-    return either a number or NaN for the two."""
+    """Return the largest or smallest values, and NaN where any member has NaN. Gloo itself compares
+    in pairs, and may return the number or the NaN of a pair."""
     nan = host.isnan() if host.is_floating_point() else None
     if nan is not None:
         host.masked_fill_(nan, -math.inf if op == "max" else math.inf)
@@ -307,7 +313,7 @@ def _all_reduce(host: Tensor, op: str, group: dist.ProcessGroup) -> None:
 
 
 def _sum(numbers: Sequence[float]) -> float:
-    """The sum, rounded once if all numbers are finite; a sum of integers is exact."""
+    """Return the sum, rounded once if all numbers are finite; a sum of integers is exact."""
     if all(isinstance(number, int) for number in numbers):
         return sum(numbers)
     try:

@@ -59,7 +59,7 @@ class Step:
         reports: StepReports | None,
         leave: Callable[[BaseException], None],
     ) -> None:
-        """`fields` are the proposal's; `leave(error)` ends the membership because of an error."""
+        """`fields`: the proposal's fields. `leave(error)` ends the membership with this reason."""
         self._controller = controller
         self._fields = fields
         self.guard = guard
@@ -76,7 +76,7 @@ class Step:
         """The mean of this member's losses so far; NaN if it has no samples in the step."""
         self._weight = 0.0
         self._rows: RowGathers | None = None
-        """The step's row exchange, from the first gather on."""
+        """The step's row exchange; made by its first gather."""
         self._opened = ExitStack()
         """Undoes `_open` when the step ends."""
 
@@ -159,8 +159,8 @@ class Step:
         return batch is not None and batch.weight != 1.0
 
     def note_loss(self, loss: Tensor, weight: float) -> None:
-        """Add the mean loss of a pass to the step's, with this weight; 0 for a pass without
-        samples."""
+        """Add the mean loss of a pass, with its weight, to the step's mean loss. The weight of a
+        pass without samples is 0."""
         self._weight += weight
         loss = loss.detach()
         if not weight:
@@ -181,7 +181,7 @@ class Step:
         self._gathers().check_own(outputs, tensor)
 
     def _gathers(self) -> RowGathers:
-        """The step's row exchange. Raises InvalidSpec if the strategy cannot gather rows."""
+        """Return the step's row exchange. Raises InvalidSpec if the strategy cannot gather rows."""
         if self._rows is None:
             strategy, generation = self._controller.strategy, self._controller.generation
             lack = strategy.gathers_lack()
@@ -189,8 +189,8 @@ class Step:
                 raise InvalidSpec(
                     f"session.gather under {strategy.name}",
                     seen=lack,
-                    expected="a strategy whose members compute each step together, each its samples"
-                    " as a whole: ddp, zero1, zero2, fsdp, hsdp, tensor, fsdp-tensor, or hybrid"
+                    expected="a strategy whose members compute each step together, from whole"
+                    " samples: ddp, zero1, zero2, fsdp, hsdp, tensor, fsdp-tensor, or hybrid"
                     " with one stage",
                 )
             batch = self.batch
@@ -207,8 +207,8 @@ class Step:
         return self._rows
 
     def _samples(self, batch: Batch | None) -> PresentSamples | None:
-        """Seed torch by the batch's samples, and return them: random numbers of the step do not
-        depend on the number of members. A stand-in uses the sample that it repeats, the first."""
+        """Seed torch by the batch's samples, so that random numbers of the step do not depend on
+        the number of members; return the samples. A stand-in repeats sample 0 of the batch."""
         if batch is None:
             return None
         seed, first = int(self._fields["seed"]), 0 if batch.is_stand_in else batch.first
@@ -243,9 +243,9 @@ class Step:
             self._reports.step_done(controller.strategy, loss, times, num_samples)
 
     def _recovers(self, error: BaseException) -> bool:
-        """True if the step is undone and this member is ready to take it again, after the loss of a
-        peer in the next generation. On other errors the member leaves; raises the session's error
-        for it, if there is one, else returns False."""
+        """Return True if the step is rolled back and this member can take it again; after the loss
+        of a peer, in the next generation. After other errors the member leaves: raises the
+        session's error for this case if there is one, else returns False."""
         strategy = self._controller.strategy
         if strategy.redoes(error):
             return True
@@ -262,7 +262,7 @@ class Step:
                 raise
             return True
         refused = refusal_of(error, self._state())
-        # At once, so that the others need not detect it by waiting for this member.
+        # Leave at once, so that the others need not wait until they detect the failure.
         self._leave(refused or error)
         if refused is not None:
             raise refused from error
@@ -278,15 +278,15 @@ class Step:
         )
 
 
-def _look_at_gather(
+def _check_script_gather(
     tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False
 ) -> None:
     """Check the script's own `torch.distributed.all_gather`, if the members' shares differ in size.
 
     If a rank passes a tensor of a size that the others do not expect, Gloo aborts a process or
-    waits until the collective times out, in each generation again. So in such a step members first
-    exchange their sizes. `torch.distributed.nn.all_gather`, and the layers of SimCLR and CLIP
-    scripts, use this call too.
+    waits until the collective times out, in each generation again. So in such a step members
+    exchange their sizes first. `torch.distributed.nn.all_gather` makes this call too, and so do the
+    layers of SimCLR and CLIP scripts.
     """
     # Shoal's own calls name a group.
     if group is None and (check := current().check_gather) is not None:
@@ -301,8 +301,8 @@ class Steps:
         self._trained = trained
         self._newest: Step | None = None
         self._generators: Sequence[Tensor] = ()
-        """States of torch's generators before the first step, as each step seeds them."""
-        before_calls(dist, "all_gather", _look_at_gather)
+        """States of torch's generators before the first step: each step seeds the generators."""
+        before_calls(dist, "all_gather", _check_script_gather)
 
     def release(self) -> None:
         """Close a step that is still open, and restore torch's generators to their states before
@@ -339,7 +339,7 @@ class Steps:
         return self._newest is not None and self._newest.is_open
 
     def check_closed(self, call: str) -> None:
-        """Raise InvalidSpec within a step, for a call that belongs between two."""
+        """Raise InvalidSpec within a step, for a call that belongs between two steps."""
         if self.in_step:
             raise InvalidSpec(
                 f"{call} within a step", expected="the call after the with session.step() block"
@@ -419,10 +419,10 @@ def _check_loss(loss: object) -> None:
     elif loss.numel() != 1:
         seen = f"a tensor of shape {tuple(loss.shape)}"
     elif not loss.requires_grad:
-        seen = "a number that no gradient goes through"
+        seen = "a number that does not require gradients"
     if seen:
         raise InvalidSpec(
-            "session.backward of what is no loss",
+            "session.backward of a value that is no loss",
             seen=seen,
             expected="one number, computed from the outputs of the distributed model",
             fix="Reduce the loss to its mean over the samples, and compute it without"
@@ -431,7 +431,7 @@ def _check_loss(loss: object) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason for which a member leaves after this error, as the other members see it."""
+    """Return the reason for which a member leaves after this error, as the others see it."""
     if isinstance(error, Drained):
         return f"drained: {error.reason}"
     text = str(error)
@@ -439,7 +439,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def reason_of_end(strategy: Strategy | None) -> str:
-    """The reason that is shown for a finished job."""
+    """Return the reason that is shown for a finished job."""
     done = "all batches were trained on"
     if isinstance(strategy, SynchronousStrategy) and strategy.position.stop_at is not None:
         done = f"stopped by the script: {strategy.position.reason}"

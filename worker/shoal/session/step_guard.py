@@ -1,14 +1,13 @@
 """A guard against loops for plain torch that do the session's work in a step.
 
 A session steps the optimizer itself when a step is committed. A loop that was written for plain
-torch may do any of these too:
+torch may also make the calls below. They are refused, as they would change the result without an
+error:
 
 - step the optimizer: every gradient would be applied twice;
 - scale the loss for fp16: the gradients would stay scaled;
-- drop the gradients after its own optimizer.step(): the session would step on none;
+- drop the gradients after its own optimizer.step(): the session would step without gradients;
 - add parameters to the optimizer: members that join later would not have them.
-
-All of them would train without an error and reach another result, so they are refused.
 """
 
 import functools
@@ -48,17 +47,17 @@ _MARK = "_shoal_watched"
 
 
 class _Within:
-    """Context manager that reports the start and end of a block (`says`), and calls `behind` after
-    a block that raised nothing. A class, as a generator takes ten times as long, several times in
-    each step."""
+    """Context manager that calls `set_active` with True and False around a block, and `after` if
+    the block raised nothing. A class: a generator, entered several times in each step, takes ten
+    times as long."""
 
     def __init__(
-        self, says: Callable[[bool], None], behind: Callable[[], None] = lambda: None
+        self, set_active: Callable[[bool], None], after: Callable[[], None] = lambda: None
     ) -> None:
-        self._says, self._behind = says, behind
+        self._set_active, self._after = set_active, after
 
     def __enter__(self) -> None:
-        self._says(True)
+        self._set_active(True)
 
     def __exit__(
         self,
@@ -66,9 +65,9 @@ class _Within:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._says(False)
+        self._set_active(False)
         if error is None:
-            self._behind()
+            self._after()
 
 
 class StepGuard:
@@ -92,13 +91,13 @@ class StepGuard:
         self._computes = False
         self._first_step: int | None = None
         """Number of committed steps before this member's first step."""
-        self._held: list[list[Tensor]] = []
-        """The parameters of each group, when `_behind` was set."""
-        self._behind: list[nn.Module] = []
+        self._group_parameters: list[list[Tensor]] = []
+        """The parameters of each group at the time when `_modules` was set."""
+        self._modules: list[nn.Module] = []
         self.modes = ScriptModes()
         self._emptied: list[tuple[Optimizer, bool]] = []
-        """Optimizers whose gradients the script has dropped, all of them, since the last pass that
-        computed some; True if they were set to None, False if to zeros."""
+        """Optimizers of which the script has dropped all gradients since the last pass that
+        computed any; True if they were set to None, False if they were set to zeros."""
         self._optimizers = list(optimizers)
         self._others = OtherParameters(
             trained.parameters, given, self._optimizers, lambda: self._commits
@@ -113,20 +112,22 @@ class StepGuard:
         watch_wrapping(_look_at_wrapping)
 
     def check(self) -> None:
-        """Raise InvalidSpec if the next step would train other parameters than the last."""
+        """Raise InvalidSpec if the next step would train other parameters than the last step."""
         step = self._step()
         if self._first_step is None:
             self._first_step = step
         self._check_groups(self._trained.check(step))
 
-    def _check_groups(self, behind: list[nn.Module]) -> None:
+    def _check_groups(self, modules: list[nn.Module]) -> None:
         """Raise InvalidSpec if the optimizers' groups have changed since the model got its present
-        modules, which are `behind`."""
+        `modules`."""
         groups = [group["params"] for each in self._optimizers for group in each.param_groups]
-        if behind is not self._behind:
-            self._held, self._behind = list(map(list, groups)), behind
-            self.modes.look_at(behind)
-        elif len(groups) != len(self._held) or not all(map(are_same, groups, self._held)):
+        if modules is not self._modules:
+            self._group_parameters, self._modules = list(map(list, groups)), modules
+            self.modes.look_at(modules)
+        elif len(groups) != len(self._group_parameters) or not all(
+            map(are_same, groups, self._group_parameters)
+        ):
             raise self._refusal("other parameters in param_groups")
 
     def open(self) -> None:
@@ -143,18 +144,18 @@ class StepGuard:
             vars(each).pop("add_param_group", None)
 
     def committing(self) -> AbstractContextManager[None]:
-        """A context in which the session may step the optimizer."""
+        """Return a context in which the session may step the optimizer."""
         return _Within(self._set_commits)
 
     def computing(self) -> AbstractContextManager[None]:
-        """A context in which the session computes gradients. If a scaler is registered, raises
-        InvalidSpec after the pass of a loss that it has not scaled."""
+        """Return a context in which the session computes gradients. If a scaler is registered, the
+        context raises InvalidSpec after the pass of a loss that the scaler did not scale."""
         return _Within(self._set_computes, self._check_scaled)
 
     def look_at_loss(self, loss: Tensor) -> None:
-        """Check the graph of a loss before its backward pass. Only in the first step, as graphs
-        may be large and later losses are similar. Raises InvalidSpec for functions that do not
-        train alike on several members, which `refuse_layers` cannot find among the layers."""
+        """Check the graph of a loss before its backward pass. Does so only in the first step, as
+        graphs may be large and later losses are similar. Raises InvalidSpec for functions that
+        train differently on several members; `refuse_layers` finds layers of that kind only."""
         if self._step() == self._first_step:
             self._others.look(loss)
             strategy = self._strategy
@@ -213,7 +214,7 @@ class StepGuard:
                 )
 
     def look_at_scaling_down(self, weight: Tensor) -> None:
-        """Check a forward pass that rescales the rows of a weight which its samples use
+        """Check a forward pass that rescales those rows of a weight that its samples use
         (`max_norm` of an embedding). Raises InvalidSpec if members would get different weights, as
         `refuse_layers` does for layers."""
         strategy = self._strategy
@@ -225,19 +226,19 @@ class StepGuard:
         return self._trained.has_any(module.parameters())
 
     def clipping(self, max_norm: float) -> AbstractContextManager[None]:
-        """A context in which the session clips gradients to this norm, through torch's call."""
+        """Return a context in which the session clips gradients to this norm by torch's call."""
         self._note_norm(max_norm)
         return _Within(self._set_clips)
 
     def look_at_clipping(self, parameters: Sequence[Tensor], max_norm: float) -> None:
         """Check a call of torch's `clip_grad_norm_` on these parameters. Raises InvalidSpec if this
-        member has only a part of the gradients, or scaled ones: their norm would be a wrong one."""
+        member has only a part of the gradients, or scaled ones: their norm would be wrong."""
         if self._clips:
             return
         is_ours = self._trained.has_any(parameters)
         lack = self._strategy.gradients_lack() if is_ours else ""
         if self._commits and self._strategy.state_is_spread:
-            lack = "what this member has of the gradients, within optimizer.step()"
+            lack = "only this member's part of the gradients, within optimizer.step()"
         if lack:
             raise InvalidSpec(
                 f"torch's clip_grad_norm_ under {self._strategy.name}, in step {self._step()}",
@@ -262,7 +263,7 @@ class StepGuard:
         if not self._commits:
             raise InvalidSpec(
                 f"the script called optimizer.step() itself, after {self._step()} committed steps",
-                seen="optimizer.step(), or GradScaler.step(optimizer) or another call of it",
+                seen="optimizer.step(), directly or by a call such as GradScaler.step(optimizer)",
                 expected="session.step() alone, which steps the optimizer when its block ends",
                 fix="Leave out the call (and GradScaler, see docs/loop.md): each gradient"
                 " would be applied twice.",
@@ -273,15 +274,15 @@ class StepGuard:
 
     def _refusal(self, seen: str) -> InvalidSpec:
         return InvalidSpec(
-            f"the optimizer was to be given other parameters, after {self._step()} committed steps",
+            f"the script changed the optimizer's parameters, after {self._step()} committed steps",
             seen=seen,
             expected="the groups that it had at session.distribute: a member that joins later"
-            " has no others",
+            " has only these",
             fix=TRAINED_LATER,
         )
 
     def watch(self, scaled: Any, scaler: object) -> None:
-        """Watch backward passes through these tensors, which `scaler` has scaled: the session's
+        """Watch backward passes through tensors that `scaler` has scaled. A pass of the session
         raises InvalidSpec if the scaler is not the registered one."""
         through = partial(self._through_scaled, scaler)
         for tensor in pytree.tree_leaves(scaled):
@@ -343,15 +344,15 @@ def _look_at_wrapping(module: nn.Module) -> None:
 
 
 def _with_gradient(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters of an optimizer that have a gradient at present."""
+    """Yield the parameters of an optimizer that have a gradient at present."""
     groups = optimizer.param_groups
     return (each for group in groups for each in group["params"] if each.grad is not None)
 
 
 def _guard() -> StepGuard | None:
-    """The guard of the session whose step is open on this thread; None outside of steps."""
-    found = current().guard
-    return found if isinstance(found, StepGuard) else None
+    """Return the guard of the session whose step is open on this thread; None outside of steps."""
+    guard = current().guard
+    return guard if isinstance(guard, StepGuard) else None
 
 
 def _watch_scalers() -> None:
@@ -374,13 +375,13 @@ def _watch_zeroing() -> None:
     """Wrap `zero_grad` of optimizers and modules, so that it reports to the guard of the thread's
     open step. Wraps once in a process. Without a session it works as before."""
     if not hasattr(Optimizer.zero_grad, _MARK):
-        Optimizer.zero_grad = _watched_zeroing(Optimizer.zero_grad, _held_by)  # type: ignore[method-assign]
+        Optimizer.zero_grad = _watched_zeroing(Optimizer.zero_grad, _parameters_of)  # type: ignore[method-assign]
         nn.Module.zero_grad = _watched_zeroing(  # type: ignore[method-assign]
             nn.Module.zero_grad, nn.Module.parameters
         )
 
 
-def _held_by(optimizer: Optimizer) -> Iterator[Tensor]:
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"])
 
 

@@ -28,7 +28,7 @@ ORIGIN_WITHIN_S = 1.0
 
 
 def check_entered(reports: "StepReports | None", call: str) -> None:
-    """Raise InvalidSpec for a call outside the session's block: `reports` are None there."""
+    """Raise InvalidSpec for a call outside the session's block, where `reports` is None."""
     if reports is None:
         raise InvalidSpec(
             f"{call} outside a session",
@@ -67,8 +67,8 @@ class TrainingPauses:
         self._gaps_s: deque[float] = deque(maxlen=USUAL_OF)
 
     def committed(self, generation: int, step: int, now_s: float) -> TrainingPause | None:
-        """Note that `step` is committed in that generation. Returns the pause before it, if it is
-        the generation's first step and not this member's first."""
+        """Note that `step` is committed in that generation. Returns the pause before the step, if
+        it is the generation's first step and not this member's first."""
         before, last_step, gap_s = self._generation, self._step, now_s - self._committed_s
         self._generation, self._step, self._committed_s = generation, step, now_s
         if before == 0:
@@ -210,7 +210,7 @@ class StepReports:
             )
         )
         if generation.rank == 0:
-            # One member logs for all: one line per change.
+            # Only one member logs, so that there is one line per change.
             waits_for = self._controller.membership.waiting_for
             named = f"generation {pause.generation}"
             log.info(f"{waits_for if waits_for.startswith(named) else named}; {pause}")
@@ -251,8 +251,8 @@ class StepReports:
         )
 
     def close(self, *, completed: bool) -> None:
-        """Send the last reports, for a bounded time. If the job is complete, with the last step's
-        loss."""
+        """Send the last reports, for a bounded time. If the job is complete, they include the last
+        step's loss."""
         if completed:
             # Not after a failure: reading a loss from a failed device might never return.
             self._report()

@@ -1,1 +1,1 @@
-"""Training state as shards of named tensors, for any holder and any cut of the tensors."""
+"""Training state as shards of named tensors, whichever ranks hold them, in any layout."""

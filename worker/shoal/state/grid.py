@@ -31,7 +31,7 @@ class Grid:
     def cells(self, chunk: Chunk) -> Sequence[tuple[Chunk, tuple[int, ...]]]:
         """Return the parts of `chunk`, each with the indexes of the held chunks that contain it."""
         if chunk not in self._cells:
-            # Cached: many tensors are cut alike, and a rank needs the same chunk of each.
+            # Cached: many tensors are cut in the same way, and a rank needs the same chunk of each.
             self._cells[chunk] = list(self._cut(chunk))
         return self._cells[chunk]
 

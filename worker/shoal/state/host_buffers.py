@@ -24,8 +24,8 @@ class HostBuffer:
     ) -> tuple[dict[str, TensorShard], Tensor]:
         """Return uninitialized shards, in the order of `chunks`, and the memory they lie in.
 
-        Overwrites the shards of the previous call. Allocates new memory only if the size differs:
-        page-locked memory if some of the `sources` lie on a GPU.
+        Overwrites the shards of the previous call. Allocates new memory only if the size differs;
+        that memory is page-locked if some of the `sources` lie on a GPU.
         """
         spans = {}
         end = 0
@@ -34,7 +34,7 @@ class HostBuffer:
             spans[name] = slice(end, end + num_bytes)
             end += aligned(num_bytes)
         if self._memory.numel() != end:
-            # Free the old memory before the new is allocated.
+            # Free the old memory before new memory is allocated.
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = host_memory(end, sources)
         shards = {
@@ -53,7 +53,7 @@ class HostBuffer:
 
 
 class StepCopies:
-    """Copies that one rank keeps of one step: its own snapshot, and those received from peers.
+    """Copies that one rank keeps of one step: its own snapshot, and the copies received from peers.
 
     One thread at a time may write; any thread may call `shown`.
     """
@@ -67,12 +67,12 @@ class StepCopies:
         self.own: StateShard | None = None
         self.travelling = torch.empty(0, dtype=torch.uint8)
         """Memory of the part of this rank's snapshot that is sent to peers."""
-        self._under_way = CopyUnderWay()
+        self._copy_in_progress = CopyUnderWay()
         self._peers: dict[int, StateShard] = {}
         self._names: frozenset[str] = frozenset()
-        self._staying = HostBuffer()
-        self._leaving = HostBuffer()
-        self._given: dict[int, HostBuffer] = {}
+        self._kept_buffer = HostBuffer()
+        self._sent_buffer = HostBuffer()
+        self._peer_buffers: dict[int, HostBuffer] = {}
 
     def clear(self) -> None:
         """Hide all copies: their memory is about to be overwritten."""
@@ -87,13 +87,13 @@ class StepCopies:
             name: Meta(shard.shape, shard.tensor.dtype)
             for name, shard in state_shard.shards.items()
         }
-        leaving = {n: p.chunk for n, p in sorted(state_shard.shards.items()) if travels(n)}
-        staying = {n: p.chunk for n, p in state_shard.shards.items() if n not in leaving}
+        sent = {n: p.chunk for n, p in sorted(state_shard.shards.items()) if travels(n)}
+        kept = {n: p.chunk for n, p in state_shard.shards.items() if n not in sent}
         sources = {name: shard.tensor for name, shard in state_shard.shards.items()}
-        own = [sources[name] for name in (*leaving, *staying)]
-        shards, self.travelling = self._leaving.arrange(leaving, metas, own)
-        shards |= self._staying.arrange(staying, metas, own)[0]
-        self._under_way = copy_to_host([shard.tensor for shard in shards.values()], own)
+        tensors = [sources[name] for name in (*sent, *kept)]
+        shards, self.travelling = self._sent_buffer.arrange(sent, metas, tensors)
+        shards |= self._kept_buffer.arrange(kept, metas, tensors)[0]
+        self._copy_in_progress = copy_to_host([shard.tensor for shard in shards.values()], tensors)
         self._names = state_shard.elsewhere
         self.own = StateShard(
             step=state_shard.step, shards=shards, values=state_shard.values, elsewhere=self._names
@@ -102,7 +102,7 @@ class StepCopies:
 
     def wait(self) -> None:
         """Block until this rank's snapshot can be read. Any thread."""
-        self._under_way.wait()
+        self._copy_in_progress.wait()
 
     def know(self, names: frozenset[str]) -> None:
         """Record the names of all tensors that exist at this step."""
@@ -119,7 +119,7 @@ class StepCopies:
         self, peer: int, chunks: Mapping[str, Chunk], metas: Mapping[str, Meta]
     ) -> tuple[dict[str, TensorShard], Tensor]:
         """Return uninitialized shards for the copy that the peer sends, and their memory."""
-        buffer = self._given.setdefault(peer, HostBuffer())
+        buffer = self._peer_buffers.setdefault(peer, HostBuffer())
         return buffer.arrange(dict(sorted(chunks.items())), metas)
 
     def show(
@@ -140,13 +140,13 @@ class StepCopies:
         that no remaining rank can name. Step 0 is exempt: before the first step there is only the
         model.
         """
-        own, peers = self.own, self._peers
-        known = own is not None and (own.step == 0 or bool(own.elsewhere))
+        snapshot, peers = self.own, self._peers
+        known = snapshot is not None and (snapshot.step == 0 or bool(snapshot.elsewhere))
         if known:
             self.wait()
-        return [*([own] if own is not None and known else []), *peers.values()]
+        return [*([snapshot] if snapshot is not None and known else []), *peers.values()]
 
     @property
     def num_bytes(self) -> int:
-        buffers = (self._staying, self._leaving, *self._given.values())
+        buffers = (self._kept_buffer, self._sent_buffer, *self._peer_buffers.values())
         return sum(buffer.num_bytes for buffer in buffers)

@@ -1,7 +1,7 @@
 """Copies of tensors in host memory, which a GPU writes asynchronously.
 
-A copy from a GPU is asynchronous, and runs at the full speed of the bus, only into page-locked
-memory. For tensors on a CPU the same functions copy at once, into ordinary memory.
+A copy from a GPU is asynchronous, and runs at the full speed of the bus, only if its target is
+page-locked memory. For tensors on a CPU the same functions copy at once, into ordinary memory.
 """
 
 import copy
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 log = structlog.get_logger(__name__)
 
 ALIGNMENT_BYTES, MESSAGE_ALIGNMENT_BYTES = 64, 16
-"""Alignment of tensors side by side in memory, and in a message, where both ends compute it."""
+"""Alignment of adjacent tensors: in memory; in a message, where sender and receiver compute it."""
 BATCH_BYTES = 64 * 1024 * 1024
 """Size of each of the two page-locked buffers of `copy_staged`. A power of two: torch caches blocks
 of such sizes for the next call."""
@@ -100,7 +100,7 @@ def _unlock(memory: Tensor, cudart: Any) -> None:
 
 
 def _take_error(device: torch.device) -> None:
-    """Clear the CUDA error that a refusal has set: else the next kernel would seem to fail."""
+    """Clear the CUDA error that the refusal has set: else the next kernel would seem to fail."""
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:
@@ -110,12 +110,12 @@ def _take_error(device: torch.device) -> None:
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors as contiguous tensors in host memory, copied only if needed. Tensors on
     GPUs are copied into one block of page-locked memory, which torch caches."""
-    away = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
+    moved = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
     copies = {}
-    if away:
-        pinned = bool(_gpus(list(away.values())))
-        copies = dict(zip(away, side_by_side(list(away.values()), pinned=pinned), strict=True))
-        copy_to_host(list(copies.values()), list(away.values())).wait()
+    if moved:
+        pinned = bool(_gpus(list(moved.values())))
+        copies = dict(zip(moved, side_by_side(list(moved.values()), pinned=pinned), strict=True))
+        copy_to_host(list(copies.values()), list(moved.values())).wait()
     return {
         name: copies[name] if name in copies else tensor.detach().contiguous()
         for name, tensor in tensors.items()
@@ -146,12 +146,12 @@ def copy_staged(
     while the GPU writes one, the host empties the other. For targets that are used only once, so
     that locking their own memory would not pay.
     """
-    at_once = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
-    for target, source in at_once:
+    host_pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
+    for target, source in host_pairs:
         target.copy_(source.detach())
     for device in _gpus(sources):
-        own = [(t, s) for t, s in zip(targets, sources, strict=True) if s.device == device]
-        copy_batches(own, batch_bytes, pinned=True)
+        pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if s.device == device]
+        copy_batches(pairs, batch_bytes, pinned=True)
 
 
 def copy_batches(pairs: Sequence[tuple[Tensor, Tensor]], batch_bytes: int, *, pinned: bool) -> None:
@@ -161,16 +161,16 @@ def copy_batches(pairs: Sequence[tuple[Tensor, Tensor]], batch_bytes: int, *, pi
     for number, batch in enumerate(_batches(pairs, batch_bytes)):
         targets, sources = zip(*batch, strict=True)
         parts = torch.split(buffers[number % 2][: sum(map(len, sources))], list(map(len, sources)))
-        under_way = copy_to_host(parts, sources)
-        _empty(full)
-        full = (targets, parts, under_way)
-    _empty(full)
+        in_progress = copy_to_host(parts, sources)
+        _empty_buffer(full)
+        full = (targets, parts, in_progress)
+    _empty_buffer(full)
 
 
-def _empty(full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None) -> None:
+def _empty_buffer(full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None) -> None:
     if full is not None:
-        targets, parts, under_way = full
-        under_way.wait()
+        targets, parts, in_progress = full
+        in_progress.wait()
         for target, part in zip(targets, parts, strict=True):
             target.copy_(part)
 
@@ -178,20 +178,20 @@ def _empty(full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None)
 def _batches(
     pairs: Sequence[tuple[Tensor, Tensor]], batch_bytes: int
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Split the pairs, as bytes, into runs that each fit into one buffer."""
+    """Yield runs of the pairs, as bytes; each run fits into one buffer."""
     batch: list[tuple[Tensor, Tensor]] = []
-    left = batch_bytes
+    free_bytes = batch_bytes
     for target, source in pairs:
         written, read = as_bytes(target), as_bytes(source.detach().contiguous())
         start = 0
         while start < len(read):
-            stop = min(start + left, len(read))
+            stop = min(start + free_bytes, len(read))
             batch.append((written[start:stop], read[start:stop]))
-            left -= stop - start
+            free_bytes -= stop - start
             start = stop
-            if not left:
+            if not free_bytes:
                 yield batch
-                batch, left = [], batch_bytes
+                batch, free_bytes = [], batch_bytes
     if batch:
         yield batch
 

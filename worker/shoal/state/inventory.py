@@ -1,4 +1,5 @@
-"""Inventories that ranks exchange of the state they hold: names, chunks and values, no tensors.
+"""Inventories: descriptions of the state that each rank holds, which ranks exchange. They have
+names, chunks and values, but no tensors.
 
 Inventories are sent as JSON, compressed because names repeat; the receiver checks bounds.
 """
@@ -87,8 +88,7 @@ def inventory_of(held: Sequence[StateShard]) -> Inventory:
 
 
 def add_meta(metas: dict[str, Meta], name: str, meta: Meta) -> None:
-    """Record a tensor's meta. Raises ShapeMismatch or DtypeMismatch if it was recorded with
-    another."""
+    """Record a tensor's meta. Raises ShapeMismatch or DtypeMismatch if another was recorded."""
     known = metas.setdefault(name, meta)
     if known.shape != meta.shape:
         raise ShapeMismatch(
@@ -122,9 +122,9 @@ def unpack(message: bytes, rank: int) -> Any:
 
 def malformed(rank: int, seen: str) -> MalformedMessage:
     return MalformedMessage(
-        f"rank {rank} sent something that is no list of the state it holds",
+        f"rank {rank} sent a message that is no inventory of its state",
         seen=seen,
-        expected="what a member of the same version of Shoal sends",
+        expected="an inventory as a member of the same version of Shoal sends it",
     )
 
 
@@ -140,7 +140,7 @@ def from_message(message: bytes, rank: int) -> Inventory:
     """Decode an inventory that `to_message` encoded. Raises MalformedMessage."""
     start = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "big")
     if start > len(message):
-        raise malformed(rank, f"{len(message)} bytes, where a table ends at {start}")
+        raise malformed(rank, f"{len(message)} bytes, but a table that ends at {start}")
     try:
         table = _packed_table(message[_LENGTH_BYTES:start])
     except (zlib.error, TypeError, ValueError, LookupError, RecursionError) as error:
@@ -225,21 +225,21 @@ class TensorTable:
         Raises ValueError, TypeError or LookupError.
         """
         key = tuple(numbers)
-        found = self._picked.get(key)
-        if found is None:
-            found = self._by_shape(key)
+        names_by_shape = self._picked.get(key)
+        if names_by_shape is None:
+            names_by_shape = self._by_shape(key)
             if len(self._picked) < MAX_PICKED:
-                self._picked[key] = found
-        return found
+                self._picked[key] = names_by_shape
+        return names_by_shape
 
     def _by_shape(self, numbers: tuple[int, ...]) -> Mapping[tuple[int, ...], Names]:
         if numbers and (min(numbers) < 0 or len(set(numbers)) < len(numbers)):
-            raise ValueError("a number below zero, or twice the same")
-        found: dict[tuple[int, ...], list[str]] = {}
+            raise ValueError("a negative number, or the same number twice")
+        names_by_shape: dict[tuple[int, ...], list[str]] = {}
         for number in numbers:
             name = self._names[number]
-            found.setdefault(self.metas[name].shape, []).append(name)
-        return {shape: tuple(names) for shape, names in found.items()}
+            names_by_shape.setdefault(self.metas[name].shape, []).append(name)
+        return {shape: tuple(names) for shape, names in names_by_shape.items()}
 
 
 @lru_cache(maxsize=4)
@@ -301,10 +301,10 @@ def _text(value: Any) -> str:
 
 
 def _lengths(values: Iterable[Any]) -> tuple[int, ...]:
-    found = tuple(values)
-    if len(found) > MAX_DIMENSIONS:
-        raise ValueError(f"{len(found)} dimensions")
-    for value in found:
+    lengths = tuple(values)
+    if len(lengths) > MAX_DIMENSIONS:
+        raise ValueError(f"{len(lengths)} dimensions")
+    for value in lengths:
         if type(value) is not int or not 0 <= value < 1 << 62:
             raise ValueError(f"{value!r:.100} is no size")
-    return found
+    return lengths

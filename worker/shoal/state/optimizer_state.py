@@ -30,7 +30,7 @@ from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 SLOTS = "slots"
 """Key in a state's values of the optimizer's plain values: by parameter, then by key."""
 INNER = "#"
-"""Prefix of the key of a tensor within a plain value. Without more, it is the key of a mark."""
+"""Prefix of the key of a tensor within a plain value. By itself it is the key of a mark."""
 _SMALL = 1 << 63
 
 
@@ -152,8 +152,8 @@ def cannot_carry(optimizer: Optimizer, seen: str, expected: str) -> UnsupportedO
         f"the state of {type(optimizer).__name__} cannot be handed to another member",
         seen=seen,
         expected=expected,
-        fix="What is the same on all members and in all steps may stand outside of the optimizer's"
-        " state and groups (docs/models.md).",
+        fix="Values that are the same on all members and in all steps can be kept outside of the"
+        " optimizer's state and groups (docs/models.md).",
     )
 
 

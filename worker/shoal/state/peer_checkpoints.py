@@ -20,10 +20,10 @@ CLOSE_S = 5.0
 class PeerCheckpoints:
     """The live state of the last generation, and copies of this member's and its peers' state.
 
-    A member's live state is a part of the whole. It is of use to others only with the other parts,
-    and only if the names of all tensors are known: otherwise a missing part would go unnoticed.
-    Each copy updates these names. After a copy an optimizer may begin to keep more tensors: with
-    the first gradient of a layer, or after a change of a hyperparameter.
+    A member's live state is a part of the whole. The next generation can use it only with the other
+    members' parts, and only if the names of all tensors are known: otherwise a missing part would
+    go unnoticed. Each copy updates these names. After a copy an optimizer may begin to keep more
+    tensors: with the first gradient of a layer, or after a change of a hyperparameter.
     """
 
     def __init__(self, *, copies: int, every_steps: int) -> None:
@@ -40,10 +40,10 @@ class PeerCheckpoints:
         self._copies: PeerCopies | None = None
         self._live: StateShard | None = None
         self._alone: StateShard | None = None
-        """The whole state from when this member was the only one. Kept until others have copies."""
+        """The whole state of the time when this member was alone; kept until others have copies."""
         self._names: frozenset[str] = frozenset()
         self._since: frozenset[str] = frozenset()
-        """Names of tensors that only other members hold, and only since `_names` was learnt."""
+        """Names of tensors that only other members hold, and only since `_names` was recorded."""
         self._half: StateShard | None = None
         """A state shard without contents: it names tensors that an interrupted update destroyed."""
         self._members: frozenset[str] = frozenset()
@@ -73,11 +73,11 @@ class PeerCheckpoints:
         hosts: Sequence[str] = (),
     ) -> None:
         """Begin a generation with this state shard; its members' shards make up a whole state.
-        `hosts`: the host of each member, by rank; empty: all are on one."""
+        `hosts`: the host of each member, by rank; empty if all members are on one host."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
-            # Until the first copy is complete, the loss of a joiner would lose its part, too.
+            # Until the first copy is complete, the loss of a new member would lose its part, too.
             self._alone = replace(self._live, elsewhere=frozenset())
         self._members = members
         # Before the first step an optimizer has no state yet: the names are not complete.
@@ -111,7 +111,7 @@ class PeerCheckpoints:
         """True if the state after `step` steps is to be offered for a copy."""
         if self._copies is None:
             return False
-        # After the first step an optimizer has state, whose names must be learnt.
+        # After the first step an optimizer has state, whose names must be recorded.
         return self._uncopied or step == 1 or self._copies.due(step)
 
     def offer(self, state_shard: StateShard) -> None:
@@ -129,7 +129,7 @@ class PeerCheckpoints:
         """Copy the state to peers as `offer` does, and wait until all members have completed it.
 
         If a member is lost before the next generation's first copy, the job continues from this
-        one. `leaving`: the ranks that leave, the same on all members; only ranks that stay receive
+        copy. `leaving`: the ranks that leave, the same on all members; only ranks that stay receive
         copies.
         """
         if self._copies is not None:
@@ -185,8 +185,8 @@ class PeerCheckpoints:
         self, live: StateShard, stepped_by_others: Collection[str]
     ) -> frozenset[str]:
         """Return the names of tensors that other members' optimizers may have begun to keep since
-        the names were learnt: for each of their parameters without state then, the keys that are
-        kept for any other parameter."""
+        the names were recorded. For each of their parameters that had no state then, these are the
+        keys that are kept for any other parameter."""
         known = [each for each in self._names | live.shards.keys() if each.startswith(OPTIM)]
         parts = [each.removeprefix(OPTIM).rpartition("/") for each in known]
         new = set(stepped_by_others) - {parameter for parameter, _, _ in parts}

@@ -41,9 +41,9 @@ CHUNK_BYTES = 4 * 1024 * 1024
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
     """Return, for each rank, the ranks that get its copies; `hosts` is the host of each rank. Pure.
 
-    Ranks form a ring, sorted by host. A rank's copies go to the ranks ahead of it in the ring at
-    multiples of the number of ranks on the largest host: to other hosts, unless one host has more
-    than half of the ranks. Each rank receives as many copies as it sends.
+    Ranks form a ring, sorted by host. A rank's copies go to ranks ahead of it in the ring, at
+    distances that are multiples of the number of ranks on the largest host. So they go to other
+    hosts, unless one host has more than half of the ranks. A rank receives as many as it sends.
 
     If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
     as its own snapshot is lost with it.
@@ -54,12 +54,12 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
     largest = max(Counter(hosts).values())
     ahead = [number * largest % world_size for number in range(1, world_size)]
     distances = [d for d in dict.fromkeys([*ahead, *range(1, world_size)]) if d]
-    found = []
+    targets = []
     for rank in range(world_size):
         peers = (ring[(index_in_ring[rank] + distance) % world_size] for distance in distances)
         staying = [peer for peer in peers if peer not in leaving]
-        found.append(staying[: copies + (rank in leaving)])
-    return found
+        targets.append(staying[: copies + (rank in leaving)])
+    return targets
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,17 @@ class PeerCopies:
     """Peer copies of one generation.
 
     Each rank keeps a snapshot of its own state shard and, for `copies` other ranks, the part of
-    their state that would be lost with them (`targets_of`). The remaining ranks hold a whole step
-    if, for each rank, it or one of its targets remains. So a host may be lost with all its ranks,
-    unless it has more than half of them.
+    their state that would be lost with them (`targets_of`). After losses the remaining ranks hold a
+    whole step if each rank, or one of its targets, remains. So a host may be lost with all its
+    ranks, unless it has more than half of all ranks.
 
-    Two copies are kept. The next one overwrites the older, and only once the newer is complete on
-    every rank: after the first copy, one step is always complete on all ranks. Until then the
-    copies of the last generation are kept.
+    Two copies are kept. The next copy overwrites the older one, but only once the newer one is
+    complete on every rank. So from the first copy on, there is always a step that is complete on
+    all ranks. Before that the copies of the last generation are kept.
 
-    **Age.** With a copy offered every K steps, the state after a loss is at most 2 K steps older
-    than the newest step that any rank has committed, as a copy must end before the next offer; at
-    most K steps if the last copy was complete.
+    **Age.** If a copy is offered every K steps, the state after a loss is at most 2 K steps older
+    than the newest step that any rank has committed, as a copy must end before the next offer. It
+    is at most K steps older if the last copy was complete.
 
     **Memory**, on the host: 2 x (this rank's state shard + the part sent by each of the `copies`
     ranks whose copies it has), and the copies of members that have left. Until a generation's
@@ -133,8 +133,9 @@ class PeerCopies:
         limit_s: float | None = None,
         hosts: Sequence[str] = (),
     ) -> None:
-        """Set up the copies. `hosts`: the host of each rank; empty: all are on one. `travels` is
-        True for a name whose tensor is lost with its rank; it must be the same on all ranks.
+        """Set up the copies. `hosts`: the host of each rank; empty if all are on one host.
+        `travels`: True for the name of a tensor that is sent, as it would be lost with its rank;
+        the same on all ranks.
 
         A message that takes longer than `limit_s` fails the copy. None: the group's own limit; for
         a Gloo group of a session, a sixth of the limit of its bring-up.
@@ -149,7 +150,9 @@ class PeerCopies:
         self._ring = _Ring(rank, hosts or [""] * world_size, copies)
         self._every_steps = every_steps
         self._travels = travels
-        self._remains: tuple[StepCopies, ...] = before._left() if before is not None else ()
+        self._earlier_copies: tuple[StepCopies, ...] = (
+            before._copies_to_keep() if before is not None else ()
+        )
         self._slots = (StepCopies(), StepCopies())
         """Slots of the two copies, the older one first."""
         self._changed = threading.Condition()
@@ -167,8 +170,8 @@ class PeerCopies:
             self._start(group)
 
     def _start(self, group: dist.ProcessGroup) -> None:
-        # Only this thread may hold the group: whichever drops the last reference waits for the
-        # group's own threads, and that must not be the trainer.
+        # Only this thread may hold the group: a thread that drops the last reference waits for the
+        # group's own threads, and must not be the trainer.
         self._thread = threading.Thread(
             target=self._serve, args=(group,), name="peer-copies", daemon=True
         )
@@ -187,11 +190,11 @@ class PeerCopies:
 
         Copies are sent to peers in the background. First waits until the previous copy is complete
         on all ranks, at most for the time limits of its messages. Raises that copy's error, as a
-        collective of the group would, and GenerationBroken after `close`. Without peers the call
-        only drops the copies of the last generation, which no member needs any more.
+        collective of the group would, and GenerationBroken after `close`. Without peers it only
+        drops the copies of the last generation, which no member needs any more.
         """
         if not self._ring.has_peers:
-            self._remains = ()
+            self._earlier_copies = ()
             return
         self.flush()
         later, self._later = self._later, None
@@ -211,7 +214,7 @@ class PeerCopies:
             if self._failure is not None:
                 raise self._failure
             if self._closed:
-                raise GenerationBroken("the copies of this generation were given up")
+                raise GenerationBroken("the copies of this generation have ended")
 
     def held(self) -> Sequence[StateShard]:
         """Return all state shards that this rank can give: its own snapshots and its peers' copies.
@@ -220,7 +223,9 @@ class PeerCopies:
         next `offer`, also after `close`.
         """
         return [
-            state_shard for slot in (*self._remains, *self._slots) for state_shard in slot.shown()
+            state_shard
+            for slot in (*self._earlier_copies, *self._slots)
+            for state_shard in slot.shown()
         ]
 
     @property
@@ -237,7 +242,7 @@ class PeerCopies:
     @property
     def num_bytes(self) -> int:
         """Host memory in use."""
-        return sum(slot.num_bytes for slot in (*self._remains, *self._slots))
+        return sum(slot.num_bytes for slot in (*self._earlier_copies, *self._slots))
 
     def close(self) -> None:
         """End copying. Does not block; may be called twice.
@@ -255,7 +260,7 @@ class PeerCopies:
         if self._thread is not None:
             self._thread.join(limit_s)
 
-    def _left(self) -> tuple[StepCopies, ...]:
+    def _copies_to_keep(self) -> tuple[StepCopies, ...]:
         """Return the copies that the next generation is to hold.
 
         If a copy of this generation is known to be complete on all ranks, this generation's copies
@@ -266,9 +271,11 @@ class PeerCopies:
         own = tuple(slot for slot in self._slots if slot.step is not None)
         if any(slot.everywhere for slot in own):
             return own
-        known = [slot for slot in self._remains if slot.everywhere]
-        perhaps = [slot for slot in self._remains if slot.full and not slot.everywhere]
-        return (*known, *perhaps[-1:], *own)
+        known = [slot for slot in self._earlier_copies if slot.everywhere]
+        maybe_complete = [
+            slot for slot in self._earlier_copies if slot.full and not slot.everywhere
+        ]
+        return (*known, *maybe_complete[-1:], *own)
 
     # --- the thread's side ---
 
@@ -279,7 +286,7 @@ class PeerCopies:
                 self._copy(slot, ranks, group)
                 with self._changed:
                     slot.everywhere = True
-                    self._remains = ()
+                    self._earlier_copies = ()
                     self._busy = False
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 - raised to the trainer by its next offer
@@ -290,27 +297,27 @@ class PeerCopies:
                 self._changed.notify_all()
 
     def _copy(self, slot: StepCopies, ranks: Collection[int], group: dist.ProcessGroup) -> None:
-        """Send this rank's snapshot in the slot to peers, and receive theirs. `ranks`: those that
-        leave."""
+        """Send this rank's snapshot in the slot to peers, and receive the peers' snapshots. `ranks`
+        are the ranks that leave."""
         own = slot.own
         assert own is not None
         slot.wait()
         targets, sources = self._ring.peers(ranks)
         values = self._catalogue.announce(own, group)
         slot.know(self._catalogue.names)
-        arriving = {}
+        receives = {}
         for peer in sources:
             chunks, metas = self._catalogue.of(peer)
-            coming = {name: chunk for name, chunk in chunks.items() if self._travels(name)}
-            shards, memory = slot.buffers_for(peer, coming, metas)
+            received_chunks = {name: chunk for name, chunk in chunks.items() if self._travels(name)}
+            shards, memory = slot.buffers_for(peer, received_chunks, metas)
             works = [dist.irecv(chunk, group=group, group_src=peer) for chunk in _chunks(memory)]
-            arriving[peer] = (shards, works)
+            receives[peer] = (shards, works)
         leaving = [
             dist.isend(chunk, group=group, group_dst=peer)
             for peer in targets
             for chunk in _chunks(slot.travelling)
         ]
-        for peer, (shards, works) in arriving.items():
+        for peer, (shards, works) in receives.items():
             self._wait(works)
             slot.show(peer, shards, values[peer])
         slot.full = True
@@ -347,13 +354,13 @@ class Catalogue:
         Raises InternalError if the ranks are at different steps, and MalformedMessage.
         """
         inventory = inventory_of([StateShard(step=0, shards=own.shards)])
-        news = None if inventory == self._announced else to_json(inventory)
+        announcement = None if inventory == self._announced else to_json(inventory)
         self._announced = inventory
-        words = gather(pack([own.step, dict(own.values), news]), group)
+        messages = gather(pack([own.step, dict(own.values), announcement]), group)
         all_values: list[Mapping[str, Any]] = []
-        for rank, word in enumerate(words):
+        for rank, message in enumerate(messages):
             try:
-                step, values, content = unpack(word, rank)
+                step, values, content = unpack(message, rank)
                 all_values.append(dict(values))
             except (TypeError, ValueError) as error:
                 raise malformed(rank, f"{type(error).__name__}: {error}") from error
@@ -373,5 +380,5 @@ class Catalogue:
         """Return the chunks of a rank, and the metas of its tensors. Raises MalformedMessage."""
         inventory = self._known[rank]
         if inventory is None or len(inventory.listings) != 1:
-            raise malformed(rank, "a copy without a list of its contents")
+            raise malformed(rank, "a copy without an inventory")
         return inventory.listings[0].chunks, inventory.metas

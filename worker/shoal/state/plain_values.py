@@ -51,8 +51,8 @@ def take_apart(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
             fix="Leave it out of state_dict(), and create it in load_state_dict().",
         )
 
-    apart = _PlainCopy(refused)
-    return apart.plain(state, ()), apart.tensors
+    converter = _PlainCopy(refused)
+    return converter.plain(state, ()), converter.tensors
 
 
 def take_apart_exactly(
@@ -63,15 +63,15 @@ def take_apart_exactly(
     inline: bool = False,
     taken: set[str] | None = None,
 ) -> tuple[Json, dict[str, Tensor]]:
-    """Split as `take_apart` does, but only values that `put_together` rebuilds with the same type,
-    so that plain torch finds them unchanged in a checkpoint. Only numbers of NumPy and enums become
-    Python's.
+    """Split as `take_apart` does, but refuse values that `put_together` would rebuild with another
+    type, so that plain torch finds the values unchanged in a checkpoint. The only exceptions are
+    NumPy numbers and enums, which become Python values.
 
     `inline`: write tensors as numbers among the values. `taken`: the dotted paths already in use,
     by which torch names the entries of a checkpoint; the paths of this value are added.
     """
-    apart = _PlainCopy(refused, is_exact=True, is_inline=inline, taken=taken)
-    return apart.plain(value, path), apart.tensors
+    converter = _PlainCopy(refused, is_exact=True, is_inline=inline, taken=taken)
+    return converter.plain(value, path), converter.tensors
 
 
 def put_together(values: Json, tensors: Mapping[str, Tensor]) -> Any:
@@ -82,7 +82,7 @@ def put_together(values: Json, tensors: Mapping[str, Tensor]) -> Any:
         raise MalformedMessage(
             "the stored registered state cannot be read",
             seen=f"{type(error).__name__}: {str(error)[:200]}",
-            expected="what a member of the same version of Shoal keeps",
+            expected="state that a member of the same version of Shoal has stored",
         ) from error
 
 
@@ -110,7 +110,7 @@ class _PlainCopy:
         if self._num_values > MAX_VALUES:
             seen = f"more than {MAX_VALUES:,} values"
             raise self._refused(path, seen, "a long list as one tensor")
-        if _is_numpy_number(value) or (self._is_exact and _is_alone(value)):
+        if _is_numpy_number(value) or (self._is_exact and _has_no_dimensions(value)):
             value = value.item()
         if isinstance(value, int) and value.bit_length() > self._max_bits:
             raise self._refused(
@@ -139,11 +139,11 @@ class _PlainCopy:
         pairs: list[Json] = []
         items: dict[str, Json] = {}
         for key, item in value.items():
-            taken = self._inside(item, (*path, str(key)))
+            entry = self._inside(item, (*path, str(key)))
             if plain:
-                items[key] = taken
+                items[key] = entry
             else:
-                pairs.append([self.plain(key, path), taken])
+                pairs.append([self.plain(key, path), entry])
         return items if plain else {_MARK + "pairs": pairs}
 
     def _inside(self, item: Any, path: tuple[str, ...]) -> Json:
@@ -163,7 +163,7 @@ class _PlainCopy:
         key = ".".join(path) or "value"
         if isinstance(tensor, DTensor) and (self._is_inline or not self._is_exact):
             raise self._refused(
-                path, "a part of a tensor that is cut over members", "whole tensors"
+                path, "a part of a tensor that is divided among members", "whole tensors"
             )
         if fault := fault_of(tensor):
             raise self._refused(path, fault, f"dense tensors of {', '.join(DTYPES)}")
@@ -194,13 +194,13 @@ def _is_numpy_number(value: object) -> bool:
     return isinstance(value, np.generic) and value.dtype.kind in "biufcUS"
 
 
-def _is_alone(value: object) -> bool:
+def _has_no_dimensions(value: object) -> bool:
     """True for a NumPy array without dimensions, of one number or string."""
     return isinstance(value, np.ndarray) and value.ndim == 0 and _is_numpy_number(value[()])
 
 
 def _base_of(value: object) -> type:
-    """Return the container type as which a value is stored; its own type if it is none."""
+    """Return the container type for storing a value; the value's type if it is no container."""
     for kind, carried in (
         (Mapping, dict),
         (list, list),

@@ -31,7 +31,7 @@ OPTIMIZER = "optimizer/"
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Everything that training changes, by name: a joiner continues from it."""
+    """Everything that training changes, by name: a member that joins continues from it."""
 
     step: int
     """Number of optimizer steps taken."""
@@ -60,7 +60,7 @@ class ReplicatedState:
                         "the optimizer holds a parameter that is not the model's",
                         seen=f"parameter {position} of group {index}: {tuple(parameter.shape)}",
                         expected="parameters of the model that is distributed with it",
-                        fix="Distribute one module that holds them all.",
+                        fix="Distribute one module that holds all these parameters.",
                     )
 
     def name_of(self, parameter: Tensor) -> str:
@@ -197,9 +197,9 @@ class ReplicatedState:
 
 
 def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
-    """Return a copy of a tensor of the optimizer's state on the device where torch keeps it: the
-    parameter's. A step count stays on its device, unless the group is `fused` or `capturable`, as
-    kernels read it then."""
+    """Return a copy of a tensor of the optimizer's state, on the device where torch keeps it: the
+    parameter's device. A step count stays on its own device, unless the group is `fused` or
+    `capturable`: kernels read it then."""
     own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     by_kernels = own.get("fused") or own.get("capturable")
     if tensor.ndim or by_kernels:
@@ -228,15 +228,15 @@ def refuse_tensors(tensors: Mapping[str, Tensor]) -> None:
 
 
 def names_in(model: nn.Module) -> Set[str]:
-    """Return the names of all parameters and buffers of the model, with all names of tied ones."""
+    """Return the names of all parameters and buffers of the model; a tied one has several."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     return {name for each in (parameters, buffers) for name, _ in each}
 
 
 def check_no_more(own: Set[str], names: Iterable[str]) -> None:
-    """Raise ShapeMismatch if a state names a tensor that the model lacks: loading would drop it,
-    and the model would differ from the one that wrote the state."""
+    """Raise ShapeMismatch if a state names a tensor that the model lacks: loading would drop the
+    tensor, and the model would differ from the model that wrote the state."""
     for name in sorted(names):
         if name.startswith(MODEL) and name.removeprefix(MODEL) not in own:
             raise ShapeMismatch(

@@ -1,7 +1,7 @@
 """Resharding: each rank of a new generation gets the chunks that it needs from their holders.
 
-Two small collectives exchange what each rank holds and what each needs; the second is skipped if
-every rank holds everything. Then bytes are sent from rank to rank. Nothing is unpickled.
+Two small collectives exchange lists of the chunks that each rank holds and needs; the second is
+skipped if every rank holds everything. Then bytes are sent from rank to rank. Nothing is unpickled.
 """
 
 from collections import deque
@@ -56,15 +56,15 @@ def reshard(
     target: Target | None = None,
     memory: SharedMemory | None = None,
 ) -> StateShard:
-    """Return the chunks that this rank needs of the newest state that is whole on the group.
+    """Return the chunks that this rank needs of the newest state that the group holds as a whole.
 
-    Collective: all ranks call it at the same time, each with all that it holds, of one step or
-    several. `needs` is called for every tensor that exists at the chosen step, and for no other.
+    Collective: all ranks call it at the same time, each with all shards that it holds, of one or
+    several steps. `needs` is called once for every tensor that exists at the chosen step.
 
     The result is in newly allocated host memory, or in the tensors of `target`, which is called
     only after all checks. With `borrow`, a chunk for which `target` returns None is a view of this
-    rank's own shard, if that contains it. `memory`: shared by the group's ranks, and overwritten;
-    used for the transfer if it is large enough.
+    rank's own shard, if that shard contains it. `memory`: memory that the group's ranks share; it
+    is used for the transfer if it is large enough, and overwritten.
 
     Raises the same error on all ranks: StateLost if no step is whole, ShapeMismatch or
     DtypeMismatch if ranks contradict each other, MalformedMessage for an invalid message. An error
@@ -73,22 +73,26 @@ def reshard(
     """
     rank, world_size = group.rank(), group.size()
     exchange = SharedExchange(memory) if memory and SharedExchange.fits(memory) else None
-    words = _gathered(to_message(inventory_of(held)), group, exchange)
-    chosen = choose([from_message(word, r) for r, word in enumerate(words)])
-    own = _asked(chosen, needs)
+    messages = _gather_messages(to_message(inventory_of(held)), group, exchange)
+    chosen = choose([from_message(message, r) for r, message in enumerate(messages)])
+    own_needs = _own_needs(chosen, needs)
     if chosen.on_each(world_size):  # every rank already has what it needs
         wanted: list[Mapping[str, Chunk]] = [{}] * world_size
-        wanted[rank] = own
+        wanted[rank] = own_needs
     else:
         names = list(chosen.metas)
-        words = _gathered(pack(chunks_to_json(own, names, chosen.metas)), group, exchange)
+        messages = _gather_messages(
+            pack(chunks_to_json(own_needs, names, chosen.metas)), group, exchange
+        )
         table = TensorTable(chosen.metas)
-        wanted = [_needs_of(word, r, table) for r, word in enumerate(words)]
+        wanted = [_needs_of(message, r, table) for r, message in enumerate(messages)]
     bucket_bytes = IN_FLIGHT_BYTES // (2 * ROUNDS_IN_FLIGHT * world_size)
     bucket_bytes = min(max(bucket_bytes, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
-    todo = plan(chosen, wanted, rank, stripe_bytes=bucket_bytes // 2)
+    own_plan = plan(chosen, wanted, rank, stripe_bytes=bucket_bytes // 2)
     transfer = _Transfer(group, [h for h in held if h.step == chosen.step], bucket_bytes, exchange)
-    shards = transfer.carry_out(todo, own, chosen.metas, borrow=borrow, target=target or _nowhere)
+    shards = transfer.carry_out(
+        own_plan, own_needs, chosen.metas, borrow=borrow, target=target or _no_target
+    )
     return StateShard(
         step=chosen.step,
         shards=shards,
@@ -105,7 +109,7 @@ def whole_model(
 ) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer by its names in the user's model, on the host.
 
-    Collective: each rank gives what it holds and gets the whole model. Tied names share one tensor.
+    Collective: each rank passes its shards and gets the whole model. Tied names share one tensor.
     `without_elements`: empty tensors, which no rank reports. `order`: the names in the order of the
     model's own state_dict, which the result has too. Raises as `reshard`.
     """
@@ -123,15 +127,15 @@ def _of_model(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | 
     return Chunk.whole(shape) if name.startswith(MODEL) else None
 
 
-def _gathered(
-    word: bytes, group: dist.ProcessGroup, exchange: SharedExchange | None
+def _gather_messages(
+    message: bytes, group: dist.ProcessGroup, exchange: SharedExchange | None
 ) -> list[bytes]:
     """Gather the message of each rank, through shared memory if possible."""
-    words = exchange.gather(word, MAX_MESSAGE_BYTES) if exchange is not None else None
-    return gather(word, group) if words is None else words
+    messages = exchange.gather(message, MAX_MESSAGE_BYTES) if exchange is not None else None
+    return gather(message, group) if messages is None else messages
 
 
-def _asked(chosen: ChosenStep, needs: Needs) -> dict[str, Chunk]:
+def _own_needs(chosen: ChosenStep, needs: Needs) -> dict[str, Chunk]:
     found: dict[str, Chunk] = {}
     for name, meta in chosen.metas.items():
         chunk = needs(name, meta.shape, meta.dtype)
@@ -139,7 +143,7 @@ def _asked(chosen: ChosenStep, needs: Needs) -> dict[str, Chunk]:
             continue
         if len(chunk.sizes) != len(meta.shape) or chunk.overlap(Chunk.whole(meta.shape)) != chunk:
             raise InvalidSpec(
-                f"a box that is needed of {name} is not within it",
+                f"a needed chunk of {name} is not within the tensor",
                 seen=str(chunk),
                 expected=f"a part of {meta.shape}",
             )
@@ -147,13 +151,13 @@ def _asked(chosen: ChosenStep, needs: Needs) -> dict[str, Chunk]:
     return found
 
 
-def _nowhere(name: str, chunk: Chunk) -> None:
+def _no_target(name: str, chunk: Chunk) -> None:
     return None
 
 
-def _needs_of(word: bytes, rank: int, table: TensorTable) -> Mapping[str, Chunk]:
+def _needs_of(message: bytes, rank: int, table: TensorTable) -> Mapping[str, Chunk]:
     try:
-        return chunks_from_json(unpack(word, rank), table)
+        return chunks_from_json(unpack(message, rank), table)
     except (TypeError, ValueError, LookupError) as error:
         raise malformed(rank, f"{type(error).__name__}: {error}") from error
 
@@ -163,7 +167,7 @@ def _needs_of(word: bytes, rank: int, table: TensorTable) -> Mapping[str, Chunk]
 
 def _flat(tensor: Tensor) -> Tensor:
     """View the contiguous tensor's memory as bytes."""
-    # By as_strided: a single element of a row counts as contiguous, but has the row's strides.
+    # Not by `view`: a single element of a row counts as contiguous, but has the row's strides.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -202,59 +206,64 @@ class _Transfer:
 
     def carry_out(
         self,
-        todo: TransferPlan,
-        own: Mapping[str, Chunk],
+        own_plan: TransferPlan,
+        own_needs: Mapping[str, Chunk],
         metas: Mapping[str, Meta],
         *,
         borrow: bool,
         target: Target,
     ) -> dict[str, TensorShard]:
-        """Return the shards that this rank needs, in new memory unless placed or borrowed."""
+        """Return the shards that this rank needs: new, borrowed, or in tensors of `target`."""
         self._metas = metas
-        placed = {name: target(name, chunk) for name, chunk in own.items()}
+        placed = {name: target(name, chunk) for name, chunk in own_needs.items()}
         borrowed = {
             part.name: self._source(part)
-            for part in todo.kept
-            if borrow and placed[part.name] is None and part.chunk == own[part.name]
+            for part in own_plan.kept
+            if borrow and placed[part.name] is None and part.chunk == own_needs[part.name]
         }
-        for name, chunk in own.items():
+        for name, chunk in own_needs.items():
             tensor = borrowed.get(name, placed[name])
             if tensor is None:
                 tensor = torch.empty(chunk.sizes, dtype=metas[name].dtype)
             self._pieces[name] = TensorShard(shape=metas[name].shape, chunk=chunk, tensor=tensor)
         if self._shared is not None:
-            self._exchange(todo, self._shared)
+            self._exchange(own_plan, self._shared)
         else:
-            self._move(todo)
-        for part in todo.kept:
+            self._move(own_plan)
+        for part in own_plan.kept:
             if part.name not in borrowed:
                 self._target(part).copy_(self._source(part))
         return self._pieces
 
-    def _exchange(self, todo: TransferPlan, exchange: SharedExchange) -> None:
+    def _exchange(self, own_plan: TransferPlan, exchange: SharedExchange) -> None:
         """Transfer as `_move` does, through memory that all ranks share."""
-        apart: list[tuple[Tensor, Tensor]] = []
+        strided: list[tuple[Tensor, Tensor]] = []
 
         def bytes_for(part: NamedChunk) -> Tensor:
             target = self._target(part)
             if target.is_contiguous():
                 return _flat(target)
-            apart.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
-            return _flat(apart[-1][1])
+            strided.append(
+                (target, torch.empty_like(target, memory_format=torch.contiguous_format))
+            )
+            return _flat(strided[-1][1])
 
         exchange.run(
             {
                 peer: [_flat(self._source(part).cpu().contiguous()) for part in parts]
-                for peer, parts in todo.sends.items()
+                for peer, parts in own_plan.sends.items()
             },
-            {peer: [bytes_for(part) for part in parts] for peer, parts in todo.receives.items()},
+            {
+                peer: [bytes_for(part) for part in parts]
+                for peer, parts in own_plan.receives.items()
+            },
         )
-        for target, arrived in apart:
+        for target, arrived in strided:
             target.copy_(arrived)
 
-    def _move(self, todo: TransferPlan) -> None:
-        sends = {peer: self._buckets(parts) for peer, parts in todo.sends.items()}
-        receives = {peer: self._buckets(parts) for peer, parts in todo.receives.items()}
+    def _move(self, own_plan: TransferPlan) -> None:
+        sends = {peer: self._buckets(parts) for peer, parts in own_plan.sends.items()}
+        receives = {peer: self._buckets(parts) for peer, parts in own_plan.receives.items()}
         num_rounds = max(map(len, [*sends.values(), *receives.values()]), default=0)
         pending: deque[_Round] = deque()
         for number in range(num_rounds):
@@ -293,10 +302,10 @@ class _Transfer:
         current.kept.append(buffer)
         current.works.append(self._p2p.send([buffer], peer))
 
-    def _complete(self, over: _Round) -> None:
-        for work in over.works:
+    def _complete(self, finished: _Round) -> None:
+        for work in finished.works:
             work.wait()
-        for buffer, parts in over.arriving:
+        for buffer, parts in finished.arriving:
             for part, span in zip(parts, self._spans(parts), strict=True):
                 self._target(part).copy_(self._view(buffer, part, span))
 

@@ -112,7 +112,7 @@ class TensorShard:
     def __post_init__(self) -> None:
         if tuple(self.tensor.shape) != self.chunk.sizes:
             raise InternalError(
-                "a piece does not fill its box",
+                "a shard's tensor does not have the size of its chunk",
                 seen=f"a tensor of {tuple(self.tensor.shape)}",
                 expected=f"{self.chunk.sizes}",
             )
@@ -161,8 +161,8 @@ Names = tuple[str, ...]
 class GroupedChunks(Mapping[str, Chunk]):
     """Chunks by the name of their tensor, stored as groups of tensors with the same chunk.
 
-    A thousand ranks that hold rows of three thousand tensors report three million chunks, but only
-    a few groups each.
+    A thousand ranks that hold rows of three thousand tensors report three million chunks. But each
+    rank reports only a few groups.
     """
 
     def __init__(self, groups: Sequence[tuple[Chunk, Names]]) -> None:
@@ -193,9 +193,9 @@ def groups_of(chunks: Mapping[str, Chunk]) -> Sequence[tuple[Chunk, Names]]:
 
 
 def alike(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
-    """Split each group into sets of names, such that any group contains all names of a set or none.
+    """Split each group into sets of names, so that any group contains all names of a set or none.
 
-    So a result that is computed for one name of a set holds for all of them.
+    A result that is computed for one name of a set then holds for all of them.
     """
     distinct = list(dict.fromkeys(groups))
     found_in: dict[str, list[int]] = {}

@@ -1,9 +1,9 @@
 """Exchange of bytes between ranks through memory that all ranks of a group share.
 
-Over sockets each byte is packed, written, read and unpacked; here it is only written and read. In
-each round a rank fills one box for each receiver, all ranks wait at a barrier, and each reads the
-boxes for it. Two sets of boxes alternate: between filling a set and refilling it there are two
-barriers, and all ranks have read it before the second.
+Over sockets each byte is packed, written, read and unpacked; here it is only written and read. The
+memory is divided into boxes, one for each pair of ranks. In each round a rank fills one box for
+each receiver, all ranks wait at a barrier, and each rank reads the boxes meant for it. Two sets of
+boxes alternate: a set is filled again two barriers later, when all ranks have read it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,15 @@ from shoal.state.host_copies import ALIGNMENT_BYTES
 
 NUM_SETS = 2
 MIN_BOX_BYTES = 256 * 1024
-"""Minimum size of a box: with smaller ones the barriers cost more than sockets do."""
+"""Minimum size of a box: with smaller boxes the barriers cost more than sockets do."""
 
 Cut = list[tuple[int, Tensor]]
 """Contents of one box: pairs of a piece's offset in the box and the piece."""
 
 
 class SharedExchange:
-    """One rank's side of the exchange. All ranks make one on the same memory, and make the same
-    calls at the same time."""
+    """One rank's side of the exchange. All ranks make such an object on the same memory, and make
+    the same calls at the same time."""
 
     def __init__(self, memory: SharedMemory) -> None:
         """Use this memory, overwriting its contents."""
@@ -37,7 +37,7 @@ class SharedExchange:
         """True if the memory is large enough for an exchange; the same on all ranks."""
         return _box_bytes(memory) >= MIN_BOX_BYTES
 
-    def gather(self, word: bytes, max_bytes: int) -> list[bytes] | None:
+    def gather(self, message: bytes, max_bytes: int) -> list[bytes] | None:
         """Return the message of each rank, by rank; None, on all ranks, if a message exceeds
         `max_bytes` or a rank's share of the memory.
 
@@ -45,37 +45,37 @@ class SharedExchange:
         """
         memory = self._memory
         each_bytes = len(memory.data) // memory.world_size
-        if len(word) <= each_bytes:
+        if len(message) <= each_bytes:
             start = memory.rank * each_bytes
-            memory.data[start : start + len(word)] = word
-        lengths = memory.meet(len(word))
+            memory.data[start : start + len(message)] = message
+        lengths = memory.meet(len(message))
         if max(lengths) > min(each_bytes, max_bytes):
             return None
         starts = (rank * each_bytes for rank in range(memory.world_size))
-        words = [
+        messages = [
             bytes(memory.data[start : start + length])
             for start, length in zip(starts, lengths, strict=True)
         ]
         # All ranks must have read the messages before any rank overwrites them.
         memory.meet()
-        return words
+        return messages
 
     def run(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> None:
         """Send and receive flat tensors of bytes, by peer, with equal byte counts on both sides.
-        Raises GenerationBroken if a rank is lost, late or cut off."""
-        leaving = {peer: self._cut(tensors) for peer, tensors in sends.items()}
-        arriving = {peer: self._cut(tensors) for peer, tensors in receives.items()}
-        own_rounds = max(map(len, leaving.values()), default=0)
+        Raises GenerationBroken if a rank is lost or late, or if the memory is cut."""
+        sent = {peer: self._cut(tensors) for peer, tensors in sends.items()}
+        received = {peer: self._cut(tensors) for peer, tensors in receives.items()}
+        own_rounds = max(map(len, sent.values()), default=0)
         number, num_rounds = 0, 1
         while number < num_rounds:
-            for peer, boxes in leaving.items():
+            for peer, boxes in sent.items():
                 for box, piece in self._pieces(number, self._memory.rank, peer, boxes):
                     box.copy_(piece)
-            # The number of rounds is that of the rank which sends most.
+            # The rank that sends most determines the number of rounds.
             num_rounds = max(self._memory.meet(own_rounds))
-            for peer, boxes in arriving.items():
+            for peer, boxes in received.items():
                 for box, piece in self._pieces(number, peer, self._memory.rank, boxes):
                     piece.copy_(box)
             number += 1
@@ -83,18 +83,18 @@ class SharedExchange:
         self._memory.meet()
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[Cut]:
-        """Pack the tensors one after another, into as many boxes as they fill."""
+        """Pack the tensors one after the other into boxes."""
         boxes: list[Cut] = []
-        left = 0
+        free_bytes = 0
         for tensor in tensors:
             at = 0
             while at < tensor.numel():
-                if not left:
+                if not free_bytes:
                     boxes.append([])
-                    left = self._box_bytes
-                count = min(left, tensor.numel() - at)
-                boxes[-1].append((self._box_bytes - left, tensor[at : at + count]))
-                at, left = at + count, left - count
+                    free_bytes = self._box_bytes
+                count = min(free_bytes, tensor.numel() - at)
+                boxes[-1].append((self._box_bytes - free_bytes, tensor[at : at + count]))
+                at, free_bytes = at + count, free_bytes - count
         return boxes
 
     def _pieces(

@@ -21,13 +21,13 @@ MAX_STEPS_NAMED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenStep:
-    """The step whose state is whole on the ranks together."""
+    """A step whose whole state the ranks hold together."""
 
     step: int
     metas: Mapping[str, Meta]
     """Shape and dtype of every tensor that exists at the step, sorted by name."""
     holders: Mapping[str, Mapping[Chunk, Sequence[int]]]
-    """Held chunks by name of the tensor, with the ranks that hold each."""
+    """Held chunks by name of the tensor, each chunk with the ranks that hold it."""
     values: Mapping[str, Json]
 
     def on_each(self, world_size: int) -> bool:
@@ -69,7 +69,7 @@ def choose(inventories: Sequence[Inventory]) -> ChosenStep:
 
 
 def _holders(inventories: Sequence[Inventory], step: int) -> dict[str, dict[Chunk, list[int]]]:
-    """Return the holders by name; tensors that are held alike share one dict."""
+    """Return the holders by name; tensors with the same holders share one dict."""
     held = [
         (rank, chunk, names)
         for rank, inventory in enumerate(inventories)
@@ -119,12 +119,12 @@ def _missing(
     """Describe the first few parts that no rank holds."""
     found: list[str] = []
     gaps: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    nobody: Mapping[Chunk, object] = {}
+    no_chunks: Mapping[Chunk, object] = {}
     for name in names:
         if name not in metas:
             found.append(name)
         else:
-            shape, chunks = metas[name].shape, holders.get(name, nobody)
+            shape, chunks = metas[name].shape, holders.get(name, no_chunks)
             held = (id(chunks), shape)
             if held not in gaps:
                 gaps[held] = _gaps(shape, chunks)
@@ -138,10 +138,10 @@ def _gaps(shape: tuple[int, ...], chunks: Mapping[Chunk, object]) -> list[str]:
     if Chunk.whole(shape) in chunks:
         return []
     grid = grid_of(shape, tuple(chunks))
-    return [_words(gap) for gap in islice(grid.gaps(), MAX_NAMED + 1)]
+    return [_in_brackets(gap) for gap in islice(grid.gaps(), MAX_NAMED + 1)]
 
 
-def _words(chunk: Chunk) -> str:
+def _in_brackets(chunk: Chunk) -> str:
     spans = zip(chunk.offsets, chunk.sizes, strict=True)
     return "[" + ", ".join(f"{start}:{start + size}" for start, size in spans) + "]"
 
@@ -158,11 +158,11 @@ def _lost(missing: Mapping[int, Sequence[str]]) -> StateLost:
         str(step): ", ".join(parts[:MAX_NAMED]) + (", ..." if len(parts) > MAX_NAMED else "")
         for step, parts in missing.items()
     }
-    newest = [f"at step {step} nobody has {parts}" for step, parts in details.items()]
+    newest = [f"at step {step} no member has {parts}" for step, parts in details.items()]
     return StateLost(
-        "no step's state is whole on the members that are left",
+        "no step's state is whole on the remaining members",
         seen="; ".join(newest[:MAX_STEPS_NAMED]) or "members that hold nothing at all",
         expected="one step at which every element of every tensor is held by some member",
-        fix="Continue from a checkpoint; with more copies in host memory more members can be lost.",
+        fix="Continue from a checkpoint. With more copies in host memory more members can be lost.",
         details=details,
     )

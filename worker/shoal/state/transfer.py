@@ -25,7 +25,7 @@ from shoal_proto.errors import MalformedMessage
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 BUCKET_BYTES = 32 * 1024 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Size of one message: half a minute over 1 Mb/s."""
+"""Size of one message, which takes half a minute over 1 Mb/s."""
 CHUNKS_IN_FLIGHT = 2
 FAN_OUT = 2
 """Number of members to which each member sends; with 1 the tree would be a chain of all members."""
@@ -96,7 +96,7 @@ class _Branch:
     def pass_on(self, tensor: Tensor) -> None:
         """Receive the tensor from the parent, unless this rank is the source, and send it to the
         children, chunk by chunk."""
-        _in_turn(
+        _wait_in_order(
             [self._p2p.send([chunk], rank) for rank in self._children]
             for chunk in self._received(_chunks(tensor))
         )
@@ -106,13 +106,13 @@ class _Branch:
         if self._parent is None:
             yield from chunks
             return
-        under_way: deque[tuple[Tensor, P2PMessage]] = deque()
+        in_progress: deque[tuple[Tensor, P2PMessage]] = deque()
         for chunk in chunks:
-            under_way.append((chunk, self._p2p.recv([chunk], self._parent)))
-            if len(under_way) == CHUNKS_IN_FLIGHT:
-                yield _arrived(*under_way.popleft())
-        while under_way:
-            yield _arrived(*under_way.popleft())
+            in_progress.append((chunk, self._p2p.recv([chunk], self._parent)))
+            if len(in_progress) == CHUNKS_IN_FLIGHT:
+                yield _arrived(*in_progress.popleft())
+        while in_progress:
+            yield _arrived(*in_progress.popleft())
 
 
 def _arrived(chunk: Tensor, message: P2PMessage) -> Tensor:
@@ -120,17 +120,17 @@ def _arrived(chunk: Tensor, message: P2PMessage) -> Tensor:
     return chunk
 
 
-def _in_turn(begun: Iterable[Sequence[P2PMessage]]) -> None:
-    """Wait for messages, which iterating over `begun` starts; a few are in progress at a time.
+def _wait_in_order(batches: Iterable[Sequence[P2PMessage]]) -> None:
+    """Wait for messages, which the iterator `batches` starts; a few are in progress at a time.
 
     Each wait that returns counts as progress of the transfer.
     """
-    under_way: deque[Sequence[P2PMessage]] = deque()
-    for messages in begun:
-        under_way.append(messages)
-        if len(under_way) == CHUNKS_IN_FLIGHT:
-            _await(under_way.popleft())
-    for messages in under_way:
+    in_progress: deque[Sequence[P2PMessage]] = deque()
+    for messages in batches:
+        in_progress.append(messages)
+        if len(in_progress) == CHUNKS_IN_FLIGHT:
+            _await(in_progress.popleft())
+    for messages in in_progress:
         _await(messages)
 
 

@@ -1,4 +1,4 @@
-"""Plan of sends and receives, by which each rank gets the chunks that it needs of a step's state.
+"""Plan of sends and receives by which each rank gets the chunks of a step's state that it needs.
 
 Pure: every rank computes its own part of the plan from the same inputs, and the parts fit together.
 """
@@ -36,26 +36,28 @@ class TransferPlan:
 def plan(
     chosen: ChosenStep, needs: Sequence[Mapping[str, Chunk]], rank: int, *, stripe_bytes: int
 ) -> TransferPlan:
-    """Plan what this rank sends and receives, so that every rank gets what it `needs`, by name.
+    """Plan what this rank sends and receives, so that every rank gets the chunks that it needs.
 
-    A rank keeps what it holds itself. For the rest, imagine all tensors end to end, row by row, and
-    cut into stripes: the holders of a part take turns at sending it, by stripe and by receiver. So
-    senders share the bytes evenly, to about a stripe, and each rank computes its own part of the
-    plan without computing those of the others. No part is larger than two stripes.
+    `needs`: for each rank, by rank, the needed chunks by the name of their tensor.
+
+    A rank keeps the parts that it holds itself. For the others, imagine all tensors end to end, row
+    by row, and cut into stripes: the holders of a part take turns at sending it, by stripe and by
+    receiver. So senders share the bytes evenly, to about a stripe, and each rank computes its own
+    part of the plan without the parts of other ranks. No part is larger than two stripes.
     """
-    own = TransferPlan()
+    own_plan = TransferPlan()
     wanted = _wanted(needs)
     sources: dict[tuple[int, int, tuple[int, ...]], _Source] = {}
     start_bytes = 0
     for name, meta in chosen.metas.items():
         held, wanting = chosen.holders[name], wanted.get(name, _NOBODY)
         # Tensors that are held and needed in the same way share one computation.
-        way = (id(held), id(wanting), meta.shape)
-        if way not in sources:
-            sources[way] = _Source(meta.shape, held, wanting, rank)
-        sources[way].note(name, _Stripes(meta, start_bytes, stripe_bytes), own)
+        key = (id(held), id(wanting), meta.shape)
+        if key not in sources:
+            sources[key] = _Source(meta.shape, held, wanting, rank)
+        sources[key].note(name, _Stripes(meta, start_bytes, stripe_bytes), own_plan)
         start_bytes += math.prod(meta.shape) * meta.dtype.itemsize
-    return own
+    return own_plan
 
 
 Wanted = Mapping[Chunk, Sequence[int]]
@@ -64,22 +66,22 @@ _NOBODY: Wanted = {}
 
 
 def _wanted(needs: Sequence[Mapping[str, Chunk]]) -> Mapping[str, Wanted]:
-    """Return the needs by name; tensors that are needed alike share one dict."""
-    asked = [
+    """Return the needs by name; tensors with the same needs share one dict."""
+    needed = [
         (receiver, chunk, names)
         for receiver, chunks in enumerate(needs)
         for chunk, names in groups_of(chunks)
     ]
-    sets = alike(names for _, _, names in asked)
+    sets = alike(names for _, _, names in needed)
     found: dict[Names, dict[Chunk, list[int]]] = {}
-    for receiver, chunk, names in asked:
+    for receiver, chunk, names in needed:
         for together in sets[names]:
             found.setdefault(together, {}).setdefault(chunk, []).append(receiver)
     return {name: chunks for together, chunks in found.items() for name in together}
 
 
 class _Source:
-    """Holders and receivers of the cells of tensors that are held and needed alike."""
+    """Holders and receivers of the cells of tensors with the same holders and the same needs."""
 
     def __init__(
         self, shape: tuple[int, ...], held: Mapping[Chunk, Sequence[int]], wanted: Wanted, rank: int
@@ -91,9 +93,9 @@ class _Source:
         self._holders: dict[tuple[int, ...], list[int]] = {}
         self._kept: list[Chunk] = []
         self._received: list[tuple[Chunk, Sequence[int]]] = []
-        """Cells, and the ranks that hold each."""
+        """Cells, and the ranks that hold each cell."""
         self._sent: list[tuple[Chunk, Sequence[int], Sequence[int]]] = []
-        """Cells, the ranks that hold each, and those that lack it."""
+        """Cells, the ranks that hold each cell, and the ranks that need and lack it."""
         for chunk, receivers in wanted.items():
             if rank in receivers:
                 self._receive(chunk)
@@ -106,7 +108,7 @@ class _Source:
             return
         for cell, numbers in self._grid.cells(chunk):
             holders = self._holders_of(numbers)
-            assert holders, f"{cell} is held by nobody"
+            assert holders, f"{cell} has no holder"
             if self._rank in holders:
                 self._kept.append(cell)
             else:
@@ -115,8 +117,8 @@ class _Source:
     def _send(self, chunk: Chunk, receivers: Sequence[int]) -> None:
         """Record the cells of this chunk that this rank may send to the receivers that need it."""
         cells: dict[Chunk, tuple[int, ...]] = {}
-        for mine in self._own:
-            if (common := mine.overlap(chunk)) is not None:
+        for held in self._own:
+            if (common := held.overlap(chunk)) is not None:
                 cells.update(self._grid.cells(common))
         for cell in sorted(cells):  # in the receivers' order
             holders = self._holders_of(cells[cell])
@@ -124,18 +126,18 @@ class _Source:
             if lacking:
                 self._sent.append((cell, holders, lacking))
 
-    def note(self, name: str, stripes: "_Stripes", own: TransferPlan) -> None:
+    def note(self, name: str, stripes: "_Stripes", own_plan: TransferPlan) -> None:
         """Add the parts of one tensor that this rank keeps, receives and sends to its plan."""
-        own.kept.extend(NamedChunk(name, cell) for cell in self._kept)
+        own_plan.kept.extend(NamedChunk(name, cell) for cell in self._kept)
         for cell, holders in self._received:
             for stripe, part in stripes.of(cell):
                 sender = holders[(stripe + self._rank) % len(holders)]
-                own.receives.setdefault(sender, []).append(NamedChunk(name, part))
+                own_plan.receives.setdefault(sender, []).append(NamedChunk(name, part))
         for cell, holders, lacking in self._sent:
             for stripe, part in stripes.of(cell):
                 for receiver in lacking:
                     if holders[(stripe + receiver) % len(holders)] == self._rank:
-                        own.sends.setdefault(receiver, []).append(NamedChunk(name, part))
+                        own_plan.sends.setdefault(receiver, []).append(NamedChunk(name, part))
 
     def _holders_of(self, numbers: tuple[int, ...]) -> list[int]:
         if numbers not in self._holders:

@@ -41,5 +41,5 @@ def find_strategy(strategy: str | Strategy) -> Strategy:
             expected=f"one of {', '.join(map(repr, sorted(STRATEGIES)))}, or a Strategy object",
         )
     module, kind = STRATEGIES[strategy]
-    found: Strategy = getattr(import_module(module), kind)()
-    return found
+    default: Strategy = getattr(import_module(module), kind)()
+    return default

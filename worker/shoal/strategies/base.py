@@ -39,7 +39,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     """Name in `distribute(strategy=...)` and in the proposal."""
     synchronous: ClassVar[bool]
-    """True: all members take each step together, and the loss of one stops the others until they
+    """True: all members take each step together. If a member is lost, the others stop until they
     have agreed on a new generation. False: members train on through every change; only the
     generation in their token changes."""
 
@@ -76,11 +76,11 @@ class Strategy(ABC):
         """
 
     def use_backend(self, backend: Backend) -> None:  # noqa: B027 - not all have collectives
-        """Use this backend for collectives. Synchronous strategies: called before
-        `distribute`."""
+        """Use this backend for collectives. Called before `distribute`, for synchronous strategies
+        only."""
 
     def keep_checkpoints(self, checkpoints: CheckpointStore) -> None:
-        """Write checkpoints, and start from one if no member has state. Called first of all.
+        """Write checkpoints, and start from one if no member has state. Called before all else.
 
         Raises InvalidSpec for a strategy whose state members do not hold.
         """
@@ -93,7 +93,7 @@ class Strategy(ABC):
         """Commit this state with each step, restore it if a step fails, and send it along with the
         model's state. Called before `distribute`.
 
-        Raises InvalidSpec for a strategy that `carries` none.
+        Raises InvalidSpec for a strategy whose `carries` is False.
         """
         if not self.carries:
             raise InvalidSpec(
@@ -122,12 +122,12 @@ class Strategy(ABC):
         return False
 
     def gradients_lack(self) -> str:
-        """The reason why torch's `clip_grad_norm_` cannot measure gradients after a backward pass;
-        empty if they are those of the whole model and batch."""
+        """Description of the gradients after a backward pass, if torch's `clip_grad_norm_` cannot
+        measure them; empty if they are those of the whole model and batch."""
         return ""
 
     def gathers_lack(self) -> str:
-        """The reason why members' rows cannot be gathered within a step; empty if they can."""
+        """The obstacle to gathering members' rows within a step; empty if there is none."""
         if not (self.synchronous and self.passes_meet):
             return "members whose steps are their own, with models that differ meanwhile"
         return ""
@@ -150,12 +150,12 @@ class Strategy(ABC):
 
     @property
     def written_checkpoint(self) -> WrittenCheckpoint | None:
-        """The newest checkpoint that this member has helped to write. Any thread."""
+        """The newest checkpoint that this member helped to write. Thread-safe."""
         return None
 
     @property
     def writes_checkpoints(self) -> bool:
-        """True if the members write checkpoints, and so one more if a member leaves unreplaced."""
+        """True if members write checkpoints: then also one if a member leaves unreplaced."""
         return False
 
     def leaves_with_checkpoint(self) -> bool:
@@ -236,9 +236,9 @@ class Strategy(ABC):
     def backward(self, loss: Tensor, weight: float) -> None:
         """Compute gradients of `loss`, the mean over this member's samples.
 
-        `weight`: of this member's batch. The members' weights average to one, so the mean over
-        members of weighted gradients is the gradient of the mean over the global batch. May be
-        called several times in a step; gradients add up.
+        `weight`: weight of this member's batch. Weights average to one over the members, so the
+        mean of the members' weighted gradients is the gradient of the mean over the global batch.
+        May be called several times in a step; gradients add up.
         """
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
@@ -299,8 +299,8 @@ class Strategy(ABC):
         )
 
     def own_weights(self) -> HeldWeights:
-        """Return, as `weights`, this member's part of the model without the part that is on
-        parameter servers; for a series with tables."""
+        """Return what `weights` returns, without the part that is on parameter servers. Called for
+        a series with tables."""
         raise InvalidSpec(
             f"strategy {self.name} does not publish tables",
             seen="session.series(..., tables=True)",
@@ -332,7 +332,7 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Optimizer steps that this member has committed (asynchronous: its own)."""
+        """Number of steps that this member has committed; in asynchronous strategies its own."""
 
     @property
     @abstractmethod
@@ -349,8 +349,8 @@ class Strategy(ABC):
         return None
 
     def asks(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
-        """Note that the trainer begins, or ends, to wait for the coordinator's answer about what
-        comes next. Cheap."""
+        """Note that the trainer begins, or ends, to wait for the coordinator's decision on how to
+        go on. Cheap."""
 
     def loads(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
         """Note that the trainer begins, or ends, to wait for a batch to be loaded. Cheap."""
@@ -375,12 +375,12 @@ class Strategy(ABC):
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
         """Wait until every member has committed the steps that this member has.
 
-        Called after the last step: if a member fails in it, the others are still there. Raises as
-        `end_step`.
+        Called after the last step, so that others are still there if a member fails in it. Raises
+        as `end_step`.
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Figures for the health report, such as "staleness". Cheap; any thread."""
+        """Figures for the health report, such as "staleness". Cheap; thread-safe."""
         return {}
 
     @property

@@ -14,11 +14,11 @@ class SampleLeases(Protocol):
     """Ranges of samples that a member holds, in the order in which to train on them."""
 
     def __iter__(self) -> Iterator[SampleRange | None]:
-        """Yield ranges, of a global batch at most; None now and then while there is none."""
+        """Yield ranges of at most a global batch, and None repeatedly while there is no range."""
         ...
 
     def done(self, trained: SampleRange, /) -> None:
-        """Report the range as completed: its step can no longer be lost. Any thread."""
+        """Report the range as completed: its step can no longer be lost. Thread-safe."""
         ...
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ class OuterStep:
             )
         if self.nesterov and not self.momentum:
             raise InvalidSpec(
-                "Nesterov's step needs a momentum", seen="nesterov without", expected="above 0"
+                "Nesterov's step needs a momentum", seen="momentum=0.0", expected="above 0"
             )
 
     def change(self, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -63,7 +63,7 @@ def _second_backward(state: StepState) -> InvalidSpec:
 def _written_in_place(state: StepState) -> InvalidSpec:
     return InvalidSpec(
         f"a tensor was written to between the forward and the backward pass, in step {state.step}",
-        seen="weights, buffers or activations that the backward pass needs as they were",
+        seen="a write to weights, buffers or activations that the backward pass needs unchanged",
         expected="session.backward before session.update or the script writes to them",
         fix="Call the model again for a loss after session.update; write in place to copies."
         " torch.autograd.set_detect_anomaly(True) names the operation.",
@@ -77,7 +77,7 @@ def _parts_and_wholes(state: StepState) -> InvalidSpec:
         f" {state.strategy}",
         seen="a parameter, a gradient or a module of the model, used together with a whole tensor",
         expected="a call of the model that session.distribute returned, which gathers them",
-        fix="Compute what the loss needs in the model's forward(), and clip with"
+        fix="Compute terms of parameters in the model's forward(), and clip with"
         " session.clip_grad_norm. ddp and zero1 leave parameters whole.",
     )
 

@@ -1,7 +1,7 @@
-"""Actor of one job: writes what the job's driver decides to etcd, and sends it to members.
+"""Actor of one job: writes the decisions of its driver to etcd, and sends them to members.
 
-`core.driver` decides, and orders what waits for which write. This module carries out its actions:
-writes to etcd, notices on the members' streams, replies to waiting calls, timers.
+`core.driver` decides, and determines which actions wait for which write. This module carries out
+the actions: writes to etcd, notices on the members' streams, replies to waiting calls, timers.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class JobDependencies:
     on_member_lost: Callable[[str, str, str], None]
     """Called with (job, member_id, incarnation) for each member that is gone."""
     on_change: Callable[[str], None]
-    """Called with (job) after each step of its state machine, before anybody is notified."""
+    """Called with (job) after each step of its state machine, before any member is notified."""
     result_of: Callable[[str], JobResult]
     """Called with (job) for a job that is over; returns its result as far as it is known."""
     max_jobs: int = JobLimits.max_jobs
@@ -122,12 +122,12 @@ class JobActor:
         If the event is refused, raises the refusal once it is durable.
         """
         call = asyncio.get_running_loop().create_future()
-        with self._whole():
+        with self._failing_job():
             self._apply_step(self._driver.submit(event, call, self._dependencies.clock()))
         await self._answered(call)
 
     async def stop(self, reason: str) -> None:
-        """Have all members leave at a step boundary, which is durable once this returns."""
+        """Have all members leave at a step boundary. The decision is durable once this returns."""
         call = asyncio.get_running_loop().create_future()
         self._apply_step(self._driver.stop(reason, call, self._dependencies.clock()))
         await self._answered(call)
@@ -185,19 +185,19 @@ class JobActor:
             incarnation=incarnation,
             fetches_rosters=fetches_rosters,
         )
-        with self._whole():
+        with self._failing_job():
             self._do(self._driver.open(stream, self._dependencies.clock()))
         return stream
 
     def closed(self, stream: NoticeStream) -> None:
         """End a stream whose call is over. Unless the member has opened another, it is
         disconnected."""
-        with self._whole():
+        with self._failing_job():
             self._apply_step(self._driver.closed(stream, self._dependencies.clock()))
 
     def heartbeat(self, event: HeartbeatReceived, step: int) -> None:
         """Handle a heartbeat, and the trainer's status in it."""
-        with self._whole():
+        with self._failing_job():
             self._driver.heartbeat(event, step, self._dependencies.clock())
 
     @property
@@ -224,7 +224,7 @@ class JobActor:
         return None if pulse is None else LastSeen(at_s=pulse.at_s, step=pulse.step)
 
     def trainers(self) -> list[MemberProcess]:
-        """Processes that may be in a step at their own pace: the members of the newest rosters."""
+        """Processes that may train at their own pace now: members of the newest such rosters."""
         rosters = [r for r in (self.job.previous, self.job.running) if r and not r.synchronous]
         members = [m for roster in rosters for m in self.job.members_of(roster)]
         return [MemberProcess(m.member_id, m.incarnation) for m in members]
@@ -271,9 +271,9 @@ class JobActor:
     async def end(self, why: ShoalError | None = None) -> None:
         """End all streams and waiting calls; members then look for the coordinator that leads.
 
-        Calls that wait for a write fail at once: while etcd cannot be reached, the successor may
-        remove a member that is still held here. Pending writes are cancelled: a write that outlived
-        its term would land in the next one, if this coordinator leads that too.
+        Calls that wait for a write fail at once: while this coordinator cannot reach etcd, its
+        successor may remove their members. Pending writes are cancelled: otherwise one could still
+        reach etcd in a later term of this coordinator.
         """
         actions = self._driver.end(why or NotLeader("this coordinator no longer leads"))
         if self._writing is not None:
@@ -282,7 +282,7 @@ class JobActor:
         self._do(actions)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _failing_job(self) -> Iterator[None]:
         """Fail the whole job if the block raises, since its state may be half-changed. Raises the
         error that all callers get."""
         try:
@@ -295,10 +295,7 @@ class JobActor:
     # --- time ---
 
     async def run(self) -> None:
-        """Wake the driver whenever a timer of it is due.
-
-        Returns once the job is over: no timers are left.
-        """
+        """Wake the driver whenever one of its timers is due. Returns once the job is over."""
         clock = self._dependencies.clock
         while self.job.phase not in OVER:
             self._woken.clear()
@@ -334,8 +331,8 @@ class JobActor:
     def _give_up(self, error: Exception) -> None:
         """Discard the remaining actions; their callers get the error."""
         failure = self._failure(error)
-        left, self._actions = self._actions, deque()
-        for action in left:
+        discarded, self._actions = self._actions, deque()
+        for action in discarded:
             if isinstance(action, AnswerCall):
                 self._actions.append(AnswerCall(call=action.call, error=failure))
         self._actions.extend(self._driver.fail(failure))
@@ -374,8 +371,8 @@ class JobActor:
             self._do(self._driver.written(self._dependencies.clock()))
 
     def _with_result(self, write: JobWrite) -> JobWrite:
-        """Add the job's result, as far as it is known, to the write that ends it: if this leader
-        dies, its successor does not know the loss."""
+        """Add the job's result, as far as it is known, to the write that ends the job: if this
+        leader dies, its successor does not know the loss."""
         state = write.state
         if state is None or not state.finished or state.tally.result:
             return write
@@ -383,7 +380,7 @@ class JobActor:
         return replace(write, state=replace(state, tally=tally))
 
     def _failure(self, error: Exception) -> Exception:
-        """Error for all callers from now on: the state is ahead of what is durable."""
+        """Error for all callers from now on: the state in memory is ahead of the durable state."""
         if isinstance(error, NotLeader):
             self._dependencies.on_lost_leadership(str(error))
             return error

@@ -129,10 +129,8 @@ class MembershipService(MembershipServicer):
         return await self._submit(request)
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
-        """Declare a process lost on its launcher's report, but not a process that replaced it.
-
-        If the member is gone already, nothing is to be done.
-        """
+        """Declare a process lost, on the report of its launcher. Nothing is done if the member is
+        gone already, or if another process has replaced that one."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -143,8 +141,8 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
-        """Mark a process halted or continued on its launcher's report, but not a process that
-        replaced it."""
+        """Mark a process halted or continued, on the report of its launcher. Nothing is done if
+        another process has replaced it."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -261,8 +259,8 @@ def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
 def _check_not_expelled(actor: JobActor, token: Token) -> None:
     """Raise Fenced for a process that was a member and is no longer.
 
-    A process that an earlier leader declared lost is not known by its incarnation here; but a token
-    with a generation was a member's once, and only lost members are missing.
+    A token with a generation was a member's. If its process is no member now, it was lost, possibly
+    under an earlier leader, whose list of lost incarnations this coordinator does not have.
     """
     if token.generation and not actor.job.completing:
         actor.authorize(token)

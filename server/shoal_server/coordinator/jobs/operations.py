@@ -19,7 +19,7 @@ class JobOperations:
     def __init__(
         self, registry: Registry, take: Callable[[str], Awaitable[object]] | None = None
     ) -> None:
-        """`take` takes a snapshot of a job; None if this coordinator cannot."""
+        """`take` takes a snapshot of a job; None if this coordinator takes no snapshots."""
         self._registry = registry
         self._take = take
 
@@ -42,15 +42,15 @@ class JobOperations:
         return actor
 
     async def retry(self, job: str, who: CallerProof, *, from_scratch: bool = False) -> JobActor:
-        """Allow members to join a job again that failed, was stopped or is lost."""
+        """Allow members to join a job that failed, was stopped or is lost."""
         self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)
 
     async def drain(
         self, job: str, member_id: str, reason: str, who: CallerProof, *, process: str = ""
     ) -> JobActor:
-        """Let a member finish its step, hand over and leave; with `process` (a public id), only if
-        it is that process. Also raises UnknownMember."""
+        """Let a member finish its step, hand over and leave. Also raises UnknownMember: for a
+        member that does not exist, or whose process has another public id than `process`."""
         actor = self._found(job, who)
         member = actor.job.members.get(member_id)
         if member is None or process not in ("", public_id(member.incarnation)):
@@ -60,10 +60,10 @@ class JobOperations:
                 seen=f"process {process}" if member else member_id,
                 expected=", ".join(known[:10]) + (" ..." if len(known) > 10 else "") or "none",
             )
-        asked = events.DrainRequested(
+        event = events.DrainRequested(
             member_id=member_id,
             incarnation=member.incarnation,
             reason=reason[:MAX_ERROR] or "asked to",
         )
-        await actor.submit(asked)
+        await actor.submit(event)
         return actor

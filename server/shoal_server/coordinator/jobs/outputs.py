@@ -1,7 +1,7 @@
 """Output of members: requests to their launchers, and the last lines of ended launchers.
 
-A launcher holds a stream on which it gets requests, and answers each by a call. Nothing is stored:
-launchers that still run connect to the next leader.
+A launcher keeps a stream open for requests, and answers each request with a call (`Give`). Nothing
+is stored in etcd: launchers that still run connect to the next leader.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from shoal_server.status.views import OutputView
 
 PART_BYTES = 64 * 1024
 ANSWER_WITHIN_S = 3.0
-MAX_ASKED = 256
+MAX_PENDING = 256
 """Maximum number of unanswered requests."""
 MAX_WAITING = 64
 """Maximum number of requests queued for one launcher."""
@@ -87,7 +87,8 @@ class OutputsService(OutputsServicer):
         self._serving: dict[MemberKey, list[_Launcher]] = {}
         """Newest last: after a reconnect, the launcher's earlier stream may still be open."""
         self._num_served = 0
-        self._asked: dict[str, _PendingRequest] = {}
+        self._pending: dict[str, _PendingRequest] = {}
+        """Unanswered requests, by ticket."""
         self._kept: OrderedDict[MemberKey, _LastLines] = OrderedDict()
         self._kept_bytes = 0
 
@@ -118,41 +119,41 @@ class OutputsService(OutputsServicer):
             self._num_served -= len(members)
             for member in members:
                 self._remove(member, launcher)
-            for asked in self._asked.values():
-                if asked.launcher is launcher and not asked.answer.done():
-                    asked.answer.set_exception(_StreamEnded())
+            for pending in self._pending.values():
+                if pending.launcher is launcher and not pending.answer.done():
+                    pending.answer.set_exception(_StreamEnded())
 
     def _remove(self, member: MemberKey, launcher: _Launcher) -> None:
-        # After a change of leaders they are removed already.
-        if launcher in (left := self._serving.get(member, [])):
-            left.remove(launcher)
-            if not left:
+        # `forget_all` may have removed all launchers already.
+        if launcher in (launchers := self._serving.get(member, [])):
+            launchers.remove(launcher)
+            if not launchers:
                 del self._serving[member]
 
     async def Give(self, request: pb.GiveOutputRequest, context: Context) -> pb.GiveOutputReply:
         """Pass an answer on to its reader; a late answer is dropped."""
-        asked = self._asked.get(request.ticket)
-        is_known = asked is not None and asked.member == (request.job, request.member_id)
-        if asked is not None and is_known and not asked.answer.done():
-            asked.answer.set_result(request.part)
+        pending = self._pending.get(request.ticket)
+        is_known = pending is not None and pending.member == (request.job, request.member_id)
+        if pending is not None and is_known and not pending.answer.done():
+            pending.answer.set_result(request.part)
         return pb.GiveOutputReply()
 
     async def Keep(self, request: pb.KeepOutputRequest, context: Context) -> pb.KeepOutputReply:
         for last in request.last:
             member = (request.job, last.owner.member_id)
             digest = digest_of(last.owner.launch_secret)
-            found = [
+            launchers = [
                 each
                 for each in self._serving.get(member, ())
                 if proves(each.secrets[member[1]], digest)
             ]
-            if not found:
+            if not launchers:
                 raise AccessDenied(
-                    f"no output of {member[1]} is taken from this caller",
-                    seen="a launcher that does not serve it",
-                    expected="its launcher, while its stream is open",
+                    f"output of {member[1]} is not accepted from this caller",
+                    seen="a launcher without an open stream for this member",
+                    expected="the launcher that started the member, while its stream is open",
                 )
-            self._keep(member, _LastLines(launcher=found[-1], part=last.part))
+            self._keep(member, _LastLines(launcher=launchers[-1], part=last.part))
         return pb.KeepOutputReply()
 
     def _keep(self, member: MemberKey, kept: _LastLines) -> None:
@@ -171,8 +172,8 @@ class OutputsService(OutputsServicer):
     async def output(
         self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
-        """Lines of a member. `after`, `before`: positions from an earlier answer; neither: the
-        newest lines.
+        """Lines of a member's output: after or before a position that an earlier answer gave; with
+        neither, the newest lines.
 
         Raises what `Registry.find` raises, AccessDenied for an unknown caller without the job's
         secret, UnknownMember if no launcher has the output, Unavailable, Overloaded.
@@ -195,10 +196,10 @@ class OutputsService(OutputsServicer):
             raise Unavailable(
                 f"the launcher of {member_id} was asked for lines when its stream ended",
                 seen=f"no last lines from {ended}",
-                fix="Ask again: it may be there again, or another coordinator may lead.",
+                fix="Ask again: the launcher may have connected again, here or to a new leader.",
             )
         if kept is None or not _owns(kept.launcher, actor, member_id):
-            raise _nobody_has(actor, member_id)
+            raise _no_output(actor, member_id)
         part = _cut(kept, after, before)
         return _view(member, kept.launcher, part, after, before, is_live=False)
 
@@ -206,7 +207,7 @@ class OutputsService(OutputsServicer):
         try:
             return self._registry.find(job)
         except JobQuarantined as why:
-            # Nor is it known if the job has a secret.
+            # Access could not be checked: it is unknown if the job has a secret.
             raise Unavailable(
                 f"output of the members of job {job} is not shown while it is quarantined",
                 seen=why.what,
@@ -220,12 +221,12 @@ class OutputsService(OutputsServicer):
             if before:
                 return pb.OutputPart()  # the position is an ended launcher's, whose lines are gone
             after = None
-        if len(self._asked) >= MAX_ASKED or launcher.wanted.qsize() >= MAX_WAITING:
+        if len(self._pending) >= MAX_PENDING or launcher.wanted.qsize() >= MAX_WAITING:
             raise Overloaded("too many requests for outputs", fix="Ask again a little later.")
         ticket = secrets.token_hex(16)
         answer = asyncio.get_running_loop().create_future()
-        asked = _PendingRequest(launcher=launcher, member=member, answer=answer)
-        self._asked[ticket] = asked
+        pending = _PendingRequest(launcher=launcher, member=member, answer=answer)
+        self._pending[ticket] = pending
         wanted = pb.OutputWanted(ticket=ticket, member_id=member[1], max_bytes=PART_BYTES)
         if after is not None:
             wanted.after = _position(after)
@@ -233,7 +234,7 @@ class OutputsService(OutputsServicer):
             wanted.before = _position(before)
         try:
             launcher.wanted.put_nowait(wanted)
-            return await asyncio.wait_for(asked.answer, ANSWER_WITHIN_S)
+            return await asyncio.wait_for(pending.answer, ANSWER_WITHIN_S)
         except TimeoutError:
             raise Unavailable(
                 f"the launcher of {member[1]} does not answer",
@@ -241,7 +242,7 @@ class OutputsService(OutputsServicer):
                 expected="the lines that it keeps",
             ) from None
         finally:
-            del self._asked[ticket]
+            del self._pending[ticket]
 
     # --- from the coordinator ---
 
@@ -251,8 +252,9 @@ class OutputsService(OutputsServicer):
             self._drop(member)
 
     def forget_all(self) -> None:
-        """End all streams: another coordinator leads, to which launchers go."""
-        launchers = {id(each): each for found in self._serving.values() for each in found}
+        """End all streams and drop the last lines: another coordinator leads, and launchers connect
+        to it."""
+        launchers = {id(each): each for serving in self._serving.values() for each in serving}
         self._serving.clear()
         for launcher in launchers.values():
             launcher.wanted.put_nowait(None)
@@ -270,28 +272,28 @@ def _check(request: pb.ServeOutputRequest) -> None:
 
 
 def _owns(launcher: _Launcher, actor: JobActor, member_id: str) -> bool:
-    """True if the launcher started the member. If the member is gone, the job's secret decides
-    alone."""
+    """True if the launcher started the member. If the member is gone, only the job's secret is
+    checked."""
     spec, member = actor.job.spec, actor.job.members.get(member_id)
     if spec.secret_digest and not proves(launcher.job_secret, spec.secret_digest):
         return False
     return member is None or proves(launcher.secrets[member_id], member.info.launch_digest)
 
 
-def _nobody_has(actor: JobActor, member_id: str) -> UnknownMember:
+def _no_output(actor: JobActor, member_id: str) -> UnknownMember:
     job, member = actor.job.spec.job, actor.job.members.get(member_id)
     if member is None:
         return UnknownMember(
             f"no output of {member_id} of job {job} is kept",
-            seen="no member of that id, and no launcher that answers for one",
+            seen="no member of that id, and no launcher that serves its output",
             expected="a member, or a former member whose launcher runs or left its last lines",
             fix=f"`shoal status --job {job}` lists the members.",
         )
     return UnknownMember(
         f"no launcher passes on the output of {member_id}",
-        seen=f"a process of {member.info.host or 'some host'} that no launcher answers for",
+        seen=f"a process on {member.info.host or 'some host'} that no connected launcher started",
         expected="a worker that `shoal run` has started",
-        fix="Look where its own output goes: a terminal, or the log of what started it.",
+        fix="Look at the terminal, or at the log of the program that started the process.",
     )
 
 

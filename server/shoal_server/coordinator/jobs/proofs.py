@@ -14,15 +14,15 @@ def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
     if not spec.secret_digest and secret and has_members:
         raise AccessDenied(
             f"job {spec.job} was begun without a secret",
-            seen="a member with one",
-            expected="members that all have the same, or none",
+            seen="a member with a secret",
+            expected="the same secret for all members, or none",
             fix=f"Set {JOB_VARIABLE} for all workers of a job, from its first on.",
         )
     if spec.secret_digest and not proves(secret, spec.secret_digest):
         raise AccessDenied(
             f"job {spec.job} has a secret",
-            seen="another one" if secret else "none",
-            expected="that of its first member",
+            seen="another secret" if secret else "no secret",
+            expected="the secret of its first member",
             fix=f"Set {JOB_VARIABLE} to the file that the job was begun with.",
         )
 
@@ -32,7 +32,7 @@ def check_asker(spec: JobSpec, who: CallerProof) -> None:
     if spec.secret_digest and not (who.is_known or proves(who.job_secret, spec.secret_digest)):
         raise AccessDenied(
             f"job {spec.job} has a secret",
-            seen="another one" if who.job_secret else "none",
+            seen="another secret" if who.job_secret else "no secret",
             expected="the job's secret, or an operator: by a certificate, or a token over HTTP",
             fix=f"Set {JOB_VARIABLE} to the file that the job was begun with.",
         )
@@ -44,15 +44,15 @@ def check_launcher(
     """Raise AccessDenied if the reporting caller did not start the process."""
     digest = member.info.launch_digest
     if digest:
-        believed = proves(report.launch_secret, digest)
+        is_accepted = proves(report.launch_secret, digest)
     else:
         # No launcher of Shoal started the process.
-        believed = caller is None or caller.role is CertificateRole.OPERATOR
-    if not believed:
+        is_accepted = caller is None or caller.role is CertificateRole.OPERATOR
+    if not is_accepted:
         raise AccessDenied(
-            f"no report on {member.member_id} is believed from this caller",
+            f"a report on {member.member_id} is not accepted from this caller",
             seen="another launcher's secret" if report.launch_secret else "no launcher's secret",
             expected="the secret that its launcher gave to the process"
             if digest
-            else "an operator, for it has stated no launcher",
+            else "an operator, since no launcher of Shoal started this member",
         )

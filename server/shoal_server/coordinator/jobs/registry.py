@@ -45,8 +45,8 @@ log = structlog.get_logger(__name__)
 Prepare = Callable[[str], Awaitable[None]]
 Found = TypeVar("Found")
 
-READ_ON_AT_ONCE = 4
-"""Small, since callers wait for the coordinator meanwhile."""
+BACKGROUND_READS_AT_ONCE = 4
+"""Few, since the coordinator serves callers meanwhile."""
 READ_AGAIN_S = 1.0
 MAX_SHOWN = 20
 
@@ -62,8 +62,8 @@ def steady_unix_clock() -> Callable[[], float]:
 
 
 class KnownLeader:
-    """The leading coordinator, as far as this one knows; named to callers of the wrong
-    coordinator."""
+    """The leading coordinator, as far as this one knows. Callers of a coordinator that does not
+    lead are sent there."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -121,8 +121,8 @@ class Registry:
         return self._leads
 
     async def read(self, prepare: Prepare) -> None:
-        """Read every job that has members, calling `prepare` for each; of other jobs only their
-        state.
+        """Read every job that has members, and call `prepare` for each. Only the state record of
+        other jobs is read.
 
         No job's timers start before `begin`, so the order of reading does not matter.
         """
@@ -139,8 +139,8 @@ class Registry:
         self._read_ahead = [stored for stored in read if stored is not None]
 
     def begin(self) -> list[JobActor]:
-        """Start serving, and the timers of all jobs. Jobs that are not read yet are read
-        meanwhile."""
+        """Start to serve jobs, and start their timers. Jobs that are not read yet are read in the
+        background."""
         now_s = self._dependencies.clock()
         taken = [self._take_up(stored, now_s) for stored in self._read_ahead]
         for state in self._finished:
@@ -148,7 +148,7 @@ class Registry:
         self._read_ahead = []
         self._leads = True
         log.info("leading", jobs=len(self._actors), unread=len(self._unread))
-        self._reading = asyncio.ensure_future(keep_on_until_done(self._read_on, "reading-jobs"))
+        self._reading = asyncio.ensure_future(keep_on_until_done(self._read_rest, "reading-jobs"))
         return [actor for actor in taken if actor is not None]
 
     def _add_finished(self, state: StateRecord, now_s: float) -> JobActor:
@@ -159,7 +159,7 @@ class Registry:
         )
 
     def keep_cleared(self, state: StateRecord) -> None:
-        """Replace a job that is over by its state record, the only one left of it."""
+        """Replace a job that is over by its state record, the only one that etcd still has."""
         if self._leads:
             self._add_finished(state, self._dependencies.clock())
 
@@ -188,15 +188,15 @@ class Registry:
             stored.state,
         )
 
-    async def _read_on(self) -> None:
+    async def _read_rest(self) -> None:
         """Read jobs without members: interrupted ones, then the records of finished ones."""
-        await gather_bounded(self._read_late, list(self._unread), READ_ON_AT_ONCE)
+        await gather_bounded(self._read_in_background, list(self._unread), BACKGROUND_READS_AT_ONCE)
         finished = [state.spec.job for state in self._finished if not state.tally.is_cleared]
-        await gather_bounded(self._fill, finished, READ_ON_AT_ONCE)
+        await gather_bounded(self._fill, finished, BACKGROUND_READS_AT_ONCE)
         self._finished = []
 
-    async def _read_late(self, name: str) -> None:
-        stored = await _patiently(partial(self._read, name))
+    async def _read_in_background(self, name: str) -> None:
+        stored = await _with_retries(partial(self._read, name))
         if stored is not None:
             self._take_up(stored, self._dependencies.clock())
 
@@ -205,8 +205,8 @@ class Registry:
         if actor is None:
             return
         try:
-            await _patiently(actor.records.fill)
-            await _patiently(partial(self._prepare, name))
+            await _with_retries(actor.records.fill)
+            await _with_retries(partial(self._prepare, name))
         except ShoalError as error:
             # The job is over; the error concerns only callers that ask for its records.
             log.warning("finished_job_unreadable", job=name, reason=str(error))
@@ -226,11 +226,11 @@ class Registry:
 
     @property
     def quarantined(self) -> Mapping[str, tuple[JobQuarantined, float]]:
-        """Quarantined jobs: the reason, and since when (Unix seconds)."""
+        """Quarantined jobs: the reason, and the start (Unix seconds)."""
         return self._quarantine.jobs
 
     async def take_up_again(self, name: str) -> JobActor | None:
-        """Continue a quarantined job as etcd has it now; None if nothing of it is left.
+        """Continue a quarantined job from its records in etcd; None if it has none any more.
 
         Raises JobQuarantined if it still cannot continue, Unavailable, NotLeader.
         """
@@ -328,7 +328,7 @@ class Registry:
         known, most = len(self._actors) + len(self._unread), self._dependencies.max_jobs
         if known >= most:
             raise Overloaded(
-                "this cluster has as many jobs as it may",
+                "this cluster already has the maximum number of jobs",
                 seen=f"{known} jobs, including ended ones",
                 expected=f"fewer than {most}",
                 fix="`shoal rm JOB` removes one; or start the coordinator with more --max-jobs,"
@@ -355,7 +355,7 @@ class Registry:
 
     @asynccontextmanager
     async def forgetting(self, job: str) -> AsyncIterator[JobActor | None]:
-        """Block all access to the job in the block; if it succeeds, drop the job.
+        """Refuse all calls for the job during the block; drop the job if the block succeeds.
 
         Raises JobInUse if the job has members.
         """
@@ -375,7 +375,7 @@ class Registry:
             self._resetting.discard(job)
 
     async def drop_if_empty(self, actor: JobActor) -> None:
-        """Drop a job to which no member was admitted and that has nothing in etcd."""
+        """Drop the job if no member was admitted to it and etcd has no record of it."""
         job = actor.job
         name, is_known = job.spec.job, self._actors.get(job.spec.job) is actor
         is_empty = not job.members and not actor.is_attended and not actor.is_writing
@@ -391,8 +391,8 @@ class Registry:
         await actor.end()
 
     async def retry(self, job: str, *, from_scratch: bool) -> JobActor:
-        """Allow members to join a job again that is over. Raises what `find` raises, JobFinished,
-        and InvalidSpec for a running job."""
+        """Allow members to join a job that is over. Raises what `find` raises, JobFinished, and
+        InvalidSpec for a running job."""
         actor = self.find(job)
         await actor.retry("an operator lets it be joined again", from_scratch=from_scratch)
         task = self._tasks.get(job)
@@ -441,7 +441,7 @@ def _one_of(names: list[str]) -> str:
     return f"one of {', '.join(names[:MAX_SHOWN])}" + (f" and {more} more" if more > 0 else "")
 
 
-async def _patiently(work: Callable[[], Awaitable[Found]]) -> Found:
+async def _with_retries(work: Callable[[], Awaitable[Found]]) -> Found:
     while True:
         try:
             return await work()

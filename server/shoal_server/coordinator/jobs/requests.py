@@ -13,7 +13,7 @@ from shoal_server.core.membership import events
 MAX_ERROR = 500
 MAX_REPORT = 1000
 _SOURCE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|cu|h|hpp):\d+\]\s*")
-"""Source position in a native library, as in its errors."""
+"""A source position in an error of a native library, such as `[socket.cpp:12]`."""
 
 MemberRequest = (
     pb.ProposeRequest

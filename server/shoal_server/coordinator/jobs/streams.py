@@ -28,7 +28,7 @@ class NoticeStream:
     member_id: str
     incarnation: str
     fetches_rosters: bool = False
-    """The member fetches by digest a roster that a notice leaves out."""
+    """True if the member can fetch, by digest, a roster that a notice leaves out."""
     notices: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
     ended: bool = False
     _shown: str = ""
@@ -38,8 +38,8 @@ class NoticeStream:
         if self.ended:
             return
         try:
-            left_out = self.fetches_rosters and self._may_lack(notice)
-            self.notices.put_nowait(encoder.encoded(notice, with_roster=not left_out))
+            omits_roster = self.fetches_rosters and self._may_omit_roster(notice)
+            self.notices.put_nowait(encoder.encoded(notice, with_roster=not omits_roster))
         except asyncio.QueueFull:
             # The member attends again, and gets the current state.
             log.warning("stream_overflowed", member=self.member_id)
@@ -48,17 +48,17 @@ class NoticeStream:
         if isinstance(notice, PrepareNotice):
             self._shown = notice.digest
 
-    def _may_lack(self, notice: Notice) -> bool:
-        """True if the roster is large, or was shown on this stream before."""
-        found = _roster_of(notice)
-        if found is None:
+    def _may_omit_roster(self, notice: Notice) -> bool:
+        """True if the notice's roster is large, or was sent on this stream before."""
+        roster_with_digest = _roster_of(notice)
+        if roster_with_digest is None:
             return False
-        digest, roster = found
+        digest, roster = roster_with_digest
         is_known = isinstance(notice, OutcomeNotice) and digest == self._shown
         return is_known or len(roster.entries) > rosters.LARGE_ENTRIES
 
     def end(self) -> None:
-        """Let the reader take the queued notices, then stop. A full queue loses its oldest."""
+        """End the stream after the queued notices. A full queue loses its oldest notice."""
         if not self.ended:
             self.ended = True
             if self.notices.full():
@@ -90,8 +90,8 @@ class Encoder:
         newest = self._newest.get(with_roster)
         if newest is not None and newest[0] is notice:
             return newest[1]
-        if not with_roster and (found := _roster_of(notice)) is not None:
-            self._rosters.keep(*found)
+        if not with_roster and (omitted := _roster_of(notice)) is not None:
+            self._rosters.keep(*omitted)
         generation = self._job.last_generation
         message = codec.notice_to_pb(notice, generation, with_roster=with_roster)
         data = message.SerializeToString()
@@ -117,7 +117,7 @@ class NewestRosters:
             self._answers.pop(oldest, None)
 
     def answer(self, digest: str) -> bytes:
-        """An encoded PackedRoster. Raises UnknownGeneration for a roster that is over."""
+        """An encoded PackedRoster. Raises UnknownGeneration for a roster that is not kept."""
         if digest not in self._answers:
             if digest not in self._rosters:
                 raise self._unknown(digest)
@@ -129,7 +129,7 @@ class NewestRosters:
         newest = ", ".join(str(each.generation) for each in self._rosters.values()) or "none"
         return UnknownGeneration(
             f"job {self._job} has no roster {digest[:16]}",
-            seen=f"another digest than the rosters of generations {newest} have",
-            expected="a digest that a notice named just now",
+            seen=f"a digest that is not of the rosters of generations {newest}",
+            expected="the digest in the newest notice",
             fix="Attend again: notices that need an answer are sent again.",
         )

@@ -1,6 +1,6 @@
-"""The standard gRPC health service (grpc.health.v1), for probes and for the other replicas.
+"""The standard gRPC health service (grpc.health.v1), for probes and for the other coordinators.
 
-The empty service name asks if the process serves at all, LEADER if this replica leads.
+The service name "" stands for the process, and `leader` for its leadership.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # grpcio-health-chec
         self._changed = asyncio.Event()
 
     def set_leads(self, leads: bool) -> None:
-        """Set if this replica leads, and notify watchers."""
+        """Record if this coordinator leads, and notify watchers."""
         self._leads = leads
         self._notify()
 
@@ -61,7 +61,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # grpcio-health-chec
             if status != sent:
                 yield pb.HealthCheckResponse(status=status)
                 sent = status
-                continue  # it may have changed while the caller took its time
+                continue  # the status may have changed while the caller read
             await changed.wait()
 
     def _status(self, service: str) -> int:

@@ -2,16 +2,15 @@
 
 A lease cannot be short: it must outlast a slow disk, a busy machine, an election within etcd. But
 the kernel knows at once when a process has died: it closes the process' connections, and refuses
-new ones to the port where nobody listens any more. So each replica that does not lead keeps a call
-open at the leader. When the call breaks, and a new connection is then *refused*, the leader is
-gone.
+new ones to its port. So each coordinator that does not lead keeps a call to the leader open. If the
+call breaks, and a new connection is then *refused*, the leader is gone.
 
-Anything else is left to the lease. A call breaks on a flaky network too; an address that does not
-answer may be cut off from this host alone; a process that is stopped keeps its port. And a refusal
-counts only if the leader has answered this replica before: a firewall that always refuses would
-otherwise make two replicas that lead in turn end each other's terms again and again.
+In all other cases the lease has to expire. A call breaks on a flaky network too, an address that
+does not answer may be cut off from this host alone, and a process that is stopped keeps its port. A
+refusal counts only if the leader has answered this coordinator before: behind a firewall that
+always refuses, two coordinators would otherwise end each other's terms again and again.
 
-None of this has to be right for safety: see `end_term`.
+Safety does not depend on this check: see `end_term`.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.use_local_subchannel_pool
 
 
 async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:
-    """End the leader's term as soon as its process is gone. Cancel it when another leads."""
+    """End the leader's term as soon as its process is gone. Cancel this when the leader changes."""
     known = False
     pauses = BackOff(FIRST_BACK_OFF_S, MAX_BACK_OFF_S)
     while True:
@@ -58,7 +57,7 @@ async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:
 
 
 async def answered_until_broken(address: str) -> bool:
-    """Hold a call at the coordinator until it breaks. True if it had answered before."""
+    """Keep a call to the coordinator open until it breaks. True if the coordinator answered it."""
     answered = False
     async with open_aio_channel(address, COORDINATOR_NAME, CHANNEL_OPTIONS) as channel:
         request = health_pb2.HealthCheckRequest()
@@ -76,10 +75,10 @@ async def refuses(address: str) -> bool:
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_WITHIN_S):
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            for *_, where in found:
+            targets = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            for *_, target in targets:
                 try:
-                    _, writer = await asyncio.open_connection(str(where[0]), port)
+                    _, writer = await asyncio.open_connection(str(target[0]), port)
                 except ConnectionRefusedError:
                     continue
                 writer.close()
@@ -87,4 +86,4 @@ async def refuses(address: str) -> bool:
     except OSError as error:  # includes TimeoutError
         log.debug("leader_does_not_answer", leader=address, reason=repr(error))
         return False
-    return bool(found)
+    return bool(targets)

@@ -83,7 +83,7 @@ _newest_roster: list[tuple[GenerationRoster, pb.Roster]] = []
 
 def roster_to_pb(roster: GenerationRoster) -> pb.Roster:
     """The roster as a message, which is shared: do not change it."""
-    # Digest, Prepare, record in etcd and Outcome are made of one roster, one after the other.
+    # The digest, Prepare, the record in etcd and Outcome are made from the same roster in turn.
     if not _newest_roster or _newest_roster[0][0] is not roster:
         _newest_roster[:] = [(roster, _roster_to_pb(roster))]
     return _newest_roster[0][1]
@@ -115,7 +115,7 @@ def _roster_to_pb(roster: GenerationRoster) -> pb.Roster:
 
 
 def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> GenerationRoster:
-    """Roster from a message. `incarnations`: by member id; a message does not have them."""
+    """Roster from a message. `incarnations`: by member id; a message does not contain them."""
     entries = tuple(
         RosterEntry(
             member_id=e.member_id,
@@ -145,7 +145,7 @@ def digest_of(roster: GenerationRoster) -> str:
 
 
 def record_to_pb(record: GenerationRecord, *, with_roster: bool = True) -> pb.GenerationRecord:
-    """The record as a message; without its roster it still has the number of its generation."""
+    """The record as a message. Without its roster, it still has the generation number."""
     conflicts = [
         pb.Conflict(
             field=c.field,

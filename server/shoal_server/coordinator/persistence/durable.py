@@ -1,8 +1,8 @@
-"""Durable writes of jobs: each compares the leader's key, by its `LeaderStore`.
+"""Durable writes of jobs. `LeaderStore` makes each one conditional on the leader's key.
 
 A job's writes also compare the revision of the job's own record with the one that this coordinator
-read or wrote last. So no decision is based on a record that another process has changed, and a
-write of unknown outcome that arrives late, after its repetition, changes nothing.
+read or wrote last. So no decision is based on a record that another process has changed. If a write
+of unknown outcome arrives after its repetition, it changes nothing.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ class DurableJobs:
         """Jobs with a write of unknown outcome, which is repeated."""
 
     def keep(self, job: str, stored: StateRecord | None) -> None:
-        """Continue from this record of the job (None: there is none in etcd). Fields that a later
-        release added to it are written again with each write."""
+        """Continue from this record of the job (None: there is none in etcd). Each write preserves
+        the fields that a later release added to it."""
         self.forget(job)
         if stored is not None:
             self._more[job] = stored.more
@@ -85,7 +85,7 @@ class DurableJobs:
                 return
 
     async def apply_all(self, operations: Sequence[Operation]) -> None:
-        """Make the operations durable, in order, in as many transactions as that takes."""
+        """Make the operations durable in order, in one or more transactions."""
         for batch in _batches(operations):
             await self.apply(batch)
 
@@ -94,7 +94,7 @@ class DurableJobs:
         write.
 
         Retries for as long as etcd cannot be reached or denies access: changes wait, and training
-        continues. Raises NotLeader once another coordinator leads, InternalError if somebody else
+        continues. Raises NotLeader once another coordinator leads, InternalError if another process
         wrote the job's own record, and the error with which etcd refuses the write.
         """
         await self._until_written(write.job, operations_of(self._with_more(write)))
@@ -123,7 +123,7 @@ class DurableJobs:
         """Like `apply`, on condition that the job's own record is the one that this coordinator
         knows."""
         key = keys.job_state(job)
-        own = next((o.value for o in operations if isinstance(o, Put) and o.key == key), None)
+        state = next((o.value for o in operations if isinstance(o, Put) and o.key == key), None)
         while True:
             known = self._revisions.get(job, Revision(0))
             is_known = unchanged_since(key, known)
@@ -137,17 +137,17 @@ class DurableJobs:
             break
         revision = result.revision
         if not result.succeeded:
-            found = next(iter(result.reads[0]), None)
-            if found is None or found.value != own or job not in self._unsure:
-                raise _changed(job, found, known)
-            revision = found.mod_revision  # the write of unknown outcome had arrived
-        if own is not None:
+            stored = next(iter(result.reads[0]), None)
+            if stored is None or stored.value != state or job not in self._unsure:
+                raise _changed(job, stored, known)
+            revision = stored.mod_revision  # the write of unknown outcome had arrived
+        if state is not None:
             self._revisions[job] = revision
             self._unsure.discard(job)
 
 
-def _changed(job: str, found: KeyValue | None, known: Revision) -> InternalError:
-    seen = "none" if found is None else f"one written at revision {found.mod_revision}"
+def _changed(job: str, stored: KeyValue | None, known: Revision) -> InternalError:
+    seen = "none" if stored is None else f"one written at revision {stored.mod_revision}"
     return InternalError(
         f"the record of job {job} in etcd is not the one that its last coordinator wrote",
         seen=seen,
@@ -185,7 +185,7 @@ def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
 
 
 def _member(job: str, member_id: str, member: MemberState | None) -> Operation:
-    """The member's key, which is under no lease: only a leader that removes the member ends it."""
+    """Write or delete the member's key. It is under no lease: only a leader deletes it."""
     key = keys.member(job, member_id)
     if member is None:
         return Delete(key)

@@ -34,7 +34,7 @@ class EarlierRuns:
     expelled: tuple[str, ...] = ()
     """Incarnations of members that were lost, oldest first."""
     ended_unix_s: float = 0.0
-    """Time of the last reset: earlier snapshots are not of the job's shards."""
+    """Time of the last reset: snapshots taken before it do not belong to the current run."""
 
     def with_run(self, last_generation: int, expelled: Iterable[str]) -> "EarlierRuns":
         """A copy that includes the run that ends now."""
@@ -47,7 +47,7 @@ class EarlierRuns:
         )
 
     def continued_by(self, job: Job) -> None:
-        """Initialize a new run of the job: its generations continue these."""
+        """Make the new run continue these generation numbers and refuse processes of these runs."""
         job.state.last_generation = max(job.last_generation, self.last_generation)
         for incarnation in self.expelled:
             over = refusals.of_an_earlier_run(self.job, _SEEN)

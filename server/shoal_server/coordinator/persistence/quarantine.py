@@ -28,7 +28,7 @@ def unreadable(job: str, key: str, error: Exception) -> JobQuarantined:
 
 
 def failed(job: str, error: Exception) -> JobQuarantined:
-    """Error for a job of which a write was refused or an event could not be handled."""
+    """Error for a job if etcd refused one of its writes, or an event could not be handled."""
     return JobQuarantined(
         f"job {job} is quarantined: its coordinator could not continue with it",
         seen=(str(error) if isinstance(error, ShoalError) else repr(error))[:SEEN_LENGTH],
@@ -68,8 +68,8 @@ class Quarantine:
 
     def check(self, job: str) -> None:
         """Raise JobQuarantined if the job is quarantined."""
-        if found := self._jobs.get(job):
-            why, _ = found
+        if entry := self._jobs.get(job):
+            why, _ = entry
             # A new error for each caller: an exception that is raised keeps its traceback.
             raise JobQuarantined(
                 why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details

@@ -37,7 +37,7 @@ class Records:
         """Set, and replaced by another, at the next record."""
 
     async def fill(self) -> None:
-        """Read the other records, unless that was done. Raises JobQuarantined, Unavailable."""
+        """Read the other records, at the first call. Raises JobQuarantined, Unavailable."""
         if self._read is None:
             return
         for record in await self._read():

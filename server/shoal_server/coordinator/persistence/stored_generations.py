@@ -51,7 +51,7 @@ def stored_record(job: str, number: int, data: bytes) -> GenerationRecord:
     if len({e.member_id for e in entries}) < len(entries) or not all(
         is_name(e.member_id) and e.incarnation for e in entries
     ):
-        raise UnreadableRecord("members without a name or incarnation, or twice the same")
+        raise UnreadableRecord("members without a name or incarnation, or the same member twice")
     if not math.isfinite(record.decided_s) or record.roster.step > MAX_COUNT:
         raise UnreadableRecord(f"decided at {record.decided_s}, at step {record.roster.step}")
     return record
@@ -96,14 +96,14 @@ class StoredGenerations:
     """Numbers of the decided generations of one job in etcd."""
 
     def __init__(self, records: Iterable[GenerationRecord] = (), older: Iterable[int] = ()) -> None:
-        """`records` as found, in order; `older` are numbers to be deleted at the next decision."""
+        """`records`: the newest in etcd, in order. `older`: numbers to delete at the next call."""
         self._kept = {record.roster.generation: _weight(record) for record in records}
         self._older = list(older)
 
     def decided(self, record: GenerationRecord) -> list[Operation]:
-        """Deletions due now that the record is durable.
+        """Deletions that are due once the record is durable.
 
-        The newest are kept, within the bounds of `Records`, and the newest two that were committed.
+        The newest records are kept, within the bounds of `Records`, and the newest two committed.
         """
         # A committed generation may be aborted later; its record then moves to the end.
         self._kept.pop(record.roster.generation, None)

@@ -52,7 +52,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, kw_only=True)
 class JobSurvey:
-    """The jobs in etcd, from which the order of reading them follows."""
+    """Overview of the jobs in etcd, which decides in what order they are read."""
 
     states: Mapping[str, StateRecord]
     attended: Collection[str]
@@ -118,19 +118,19 @@ class StoredJobs:
         self._store = store
 
     async def survey(self) -> JobSurvey:
-        """All jobs by their own keys, and which of them have members; no key is read twice."""
+        """Read the state record of every job, and the keys of all members."""
         in_jobs, in_members = await asyncio.gather(
             self._store.keys(keys.JOBS), self._store.keys(keys.MEMBERS)
         )
         names = self._names(in_jobs)
         states: dict[str, StateRecord] = {}
         failed: dict[str, JobQuarantined] = {}
-        found = await self._read([keys.job_state(name) for name in names], STATES_A_READ)
+        items = await self._read([keys.job_state(name) for name in names], STATES_A_READ)
         for name in names:
-            item = found.get(keys.job_state(name))
+            item = items.get(keys.job_state(name))
             try:
                 if item is not None:
-                    states[name] = _state(name, _found(item))
+                    states[name] = _state(name, _checked(item))
             except (UnreadableRecord, ShoalError) as error:
                 failed[name] = unreadable(name, keys.job_state(name), error)
         owners = {key: _job_of_member(key) for key in in_members}
@@ -143,9 +143,9 @@ class StoredJobs:
         )
 
     @staticmethod
-    def _names(found: Iterable[str]) -> list[str]:
+    def _names(stored_keys: Iterable[str]) -> list[str]:
         names = []
-        for key in found:
+        for key in stored_keys:
             if not key.endswith("/state"):
                 continue
             name = named_under(keys.JOBS, key, suffix="/state")
@@ -169,11 +169,11 @@ class StoredJobs:
         """An unfinished job with its newest records and its members. Raises JobQuarantined."""
         job = state.spec.job
         reading = _Reading()
-        found, _ = await asyncio.gather(
+        stored_members, _ = await asyncio.gather(
             self._store.range(keys.members(job)), self._read_newest(job, reading)
         )
         members = {}
-        for item in found.items:
+        for item in stored_members.items:
             name = named_under(keys.members(job), item.key)
             if name is None:
                 log.warning("key_of_no_member", key=item.key)
@@ -205,31 +205,31 @@ class StoredJobs:
                 numbers.append(number)
             else:
                 log.warning("key_of_no_generation", key=key[:SHOWN_KEY])
-        left = sorted(numbers, reverse=True)
-        while left and not _enough(reading.records):
-            part, left = left[:RECORDS_A_READ], left[RECORDS_A_READ:]
+        unread = sorted(numbers, reverse=True)
+        while unread and not _enough(reading.records):
+            part, unread = unread[:RECORDS_A_READ], unread[RECORDS_A_READ:]
             await self._read_records(job, part, reading)
-        reading.older = left
+        reading.older = unread
 
     async def _read_records(self, job: str, numbers: Sequence[int], reading: "_Reading") -> None:
         at = {number: keys.generation(job, number) for number in numbers}
-        found = await self._read(list(at.values()), RECORDS_A_READ)
+        items = await self._read(list(at.values()), RECORDS_A_READ)
         for number, key in at.items():
-            item = found.get(key)
+            item = items.get(key)
             if item is None:
                 continue
             try:
-                reading.records.append(stored_record(job, number, _found(item).value))
+                reading.records.append(stored_record(job, number, _checked(item).value))
             except (UnreadableRecord, ShoalError) as error:
                 raise unreadable(job, key, error) from error
 
     async def _read(self, names: Sequence[str], at_once: int) -> dict[str, KeyValue | ShoalError]:
         """Values of the existing keys, or the error of reading one."""
         parts = [names[start : start + at_once] for start in range(0, len(names), at_once)]
-        found: dict[str, KeyValue | ShoalError] = {}
+        items: dict[str, KeyValue | ShoalError] = {}
         for part in await gather_bounded(self._read_part, parts, READS_AT_ONCE):
-            found |= part
-        return found
+            items |= part
+        return items
 
     async def _read_part(self, names: Sequence[str]) -> dict[str, KeyValue | ShoalError]:
         try:
@@ -239,7 +239,7 @@ class StoredJobs:
         except ShoalError as error:
             if len(names) == 1:
                 return {names[0]: error}
-            # One of them may be too large for a reply; the others are read separately.
+            # One value may be too large for a reply: each is read separately.
             parts = [await self._read_part([name]) for name in names]
             return {name: item for part in parts for name, item in part.items()}
         return {item.key: item for read in result.reads for item in read}
@@ -260,7 +260,7 @@ def _job_of_member(key: str) -> str:
     return job if is_name(job) and is_name(member_id) else ""
 
 
-def _found(item: KeyValue | ShoalError) -> KeyValue:
+def _checked(item: KeyValue | ShoalError) -> KeyValue:
     if isinstance(item, ShoalError):
         raise item
     return item

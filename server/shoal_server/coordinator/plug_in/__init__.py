@@ -1,1 +1,1 @@
-"""The point at which a coordinator includes more than the membership of jobs."""
+"""Interface and options of the plug-in for jobs with parameters on servers."""

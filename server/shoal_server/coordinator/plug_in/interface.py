@@ -1,10 +1,10 @@
-"""The point at which a coordinator includes more than the membership of jobs.
+"""Interface of a plug-in, with which a coordinator serves more than the membership of jobs.
 
-`PlugIn` is what the coordinator calls: for services, for its share of a job's retention and reset,
-and for the status page. The class itself includes nothing. `Host` is what a plug-in may use of the
-coordinator. There is one plug-in, `parameters`: shards of parameters on servers, with their
-snapshots, and the samples and clocks of members at their own pace. `plugged_in` imports it only if
-it is asked for.
+The coordinator calls a `PlugIn` to add services, when it resets or removes jobs, and for the status
+page. The base class adds nothing. `Host` is the part of the coordinator that a plug-in may use.
+There is one plug-in, `parameters`: shards of parameters on servers, with their snapshots, and the
+samples and clocks of members that train at their own pace. `plugged_in` imports it only if the
+coordinator is to serve parameters.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ class Host:
 
 
 class PlugIn:
-    """Services that a coordinator includes beside membership. Used on its event loop only.
+    """Services of a coordinator beside membership. Used on its event loop only.
 
     Without an override, jobs have no shards, samples or clocks, and calls for them are refused.
     """
@@ -141,7 +141,7 @@ class PlugIn:
         """Forget a job whose keys are deleted."""
 
     def reopen(self, job: str) -> None:
-        """Drop what is in memory of a job whose records were replaced; they are read again."""
+        """Drop a job's state from memory, since its records were replaced; they are read again."""
 
     async def num_samples(self, job: str) -> int | None:
         """Number of samples that a job's members have completed; None if it leases none. Raises
@@ -167,18 +167,17 @@ class PlugIn:
         return None
 
     async def shards(self, job: str) -> ShardsView | None:
-        """Shards of a job; None if it has none. Raises Unavailable if etcd is away."""
+        """Shards of a job; None if it has none. Raises Unavailable if etcd cannot be reached."""
         return None
 
 
 def plugged_in(host: Host, options: ParameterOptions | None) -> PlugIn:
-    """Import and return the plug-in for parameters; without options a PlugIn that includes
-    nothing."""
+    """Import and return the plug-in for parameters; without options a PlugIn that adds nothing."""
     if options is None:
         return PlugIn()
     module, kind = PARAMETERS
-    found: PlugIn = getattr(import_module(module), kind)(host, options)
-    return found
+    plug_in: PlugIn = getattr(import_module(module), kind)(host, options)
+    return plug_in
 
 
 @asynccontextmanager

@@ -67,7 +67,7 @@ class SeriesActor:
         self._clock = clock
         self.holders = Holders()
         self.ended: ShoalError | None = None
-        """The error of all calls once the actor has ended; None before."""
+        """Error that all calls raise once the actor has ended; None before."""
         self._calls: dict[Call, asyncio.Future[Answer]] = {}
         self._changed = asyncio.Event()
         self.num_watchers = 0
@@ -98,7 +98,7 @@ class SeriesActor:
         """Apply a reader's report; see `PublishedSeries.report`."""
         self.check_lives()
         answer = self.series.report(report, self._clock())
-        self.submit(TimePassed())  # a lease that ended may let versions go
+        self.submit(TimePassed())  # versions can be dropped once leases have ended
         return answer
 
     def check_lives(self) -> None:
@@ -201,7 +201,7 @@ class SeriesActor:
                 )
             )
             return
-        digest = await self._kept(layout)
+        digest = await self._keep_layout(layout)
         self.submit(
             PartsVerified(
                 epoch=effect.epoch,
@@ -214,17 +214,17 @@ class SeriesActor:
     async def _verified(
         self, segments: list[PublishedSegment]
     ) -> tuple[PublishedSegment, ...] | int:
-        """The segments, each with the holders that confirm to have it; or a rank whose segment no
-        server has."""
+        """The segments, each with the holders that confirmed it; or a rank whose segment no server
+        has."""
         pauses = BackOff(VERIFY_PAUSE_S)
         for attempt in range(VERIFY_ATTEMPTS):
-            found = verified(segments, await self._stores.held(self.series.name, segments))
-            if not isinstance(found, int) or attempt == VERIFY_ATTEMPTS - 1:
+            result = verified(segments, await self._stores.held(self.series.name, segments))
+            if not isinstance(result, int) or attempt == VERIFY_ATTEMPTS - 1:
                 break
             await asyncio.sleep(pauses.pause_s())
-        return found
+        return result
 
-    async def _kept(self, layout: bytes) -> bytes:
+    async def _keep_layout(self, layout: bytes) -> bytes:
         pauses = BackOff(VERIFY_PAUSE_S)
         while True:
             try:

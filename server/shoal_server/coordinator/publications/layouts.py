@@ -20,7 +20,7 @@ from shoal_server.core.publications.coverage import (
 from shoal_server.core.publications.coverage import merged as merge
 from shoal_server.core.publications.protocol import PublicationPart
 
-REMEMBERED_BYTES = 128 * 1024 * 1024
+MAX_CACHED_BYTES = 128 * 1024 * 1024
 """Maximum size of the cached layouts; a model's layout is the same in each version."""
 
 
@@ -73,10 +73,10 @@ class MergedLayouts:
             # In a thread: a large model takes seconds.
             self._known[key] = await asyncio.to_thread(_merged, parts)
         self._known.move_to_end(key)
-        found = self._known[key]
-        while len(self._known) > 1 and sum(map(len, self._known.values())) > REMEMBERED_BYTES:
+        serialized = self._known[key]
+        while len(self._known) > 1 and sum(map(len, self._known.values())) > MAX_CACHED_BYTES:
             self._known.popitem(last=False)
-        return found
+        return serialized
 
 
 def _merged(parts: Sequence[PublicationPart]) -> bytes:

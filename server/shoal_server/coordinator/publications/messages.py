@@ -37,7 +37,7 @@ MAX_METADATA_BYTES = 4096
 _ERRORS: Mapping[PublicationRefusal, tuple[type[ShoalError], str]] = {
     PublicationRefusal.SERIES_HELD: (
         SeriesHeld,
-        "Publish under another name, or wait until it has ended.",
+        "Publish under another name, or wait until that publisher has ended.",
     ),
     PublicationRefusal.STALE_EPOCH: (
         StaleEpoch,
@@ -49,7 +49,7 @@ _ERRORS: Mapping[PublicationRefusal, tuple[type[ShoalError], str]] = {
     ),
     PublicationRefusal.GONE: (
         VersionGone,
-        "`shoal weights list` shows the versions that there are.",
+        "`shoal weights list` shows the versions that exist.",
     ),
     PublicationRefusal.OVERLOADED: (
         Overloaded,
@@ -66,7 +66,7 @@ def error_of(refused: RequestRefused) -> ShoalError:
 
 
 def checked_series(name: str) -> str:
-    """The name, if it may name a series. Raises InvalidSpec."""
+    """Return the name. Raises InvalidSpec if it is no valid name of a series."""
     if not is_series(name):
         raise InvalidSpec("bad name of a series", seen=repr(name), expected=SERIES_RULE)
     return name
@@ -112,19 +112,19 @@ def check_rank(rank: int, world: int) -> None:
 
 
 def parts_from_pb(request: pb.ContributePartRequest) -> list[PublicationPart]:
-    """The publisher's own part, and those of a cut of its job's shards. Raises InvalidSpec and
-    MalformedMessage."""
-    own = _own_part(request)
+    """The publisher's own part, then the parts of a cut of its job's shards, if there is one.
+    Raises InvalidSpec and MalformedMessage."""
+    own_part = _own_part(request)
     if not request.cut_parts:
-        return [own]
+        return [own_part]
     if request.world != 1 or not request.tables_cut or len(request.cut_parts) >= MAX_WORLD:
         raise MalformedMessage(
-            "segments of a cut from one of several publishing ranks, or without its position",
+            "segments of a cut from a publisher with several ranks, or without the cut's position",
             seen=f"{len(request.cut_parts)} segments from rank {request.rank} of {request.world}",
             expected=f"fewer than {MAX_WORLD}, and the cut's position, from the only rank",
         )
     world, cut = 1 + len(request.cut_parts), request.tables_cut
-    parts = [replace(own, world=world, tables_cut=cut)]
+    parts = [replace(own_part, world=world, tables_cut=cut)]
     for rank, each in enumerate(request.cut_parts, 1):
         layout = each.layout.SerializeToString(deterministic=True)
         parts.append(
@@ -147,7 +147,7 @@ def _own_part(request: pb.ContributePartRequest) -> PublicationPart:
             "an incomplete part of a publication",
             seen=f"publication {request.publication}, a segment of digest"
             f" {segment.digest.hex()[:12]!r} on {len(segment.holders)} servers",
-            expected="a publication from 1, and a segment that is on servers",
+            expected="a publication number of 1 or more, and a segment that servers hold",
         )
     size = sum(len(key) + len(value) for key, value in request.metadata.items())
     if size > MAX_METADATA_BYTES:

@@ -59,8 +59,8 @@ from shoal_server.serving.tasks import SupervisedTasks, gather_bounded, keep_on,
 
 log = structlog.get_logger(__name__)
 
-CARE_EACH_S = 2.0
-CARED_FOR_AT_ONCE = 32
+MAINTAIN_EACH_S = 2.0
+MAINTAINED_AT_ONCE = 32
 CLEARED_WITHIN_S = 10.0
 MAX_SERIES = 1024
 MAX_WATCHERS = 8192
@@ -86,7 +86,7 @@ class WeightSeriesService(WeightSeriesServicer):
     ) -> None:
         """`authorize` raises for a stale token. `is_job` is True for the name of a job: only its
         members publish its series. `publish_cut` is `PlugIn.publish_cut`. `call_wait_s`: maximum
-        time that a part waits for those of other ranks; its caller then sends it again."""
+        time for which a rank's call waits for other ranks' parts; then the rank repeats it."""
         self._store = store
         self._publish_cut = publish_cut
         self._authorize = authorize
@@ -110,12 +110,12 @@ class WeightSeriesService(WeightSeriesServicer):
     async def leading(self) -> AsyncIterator[None]:
         """Read all series, and serve calls during the block. Raises what the store raises."""
         self._num_terms += 1
-        found, self._broken = await stored_series.read_all(self._store)
+        readable, self._broken = await stored_series.read_all(self._store)
         for name, why in self._broken.items():
             log.error("series_unreadable", series=name, reason=str(why))
-        for name, (stored, writer) in found.items():
+        for name, (stored, writer) in readable.items():
             self._actors[name] = self._actor(PublishedSeries(name, stored, self._clock()), writer)
-        async with self._stores.mirror, running(keep_on(self._care, "published-weights")):
+        async with self._stores.mirror, running(keep_on(self._maintain_all, "published-weights")):
             try:
                 yield
             finally:
@@ -164,17 +164,17 @@ class WeightSeriesService(WeightSeriesServicer):
         for actor in self._actors.values():
             actor.notify()
 
-    async def _care(self) -> None:
+    async def _maintain_all(self) -> None:
         while True:
             # A server that does not answer delays only the series that it holds.
-            await gather_bounded(self._care_for, self.series(), CARED_FOR_AT_ONCE)
-            await asyncio.sleep(CARE_EACH_S)
+            await gather_bounded(self._maintain, self.series(), MAINTAINED_AT_ONCE)
+            await asyncio.sleep(MAINTAIN_EACH_S)
 
-    async def _care_for(self, actor: SeriesActor) -> None:
+    async def _maintain(self, actor: SeriesActor) -> None:
         await actor.care()
-        self._let_go_if_idle(actor)
+        self._drop_if_idle(actor)
 
-    def _let_go_if_idle(self, actor: SeriesActor) -> None:
+    def _drop_if_idle(self, actor: SeriesActor) -> None:
         name = actor.series.name
         is_over = actor.ended is not None or (not actor.series.head.epoch and actor.is_idle)
         if is_over and self._actors.get(name) is actor:
@@ -208,7 +208,7 @@ class WeightSeriesService(WeightSeriesServicer):
     async def _opened(self, name: str) -> SeriesActor:
         if len(self._actors) >= MAX_SERIES:
             raise Overloaded(
-                "this cluster has as many series as it may",
+                "this cluster already has the maximum number of series",
                 seen=f"{len(self._actors)} series",
                 expected=f"fewer than {MAX_SERIES}",
                 fix="`shoal rm JOB` removes those of a job.",
@@ -218,7 +218,7 @@ class WeightSeriesService(WeightSeriesServicer):
         self._require_leading()
         if term != self._num_terms:
             # The record was read in an earlier term: another coordinator may have written since.
-            raise NotLeader("the term in which this call came has ended", details={"leader": ""})
+            raise NotLeader("the term in which this call began has ended", details={"leader": ""})
         self._broken.pop(name, None)
         return self._actor(PublishedSeries(name, stored, self._clock()), writer)
 
@@ -287,9 +287,9 @@ class WeightSeriesService(WeightSeriesServicer):
     ) -> pb.ContributePartReply:
         await self._authorize_publisher(request.series, request.publisher)
         publisher = messages.publisher_of(request.series, request.publisher)
-        own, *of_cut = messages.parts_from_pb(request)
+        own_part, *cut_parts = messages.parts_from_pb(request)
 
-        def contributed(call: Call, part: PublicationPart = own) -> Event:
+        def contributed(call: Call, part: PublicationPart = own_part) -> Event:
             return PartContributed(
                 call=call,
                 publisher=publisher,
@@ -300,8 +300,8 @@ class WeightSeriesService(WeightSeriesServicer):
 
         actor = await self._find(request.series)
         actor.check_lives()
-        for part in of_cut:
-            # No call waits for these parts: the answer to the publisher's own part is for all.
+        for part in cut_parts:
+            # No call waits for these parts: the publisher's own part is answered for all of them.
             actor.submit(contributed(("cut", request.publication, part.rank), part))
         try:
             async with asyncio.timeout(self._call_wait_s):
@@ -309,8 +309,8 @@ class WeightSeriesService(WeightSeriesServicer):
         except TimeoutError:
             raise DeadlineExceeded(
                 f"publication {request.publication} of {request.series} is not committed yet",
-                seen=f"the part of rank {request.rank} waits for the others",
-                expected=f"those of all {request.world} ranks",
+                seen=f"the part of rank {request.rank} waits for other ranks",
+                expected=f"the parts of all {request.world} ranks",
                 fix="Send the part again.",
             ) from None
         return pb.ContributePartReply(version=_version(answer))
@@ -398,7 +398,7 @@ class WeightSeriesService(WeightSeriesServicer):
             sources = actor.series.source_addresses(report.reader, self._clock())
         except TooManyReaders as why:
             raise Overloaded(
-                f"series {request.series} has as many readers and leases as it may", seen=str(why)
+                f"series {request.series} has its maximum of readers or leases", seen=str(why)
             ) from why
         except InstalledOlder as why:
             raise Regressed(
@@ -425,9 +425,9 @@ class WeightSeriesService(WeightSeriesServicer):
 
     async def List(self, request: pb.ListSeriesRequest, context: Context) -> pb.ListSeriesReply:
         self._require_leading()
-        found = self.series_of(request.job) if request.job else self.series()
+        actors = self.series_of(request.job) if request.job else self.series()
         return pb.ListSeriesReply(
-            series=(self._view(each) for each in found if each.series.head.epoch)
+            series=(self._view(each) for each in actors if each.series.head.epoch)
         )
 
     async def Pin(self, request: pb.PinVersionRequest, context: Context) -> pb.SeriesView:
@@ -456,5 +456,5 @@ def _version(answer: Answer) -> pb.VersionRecord:
 
 
 def _host(peer: str) -> str:
-    """The address in gRPC's name of a caller, such as ipv4:127.0.0.1:4711."""
+    """The host in gRPC's name of a caller, such as ipv4:127.0.0.1:4711."""
     return peer.partition(":")[2].rpartition(":")[0]

@@ -36,14 +36,14 @@ class SeriesWriter:
     def __init__(
         self, store: LeaderStore, name: str, revision: Revision, layouts: Iterable[str] = ()
     ) -> None:
-        """`revision`: at which the head was written; 0 if there is none. `layouts`: digests of the
+        """`revision`: that of the head in etcd; 0 if there is none. `layouts`: digests of the
         layouts in etcd."""
         self._store = store
         self._name = name
         self._revision = revision
         self._layouts = set(layouts)
         self._newest_layout = ""
-        """Digest of the layout stored last, kept since the next version may use it."""
+        """Digest of the layout stored last, which is kept: the next version may use it."""
         self._writing = asyncio.Lock()
 
     async def write(self, write: WriteSeries, versions: Iterable[PublishedVersion]) -> bool:
@@ -87,8 +87,8 @@ class SeriesWriter:
 
     async def _made_before(self, head: Put) -> Revision | None:
         """The revision of an earlier attempt that took effect; None if none did."""
-        found = await self._store.get(head.key)
-        return found.mod_revision if found is not None and found.value == head.value else None
+        stored = await self._store.get(head.key)
+        return stored.mod_revision if stored is not None and stored.value == head.value else None
 
     async def keep_layout(self, serialized: bytes) -> bytes:
         """Store the layout for a version that is committed next, unless etcd has it; return its
@@ -108,15 +108,15 @@ class SeriesWriter:
     async def read_layout(self, digest: bytes) -> bytes:
         """Read a serialized layout. Raises VersionGone if no kept version has it, InternalError if
         its chunks do not match the digest."""
-        found = await self._store.range(keys.series_layouts(self._name, digest.hex()))
-        if not found.items:
+        chunks = await self._store.range(keys.series_layouts(self._name, digest.hex()))
+        if not chunks.items:
             raise VersionGone(
                 f"no kept version of {self._name} has that layout",
                 seen=f"layout {digest.hex()[:12]}",
                 expected="the layout of a version that is kept",
-                fix="Look at the series again, and take a version that it has now.",
+                fix="Read the series again, and fetch a version that it still has.",
             )
-        packed = b"".join(item.value for item in found.items)
+        packed = b"".join(item.value for item in chunks.items)
         try:
             serialized = zlib.decompressobj().decompress(packed, MAX_LAYOUT_BYTES)
         except zlib.error as error:
@@ -126,7 +126,7 @@ class SeriesWriter:
         return serialized
 
     async def take_away(self) -> None:
-        """Delete all records of the series: its name, and its numbers, are free again."""
+        """Delete all records of the series: its name and version numbers are free again."""
         await self._store.transact(
             [],
             [
@@ -136,36 +136,36 @@ class SeriesWriter:
         )
 
 
-Found = tuple[StoredSeries, SeriesWriter]
+SeriesWithWriter = tuple[StoredSeries, SeriesWriter]
 
 
-async def read_all(store: LeaderStore) -> tuple[dict[str, Found], dict[str, ShoalError]]:
+async def read_all(store: LeaderStore) -> tuple[dict[str, SeriesWithWriter], dict[str, ShoalError]]:
     """Read all series; the second result is the error of each unreadable one.
 
     Raises what the store raises.
     """
     listed = (await store.range(keys.SERIES)).items
     layouts = await store.keys(keys.SERIES_LAYOUTS)
-    return _found(store, listed, layouts)
+    return _parsed(store, listed, layouts)
 
 
-async def read_one(store: LeaderStore, name: str) -> Found:
-    """Read one series, which is empty if there is none of that name.
+async def read_one(store: LeaderStore, name: str) -> SeriesWithWriter:
+    """Read one series; an empty one if there is none of that name.
 
     Raises InternalError for records that cannot be read.
     """
     listed = (await store.range(f"{keys.SERIES}{name}/")).items
     layouts = await store.keys(keys.series_layouts(name))
-    found, broken = _found(store, listed, layouts)
+    series, broken = _parsed(store, listed, layouts)
     if name in broken:
         raise broken[name]
-    return found.get(name) or (StoredSeries(), SeriesWriter(store, name, Revision(0)))
+    return series.get(name) or (StoredSeries(), SeriesWriter(store, name, Revision(0)))
 
 
-def _found(
+def _parsed(
     store: LeaderStore, listed: Iterable[KeyValue], layouts: Iterable[str]
-) -> tuple[dict[str, Found], dict[str, ShoalError]]:
-    found: dict[str, Found] = {}
+) -> tuple[dict[str, SeriesWithWriter], dict[str, ShoalError]]:
+    series: dict[str, SeriesWithWriter] = {}
     broken: dict[str, ShoalError] = {}
     digests = _digests(layouts)
     of_series: dict[str, dict[str, KeyValue]] = {}
@@ -182,17 +182,17 @@ def _found(
             continue
         if stored is not None and head is not None:
             writer = SeriesWriter(store, name, head.mod_revision, digests.get(name, ()))
-            found[name] = stored, writer
-    return found, broken
+            series[name] = stored, writer
+    return series, broken
 
 
 def _digests(layouts: Iterable[str]) -> Mapping[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    digests: dict[str, set[str]] = {}
     for key in layouts:
         name, _, rest = key.removeprefix(keys.SERIES_LAYOUTS).rpartition("/")[0].rpartition("/")
         if name and rest:
-            found.setdefault(name, set()).add(rest)
-    return found
+            digests.setdefault(name, set()).add(rest)
+    return digests
 
 
 def _no_layout(name: str, seen: str) -> InternalError:

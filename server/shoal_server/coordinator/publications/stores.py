@@ -28,7 +28,7 @@ class Stores:
     def __init__(
         self, store: LeaderStore, calls: ServerCalls, on_change: Callable[[], object]
     ) -> None:
-        """`on_change` is called after servers came, went, or came back at another address."""
+        """`on_change` is called after a server was added, removed, or got another address."""
         self._calls = calls
         self._mirror: PrefixMirror[Server] = PrefixMirror(
             store, keys.SERVERS, _parsed, on_change=on_change, resync=True
@@ -60,8 +60,7 @@ class Stores:
     async def held(
         self, series: str, segments: Sequence[PublishedSegment]
     ) -> dict[str, Collection[bytes]]:
-        """Digests that each named holder of the segments has; holders without an answer are left
-        out."""
+        """Digests of the segments that each holder has, for the holders that answered."""
         questions: dict[str, list[bytes]] = {}
         for segment in segments:
             for holder in segment.holders:
@@ -72,14 +71,14 @@ class Stores:
     async def ask(
         self, series: str, questions: Mapping[str, Sequence[bytes]]
     ) -> list[tuple[StoreServer, Sequence[bytes], HoldsAnswer]]:
-        """Ask servers if they hold segments. Returns each server that answered, the digests that it
-        was asked for, and its answer."""
+        """Ask servers if they hold segments. `questions`: the segments' digests, by server id.
+        Returns each server that answered, with its digests and its answer."""
         present = {each.server_id: each for each in self.present}
-        asked = [(present[each], digests) for each, digests in questions.items() if each in present]
-        answers = await asyncio.gather(*(self._ask(series, *each) for each in asked))
+        calls = [(present[each], digests) for each, digests in questions.items() if each in present]
+        answers = await asyncio.gather(*(self._ask(series, *each) for each in calls))
         return [
             (server, digests, answer)
-            for (server, digests), answer in zip(asked, answers, strict=True)
+            for (server, digests), answer in zip(calls, answers, strict=True)
             if answer is not None
         ]
 

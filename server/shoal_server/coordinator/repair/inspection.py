@@ -1,4 +1,4 @@
-"""Inspection of a job's records in etcd: which cannot be read, and the remedy for each."""
+"""Inspection of a job's records in etcd: finds unreadable ones, and the remedy for each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,30 +23,30 @@ class RecordKind(Enum):
     GENERATION = "the record of a generation"
     MEMBER = "a member"
     SAMPLES = "the sample ledger"
-    EARLIER_RUNS = "what is known of earlier runs"
-    SHARDS = "how the parameters are cut into shards"
-    ASSIGNMENT = "who holds shards"
+    EARLIER_RUNS = "the record of earlier runs"
+    SHARDS = "the shard map"
+    ASSIGNMENT = "a shard assignment"
 
 
 REMEDIES: Mapping[RecordKind, str] = {
-    RecordKind.STATE: "It is rewritten from what is readable in it and from the generations'"
-    " records: the job goes on.",
+    RecordKind.STATE: "It is rewritten from its readable fields and from the records of"
+    " generations: the job continues.",
     RecordKind.GENERATION: "It is moved aside. If it is the newest, members stop, report their"
-    " steps, and form the next generation from the highest.",
+    " steps, and form the next generation from the state at the highest step.",
     RecordKind.MEMBER: "It is moved aside: the member's process is fenced, and has to join again.",
-    RecordKind.SAMPLES: "It is moved aside, and samples are leased from the first one: those that"
-    " were trained on are trained on again.",
+    RecordKind.SAMPLES: "It is moved aside, and samples are leased from the first one on: all are"
+    " trained on again.",
     RecordKind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job can no longer"
     " be recognised. Make sure that none is left.",
 }
 """Effect of repairing each kind. Other kinds cannot be repaired by moving them aside."""
 NO_REMEDY = (
-    "Nothing: it says where trained parameters are. `shoal restore` brings them back from a"
-    " snapshot, `shoal rm` starts over without them."
+    "None: the record says where trained parameters are. `shoal restore` restores them from a"
+    " snapshot; after `shoal rm` the job starts over without them."
 )
 OF_A_LATER_RELEASE = (
-    "Nothing is wrong with it: a later release of shoal wrote it. A coordinator of that"
-    " release goes on with the job."
+    "None is needed: a later release of shoal wrote the record. A coordinator of that release"
+    " continues the job."
 )
 
 
@@ -95,16 +95,16 @@ def kind_of(job: str, key: str) -> RecordKind | None:
 
 async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
     """All keys of a job. Raises what the store raises."""
-    found: list[KeyValue] = []
+    items: list[KeyValue] = []
     for prefix in (keys.job_prefix(job), keys.members(job), keys.assignments(job)):
-        found += (await store.range(prefix)).items
+        items += (await store.range(prefix)).items
     runs = await store.get(keys.reset(job))
-    return [*found, runs] if runs is not None else found
+    return [*items, runs] if runs is not None else items
 
 
 def broken(job: str, items: Sequence[KeyValue], check_other: CheckRecord) -> list[FaultyRecord]:
     """Records of a job that cannot be read. `check_other` checks those of the plug-in."""
-    found = []
+    bad = []
     for item in items:
         kind = kind_of(job, item.key)
         if kind is None:
@@ -116,8 +116,8 @@ def broken(job: str, items: Sequence[KeyValue], check_other: CheckRecord) -> lis
                 check_other(job, item, items)
         except (UnreadableRecord, ShoalError) as error:
             later = isinstance(error, LaterFormat) or isinstance(error.__cause__, LaterFormat)
-            found.append(FaultyRecord(kind=kind, item=item, error=str(error)[:500], is_later=later))
-    return found
+            bad.append(FaultyRecord(kind=kind, item=item, error=str(error)[:500], is_later=later))
+    return bad
 
 
 def _read_generation(job: str, item: KeyValue) -> None:

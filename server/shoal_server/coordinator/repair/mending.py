@@ -1,4 +1,4 @@
-"""Reconstruction of a job's own record from what is readable: pure functions."""
+"""Reconstruction of a job's state record from its readable parts: pure functions."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -24,11 +24,11 @@ def mended_state(
     records: Sequence[GenerationRecord],
     bounds: JobSpec | None = None,
 ) -> StateRecord:
-    """Reconstruct a job's record from its readable fields, and else from the job's generations:
-    their numbers, and their readable records.
+    """Reconstruct a job's record from its readable fields. Other fields follow from the numbers of
+    the job's generations and their readable records.
 
-    If it is unknown how far the job trained, it is assumed to have trained in its newest
-    generation, so that it never starts again from initial values. Raises UnreadableRecord if
+    If the record does not say in which generation the job trained last, that is assumed to be its
+    newest one, so that the job never starts again from initial values. Raises UnreadableRecord if
     neither the record nor `bounds` gives the bounds.
     """
     try:
@@ -41,17 +41,17 @@ def mended_state(
         spec=replace(bounds or _spec(job, fields), secret_digest=_secret_digest(fields)),
         last_generation=Generation(max(numbers | {last or 0})),
         finished=_flag(fields, "finished"),
-        reason="its own record was rewritten, for it could not be read",
+        reason="its own record could not be read, and was rewritten",
         progress=_progress(fields, numbers, records),
         lost=_lost(fields),
     )
 
 
 def _spec(job: str, fields: Fields) -> JobSpec:
-    found = replace(spec_from(fields.object("spec")), job=job)
-    if problem := found.problem():
+    spec = replace(spec_from(fields.object("spec")), job=job)
+    if problem := spec.problem():
         raise UnreadableRecord(problem)
-    return found
+    return spec
 
 
 def _secret_digest(fields: Fields) -> str:

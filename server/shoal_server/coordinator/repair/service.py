@@ -1,7 +1,7 @@
 """The Repairs service: shows why a job is quarantined, and continues it without the broken records.
 
 A record that cannot be read is copied to a key under a separate prefix, unchanged, in the
-transaction that deletes it: nothing is destroyed. The job is then taken over as by a new leader.
+transaction that deletes it: nothing is destroyed. Then the job is read again, as by a new leader.
 """
 
 import time
@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 MAX_SHOWN = 100
 COPIES_AT_ONCE = 32
-EXPECTED = "what a coordinator of this version writes there"
+EXPECTED = "a record as a coordinator of this version writes it"
 
 TakeUp = Callable[[str], Awaitable[str]]
 """Continues a job from its keys in etcd; returns the job's phase."""
@@ -54,16 +54,16 @@ class RepairService(RepairsServicer):
             raise InvalidSpec("job is not a valid name", seen=repr(job), expected=NAME_RULE)
         items = await inspection.records_of(self._store, job)
         known = self._registry.actor_if_known(job)
-        found = self._registry.quarantined.get(job)
-        if not items and known is None and found is None:
+        quarantined = self._registry.quarantined.get(job)
+        if not items and known is None and quarantined is None:
             raise UnknownJob(f"there is no job {job!r}", fix="`shoal status` lists the jobs.")
         broken = inspection.broken(job, items, self._check_other)
-        reply = pb.RepairReply(goes_on=found is None)
-        if found is not None:
-            why, since_s = found
+        reply = pb.RepairReply(goes_on=quarantined is None)
+        if quarantined is not None:
+            why, since_s = quarantined
             reply.quarantined, reply.reason, reply.since_unix_s = True, str(why), since_s
         moved: dict[str, str] = {}
-        if request.apply and found is not None:
+        if request.apply and quarantined is not None:
             moved = await self._mend(request, items, [b for b in broken if b.is_mendable])
             reply.phase, reply.goes_on = await self._take_up(job), True
             log.warning("job_repaired", job=job, moved=list(moved.values()), phase=reply.phase)

@@ -59,7 +59,7 @@ def answer(
     """Reply of the ledger to a lease request, and True if the ledger changed. Raises
     MalformedMessage for a request that was overtaken by a later one, Overloaded."""
     try:
-        found = ledger.answer(
+        decision = ledger.answer(
             SampleRequest(
                 member_id=request.token.member_id,
                 # The ledger goes into snapshots, which others may read.
@@ -91,15 +91,15 @@ def answer(
             fix="Report what was completed before you lease more.",
         ) from error
     reply = samples_pb2.LeaseReply(
-        exhausted=found.exhausted,
-        reserve_max_samples=found.reserve_max,
-        not_held=map(_message, found.not_held),
+        exhausted=decision.exhausted,
+        reserve_max_samples=decision.reserve_max,
+        not_held=map(_message, decision.not_held),
     )
-    if found.range is not None:
-        reply.range.CopyFrom(_message(found.range))
-    elif not found.exhausted:
+    if decision.range is not None:
+        reply.range.CopyFrom(_message(decision.range))
+    elif not decision.exhausted:
         reply.retry_after_s = RETRY_AFTER_S
-    return reply, found.is_news
+    return reply, decision.is_news
 
 
 def _message(r: LedgerRange) -> samples_pb2.SampleRange:
@@ -113,4 +113,4 @@ def wait_in_words(ledger: SampleLedger) -> str:
     holders = ", ".join(f"{held[name]} by {name}" for name in others[:MAX_SHOWN_HOLDERS])
     more = len(others) - MAX_SHOWN_HOLDERS
     holders += f" and by {more} more" if more > 0 else ""
-    return f"samples: all that can be had now are leased ({holders})" if holders else "samples"
+    return f"samples: all available ones are leased ({holders})" if holders else "samples"

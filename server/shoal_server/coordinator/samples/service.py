@@ -1,21 +1,21 @@
 """The Samples service: one ledger for each job, kept in memory and copied to etcd.
 
-Changes to a ledger are written to etcd at most four times a second (less often with more than eight
-jobs: at most 32 writes a second in all), the whole ledger now and then and at the end
-(`stored_ledger`).
+Changes to a ledger are written to etcd at most four times a second, and over all jobs at most 32
+times a second. Most writes are deltas; the whole ledger is written now and then, and when the
+coordinator steps down or ends (`stored_ledger`).
 
-A member with a reserve gets a range only once etcd has it, and works on its reserve meanwhile. It
-repeats its reports of completed samples until etcd has them. So it loses nothing if the leader
-dies. A member without a reserve is answered from memory. After a leader's death, samples of its
-last quarter of a second may be leased again, but none is skipped: etcd never counts a sample as
-completed that was not.
+A member with a reserve gets a range only once the lease is in etcd, and works on its reserve
+meanwhile. It repeats its reports of completed samples until etcd has them. So no progress of such a
+member is lost if the leader dies. A member without a reserve is answered from memory: after the
+leader's death, samples of the last quarter of a second may be leased again. No sample is ever
+skipped, since etcd never counts a sample before it is completed.
 
 The ledger that a new leader reads may hold leases of members that are gone, or that now hold other
-ranges. Members that are not in etcd lose their leases when the ledger is opened; the others with
-their next request, which names the ranges that they hold.
+ranges. When the ledger is opened, members that are not in etcd lose their leases. The leases of the
+others are corrected by their next requests, which name the ranges that they hold.
 
-Each write is conditional on what this coordinator read or wrote last. So a deposed coordinator
-fails to write, closes the ledger, and reads it again if it is ever asked.
+Each write is conditional on the record that this coordinator read or wrote last. So a deposed
+coordinator fails to write, and closes the ledger; a later call reads it from etcd again.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ MAX_WRITES_A_SECOND = 32
 """Limit over all jobs: 30 jobs of 50 members each then let etcd grow by less than 100 MB an
 hour."""
 HAND_OVER_WITHIN_S = 1.0
-MAX_BOOKS = 256
+MAX_OPEN = 256
 MAX_LOSSES = 4096
 
 
@@ -67,11 +67,11 @@ OnFailed = Callable[[str, Exception], object]
 """Called with a job whose ledger cannot be stored, and the error."""
 
 
-def _tell_failed(job: str, error: Exception) -> None:
+def _log_failure(job: str, error: Exception) -> None:
     log.error("ledger_not_kept", job=job, error=repr(error))
 
 
-class _Book:
+class _OpenLedger:
     """One job's ledger in memory, and the state of its copy in etcd."""
 
     def __init__(self, ledger: SampleLedger, stored: StoredLedger, *, changed: bool) -> None:
@@ -80,10 +80,10 @@ class _Book:
         self.is_closed = False
         self.durable_sequences: Mapping[str, int] = {}
         """Sequence number of each member's latest request that etcd has."""
-        self.asked_s: dict[str, float] = {}
+        self.requested_s: dict[str, float] = {}
         """Time of each member's last request, on the loop's clock."""
         self.waiting_since: dict[str, float] = {}
-        """Members without samples, and since when they wait."""
+        """Start of the wait of each member without samples."""
         self.num_changes = int(changed)
         self._num_written = 0
         self._moved = asyncio.Event()
@@ -111,7 +111,7 @@ class _Book:
         num_changes = self.num_changes
         while self._num_written < num_changes:
             if self.is_closed:
-                raise NotLeader("this coordinator does not keep the books", details={"leader": ""})
+                raise NotLeader("this coordinator closed the ledger", details={"leader": ""})
             await self._moved.wait()
 
     def _wake(self) -> None:
@@ -141,7 +141,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         *,
         clock: Callable[[], float] = time.time,
         write_interval_s: float = WRITE_INTERVAL_S,
-        on_failed: OnFailed = _tell_failed,
+        on_failed: OnFailed = _log_failure,
     ) -> None:
         """`num_members` returns how many members share a job's samples; members that have asked for
         samples count in any case."""
@@ -151,7 +151,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         self._num_members = num_members
         self._clock = clock
         self._write_interval_s = write_interval_s
-        self._books: OrderedDict[str, _Book] = OrderedDict()
+        self._open: OrderedDict[str, _OpenLedger] = OrderedDict()
         self._opening = asyncio.Lock()
         self._writing = asyncio.Lock()
         self._losses: OrderedDict[tuple[str, str, str], int] = OrderedDict()
@@ -184,40 +184,40 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         self._losses[job, member_id, incarnation] = self._num_losses
         if len(self._losses) > MAX_LOSSES:
             self._losses.popitem(last=False)
-        book = self._books.get(job)
-        if book is None:
+        opened = self._open.get(job)
+        if opened is None:
             return  # the loss is applied when the ledger is opened
-        silent_s = asyncio.get_running_loop().time() - book.asked_s.pop(member_id, -math.inf)
-        num_samples = book.ledger.give_back(member_id, public_id(incarnation), silent_s=silent_s)
-        book.note_wait(member_id, self._clock())
-        self._note_change(book)
+        silent_s = asyncio.get_running_loop().time() - opened.requested_s.pop(member_id, -math.inf)
+        num_samples = opened.ledger.give_back(member_id, public_id(incarnation), silent_s=silent_s)
+        opened.note_wait(member_id, self._clock())
+        self._note_change(opened)
         if num_samples:
             log.info("samples_returned", job=job, member=member_id, num_samples=num_samples)
 
     def summary(self, job: str) -> LedgerCounts | None:
         """Counts of a job's ledger; None if it is not open here."""
-        book = self._books.get(job)
-        return book.ledger.counts() if book else None
+        opened = self._open.get(job)
+        return opened.ledger.counts() if opened else None
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
         """Members without samples: the reason, and the start of the wait."""
-        book = self._books.get(job)
-        if book is None or not book.waiting_since:
+        opened = self._open.get(job)
+        if opened is None or not opened.waiting_since:
             return {}
-        reason = sample_messages.wait_in_words(book.ledger)
-        return {name: (reason, since_s) for name, since_s in book.waiting_since.items()}
+        reason = sample_messages.wait_in_words(opened.ledger)
+        return {name: (reason, since_s) for name, since_s in opened.waiting_since.items()}
 
     async def open_existing(self, job: str) -> None:
         """Open the ledger of a job that has one, so that `summary` has it after a leader failover.
 
-        At most MAX_BOOKS / 2 are opened; others when a member asks for samples. Raises Unavailable
+        At most MAX_OPEN / 2 are opened; others when a member asks for samples. Raises Unavailable
         while etcd cannot be reached, JobQuarantined if the ledger cannot be read.
         """
         async with self._opening:
-            if job not in self._books and len(self._books) < MAX_BOOKS // 2:
-                found = await self._read(job)
-                if found is not None:
-                    self._keep(job, found)
+            if job not in self._open and len(self._open) < MAX_OPEN // 2:
+                opened = await self._read(job)
+                if opened is not None:
+                    self._keep(job, opened)
 
     async def books(self, job: str) -> Mapping[str, Any] | None:
         """The job's current ledger, as JSON types; None if it has none.
@@ -234,21 +234,21 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return ledger.counts() if ledger is not None else None
 
     async def _ledger(self, job: str) -> SampleLedger | None:
-        book = self._books.get(job)
-        if book is None:
+        opened = self._open.get(job)
+        if opened is None:
             async with self._opening:
                 # No sample was leased since this coordinator leads: etcd has the whole ledger.
-                book = self._books.get(job) or await self._read(job)
-        return book.ledger if book is not None else None
+                opened = self._open.get(job) or await self._read(job)
+        return opened.ledger if opened is not None else None
 
     def close_replaced(self, job: str) -> None:
         """Close a job's ledger: etcd has another one in its place."""
         self._close(job)
 
     def _close(self, job: str) -> None:
-        book = self._books.pop(job, None)
-        if book is not None:
-            book.close()
+        opened = self._open.pop(job, None)
+        if opened is not None:
+            opened.close()
 
     @asynccontextmanager
     async def closed(self, job: str) -> AsyncIterator[None]:
@@ -268,7 +268,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 await self._write_all(whole=True)
         except TimeoutError:
             log.warning("ledgers_not_handed_over", reason="etcd did not answer in time")
-        for job in list(self._books):
+        for job in list(self._open):
             self._close(job)
 
     async def Lease(
@@ -278,83 +278,85 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         sample_messages.check(request)
         num_losses = self._num_losses
         await self._authorize_or_count(request)
-        book = await self._book(token.job, request.dataset_size, request.num_epochs)
+        opened = await self._opened(token.job, request.dataset_size, request.num_epochs)
         if self._losses.get((token.job, token.member_id, token.incarnation), 0) > num_losses:
-            # It was lost while this call waited: a range leased now would never be returned.
-            book.ledger.ignore(sample_messages.ranges_of(request.completed))
+            # The member was lost while this call waited: a range leased now would never return.
+            opened.ledger.ignore(sample_messages.ranges_of(request.completed))
             raise Fenced(
                 f"{token.member_id} was declared lost",
                 seen=f"process {public_id(token.incarnation)}",
             )
-        reply, is_news = sample_messages.answer(book.ledger, request, self._num_members(token.job))
-        book.asked_s[token.member_id] = asyncio.get_running_loop().time()
-        book.note_wait(token.member_id, self._clock())
+        reply, is_news = sample_messages.answer(
+            opened.ledger, request, self._num_members(token.job)
+        )
+        opened.requested_s[token.member_id] = asyncio.get_running_loop().time()
+        opened.note_wait(token.member_id, self._clock())
         if is_news:
-            self._note_change(book)
+            self._note_change(opened)
         if request.reserve_samples and (reply.HasField("range") or reply.exhausted):
-            await book.durable()
-        reply.durable_sequence = book.durable_sequences.get(token.member_id, 0)
+            await opened.durable()
+        reply.durable_sequence = opened.durable_sequences.get(token.member_id, 0)
         return reply
 
     async def _authorize_or_count(self, request: samples_pb2.LeaseRequest) -> None:
         try:
             await self._authorize(request.token)
         except Fenced:
-            book = self._books.get(request.token.job)
-            if book is not None and request.completed:
-                book.ledger.ignore(sample_messages.ranges_of(request.completed))
-                self._note_change(book)
+            opened = self._open.get(request.token.job)
+            if opened is not None and request.completed:
+                opened.ledger.ignore(sample_messages.ranges_of(request.completed))
+                self._note_change(opened)
             raise
 
-    async def _book(self, job: str, dataset_size: int, num_epochs: int) -> _Book:
+    async def _opened(self, job: str, dataset_size: int, num_epochs: int) -> _OpenLedger:
         """The job's ledger: open, read from etcd, or new. Raises ProposalConflict."""
-        book = self._books.get(job)
-        if book is None:
+        opened = self._open.get(job)
+        if opened is None:
             async with self._opening:
-                book = self._books.get(job) or await self._read(job)
-                if book is None:
+                opened = self._open.get(job) or await self._read(job)
+                if opened is None:
                     ledger = SampleLedger(dataset_size=dataset_size, num_epochs=num_epochs)
-                    book = _Book(ledger, self._stored(job), changed=True)
+                    opened = _OpenLedger(ledger, self._stored(job), changed=True)
                     log.info("ledger_begun", job=job, num_samples=dataset_size, epochs=num_epochs)
-                self._keep(job, book)
-        self._books.move_to_end(job)
-        has = (book.ledger.dataset_size, book.ledger.num_epochs)
-        asked = (dataset_size, num_epochs)
-        if asked != has:
+                self._keep(job, opened)
+        self._open.move_to_end(job)
+        expected = (opened.ledger.dataset_size, opened.ledger.num_epochs)
+        if (dataset_size, num_epochs) != expected:
             raise ProposalConflict(
                 f"job {job} goes over other samples",
-                seen=f"dataset_size {asked[0]}, num_epochs {asked[1]}",
-                expected=f"dataset_size {has[0]}, num_epochs {has[1]}",
+                seen=f"dataset_size {dataset_size}, num_epochs {num_epochs}",
+                expected=f"dataset_size {expected[0]}, num_epochs {expected[1]}",
                 fix="Give every member of the job the same dataset and number of epochs.",
-                details={"dataset_size": str(has[0]), "num_epochs": str(has[1])},
+                details={"dataset_size": str(expected[0]), "num_epochs": str(expected[1])},
             )
-        return book
+        return opened
 
-    def _keep(self, job: str, book: _Book) -> None:
-        self._books[job] = book
-        if len(self._books) > MAX_BOOKS:
-            written = [name for name, kept in self._books.items() if not kept.changed]
+    def _keep(self, job: str, opened: _OpenLedger) -> None:
+        self._open[job] = opened
+        if len(self._open) > MAX_OPEN:
+            written = [name for name, kept in self._open.items() if not kept.changed]
             if written and written[0] != job:
-                del self._books[written[0]]
+                del self._open[written[0]]
 
     def _stored(self, job: str) -> StoredLedger:
         return StoredLedger(self._store, job)
 
-    async def _read(self, job: str) -> _Book | None:
+    async def _read(self, job: str) -> _OpenLedger | None:
         stored = self._stored(job)
         ledger = await stored.read()
         if ledger is None:
             return None
-        living = await self._living(job)
+        present = await self._present(job)
         num_samples = sum(
             ledger.give_back(member_id, incarnation)
             for member_id, incarnation in ledger.holders
-            if (member_id, incarnation) not in living
+            if (member_id, incarnation) not in present
         )
         log.info("ledger_opened", job=job, num_returned_samples=num_samples)
-        return _Book(ledger, stored, changed=num_samples > 0)
+        return _OpenLedger(ledger, stored, changed=num_samples > 0)
 
-    async def _living(self, job: str) -> set[tuple[str, str]]:
+    async def _present(self, job: str) -> set[tuple[str, str]]:
+        """Ids of the job's members in etcd, with the public ids of their incarnations."""
         prefix = keys.members(job)
         items = (await self._store.range(prefix)).items
         present = set()
@@ -366,8 +368,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             present.add((item.key.removeprefix(prefix), public_id(incarnation)))
         return {who for who in present if (job, *who) not in self._losses}
 
-    def _note_change(self, book: _Book) -> None:
-        book.num_changes += 1
+    def _note_change(self, opened: _OpenLedger) -> None:
+        opened.num_changes += 1
         self._changed.set()
 
     async def _write_behind(self) -> None:
@@ -386,34 +388,34 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         """Write the ledgers that have changes. Returns their number."""
         async with self._writing:
             due = [
-                (job, book)
-                for job, book in self._books.items()
-                if book.changed or (whole and not book.stored.is_whole)
+                (job, opened)
+                for job, opened in self._open.items()
+                if opened.changed or (whole and not opened.stored.is_whole)
             ]
-            for job, book in due:
+            for job, opened in due:
                 try:
-                    await self._write(job, book, whole=whole)
+                    await self._write(job, opened, whole=whole)
                 except (RetryError, AccessDenied) as error:
-                    self._write_failed(job, book, error)
+                    self._write_failed(job, opened, error)
                 except Exception as error:  # noqa: BLE001 - concerns that job alone, which is quarantined
-                    self._books.pop(job, None)
+                    self._open.pop(job, None)
                     self._on_failed(job, error)
             return len(due)
 
-    async def _write(self, job: str, book: _Book, *, whole: bool) -> None:
-        num_changes, sequences = book.num_changes, book.ledger.sequences()
-        if not await book.stored.write(book.ledger, whole=whole):
+    async def _write(self, job: str, opened: _OpenLedger, *, whole: bool) -> None:
+        num_changes, sequences = opened.num_changes, opened.ledger.sequences()
+        if not await opened.stored.write(opened.ledger, whole=whole):
             log.warning("ledger_taken_over", job=job, reason="another coordinator wrote it")
-            if self._books.get(job) is book:
-                del self._books[job]
-            book.close()
+            if self._open.get(job) is opened:
+                del self._open[job]
+            opened.close()
             return
-        book.written(num_changes, sequences)
+        opened.written(num_changes, sequences)
         if self._store_is_away:
             self._store_is_away = False
             log.info("ledger_writes_resumed", job=job)
 
-    def _write_failed(self, job: str, book: _Book, error: ShoalError) -> None:
+    def _write_failed(self, job: str, opened: _OpenLedger, error: ShoalError) -> None:
         self._changed.set()
         if not self._store_is_away:
             self._store_is_away = True

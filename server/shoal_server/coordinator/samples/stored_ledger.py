@@ -1,13 +1,13 @@
 """One job's ledger in etcd: a base, written whole, and deltas after it.
 
-The base is stored at the job's key of samples and names its deltas by a token; these are stored
-below it, numbered from 0. A new base replaces the old one and all its deltas in one transaction, so
-that a reader of both always finds the ledger as of one write. Deltas of another base, which a
-restored snapshot of etcd may leave, are ignored.
+The base is stored at the job's key of samples and contains a token. Its deltas are stored below
+that key, under the token, numbered from 0. A new base replaces the old one and all its deltas in
+one transaction, so that a reader always finds the ledger as of one write. Deltas of another base,
+which a restored backup of etcd may leave, are ignored.
 
-A base is written only over the one that was read or written before it, a delta only if its number
-is free. A coordinator that opens a ledger writes a base first, so that no deltas of another
-coordinator follow.
+A base replaces only the base that this coordinator read or wrote last, and a delta is written only
+if its number is free. A coordinator that opens a ledger writes a base first, after which no other
+coordinator can add deltas.
 """
 
 import json
@@ -38,22 +38,22 @@ from shoal_server.etcd.leader_store import LeaderStore
 MAX_DELTAS = 128
 COMPRESSED_FROM_BYTES = 256 * 1024
 """Size with a few thousand members; smaller ledgers stay readable with etcdctl."""
-MAX_BOOKS_BYTES = 64 * 1024 * 1024
+MAX_LEDGER_BYTES = 64 * 1024 * 1024
 
 
 def ledger_in(job: str, base: bytes, held: Mapping[str, bytes]) -> SampleLedger:
-    """The ledger of a base and its deltas. `held`: deltas by key, which may include those of other
-    bases. Raises JobQuarantined if they cannot be read."""
+    """The ledger of a base and its deltas. `held`: deltas by key, possibly also of other bases.
+    Raises JobQuarantined if base or deltas cannot be read."""
     key = where = keys.sample_ledger(job)
     try:
         with taken_apart():
-            books = json.loads(_unpacked(base))
+            data = json.loads(_unpacked(base))
             deltas: list[bytes] = []
-            token = books.pop("deltas", "")
+            token = data.pop("deltas", "")
             while (at := keys.sample_delta(job, token, len(deltas))) in held:
                 deltas.append(held[at])
             where = f"{key} or {keys.sample_deltas(job)}" if deltas else key
-            return SampleLedger.from_json(ledger_deltas.folded(books, deltas) if deltas else books)
+            return SampleLedger.from_json(ledger_deltas.folded(data, deltas) if deltas else data)
     except (UnreadableRecord, zlib.error) as error:
         raise unreadable(job, where, error) from error
 
@@ -67,7 +67,7 @@ class StoredLedger:
         self._revision = Revision(0)
         self._token = ""
         self._numbers: MemberNumbers | None = None
-        """Member numbers of the base; None if the next write is a base."""
+        """Numbers that the base gives to members; None if the next write is a base."""
         self._num_deltas = 0
         self._base_bytes = 0
 
@@ -75,10 +75,10 @@ class StoredLedger:
         """The ledger as of the newest write; None if there is none. Raises JobQuarantined."""
         key, prefix = keys.sample_ledger(self._job), keys.sample_deltas(self._job)
         result = await self._store.transact([], [Get(key), Get(prefix, prefix=True)])
-        bases, found = result.reads
+        bases, delta_items = result.reads
         if not bases:
             return None
-        held = {each.key: each.value for each in found}
+        held = {each.key: each.value for each in delta_items}
         ledger = ledger_in(self._job, bases[0].value, held)
         self._revision = bases[0].mod_revision
         return ledger
@@ -107,8 +107,8 @@ class StoredLedger:
 
     async def _write_base(self, ledger: SampleLedger) -> bool:
         key, token = keys.sample_ledger(self._job), secrets.token_hex(4)
-        books = ledger.to_json()
-        value = _packed({**books, "deltas": token})
+        data = ledger.to_json()
+        value = _packed({**data, "deltas": token})
         result = await self._transact(
             [unchanged_since(key, self._revision)],
             [Delete(keys.sample_deltas(self._job), prefix=True), Put(key, value)],
@@ -117,7 +117,7 @@ class StoredLedger:
         if result is None:
             return False
         self._revision, self._token = result, token
-        self._numbers, self._num_deltas = MemberNumbers(books), 0
+        self._numbers, self._num_deltas = MemberNumbers(data), 0
         self._base_bytes = len(value)
         return True
 
@@ -149,8 +149,8 @@ class StoredLedger:
         return result.revision if result.succeeded else None
 
 
-def _packed(books: dict[str, Any]) -> bytes:
-    value = json.dumps(books, separators=(",", ":")).encode()
+def _packed(data: dict[str, Any]) -> bytes:
+    value = json.dumps(data, separators=(",", ":")).encode()
     return value if len(value) < COMPRESSED_FROM_BYTES else zlib.compress(value)
 
 
@@ -158,7 +158,7 @@ def _unpacked(value: bytes) -> bytes:
     if value[:1] in (b"{", b""):
         return value
     unpacking = zlib.decompressobj()
-    books = unpacking.decompress(value, MAX_BOOKS_BYTES)
+    data = unpacking.decompress(value, MAX_LEDGER_BYTES)
     if not unpacking.eof:
-        raise UnreadableRecord(f"books that are cut off, or of more than {MAX_BOOKS_BYTES} bytes")
-    return books
+        raise UnreadableRecord(f"a ledger that is cut off, or above {MAX_LEDGER_BYTES} bytes")
+    return data

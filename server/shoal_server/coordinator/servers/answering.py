@@ -24,17 +24,17 @@ _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 async def answering(addresses: Mapping[Holder, str]) -> dict[Holder, str]:
     """Servers that answer as the registered process, with their addresses. Takes a second if a
     server hangs."""
-    asked = (answers(h, a, options=_OPTIONS, within_s=ANSWER_S) for h, a in addresses.items())
-    found = dict(zip(addresses, await asyncio.gather(*asked), strict=True))
-    silent = sorted(holder.server_id for holder, there in found.items() if not there)
+    calls = (answers(h, a, options=_OPTIONS, within_s=ANSWER_S) for h, a in addresses.items())
+    has_answered = dict(zip(addresses, await asyncio.gather(*calls), strict=True))
+    silent = sorted(holder.server_id for holder, answered in has_answered.items() if not answered)
     if silent:
         log.warning("servers_do_not_answer", servers=silent)
-    return {holder: address for holder, address in addresses.items() if found[holder]}
+    return {holder: address for holder, address in addresses.items() if has_answered[holder]}
 
 
 async def servers_for(store: LeaderStore, choose: Choose, job: str) -> Mapping[Holder, str]:
     """Servers to which a job's shards may be assigned now, with their addresses. `choose` leaves
-    out dead servers, whose lease may outlive them. Raises NoServers."""
+    out dead servers, which stay registered until their lease ends. Raises NoServers."""
     listed = await shard_map.takers(store)
     present = await choose(listed)
     if not present:

@@ -35,7 +35,7 @@ class ServerCalls:
     ) -> Reply:
         """Call the ShardSnapshots service of a server. Raises the server's error, or that of the
         connection."""
-        # grpc's stubs serve both kinds of channel; their types say so by two names.
+        # A stub works on both kinds of channel, but its type for grpc.aio has another name.
         stub: Any = ShardSnapshotsStub
         return await self.call_on(stub, address, method, request, timeout_s)
 
@@ -48,7 +48,7 @@ class ServerCalls:
         timeout_s: float,
     ) -> Reply:
         """Call the service of the given stub. Raises as `call` does."""
-        # After the certificate is renewed, the old connection keeps its calls until it is evicted.
+        # After the certificate is renewed, calls in progress stay on the old connection.
         key = address, material()
         channel = self._channels.get(key)
         if channel is None:

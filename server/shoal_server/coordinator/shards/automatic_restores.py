@@ -13,7 +13,7 @@ log = structlog.get_logger(__name__)
 
 RESTORES_AT_ONCE = 4
 RESTORE_AGAIN_S = 5.0
-PATIENCE_S = 30.0
+REPORTED_AFTER_S = 30.0
 """Time after which shards are reported lost although their restore is still in progress."""
 
 
@@ -21,8 +21,8 @@ Restore = Callable[[str], Awaitable[RestoreAttempt]]
 
 
 class AutomaticRestores:
-    """Restores of jobs, at most four at a time. Use it on one event loop. A slow storage delays
-    other jobs only if four are slow."""
+    """Restores of jobs, at most four at a time. Use it on one event loop. Slow storage delays other
+    jobs only if four restores are slow at once."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class AutomaticRestores:
         is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
         """`on_news` is called with a job whose `outcome` may have changed. `is_restoring`: True
-        while this coordinator restores the job, whoever requested that."""
+        while this coordinator restores the job, automatically or on request."""
         self.is_restoring = is_restoring
         self._restore = restore
         self._on_news = on_news
@@ -41,14 +41,15 @@ class AutomaticRestores:
         """Reason why each job is not restored, once known."""
 
     def outcome(self, job: str) -> RestoreAttempt | None:
-        """Reason why the job is not restored; None while it may still be. The first call starts the
-        restore. Until `forget`, it is retried if storage, etcd or servers cannot be reached."""
+        """Reason why the job is not restored; None while it may still be restored. The first call
+        starts the restore, which is retried until `forget` if storage, etcd or servers cannot be
+        reached."""
         if self._restore is None:
             return RestoreAttempt(is_restored=False)
         if job not in self._wanted:
             self._wanted[job] = None
             self._tasks.start(self._attempt(job, self._restore), key=job)
-            asyncio.get_running_loop().call_later(PATIENCE_S, self._note_slow, job)
+            asyncio.get_running_loop().call_later(REPORTED_AFTER_S, self._note_slow, job)
         return self._wanted[job]
 
     def forget(self, job: str) -> None:
@@ -62,7 +63,7 @@ class AutomaticRestores:
 
     def _note_slow(self, job: str) -> None:
         if job in self._wanted and self._wanted[job] is None:
-            self._note(job, "It is being restored, which takes long.")
+            self._note(job, "Its restore is still in progress.")
 
     def _note(self, job: str, why: str) -> None:
         if job in self._wanted:
@@ -76,11 +77,11 @@ class AutomaticRestores:
                     attempt = await restore(job)
             except (RetryError, NoServers) as error:
                 log.warning("lost_shards_not_restored", job=job, reason=str(error))
-                self._note(job, f"Restoring it is tried again and again: {error}.")
+                self._note(job, f"Its restore is retried: {error}.")
                 await asyncio.sleep(RESTORE_AGAIN_S)
             except ShoalError as error:
                 log.error("lost_shards_not_restored", job=job, reason=str(error))
-                self._note(job, f"Restoring it failed: {error}.")
+                self._note(job, f"Its restore failed: {error}.")
                 return
             else:
                 if attempt.is_restored:

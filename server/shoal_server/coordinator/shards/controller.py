@@ -1,7 +1,7 @@
-"""Shard controller: keeps enough copies of each shard, even loads, and nothing on leaving servers.
+"""Shard controller: keeps enough copies of each shard, balances loads, empties leaving servers.
 
 It only writes shard assignments to etcd. Servers carry them out, and fail over among themselves
-without it, so nothing is lost while no coordinator leads.
+without the controller, so nothing is lost while no coordinator leads.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 Measure = Callable[[str], Awaitable[Mapping[int, loads.ShardMeasure]]]
 
 JOBS_AT_ONCE = 16
-TEND_WITHIN_S = 120.0
+RECONCILE_WITHIN_S = 120.0
 """Time limit for one job; thousands of shards take seconds."""
 LOOK_AGAIN_S = 1.0
 """Interval for a job with an absent or suspected server: short enough to follow an absence."""
@@ -125,8 +125,8 @@ class ShardController:
         self._look_at(self._assignments.jobs)
 
     async def _work(self) -> None:
-        """Tend each due job in a separate task, so that none waits for another's servers, storage
-        or records."""
+        """Reconcile each due job in a separate task, so that no job waits for the servers, storage
+        or records of another."""
         slots = asyncio.Semaphore(JOBS_AT_ONCE)
         async with SupervisedTasks() as tasks:
             while True:
@@ -134,22 +134,22 @@ class ShardController:
                 self._wake.clear()
                 for job in list(self._due):
                     # A task in progress wakes this loop when it ends.
-                    if tasks.start(self._tend(job, slots), key=job) is not None:
+                    if tasks.start(self._try_reconcile(job, slots), key=job) is not None:
                         self._due.discard(job)
 
-    async def _tend(self, job: str, slots: asyncio.Semaphore) -> None:
+    async def _try_reconcile(self, job: str, slots: asyncio.Semaphore) -> None:
         try:
-            async with slots, asyncio.timeout(TEND_WITHIN_S):
+            async with slots, asyncio.timeout(RECONCILE_WITHIN_S):
                 await self._reconcile(job)
             self._troubles.pop(job, None)
         except NotLeader as error:
             log.info("shards_not_rebalanced", job=job, reason=str(error))
         except (RetryError, TimeoutError) as error:
             if job not in self._troubles:
-                log.warning("shards_not_rebalanced", job=job, reason=str(error) or "out of time")
+                log.warning("shards_not_rebalanced", job=job, reason=str(error) or "time limit")
             self._troubles[job] = repr(error)
             self._look_again(job)
-        except Exception as error:  # noqa: BLE001 - one job's trouble is to harm no other
+        except Exception as error:  # noqa: BLE001 - an error of one job affects no other
             self._note_trouble(job, error)
         finally:
             if job in self._due:
@@ -169,8 +169,8 @@ class ShardController:
         log.error("shards_of_job_not_rebalanced", job=job, reason=str(error), error=repr(error))
 
     def _forget(self, job: str) -> None:
-        """Drop the state of a job whose records are gone or of another run."""
-        for known_of_it in (
+        """Drop the state of a job whose records are gone or belong to another run."""
+        for by_job in (
             self._last,
             self._troubles,
             self._num_bytes,
@@ -179,14 +179,14 @@ class ShardController:
             self._sightings,
             self._loads,
         ):
-            known_of_it.pop(job, None)
+            by_job.pop(job, None)
         self._losses.forget(job)
 
     async def _servers(self) -> Servers:
-        found = await registered.read(self._store)
+        listed = await registered.read(self._store)
         return Servers(
-            present=frozenset(server.holder for server in found),
-            leaving=frozenset(server.holder for server in found if server.is_leaving),
+            present=frozenset(server.holder for server in listed),
+            leaving=frozenset(server.holder for server in listed if server.is_leaving),
             dead=await ended_servers.read(self._store),
         )
 
@@ -199,7 +199,7 @@ class ShardController:
         before = self._assignments.assembled(job)
         if before is None:
             return
-        # Read after the assignments, so that a registered server that these name is seen.
+        # Read after the assignments, so that a server that was registered by then is in the list.
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         seen = await self._servers()
@@ -213,19 +213,19 @@ class ShardController:
         if self._loads[job].is_due_soon:
             self._look_again(job)
         lost = num_lost(known, servers)
-        tried = losses.RestoreAttempt(is_restored=False)
+        attempt = losses.RestoreAttempt(is_restored=False)
         if lost:
             outcome = self._restores.outcome(job)
             if outcome is None:
                 return
-            tried = outcome
+            attempt = outcome
         elif not losses.lost(known):
             self._restores.forget(job)
-        # In a thread: with thousands of shards it takes a while, and heartbeats must not wait.
-        wished = known
+        target = known
         if known == before:
-            wished = await asyncio.to_thread(rebalance, before, servers, weights)
-        after = self._losses.noted(known, wished, tried.reason)
+            # In a thread: thousands of shards take a while, and heartbeats must not wait.
+            target = await asyncio.to_thread(rebalance, before, servers, weights)
+        after = self._losses.noted(known, target, attempt.reason)
         changes = {
             b.shard_id: (b, a) for b, a in zip(before.shards, after.shards, strict=True) if a != b
         }
@@ -234,14 +234,14 @@ class ShardController:
             return
 
         def rebalanced(assignment: ShardAssignment) -> ShardAssignment:
-            # A record that was written meanwhile stays: the write has the job looked at again.
-            then, wanted = changes[assignment.shard_id]
-            return wanted if assignment == then else assignment
+            # A record that was changed meanwhile stays; its change makes the job due again.
+            expected, wanted = changes[assignment.shard_id]
+            return wanted if assignment == expected else assignment
 
         if await self._assignments.change(job, changes, rebalanced):
-            stands = self._assignments.assembled(job) or before
-            sightings.wrote(after, stands)
-            self._seen(stands, seen.present)
+            current = self._assignments.assembled(job) or before
+            sightings.wrote(after, current)
+            self._seen(current, seen.present)
             log.debug("shards_rebalanced", job=job, **_summary(before, after))
 
     def _seen(self, assignments: JobAssignments, present: Collection[Holder]) -> None:
@@ -275,12 +275,12 @@ class ShardController:
     async def _measure_one(self, job: str) -> None:
         assert self._ask is not None
         try:
-            found = await self._ask(job)
+            measures = await self._ask(job)
         except Exception as error:  # noqa: BLE001 - the others are measured all the same
             log.warning("shards_not_measured", job=job, reason=repr(error))
             return
-        self._losses.measured(job, {shard_id: each.version for shard_id, each in found.items()})
-        pushed = {shard_id: each.pushed_bytes for shard_id, each in found.items()}
+        self._losses.measured(job, {shard_id: each.version for shard_id, each in measures.items()})
+        pushed = {shard_id: each.pushed_bytes for shard_id, each in measures.items()}
         before, num_bytes = self._pushed.get(job, {}), self._num_bytes.get(job, {})
         self._pushed[job] = pushed
         # Only if all were measured: a shard without a measure would seem idle.
@@ -290,7 +290,7 @@ class ShardController:
 
 def num_bytes_of(layout: ShardMap) -> dict[int, int]:
     """Size of each shard's values in bytes; for a shard of a table, which has no fixed size, the
-    usual size."""
+    target size."""
     return {
         shard.shard_id: TARGET_SHARD_BYTES
         if shard.table

@@ -19,11 +19,11 @@ class _Read:
     begun: int = 0
     done: int = 0
     """Number of the newest reading that was completed."""
-    found: ShardMap | None = None
+    layout: ShardMap | None = None
 
 
 class CurrentMaps:
-    """Reader of current shard maps, on the event loop. A map is read after the call that gets it.
+    """Reader of current shard maps, on the event loop. A call gets no map that was read before it.
 
     A map of thousands of shards takes a while to read, and all workers of a large job ask at once,
     when they start and when servers fail. Calls that come during a reading share the next one.
@@ -39,16 +39,16 @@ class CurrentMaps:
         it. Raises what `shard_map.read_current` raises."""
         read = self._reads.setdefault(job, _Read())
         self._reads.move_to_end(job)
-        asked = read.begun
+        begun_before = read.begun
         async with read.lock:
-            if read.done <= asked:
+            if read.done <= begun_before:
                 read.begun += 1
                 layout = await self._layouts.read(job)
-                read.found = layout and await shard_map.fill(self._store, layout)
+                read.layout = layout and await shard_map.fill(self._store, layout)
                 read.done = read.begun
-            found = read.found
+            current = read.layout
         self._forget_oldest()
-        return found
+        return current
 
     def _forget_oldest(self) -> None:
         for job in [name for name, read in self._reads.items() if not read.lock.locked()]:

@@ -58,8 +58,8 @@ class _Plan:
 
     @property
     def kept_shard_ids(self) -> list[int]:
-        left = losses.still_trained(self.current, {shard.shard_id for shard in self.lost})
-        return [shard.shard_id for shard in left]
+        kept = losses.still_trained(self.current, {shard.shard_id for shard in self.lost})
+        return [shard.shard_id for shard in kept]
 
 
 class LossAcceptance:
@@ -78,36 +78,36 @@ class LossAcceptance:
         self._require_leading = require_leading
 
     async def accept(self, request: AcceptLossRequest) -> AcceptLossReply:
-        """Give up the requested shards that are lost, or all that are. Shards that were given up
-        before are listed again in the reply; all others are unchanged.
+        """Give up the requested lost shards, or all lost ones if the request names none. Shards
+        that were given up before are listed again in the reply; all others are unchanged.
 
         Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store raises, and
-        InvalidSpec if the request has to say what becomes of the samples.
+        InvalidSpec if the request has to choose the treatment of the samples, and does not.
         """
         self._require_leading()
         job, by = request.job, request.by[:MAX_BY_LENGTH] or "somebody"
         if not is_name(job):
             raise InvalidSpec("bad name of a job", seen=repr(job[:128]), expected=NAME_RULE)
-        wish = _SAMPLES.get(request.samples)
+        choice = _SAMPLES.get(request.samples)
         counts = await self._samples.counts(job)
         now_unix_s = time.time()
         given_up: list[ShardAssignment] = []
         while True:
-            plan = await self._plan(request, wish)
+            plan = await self._plan(request, choice)
             if request.dry_run or not plan.lost:
                 break
             if plan.samples is None:
                 raise _samples_not_chosen(plan, counts)
-            # What one transaction has decided holds for the others.
-            wish = plan.samples
+            # The choice of the first transaction holds for all others.
+            choice = plan.samples
             given_up += await self._give_up(plan, by, now_unix_s)
         if given_up:
-            anew = wish is SamplesAfterLoss.ANEW
+            anew = choice is SamplesAfterLoss.ANEW
             self._losses.accepted(job, given_up, by, _samples_in_words(counts, anew=anew))
         by_this_call = plan.lost if request.dry_run else given_up
-        return _reply(plan, by_this_call, plan.samples if request.dry_run else wish, counts)
+        return _reply(plan, by_this_call, plan.samples if request.dry_run else choice, counts)
 
-    async def _plan(self, request: AcceptLossRequest, wish: SamplesAfterLoss | None) -> _Plan:
+    async def _plan(self, request: AcceptLossRequest, choice: SamplesAfterLoss | None) -> _Plan:
         current, stored = await self._read(request.job)
         chosen = _chosen(current, frozenset(request.shard_ids))
         lost = [shard for shard in chosen if shard.content is ShardContent.LOST]
@@ -116,12 +116,12 @@ class LossAcceptance:
             stored=stored,
             chosen=chosen,
             lost=lost,
-            samples=losses.samples_after(current, {shard.shard_id for shard in lost}, wish),
+            samples=losses.samples_after(current, {shard.shard_id for shard in lost}, choice),
         )
 
     async def _give_up(self, plan: _Plan, by: str, now_unix_s: float) -> list[ShardAssignment]:
-        """Give up the lost shards. Returns those that were changed; the others are to be read
-        again."""
+        """Give up the lost shards. Returns those that were given up; the records of the others have
+        changed and must be read again."""
         job, size = plan.current.job, records.SHARDS_A_TRANSACTION
         done: list[ShardAssignment] = []
         anew = plan.samples is SamplesAfterLoss.ANEW
@@ -165,8 +165,8 @@ def _without_samples(job: str) -> Sequence[Delete]:
 
 
 def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssignment]:
-    """The wanted shards, or all, that are lost or were given up; none if no shard is lost. Raises
-    UnknownShard and NothingLost for shards that cannot be given up."""
+    """The wanted shards; without any, all lost shards, or else all that were given up before.
+    Raises UnknownShard, and NothingLost for a shard that is neither lost nor given up."""
     missing = wanted - {shard.shard_id for shard in current.shards}
     if missing:
         raise UnknownShard(
@@ -181,7 +181,7 @@ def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssign
             raise NothingLost(
                 f"shard {shard.shard_id} of job {current.job} is not lost",
                 seen=shard.content.value,
-                expected=losses.shards_in_short(lost) or "a shard that is lost; none of it is",
+                expected=losses.shards_in_short(lost) or "a lost shard; this job has none",
             )
     if wanted:
         return [shard for shard in current.shards if shard.shard_id in wanted]
@@ -204,8 +204,8 @@ def _samples_not_chosen(plan: _Plan, counts: LedgerCounts | None) -> InvalidSpec
         f" {len(kept)} are not (shard {kept[0]} is one); {_progress(counts)}",
         expected="`--samples keep`, to continue after the samples that were trained on, or"
         " `--samples anew`, to train on all samples once more",
-        fix="Neither is right by itself: lost shards begin with initial values, the others with "
-        "what they learned.",
+        fix="Choose one: lost shards begin with initial values, and the others keep what they"
+        " learned.",
     )
 
 

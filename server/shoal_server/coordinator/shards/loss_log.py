@@ -12,19 +12,19 @@ from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 
 log = structlog.get_logger(__name__)
 
-Tell = Callable[[str, str, str], object]
-"""Records an event of a job: its kind, and the reason."""
+RecordEvent = Callable[[str, str, str], object]
+"""Records an event of a job. Called with the job, the kind of event, and the reason."""
 
 
-def _to_nobody(job: str, kind: str, reason: str) -> None:
+def _discard(job: str, kind: str, reason: str) -> None:
     """Default: drops the event."""
 
 
 class LossLog:
     """Events of shards, on the event loop of the leading coordinator."""
 
-    def __init__(self, tell: Tell = _to_nobody) -> None:
-        self._tell = tell
+    def __init__(self, on_event: RecordEvent = _discard) -> None:
+        self._on_event = on_event
         self._moves = MoveLog(lambda job, message: self._note(job, "shards_moved", message))
         self._versions: dict[str, dict[int, int]] = {}
         """Newest version by job and shard, as last reported by its server."""
@@ -34,7 +34,7 @@ class LossLog:
         self._versions.setdefault(job, {}).update(versions)
 
     def versions(self, job: str) -> Mapping[int, int]:
-        """Newest version that each shard is known to have had."""
+        """Newest version that was reported of each shard."""
         return self._versions.get(job, {})
 
     def forget(self, job: str, shard_ids: Collection[int] | None = None) -> None:
@@ -49,10 +49,10 @@ class LossLog:
 
     def _note(self, job: str, kind: str, message: str) -> None:
         log.info(kind, job=job, reason=message)
-        self._tell(job, kind, message)
+        self._on_event(job, kind, message)
 
     def noted(self, before: JobAssignments, after: JobAssignments, snapshot: str) -> JobAssignments:
-        """`after`, with what is known of each shard that is lost in it."""
+        """A copy of `after` that records, for each lost shard, what is known of its loss."""
         known = self.versions(before.job)
         return losses.with_losses(before, after, known, snapshot, time.time())
 
@@ -66,8 +66,8 @@ class LossLog:
         recovered from its journal, or that moved. Without `before`, report the lost shards.
         `present`: the registered servers."""
         if before is None:
-            if gone := losses.lost(after):
-                self._lost(after.job, gone)
+            if lost := losses.lost(after):
+                self._lost(after.job, lost)
             return
         changed = [
             (old, new)
@@ -77,24 +77,24 @@ class LossLog:
         for kind, message in moves.changes_between(before, after, present):
             self._note(after.job, kind, message)
         self._moves.add(after.job, moves.moved(before, after, present))
-        gone = [new for _, new in changed if new.content is ShardContent.LOST]
-        back = [
+        lost = [new for _, new in changed if new.content is ShardContent.LOST]
+        recovered = [
             (old, new)
             for old, new in changed
             if old.content is ShardContent.LOST and new.content is ShardContent.PRESENT
         ]
-        if gone:
-            self._lost(after.job, gone)
-        if back:
-            servers = ", ".join(sorted({new.primary.server_id for _, new in back}))
-            message = losses.shards_in_short(old for old, _ in back)
-            self._restored(after.job, f"{message}: led again from the journal of {servers}")
+        if lost:
+            self._lost(after.job, lost)
+        if recovered:
+            servers = ", ".join(sorted({new.primary.server_id for _, new in recovered}))
+            message = losses.shards_in_short(old for old, _ in recovered)
+            self._restored(after.job, f"{message}: recovered from the journal of {servers}")
 
     def accepted(
         self, job: str, shards: Collection[ShardAssignment], by: str, samples: str
     ) -> None:
-        """Report that an operator gave up these shards (as assigned while lost). `samples`: what
-        becomes of the job's samples, in words."""
+        """Report that an operator gave up these shards (as assigned while lost). `samples`: text
+        about the further use of the job's samples."""
         self.forget(job, [shard.shard_id for shard in shards])
         message = f"the loss of {losses.shards_in_short(shards)} was accepted by {by}"
         log.warning(
@@ -105,7 +105,7 @@ class LossLog:
             samples=samples,
         )
         message = f"{message}; a worker may create them with initial values; {samples}"
-        self._tell(job, "loss_accepted", message)
+        self._on_event(job, "loss_accepted", message)
 
     def restored(self, job: str, shards: Collection[ShardAssignment], snapshot: str) -> None:
         """Report that the job was restored from a snapshot; `shards` had been lost."""
@@ -116,8 +116,9 @@ class LossLog:
         listed = losses.shards_in_short(shards)
         log.error("shards_lost", job=job, num_shards=len(shards), shards=listed)
         cure = losses.cure(job, next(iter(shards)))
-        self._tell(job, "shards_lost", f"{listed} went with the last server that had them. {cure}")
+        message = f"{listed}: the last server that held them is gone. {cure}"
+        self._on_event(job, "shards_lost", message)
 
     def _restored(self, job: str, reason: str) -> None:
         log.warning("shards_restored", job=job, reason=reason)
-        self._tell(job, "shards_restored", reason)
+        self._on_event(job, "shards_restored", reason)

@@ -1,5 +1,5 @@
-"""Log of moved shards, written once moves pause: rebalancing moves a few shards at a time, and a
-line for each would bury other events."""
+"""Log of moved shards, written once moves pause: rebalancing moves a few shards at a time, and one
+line for each move would hide other events."""
 
 import asyncio
 from collections import Counter
@@ -20,7 +20,7 @@ class MoveLog:
         """`tell` is called with a job and a line to log for it."""
         self._tell = tell
         self._pending: dict[str, Moves] = {}
-        self._tell_by_s: dict[str, float] = {}
+        self._report_by_s: dict[str, float] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def add(self, job: str, moves: Moves) -> None:
@@ -29,19 +29,19 @@ class MoveLog:
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         self._pending.setdefault(job, Counter()).update(moves)
-        by_s = self._tell_by_s.setdefault(job, now_s + AT_MOST_S)
+        by_s = self._report_by_s.setdefault(job, now_s + AT_MOST_S)
         if job in self._timers:
             self._timers[job].cancel()
-        self._timers[job] = loop.call_at(min(now_s + QUIET_S, by_s), self._due, job)
+        self._timers[job] = loop.call_at(min(now_s + QUIET_S, by_s), self._report, job)
 
     def forget(self, job: str) -> None:
         """Drop the moves that have not been reported yet."""
         self._pending.pop(job, None)
-        self._tell_by_s.pop(job, None)
+        self._report_by_s.pop(job, None)
         if (timer := self._timers.pop(job, None)) is not None:
             timer.cancel()
 
-    def _due(self, job: str) -> None:
+    def _report(self, job: str) -> None:
         moves = self._pending[job]
         self.forget(job)
         for line in moves_in_words(moves):

@@ -55,15 +55,15 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 ASKS_AGAIN_WITHIN_S = 5.0
-"""A member that was refused for lack of servers, and has not asked again for this long, no longer
-counts as waiting."""
+"""A member that was refused for lack of servers counts as waiting for this long after its last
+call."""
 MAX_SHOWN_DIFFERENCES = 8
 
 Authorize = Callable[[Token], Awaitable[None]]
 
 
 class _WithoutServers:
-    """Members that were refused because there is no parameter server, and ask again."""
+    """Members that were refused because there is no parameter server, and retry."""
 
     def __init__(self) -> None:
         self._refused: dict[str, dict[str, tuple[str, float, float]]] = {}
@@ -155,14 +155,14 @@ class ShardsService(ShardsServicer):
         return await self._read_current(job, wait_s)
 
     async def _read_current(self, job: str, waited_s: float = 0.0) -> ShardMap:
-        found = await self._current.read(job)
-        if found is None:
+        current = await self._current.read(job)
+        if current is None:
             raise DeadlineExceeded(
                 f"job {job} has no shard map",
                 seen=f"none within {waited_s:g} s",
                 expected="a member that places the parameters",
             )
-        return found
+        return current
 
     async def AcceptLoss(self, request: AcceptLossRequest, context: Context) -> AcceptLossReply:
         if self._accepting is None:
@@ -177,11 +177,11 @@ class ShardsService(ShardsServicer):
     ) -> ShardMap:
         """Write the first map, or return the one that another call wrote meanwhile."""
         addresses = await servers_for(self._store, self._choose, job)
-        # Again, since the job may have been started over while the servers were asked.
+        # Checked again: the job may have been started over while servers were checked.
         await self._authorize(request.token)
         by_id = {holder.server_id: address for holder, address in addresses.items()}
         # In threads: a large model takes seconds.
-        draft = await asyncio.to_thread(_draw_up, job, request, parameters, by_id)
+        draft = await asyncio.to_thread(_draft, job, request, parameters, by_id)
         if draft.ByteSize() > shard_map.MAX_BYTES:
             raise InvalidSpec(
                 f"the shard map of job {job} is too large to keep",
@@ -218,11 +218,11 @@ class ShardsService(ShardsServicer):
 
     async def _write(self, layout: shard_map.StoredLayout, first: JobAssignments) -> bool:
         """Write a layout and its first assignments. False if the job has a layout already."""
-        still_there = await shard_map.write_chunks(self._store, layout)
+        chunks_exist = await shard_map.write_chunks(self._store, layout)
         result = await assignments.place(
             self._store,
             first,
-            compares=[still_there, absent(layout.head.key)],
+            compares=[chunks_exist, absent(layout.head.key)],
             operations=[layout.head],
         )
         if result.succeeded:
@@ -242,8 +242,8 @@ class ShardsService(ShardsServicer):
 
 
 def first_assignments(layout: ShardMap, present: Iterable[Holder], copies: int) -> JobAssignments:
-    """First assignments of a new layout: primaries as it names them, and backups to be brought in
-    step."""
+    """First assignments of a new layout: the primaries that it names, and servers that are to
+    become backups."""
     by_id = {holder.server_id: holder for holder in present}
     first = JobAssignments(
         job=layout.job,
@@ -259,14 +259,14 @@ def first_assignments(layout: ShardMap, present: Iterable[Holder], copies: int) 
     return rebalance(first, Servers(present=frozenset(by_id.values())), num_bytes_of(layout))
 
 
-def _draw_up(
+def _draft(
     job: str,
     request: PlaceRequest,
     parameters: Sequence[placement.Parameter],
     addresses: dict[str, str],
 ) -> ShardMap:
     shards = placement.cut_into_shards(parameters, len(addresses))
-    drawn = ShardMap(
+    layout = ShardMap(
         job=job,
         schema_digest=_digest(parameters, request.tables),
         parameters=request.parameters,
@@ -278,7 +278,7 @@ def _draw_up(
             Block(parameter=b.parameter, offset=b.offset, num_elements=b.num_elements)
             for b in shard.blocks
         ]
-        drawn.shards.append(
+        layout.shards.append(
             Shard(
                 shard_id=shard.shard_id,
                 server_id=placed.server_id,
@@ -289,8 +289,8 @@ def _draw_up(
                 blocks=blocks,
             )
         )
-    drawn.shards.extend(table_specs.lay_out(request.tables, addresses, len(shards)))
-    return drawn
+    layout.shards.extend(table_specs.lay_out(request.tables, addresses, len(shards)))
+    return layout
 
 
 def _digest(parameters: Sequence[placement.Parameter], tables: Sequence[TableSpec]) -> str:
@@ -300,7 +300,8 @@ def _digest(parameters: Sequence[placement.Parameter], tables: Sequence[TableSpe
 def _conflict(
     job: str, seen: Sequence[placement.Parameter], expected: Sequence[placement.Parameter]
 ) -> ShoalError:
-    """ShapeMismatch if only shapes differ, else ProposalConflict; both name the parameters."""
+    """ShapeMismatch if only shapes differ, else ProposalConflict. Names the parameters that
+    differ."""
     differences = placement.find_differences(seen, expected)
     names = {p.name for p in seen} == {p.name for p in expected}
     alike = {(p.name, p.dtype, p.group) for p in seen} == {

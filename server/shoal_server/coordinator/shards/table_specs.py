@@ -27,7 +27,7 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
     names = [table.name for table in tables]
     if len(set(names)) != len(names) or len(names) > MAX_TABLES:
         raise InvalidSpec(
-            "tables must have names of their own, and be few",
+            "tables must have different names, and must not be too many",
             seen=", ".join(sorted(names))[:200],
             expected=f"at most {MAX_TABLES} names, each once",
         )
@@ -50,7 +50,7 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
 def _check_shape(table: TableSpec) -> None:
     if table.dtype not in DTYPE_BYTES:
         raise InvalidSpec(
-            f"table {table.name} has a dtype that no row optimizer takes",
+            f"table {table.name} has a dtype that no row optimizer supports",
             seen=repr(table.dtype),
             expected=" or ".join(DTYPE_BYTES),
         )

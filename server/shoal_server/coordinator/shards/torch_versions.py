@@ -27,11 +27,11 @@ class TorchVersions:
 
     def note(self, servers: Iterable[Server]) -> None:
         """Note all live servers; log a warning if their torch versions differ."""
-        found: dict[str, list[str]] = defaultdict(list)
+        by_version: dict[str, list[str]] = defaultdict(list)
         for server in servers:
             if server.torch_version:
-                found[server.torch_version].append(server.holder.server_id)
-        versions = {version: sorted(found[version]) for version in sorted(found)}
+                by_version[server.torch_version].append(server.holder.server_id)
+        versions = {version: sorted(by_version[version]) for version in sorted(by_version)}
         if len(versions) > 1 and versions != self._logged:
             log.warning(
                 "torch_versions_differ",

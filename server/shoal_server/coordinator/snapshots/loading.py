@@ -1,9 +1,9 @@
 """Loading of a snapshot's shards by the servers to which they are assigned.
 
 A server may begin to leave, or end, after it was chosen. Its shards that are not loaded yet are
-then assigned to other servers. A server writes to a shard's record that it has loaded the shard
-before it serves the values; if it comes back too late, it finds the record changed. Shards that are
-loaded by then stay, since members may have pushed to them.
+then assigned to other servers. Shards that it has loaded stay with it, since members may have
+pushed to them. Before a server serves a shard, it writes to the shard's record that the shard is
+loaded; a server that comes back too late finds the record changed.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ log = structlog.get_logger(__name__)
 
 LOAD_WITHIN_S = 1800.0
 MAX_CHOICES = 3
-"""Number of times that servers are chosen, if some are gone before they have loaded."""
+"""Maximum number of times that servers are chosen, if some end before they have loaded."""
 MAX_TRIES = 3
 """Number of attempts to reassign shards whose records change meanwhile."""
 
 
 class SnapshotLoader:
-    """Has servers load snapshots. Use it on one event loop. `choose` selects the live servers from
-    those registered, whose leases may outlive them."""
+    """Has servers load snapshots. Use it on one event loop. `choose` selects the live servers: dead
+    ones stay registered until their lease ends."""
 
     def __init__(self, store: LeaderStore, calls: ServerCalls, choose: Choose) -> None:
         self._store = store
@@ -72,9 +72,9 @@ class SnapshotLoader:
                 gone=sorted(holder.server_id for holder in failed),
                 reasons=sorted({str(error) for error in failed.values()}),
             )
-            given = await self._give(manifest, wanted, failed, sorted(present))
-            to_load = given.values()
-            shards = (given.get(shard.shard_id, shard) for shard in wanted.shards)
+            moved = await self._reassign(manifest, wanted, failed, sorted(present))
+            to_load = moved.values()
+            shards = (moved.get(shard.shard_id, shard) for shard in wanted.shards)
             wanted = replace(wanted, shards=tuple(shards))
         raise AssertionError("the last choice returns or raises")
 
@@ -107,58 +107,59 @@ class SnapshotLoader:
                 loading.create_task(load(holder))
         return failed
 
-    async def _give(
+    async def _reassign(
         self,
         manifest: Manifest,
         wanted: JobAssignments,
         gone: Collection[Holder],
         present: Sequence[Holder],
     ) -> dict[int, ShardAssignment]:
-        """Reassign the shards that servers, now gone, were to load. Returns the new assignments.
-        Raises DeadlineExceeded if another restore came after this one."""
+        """Reassign the shards that the servers in `gone` have not loaded. Returns the new
+        assignments. Raises DeadlineExceeded if another restore has replaced this one."""
         of_run = keys.assignments_of_run(wanted.job, wanted.run)
-        given: dict[int, ShardAssignment] = {}
+        moved: dict[int, ShardAssignment] = {}
         for _ in range(MAX_TRIES):
             listed = (await self._store.range(of_run)).items
             stored = [assignments.parse_shard(item) for item in listed]
-            left = [each for each in stored if _is_left_by(each.assignment, gone)]
-            if listed and not left:
-                return given
-            held = [each.assignment for each in stored if each not in left]
-            targets = given_to([each.assignment for each in left], held, manifest.parts, present)
-            for at in range(0, len(left), assignments.SHARDS_A_TRANSACTION):
+            unloaded = [each for each in stored if _is_unloaded(each.assignment, gone)]
+            if listed and not unloaded:
+                return moved
+            held = [each.assignment for each in stored if each not in unloaded]
+            shards = [each.assignment for each in unloaded]
+            targets = given_to(shards, held, manifest.parts, present)
+            for at in range(0, len(unloaded), assignments.SHARDS_A_TRANSACTION):
                 batch = slice(at, at + assignments.SHARDS_A_TRANSACTION)
-                is_done, _ = await assignments.change(self._store, left[batch], targets[batch])
+                is_done, _ = await assignments.change(self._store, unloaded[batch], targets[batch])
                 if is_done:
-                    given |= {target.shard_id: target for target in targets[batch]}
+                    moved |= {target.shard_id: target for target in targets[batch]}
         raise DeadlineExceeded(
             f"the holders of job {wanted.job} changed while it was restored", fix="Restore again."
         )
 
 
-def _is_left_by(shard: ShardAssignment, gone: Collection[Holder]) -> bool:
+def _is_unloaded(shard: ShardAssignment, gone: Collection[Holder]) -> bool:
     return shard.content is ShardContent.LOADING and shard.primary in gone
 
 
 def given_to(
-    left: Sequence[ShardAssignment],
+    shards: Sequence[ShardAssignment],
     held: Collection[ShardAssignment],
     parts: Sequence[ManifestEntry],
     present: Sequence[Holder],
 ) -> list[ShardAssignment]:
-    """Assign each shard to the server with the least load, the largest first, in a new epoch.
+    """Assign each shard, the largest first, to the server with the least load, in a new epoch.
 
-    `held`: the other shards, which stay where they are.
+    `held`: the other shards, which stay with their servers.
     """
     num_bytes = {part.shard_id: part.num_bytes for part in parts}
     loads: Counter[Holder] = Counter()
     for shard in held:
         loads[shard.primary] += num_bytes[shard.shard_id]
-    given = {}
-    for shard in sorted(left, key=lambda shard: (-num_bytes[shard.shard_id], shard.shard_id)):
+    moved = {}
+    for shard in sorted(shards, key=lambda shard: (-num_bytes[shard.shard_id], shard.shard_id)):
         primary = min(present, key=lambda holder: (loads[holder], holder))
         loads[primary] += num_bytes[shard.shard_id]
-        given[shard.shard_id] = replace(
+        moved[shard.shard_id] = replace(
             shard,
             epoch=shard.epoch + 1,
             primary=primary,
@@ -166,7 +167,7 @@ def given_to(
             joining=None,
             successor=None,
         )
-    return [given[shard.shard_id] for shard in left]
+    return [moved[shard.shard_id] for shard in shards]
 
 
 __all__ = ["SnapshotLoader", "given_to"]

@@ -1,11 +1,11 @@
 """Restoring a snapshot: its shards are assigned to the servers that are present now.
 
-One transaction replaces the job's assignment records by those of a new run, with higher epochs. So
-even if this coordinator dies, the job has records, and each of its shards is held by a server or
-known to be lost. Every server then drops its shards of the job, and loads those of which it is the
-primary; backups are made as always. The sample ledger becomes that of the cut. If a server leaves
-or ends before it has loaded, others load its shards (`loading`). If a server that stays cannot
-load, all shards that the job had before are recorded as lost: no job has half of a snapshot.
+One transaction replaces the job's assignment records by those of a new run, with higher epochs, and
+the sample ledger by that of the cut. So even if this coordinator dies, the job has records, and
+each shard is held by a server or known to be lost. Every server then drops its shards of the job,
+and loads the shards whose primary it is; backups are created as usual. If a server leaves or ends
+before it has loaded, others load its shards (`loading`). If a server that stays cannot load, all
+shards that the job had before are recorded as lost: no job has half of a snapshot.
 """
 
 import asyncio
@@ -85,8 +85,8 @@ class SnapshotRestorer:
         on_cursor: Callable[[str], None],
         choose: Choose,
     ) -> None:
-        """`choose` selects the live servers from those registered: a lease outlives its server, and
-        a dead server that is to load a shard would fail the restore."""
+        """`choose` selects the live servers: dead ones stay registered until their lease ends, and
+        the restore would fail if one of them had to load a shard."""
         self._store = store
         self._on_cursor = on_cursor
         self._loader = SnapshotLoader(store, calls, choose)
@@ -134,7 +134,7 @@ class SnapshotRestorer:
                 await self._take_away(wanted)
             else:
                 why = f"Restoring snapshot {manifest.number} failed: {error}"
-                await self._call_lost(before, wanted, why)
+                await self._record_loss(before, wanted, why)
             raise
         except BaseException:
             # This coordinator ends, or no longer leads: the next leader finds shards that no server
@@ -162,8 +162,7 @@ class SnapshotRestorer:
                 f"job {job} is finished: its restored shards would be dropped at once",
                 seen="a finished job",
                 expected="a job that can train on",
-                fix=f"`shoal rm {job}` makes room for a new run of it, and leaves its snapshots;"
-                " then restore.",
+                fix=f"`shoal rm {job}` removes the job and keeps its snapshots; then restore.",
             )
 
     async def _check_unused(self, job: str) -> None:
@@ -173,7 +172,7 @@ class SnapshotRestorer:
         ]
         if members:
             raise JobInUse(
-                f"job {job} has members that train on what would be replaced",
+                f"job {job} has members that train on the shards that would be replaced",
                 seen=", ".join(members[:8]),
                 expected="none",
                 fix="Stop them, restore, and start them again.",
@@ -188,9 +187,9 @@ class SnapshotRestorer:
         *,
         keeps_run: bool,
     ) -> tuple[JobAssignments | None, JobAssignments]:
-        """Write the new assignment records, the ledger and the lineage; return the assignments
-        before (None if there were none) and now. `keeps_run`: the job's members continue with the
-        restored shards."""
+        """Write the new assignment records, the ledger and the lineage. Returns the earlier
+        assignments (None if there were none) and the new ones. `keeps_run`: the job's members
+        continue with the restored shards."""
         job = manifest.job
         await self._check_layout(job, layout)
         stored = shard_map.stored(layout)
@@ -199,12 +198,12 @@ class SnapshotRestorer:
             held = await self._store.get(head)
             before = await assignments.read(self._store, job)
             wanted = _wanted(manifest, before, present, keeps_run=keeps_run)
-            still_there = await shard_map.write_chunks(self._store, stored)
+            chunks_exist = await shard_map.write_chunks(self._store, stored)
             result = await assignments.place(
                 self._store,
                 wanted,
                 compares=[
-                    still_there,
+                    chunks_exist,
                     unchanged_since(head, held.mod_revision if held is not None else Revision(0)),
                     *_none_changed(before),
                 ],
@@ -229,7 +228,7 @@ class SnapshotRestorer:
                 f"the shards of job {job} differ from those of the snapshot",
                 seen=f"{len(held.shards)} shards of schema {held.schema_digest[:12]}",
                 expected=f"{len(layout.shards)} of schema {layout.schema_digest[:12]}",
-                fix="Restore under the name of the job that the snapshot is of, in a new cluster.",
+                fix="Restore in a new cluster, under the name of the snapshot's job.",
             )
 
     async def _take_away(self, wanted: JobAssignments) -> None:
@@ -240,9 +239,9 @@ class SnapshotRestorer:
         except ShoalError as error:
             log.error("half_restored", job=job, reason=str(error))
 
-    async def _call_lost(self, before: JobAssignments, wanted: JobAssignments, why: str) -> None:
-        """Record that the job's shards are lost, since servers have dropped them, unless the job
-        was restored again since."""
+    async def _record_loss(self, before: JobAssignments, wanted: JobAssignments, why: str) -> None:
+        """Record that the job's shards are lost, since servers have dropped them. Does nothing if
+        the job was restored again since."""
         record = losses.after_failed_restore(before, wanted, why, time.time())
         record = replace(record, run=secrets.token_hex(8))
         try:
@@ -259,7 +258,7 @@ def _wanted(
     *,
     keeps_run: bool,
 ) -> JobAssignments:
-    """Assignments of a new run, in which every shard is still to be loaded."""
+    """Assignments of a new run, in which no shard is loaded yet."""
     epochs = {part.shard_id: part.epoch for part in manifest.parts}
     for shard in before.assignments.shards if before is not None else ():
         epochs[shard.shard_id] = max(shard.epoch, epochs.get(shard.shard_id, 0))
@@ -293,8 +292,8 @@ def _require(result: TransactionResult, job: str) -> None:
 
 
 def _checked(manifest: Manifest) -> ShardMap:
-    """The snapshot's layout. Raises SnapshotDamaged if its parts do not fit the layout, or its
-    cursor is no sample ledger: either would stop every coordinator that takes over the job."""
+    """The snapshot's layout. Raises SnapshotDamaged if the parts do not match the layout, or the
+    cursor is no sample ledger: with either, no coordinator could take over the job."""
     try:
         layout = shard_map.from_bytes(manifest.job, manifest.layout)
         if manifest.cursor is not None:
@@ -325,7 +324,7 @@ def _damaged(manifest: Manifest, seen: str, expected: str) -> SnapshotDamaged:
 def _spread(
     parts: Sequence[ManifestEntry], epochs: Mapping[int, int], present: Sequence[Holder]
 ) -> tuple[ShardAssignment, ...]:
-    """Assign each shard to the server with the least load, the largest first."""
+    """Assign each shard, the largest first, to the server with the least load."""
     loads: Counter[Holder] = Counter()
     spread = []
     for part in sorted(parts, key=lambda part: (-part.num_bytes, part.shard_id)):
@@ -352,7 +351,7 @@ def _ledger(manifest: Manifest) -> Operation:
 
 
 def _cut_of(layout: ShardMap) -> bytes:
-    """A layout without its holders, for comparison."""
+    """The layout without the servers that hold its shards, serialized for comparison."""
     bare = ShardMap()
     bare.CopyFrom(layout)
     for shard in bare.shards:

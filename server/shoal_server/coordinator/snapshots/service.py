@@ -38,7 +38,7 @@ OnRestored = Callable[[str, Sequence[ShardAssignment], str], object]
 
 class SnapshotService(SnapshotsServicer):
     """Takes, lists and restores snapshots. `require_leading` raises NotLeader. `begun_unix_s`
-    returns when a job was last reset: snapshots taken before are of an earlier run."""
+    returns the time of a job's last reset: snapshots taken before it are of an earlier run."""
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class SnapshotService(SnapshotsServicer):
         return job in self._restorer.under_way
 
     async def restore_lost(self, job: str) -> RestoreAttempt:
-        """Restore a job whose shards are gone for good, even if it has members: from the newest
-        snapshot of its current shards, or from the one that they were restored from if none was
-        taken since. Raises as `SnapshotRestorer.restore` does, except for a missing snapshot."""
+        """Restore a job that has lost shards, even if it has members. The newest snapshot of its
+        current shards is used; if there is none, the snapshot from which they were restored.
+        Raises as `SnapshotRestorer.restore` does, except for a missing snapshot."""
         if not self._policy.url:
             return _not_restored("The coordinator was started without --snapshot-url")
         library = await self._library("", job)
@@ -109,7 +109,7 @@ class SnapshotService(SnapshotsServicer):
         # By lineage, not by time: a clock may have been set back since the job began.
         if newest is None or not await self._taker.is_of_current_shards(newest):
             if (source := await self._restorer.restored_from(job)) is not None:
-                # Newer snapshots are of the state that an operator replaced by this one.
+                # An operator chose this snapshot: newer ones have the state that it replaced.
                 library, number = await self._library(source.url, job), source.number
             elif newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
                 where = library.storage.url
@@ -117,9 +117,7 @@ class SnapshotService(SnapshotsServicer):
         try:
             restored = await self._restorer.restore(library, number, under_members=True)
         except UnknownSnapshot:
-            which = (
-                f"Snapshot {number}, which it is from, is not" if number else "No snapshot of it is"
-            )
+            which = f"Snapshot {number}, its source, is not" if number else "No snapshot of it is"
             return _not_restored(f"{which} at {library.storage.url}")
         age_s = time.time() - restored.manifest.taken_unix_s
         message = f"{in_words(restored.manifest, library)}, {age_s:.0f} s old"
@@ -127,8 +125,8 @@ class SnapshotService(SnapshotsServicer):
         return RestoreAttempt(is_restored=True)
 
     async def announce_roots(self, store: LeaderStore) -> None:
-        """Write to etcd where snapshots may be, for the parameter servers. Raises NotLeader, and
-        what the store raises."""
+        """Write the allowed locations of snapshots to etcd, for the parameter servers. Raises
+        NotLeader, and what the store raises."""
         await snapshot_roots.write(store, self._policy.allowed)
 
     @asynccontextmanager
@@ -141,8 +139,8 @@ class SnapshotService(SnapshotsServicer):
             yield
 
     async def _take_for_ever(self, store: LeaderStore) -> None:
-        """Take the automatic snapshots. Those of one job are taken one after the other; a slow
-        storage delays other jobs only if many are slow."""
+        """Take the automatic snapshots, of each job one after the other. Slow storage delays other
+        jobs only if JOBS_AT_ONCE snapshots are slow at once."""
         due_s: dict[str, float] = {}
         slots = asyncio.Semaphore(JOBS_AT_ONCE)
 

@@ -1,9 +1,10 @@
 """Taking a snapshot: one cut over all primaries of a job's shards, then their files.
 
-    Close    every server admits only pushes that have begun there, and says which these are
+    Close    every server admits only pushes that have begun there, and reports which these are
     cursor   the sample ledger, read while no server admits new pushes: samples that it counts as
              completed are in the cut, since members report them after their push is acknowledged
-    Freeze   every server admits pushes that have begun anywhere, freezes its shards and opens
+    Freeze   every server admits pushes that have begun anywhere, freezes its shards, and then
+             admits all pushes again
     Write    every server writes its frozen shards; unchanged ones keep their earlier file
     commit   the manifest is written last
 
@@ -102,19 +103,19 @@ class SnapshotTaker:
         self._calls = calls
         self._state = state
         self._on_taken = on_taken
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks of the jobs for which a snapshot is in progress or waiting."""
 
     async def take(
         self, library: SnapshotLibrary, *, only_if_changed: bool = False
     ) -> TakenSnapshot:
-        """Take a snapshot. Raises SnapshotFailed, StateLost, Unavailable; nothing of it is then
+        """Take a snapshot. Raises SnapshotFailed, StateLost, Unavailable; then nothing of it is
         left.
 
         With `only_if_changed`, the newest snapshot is returned if no shard has changed since.
         """
         job = library.job
-        async with self._turns.setdefault(job, asyncio.Lock()):
+        async with self._locks.setdefault(job, asyncio.Lock()):
             await self._check_has_shards(job)
             lineage = await self._lineage(job)
             before = await asyncio.to_thread(library.newest)
@@ -154,10 +155,10 @@ class SnapshotTaker:
         """Take a cut and have the servers keep it as segments of published weights.
 
         `request_to` returns the request for a server id. Waits while a snapshot of the job is
-        taken. Raises SnapshotFailed, StateLost, Unavailable, Overloaded; nothing of the cut is then
+        taken. Raises SnapshotFailed, StateLost, Unavailable, Overloaded; then nothing of the cut is
         left except segments that no version names.
         """
-        async with self._turns.setdefault(job, asyncio.Lock()):
+        async with self._locks.setdefault(job, asyncio.Lock()):
             await self._check_has_shards(job)
             cut, frozen = await self._frozen(job, "", None)
             requests = {server: request_to(server) for server in cut.addresses}
@@ -182,9 +183,9 @@ class SnapshotTaker:
         stamps = sorted((s for r in frozen.stamps.values() for s in r), key=lambda s: s.shard_id)
         if [each.shard_id for each in segments] != [each.shard_id for each in stamps]:
             raise SnapshotFailed(
-                f"not every shard of job {job} was kept as it was taken",
+                f"not every shard of job {job} was kept as a segment",
                 seen=f"{len(segments)} segments",
-                expected=f"{len(stamps)}, one a shard",
+                expected=f"{len(stamps)}, one for each shard",
             )
         return PublishedCut(
             segments=segments,
@@ -208,10 +209,10 @@ class SnapshotTaker:
         return (drawn.value if result.succeeded else result.reads[0][0].value).decode()
 
     async def is_of_current_shards(self, manifest: Manifest) -> bool:
-        """True if the snapshot is known to be of the job's current shards, whatever clocks say.
-        False if the shards were restored since."""
-        found = await self._store.get(keys.lineage(manifest.job))
-        return found is not None and found.value.decode() == manifest.lineage
+        """True if the snapshot has the lineage of the job's current shards. False if the shards
+        were restored since."""
+        stored = await self._store.get(keys.lineage(manifest.job))
+        return stored is not None and stored.value.decode() == manifest.lineage
 
     async def _planned(self, job: str, lineage: str, before: Manifest | None) -> _Cut:
         layout = await shard_map.read(self._store, job)
@@ -229,9 +230,9 @@ class SnapshotTaker:
             primary = assignment.primary
             if primary not in present:
                 raise SnapshotFailed(
-                    f"the server that leads shard {assignment.shard_id} of job {job} is away",
+                    f"the primary of shard {assignment.shard_id} of job {job} is not registered",
                     seen=primary.server_id,
-                    expected="a server that is registered",
+                    expected="a registered server",
                     fix="Wait until another one has taken over.",
                 )
             addresses[primary.server_id] = present[primary]
@@ -307,7 +308,7 @@ class SnapshotTaker:
                 part = cut.known.get(key) or written.get(stamp.shard_id)
                 if part is None or (part.epoch, part.version) != key[1:]:
                     raise SnapshotFailed(
-                        f"shard {stamp.shard_id} was not written as it was taken",
+                        f"shard {stamp.shard_id} was not written at the version of the cut",
                         seen="nothing" if part is None else f"version {part.version}",
                         expected=f"version {stamp.version} of epoch {stamp.epoch}",
                     )
@@ -344,7 +345,7 @@ class SnapshotTaker:
         try:
             await self._ask_all(cut, lambda stub: stub.Abort, abort, ANSWER_WITHIN_S)
         except ShoalError as error:
-            # A server that this call does not reach opens by itself.
+            # A server that this call does not reach admits pushes again after its time limit.
             log.info("cut_not_aborted", job=job, cut=cut.cut_id, reason=str(error))
 
     async def _ask_all(
@@ -369,13 +370,13 @@ def _without_shards(job: str) -> SnapshotFailed:
 
 
 def _check_complete(layout: ShardMap, stamps: Mapping[str, Sequence[pb.ShardStamp]]) -> None:
-    """Raise unless each shard was taken by exactly one server."""
+    """Raise unless exactly one server froze each shard."""
     taken = sorted(stamp.shard_id for each in stamps.values() for stamp in each)
     expected = sorted(shard.shard_id for shard in layout.shards)
     if taken != expected:
         missing = sorted(set(expected) - set(taken))
         raise SnapshotFailed(
-            f"not every shard of job {layout.job} is led by one server",
+            f"not every shard of job {layout.job} has exactly one primary",
             seen=f"{len(taken)} taken, without {missing[:10]}" if missing else "some taken twice",
             expected=f"{len(expected)} shards that have their values",
             fix="Wait until the members have created them, or until they have been moved.",

@@ -1,9 +1,10 @@
 """Order of a job's effects, and the effects that wait for a durable write.
 
-Effects are carried out one by one, in the order in which they came. A record, the job's own key and
-its end are durable before any later effect. Members' keys are written with the next write, at the
-latest before a call that waits for them is answered. During a write all effects wait; the effects
-of all events that arrived meanwhile are then carried out as one batch, with one write.
+Effects are carried out one by one, in the order in which they came. A generation record, the job's
+own key and the job's end are made durable before any later effect is carried out. Members' keys are
+written with the next such write, at the latest before a call that waits for them is answered. While
+a write is in progress all effects wait; the effects of all events that arrived meanwhile are then
+carried out as one batch, with one write.
 """
 
 import math
@@ -46,7 +47,7 @@ class EffectQueue(Generic[CallT]):
         self._job = job
         self._pending = PendingWrite(job)
         self._waiting: list[QueuedEffects[CallT]] = []
-        """Entries that came during a write; their callers wait for it."""
+        """Entries that came during a write. They are carried out after the write."""
         self._batch: list[QueuedEffects[CallT]] = []
         self._effects: deque[Effect] = deque()
         """Effects of the batch that are not carried out yet."""
@@ -62,7 +63,7 @@ class EffectQueue(Generic[CallT]):
         return self._write is not None
 
     def put(self, entry: QueuedEffects[CallT], now_s: float) -> list[Carried | AnswerCall[CallT]]:
-        """Carry out the entry's effects, now or after those that wait already."""
+        """Carry out the entry's effects, now or after the effects that wait already."""
         self._waiting.append(entry)
         return [] if self.is_writing else list(self._go_on(now_s))
 

@@ -1,6 +1,6 @@
 """Driver of one job's state machine: takes events one at a time and returns actions.
 
-`JobDriver` does no I/O and knows no clock. Its edge hands in events, heartbeats, the end of each
+`JobDriver` does no I/O and knows no clock. Its edge passes it events, heartbeats, the end of each
 write and the time, carries out the returned actions in order, and calls `wake` at `wakes_s`.
 """
 
@@ -52,8 +52,8 @@ class JobDriver(Generic[StreamT, CallT]):
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
         self.failure: Exception | None = None
-        """Error that ended the driver. Once set, no action leaves: the state is ahead of the
-        store."""
+        """Error that ended the driver. From then on only answers to calls are returned: the state
+        is ahead of the store."""
         self.liveness = Liveness(job.limits, job.members, now_s)
         self._queue: EffectQueue[CallT | _InternalCall] = EffectQueue(job)
         self._streams: dict[str, StreamT] = {}
@@ -132,12 +132,12 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._translated(self._queue.written(now_s))
 
     def fail(self, error: Exception) -> list[Action[StreamT, CallT]]:
-        """Let no more actions leave: a write failed, or this coordinator no longer leads."""
+        """End the driver and fail all waiting calls: a write failed, or the leader's term ended."""
         self.failure = error
         return self._translated(self._queue.fail(error))
 
     def end(self, error: Exception) -> list[Action[StreamT, CallT]]:
-        """Fail all waiting calls and close all streams."""
+        """End the driver as `fail` does, and close all streams."""
         streams, self._streams = self._streams, {}
         return [*self.fail(error), *(CloseStream(stream=each) for each in streams.values())]
 
@@ -182,7 +182,7 @@ class JobDriver(Generic[StreamT, CallT]):
         return math.inf if deadline_s is None else deadline_s
 
     def _silent(self, now_s: float) -> list[MemberLost]:
-        """Find members that were silent for longer than their uneven heartbeats explain."""
+        """Find members whose silence is longer than their uneven heartbeats explain."""
         # If this process stood still, it cannot tell which members were silent. The same holds if
         # the store stood still: a member sends heartbeats only once its attendance is durable.
         stood_still = now_s - self._scanned_s > self.job.limits.lease_s / 2
@@ -199,9 +199,9 @@ class JobDriver(Generic[StreamT, CallT]):
             if member is None:
                 self.liveness.forget(name)
             elif member.disconnected_s is None and (reason := self.liveness.why_lost(name, now_s)):
-                who = {"member_id": name, "incarnation": member.incarnation}
+                process = {"member_id": name, "incarnation": member.incarnation}
                 cause = f"silent for {self.liveness.silent_s(name, now_s):.3g} s"
-                yield MemberLost(**who, reason=reason, cause=cause)
+                yield MemberLost(**process, reason=reason, cause=cause)
 
     # --- effects into actions ---
 

@@ -12,7 +12,7 @@ from shoal_server.core.membership.phases import OVER, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class StateRecord:
-    """The job's own record: all that is stored beside its members and generations."""
+    """The job's own record: all that is stored of a job except its members and generations."""
 
     spec: JobSpec
     last_generation: Generation
@@ -64,7 +64,7 @@ class StateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class JobWrite:
-    """One durable write. Its record is written last, once all the rest is durable."""
+    """One durable write. The generation's record is written last, once the rest is durable."""
 
     job: str
     members: Mapping[str, MemberState | None]
@@ -86,7 +86,7 @@ class PendingWrite:
         self._finished = job.phase in OVER
 
     def admit(self, member: MemberState) -> None:
-        """Add the member's key to the write, and the job's own."""
+        """Add the member's key and the job's own key to the write."""
         self._members[member.member_id] = member
         self._state_changed = True
 

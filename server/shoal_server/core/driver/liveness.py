@@ -15,12 +15,12 @@ from statistics import median
 from shoal_server.core.limits import Limits
 
 WINDOW = 32
-"""Intervals remembered of each member: at heartbeats of half a second, the last 16 s."""
+"""Number of intervals kept of each member: at heartbeats of half a second, the last 16 s."""
 MIN_INTERVALS = 4
 """Number of intervals below which their spread is unknown."""
 DEVIATIONS = 8.0
-"""Allowed multiple of the median deviation: of normally distributed intervals, about 5 standard
-deviations."""
+"""Number of median deviations that are allowed on top of the median interval. For normally
+distributed intervals this is about 5 standard deviations."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class HeartbeatHistory:
 
 
 class Liveness:
-    """The signs of life of one job's members. A heartbeat costs the same for any number of them."""
+    """The signs of life of one job's members. Noting a heartbeat takes constant time."""
 
     def __init__(self, limits: Limits, members: Iterable[str], now_s: float) -> None:
         self._limits = limits
@@ -116,7 +116,7 @@ class Liveness:
         return now_s - self._pulses[member_id].at_s
 
     def why_lost(self, member_id: str, now_s: float) -> str:
-        """The reason for which the member is lost; empty while it is not."""
+        """The reason for which the member is lost; empty while it is not lost."""
         pulse, allowed_s = self._pulses[member_id], self.allowed_s(member_id)
         silent_s = self.silent_s(member_id, now_s)
         if silent_s <= allowed_s:

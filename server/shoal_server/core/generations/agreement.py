@@ -17,9 +17,9 @@ class Agreement:
     unanswered: set[str] = field(default_factory=set)
     """Members that have neither accepted nor rejected it."""
     unready: set[str] = field(default_factory=set)
-    """Members that have not passed their first collective in it."""
+    """Members that have not passed the generation's first collective."""
     unoffered: set[str] = field(default_factory=set)
-    """Members of the old generation in a planned change that have not offered a step to stop."""
+    """Members of the old generation that have not offered a step to stop at a planned change."""
     unreachable: dict[str, Mapping[str, str]] = field(default_factory=dict)
     """Peers that each member could not reach, with the error."""
     checkpoint_steps: dict[str, frozenset[Step]] = field(default_factory=dict)
@@ -97,9 +97,9 @@ class Agreement:
         return True
 
     def ready(self, member_id: str, step: Step | None = None) -> bool:
-        """Note a first collective and its step; True once all members have passed theirs."""
+        """Note that a member passed its first collective, at that step; True for the last one."""
         if step is not None:
-            # All start at one step. They report it again to a new leader, and may have trained on.
+            # All start at one step, but may have trained on before they report to a new leader.
             self.starts_at = max(self.starts_at or step, step)
         self.unready.discard(member_id)
         return not self.unready

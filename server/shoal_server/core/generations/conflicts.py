@@ -1,4 +1,4 @@
-"""Conflicts: the fields in which the proposals of members differ, and where exactly."""
+"""Conflicts: fields in which members' proposals differ, and the first entry that differs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +12,8 @@ MAX_CONFLICT_VALUES = 8
 MAX_CONFLICT_TEXT = 200
 MAX_HOLDERS = 16
 MAX_LISTINGS = 4
-"""Listings that are compared: members with further values are named with their digests."""
+"""Number of values whose listings are compared. Members with further values are named with their
+digests."""
 _CONTEXT_CHARACTERS = 80
 """Characters shown before the position at which long values differ."""
 ANOTHER_ORDER = (
@@ -69,13 +70,13 @@ def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, DigestListi
     for lines, holders in listed:
         entry = _entry(lines, line_number)
         entries[entry] = (*entries.get(entry, ()), *holders)
-    found = [(entry, tuple(sorted(holders))) for entry, holders in entries.items()]
+    located = [(entry, tuple(sorted(holders))) for entry, holders in entries.items()]
     is_reordered = len({tuple(sorted(lines)) for lines, _ in listed}) == 1
     if is_reordered:
-        found = [(f"{entry} (same entries in another order)", who) for entry, who in found]
+        located = [(f"{entry} (same entries in another order)", who) for entry, who in located]
     rest = conflict.values[MAX_LISTINGS:]
     return replace(
-        conflict, values=(*sorted(found), *rest), fix=ANOTHER_ORDER if is_reordered else ""
+        conflict, values=(*sorted(located), *rest), fix=ANOTHER_ORDER if is_reordered else ""
     )
 
 
@@ -92,7 +93,7 @@ def _entry(lines: Sequence[str], line_number: int) -> str:
 
 
 def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
-    """The conflicts, cut to what fits into a record that all members get."""
+    """The conflicts, shortened so that they fit into a record that all members get."""
     return tuple(
         replace(
             conflict,
@@ -109,7 +110,7 @@ def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
 def _cut(
     values: Sequence[tuple[str, tuple[str, ...]]],
 ) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """The values, long ones cut to a part that begins shortly before they differ."""
+    """The values. Long values are cut to a part that begins shortly before the difference."""
     if all(len(value) <= MAX_CONFLICT_TEXT for value, _ in values):
         yield from values
         return
@@ -120,5 +121,5 @@ def _cut(
 
 
 def _and_more(who: Sequence[str]) -> tuple[str, ...]:
-    left = len(who) - MAX_HOLDERS
-    return (f"and {left} more",) if left > 0 else ()
+    num_more = len(who) - MAX_HOLDERS
+    return (f"and {num_more} more",) if num_more > 0 else ()

@@ -1,9 +1,9 @@
 """Progress of a job, as far as its coordinator knows: what would be lost with its state.
 
 `JobProgress` is kept in the job's record in etcd. The fact that a synchronous generation ran is
-durable before its members take a step. The step is the last one that they reported: in heartbeats,
-at a boundary, after a break. It becomes durable with the record of each generation, not with each
-step.
+durable before its members take a step. The step in the record is the last one that members
+reported: in heartbeats, at a boundary, after a break. It becomes durable with the record of each
+generation, not with each step.
 """
 
 from dataclasses import dataclass, field

@@ -18,7 +18,7 @@ def device_problem(info: MemberInfo) -> str:
 
 
 def confined_members(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates whose address only their own host can reach, if there are several hosts."""
+    """Candidates with an address that other hosts cannot reach, if there are several hosts."""
     if len({c.info.host for c in candidates}) < 2:
         return []
     return [c for c in candidates if _is_confined(c.info.address)]
@@ -30,5 +30,5 @@ def _is_confined(address: str) -> bool:
     try:
         parsed = ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
-        return False  # a name, which only its peers can resolve
+        return False  # a host name: only peers can tell if they resolve it
     return parsed.is_loopback or parsed.is_unspecified or parsed.is_multicast

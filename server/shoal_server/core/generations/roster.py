@@ -68,9 +68,9 @@ class MemberInfo:
     torch_version: str = ""
     shoal_version: str = ""
     num_devices: int = 0
-    """Number of devices of that kind on its host; 0: not stated."""
+    """Number of devices of the kind of `device` on its host; 0: not stated."""
     probe_port: int = 0
-    """Port on which peers test that they reach it; 0: none."""
+    """Port on which peers test that they reach the member; 0: none."""
     launch_digest: str = field(default="", repr=False)
     """Digest of the secret that its launcher's reports carry; empty: none was stated."""
 
@@ -95,7 +95,7 @@ class Proposal:
     optional_fields: Mapping[str, str] = field(default_factory=dict)
     """Fields that must be the same only for members that state them: a release may add some."""
     listings: Mapping[str, DigestListing] = field(default_factory=dict, repr=False)
-    """Listing by field, for fields whose value is a digest of it. Not compared."""
+    """Listing by field, for each field whose value is the digest of a listing. Not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +218,9 @@ def draw_up(
 
     `trained`: True if the job may have committed steps; it must not start from initial values then.
 
-    Members that train in `running` will stop at one common step that is not known yet, later than
-    any they reported. A newcomer's state (from a checkpoint) is of another step, so it receives
-    theirs.
+    Members that train in `running` will stop at one common step, which is not known yet and later
+    than any they reported. A newcomer's state (from a checkpoint) is of another step, so the
+    newcomer receives theirs.
     """
     ranks = assign_ranks([c.member_id for c in candidates], previous)
     trainers = [c for c in candidates if running and running.holds(c.member_id, c.incarnation)]

@@ -48,8 +48,7 @@ class Arrivals:
         return member
 
     def _fenced(self, holder: MemberState | None, event: MemberEvent) -> Refusal:
-        """The refusal of a process that is no member. `holder`: the member that has its name
-        now."""
+        """The refusal of a process that is no member. `holder`: the member with its name now."""
         if holder is None:
             return refusals.not_a_member(self._state.spec.job, event, self._state.last_generation)
         return refusals.replaced(event, holder.incarnation, self._state.last_generation)
@@ -63,7 +62,7 @@ class Arrivals:
         known = self._state.members.get(event.member_id)
         if known is not None and known.incarnation == event.incarnation:
             self._state.table.show_life(known)
-            self._tell_again(known, event.generation, now_s)
+            self._repeat_notices(known, event.generation, now_s)
             return
         if reason := self._state.end.stopping:
             raise EventRefused(refusals.stopped(self._state.spec.job, "is being stopped", reason))
@@ -116,7 +115,7 @@ class Arrivals:
             self._state.table.go_on(member)
             self._state.log("member_continued", f"{member.member_id} goes on", member)
 
-    def _tell_again(self, member: MemberState, generation: Generation, now_s: float) -> None:
+    def _repeat_notices(self, member: MemberState, generation: Generation, now_s: float) -> None:
         """Repeat the notices that a reconnected member may have missed and has to act on.
 
         `generation` is the newest one that the member's trainer was sent into.
@@ -165,10 +164,10 @@ class Arrivals:
     def _is_over(self, member: MemberState, generation: Generation) -> bool:
         """True if the generation that the member reports is over.
 
-        The member may not know: a leader may have died right after it aborted the generation,
-        before it notified members. Its successor then goes on with an older generation, or forms
-        one of the members that came first. Unnotified, a member that brought up the aborted
-        generation would wait for its peers until a time limit.
+        The member may not know: a leader may have died after it aborted the generation and before
+        it notified members. Its successor then goes on with an older generation, or forms a new one
+        of the members that connect first. A member that brought up the aborted generation and is
+        not notified would wait for its peers until a time limit.
         """
         running, attempt = self._state.running, self._state.attempt
         if self._state.stage.phase is not Phase.COMMITTED:
@@ -180,7 +179,7 @@ class Arrivals:
 
 
 def is_older(incarnation: str, than: str) -> bool:
-    """True if the process start `incarnation` was certainly before `than`.
+    """True if the process of `incarnation` certainly started before that of `than`.
 
     UUIDs of version 7 (RFC 9562) begin with the time at which they were made. So a late call of the
     older process cannot replace the newer one.

@@ -99,8 +99,8 @@ class Attempts:
             self._removal.refuse(member, refusal, now_s)
 
     def _confined(self, chosen: list[MemberState], candidates: list[Candidate]) -> list[Candidate]:
-        """Members to refuse because an address, their own or another's, is of use on one host
-        only."""
+        """Members to refuse because an address works on one host only: their own address, or that
+        of a member that stays."""
         confined = confined_members(candidates)
         staying = [m for m in chosen if self._state.stays(m)]
         hosts = {m.info.host for m in staying}
@@ -192,7 +192,7 @@ class Attempts:
             self._commit(agreement, now_s)
             return
         others = names_of([m for m in self._state.members_of(agreement.roster) if m not in blind])
-        reason = f"{names_of(blind)} sees no checkpoint of step {step}, as {others} does"
+        reason = f"{names_of(blind)} sees no checkpoint of step {step}, but {others} does"
         self._endings.abort(reason, now_s)
         self._state.tries.num_excluded += len(blind)
         for member in blind:
@@ -259,7 +259,8 @@ class Attempts:
             return
         member.entered = agreement.generation
         if not agreement.ready(member.member_id, event.step):
-            member.waits(f"the others' first collective in {agreement.generation}", now_s)
+            generation = agreement.generation
+            member.waits(f"the others' first collective in generation {generation}", now_s)
             return
         roster, old = agreement.roster, self._state.running
         self._state.running, self._state.agreement = roster, None
@@ -280,7 +281,7 @@ class Attempts:
         start, reached = Step(0), self._state.progress.reached
         if roster.synchronous:
             start = self._note_start(agreement, trainers)
-        self._tell_story(roster, cause, start=start, reached=reached, now_s=now_s)
+        self._log_story(roster, cause, start=start, reached=reached, now_s=now_s)
         notice = RunningNotice(reason=reason, generation=roster.generation)
         for trainer in trainers:
             trainer.waits("nothing: it trains", now_s)
@@ -288,7 +289,7 @@ class Attempts:
         if old is not None and roster.synchronous:
             self._drains.part_leavers(old, roster, now_s)
 
-    def _tell_story(
+    def _log_story(
         self, roster: GenerationRoster, cause: str, *, start: Step, reached: Step, now_s: float
     ) -> None:
         """Log the changes that led to the generation that runs now."""

@@ -26,8 +26,8 @@ class Collecting:
             raise EventRefused(refusals.conflict(self._state.spec.job, conflicts))
         known = member.proposal
         if known is not None and known.fields == proposal.fields:
-            # Repeated after a reconnection, or a late call: keep the later step, and a state once
-            # held.
+            # The call is late, or a repetition after a reconnection: keep the later step, and the
+            # state if the member ever had it.
             step, has_state = max(known.step, proposal.step), known.has_state or proposal.has_state
             proposal = replace(proposal, step=step, has_state=has_state)
         self._state.table.propose(member, self._sharing_listings(proposal))
@@ -58,7 +58,7 @@ class Collecting:
         return find_conflicts([*(m.as_candidate() for m in trainers), newcomer])
 
     def _sharing_listings(self, proposal: Proposal) -> Proposal:
-        """The proposal, sharing another member's listings if they are equal, to save memory."""
+        """The proposal with another member's listings if those are equal, to save memory."""
         others = (m.proposal.listings for m in self._state.members.values() if m.proposal)
         same = next((each for each in others if each == proposal.listings), proposal.listings)
         return replace(proposal, listings=same)
@@ -202,7 +202,7 @@ class Collecting:
 
     @property
     def are_enough(self) -> bool:
-        """True if enough members are there for a roster, while no generation runs."""
+        """True if enough members are present for a roster, while no generation runs."""
         amid = self.amid_call()
         return len(amid or self._state.able) >= self.num_needed(amid)
 
@@ -247,7 +247,7 @@ class Collecting:
 
     @property
     def _has_survivors(self) -> bool:
-        """True if a member that trained before is present: then there is no last call."""
+        """True if a member that trained before is present: then a roster waits for no others."""
         if self._state.previous is None:
             return False
         staying = self._state.able

@@ -29,7 +29,7 @@ MAX_BACK_OFF_S = 5.0
 
 
 class Endings:
-    """Aborts attempts and breaks generations off; their members then settle."""
+    """Aborts attempts and ends running generations; their members then settle."""
 
     def __init__(self, state: JobState) -> None:
         self._state = state
@@ -52,8 +52,8 @@ class Endings:
         self._state.agreement, self._state.tries.failures = None, self._state.tries.failures + 1
         self._state.emit(WriteGeneration(record=record))
         if brought_up and old_is_over and self._state.running is not None:
-            # Before the outcome: members at the boundary must not take the abort as permission to
-            # train.
+            # Sent before the outcome: members at the boundary must not take the abort as permission
+            # to train.
             old, self._state.running = self._state.running, None
             self._state.tries.changes.broke(reason, now_s)
             self.notify_broken(old, (), reason, now_s)
@@ -110,8 +110,8 @@ class Endings:
             self._state.notify_member(member, notice)
 
     def believe_left(self, member: MemberState, left: Generation, now_s: float) -> None:
-        """End the attempt or generation that the member has left: an earlier leader notified it of
-        a break that it did not make durable."""
+        """End the attempt or generation that the member has left: an earlier leader notified the
+        member of a break, but did not make the break durable."""
         reason = f"{member.member_id} has left generation {left}"
         running, attempt = self._state.running, self._state.attempt
         # A new leader may attempt a generation older than the newest, which was aborted.
@@ -183,7 +183,8 @@ class Removal:
         self._state.notify_member(member, RefusedNotice(reason=refusal.what, refusal=refusal))
         text = f"{member.member_id} was refused: {refusal.what}"
         self._state.log("member_refused", text, member)
-        # A member that was too late may join again, so it is fenced like a lost one.
+        # A member that was too late may join again as a new process. So the old process is fenced
+        # like that of a lost member, without this refusal.
         lasting = refusal if refusal.kind != RefusalKind.TIMEOUT else None
         reason = f"refused: {refusal.what}"
         self.remove(member, reason, now_s, refusal=lasting, cause=refusal.what)
@@ -221,8 +222,8 @@ class Removal:
         elif not member.is_in(trained):
             return
         elif table.has_finished(member):
-            # A repeated report. If all members have finished, an earlier leader may have died
-            # before it completed the job. A member that was lost since has not finished.
+            # A repeated report: an earlier leader may have died before it completed the job, which
+            # is due once all members have finished. A lost member has not finished.
             is_last = table.finished.issuperset(trained.ranks)
         else:
             table.finish(member)
@@ -284,7 +285,7 @@ class Drains:
             self._state.log(
                 "drain_asked", f"{member.member_id} is to leave: {event.reason}", member
             )
-        self._tell(member, event.reason, now=member.drain.is_released, now_s=now_s)
+        self._notify_drain(member, event.reason, now=member.drain.is_released, now_s=now_s)
 
     def release_overdue(self, now_s: float) -> None:
         """Notify members to leave now if a planned change cannot replace them first."""
@@ -293,21 +294,21 @@ class Drains:
                 continue
             member.drain.is_released = True
             member.waits("nothing: it leaves at its next step boundary", now_s)
-            self._tell(member, member.drain.reason, now=True, now_s=now_s)
+            self._notify_drain(member, member.drain.reason, now=True, now_s=now_s)
 
     def notify_stopping(self, member: MemberState, reason: str, now_s: float) -> None:
         """Notify a member to leave now, because an operator has stopped the job."""
-        self._tell(member, reason, now=True, now_s=now_s)
+        self._notify_drain(member, reason, now=True, now_s=now_s)
 
-    def _tell(self, member: MemberState, reason: str, *, now: bool, now_s: float) -> None:
+    def _notify_drain(self, member: MemberState, reason: str, *, now: bool, now_s: float) -> None:
         unreplaced = now and self._is_unreplaced(member, now_s)
         self._state.notify_member(
             member, DrainNotice(reason=reason, now=now, unreplaced=unreplaced)
         )
 
     def _is_unreplaced(self, member: MemberState, now_s: float) -> bool:
-        """True if no generation follows without this member. False once its drain is overdue: then
-        members that did not agree on a boundary in time would keep it from taking its step."""
+        """True if no generation follows without this member. False once its drain is overdue: the
+        other members did not agree on a boundary in time, and might keep it from taking a step."""
         running = self._state.running
         if running is None:
             return member.holds_state and len(self._state.table.draining) == len(
@@ -317,7 +318,7 @@ class Drains:
         return running.synchronous and member.is_in(running) and not overdue
 
     def _is_worth_waiting(self, member: MemberState, now_s: float) -> bool:
-        """True if a generation without the member may soon follow the one it trains in."""
+        """True if a generation without the member may soon follow the member's generation."""
         # A planned change in progress is finished first, even if all its members are to leave by
         # now: a member that left in the middle of it would take the job's state along.
         if self._may_hand_over(member) or self._is_changing(member):
@@ -356,7 +357,7 @@ class Drains:
         )
 
     def leavers(self, chosen: list[MemberState]) -> list[MemberState]:
-        """Draining members that train and would not be in a roster of the chosen."""
+        """Draining members that train now and would not be in a roster of the `chosen` members."""
         if self._state.running is None or not self._state.table.draining:
             return []
         staying = {m.member_id for m in chosen}
@@ -402,8 +403,8 @@ class Lifetime:
             self._state.log("job_stopping", reason)
             self._state.emit(SaveJobRecord())
         for member in list(self._state.members.values()):
-            who = {"member_id": member.member_id, "incarnation": member.incarnation}
-            self._drains.ask(member, DrainRequested(**who, reason=reason), now_s)
+            process = {"member_id": member.member_id, "incarnation": member.incarnation}
+            self._drains.ask(member, DrainRequested(**process, reason=reason), now_s)
         if not self._state.members:
             self._removal.end(Trigger.STOPPED, reason, now_s)
 

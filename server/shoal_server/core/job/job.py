@@ -12,7 +12,7 @@ ready. A failure ends the attempt in one durable ABORTED record with the same re
 
 A planned change (a member joins) goes through COLLECT and PREPARE while the old generation trains
 on, and stops it at one step that all its members share: each member offers the first step that it
-has not begun, and begins no step from there on; the old generation stops at the highest offer.
+has not begun, and waits before that step until the boundary is known, which is the highest offer.
 Members of a synchronous generation are never more than one step apart, so this takes at most one
 step. A member offers while its trainer computes, so no collective is held up.
 
@@ -323,8 +323,7 @@ class Job:
 
     def _work_done(self, member: MemberState, event: MemberWorkDone, now_s: float) -> None:
         if self.state.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
-            # The member has entered the generation, even if it has not reported that to this
-            # leader.
+            # The member has entered the generation, even if this leader got no report of that.
             ready = ReadinessReported(
                 member_id=member.member_id,
                 incarnation=member.incarnation,
@@ -399,7 +398,7 @@ class Job:
         event: DrainRequested | MemberPaused | MemberResumed,
         now_s: float,
     ) -> None:
-        """Handle a request of a member, or of an operator on its behalf, to the others."""
+        """Handle a request to drain, pause or resume the member; a drain may be an operator's."""
         match event:
             case DrainRequested():
                 self._drains.ask(member, event, now_s)

@@ -57,7 +57,7 @@ class Deadlines:
     """Earliest time at which a member may have waited for the join limit."""
 
     def stop(self) -> None:
-        """Stop all limits but the last call's."""
+        """Stop all limits except that of the first proposal."""
         self.deadline_s = self.broken_since_s = self.suspect_since_s = None
         self.bring_up_over_s = self.overdue_check_s = None
 
@@ -84,7 +84,7 @@ def _later(at_s: float | None, by_s: float) -> float | None:
 
 @dataclass(kw_only=True)
 class PhaseState:
-    """The phase, its reason and its begin."""
+    """The phase, the reason for it, and the time at which it began."""
 
     phase: Phase = Phase.COLLECT
     reason: str = "the job is new"
@@ -97,8 +97,8 @@ class AttemptCounts:
 
     failures: int = 0
     num_excluded: int = 0
-    """Number of members that were ready and had to be left out; the job does not wait for as many
-    others in their place."""
+    """Number of members that were ready and had to be left out; the job does not wait for others
+    in their place."""
     failed_roster: GenerationRoster | None = None
     """The newest roster whose bring-up failed."""
     changes: PendingChanges = field(default_factory=PendingChanges)
@@ -107,7 +107,7 @@ class AttemptCounts:
 
 @dataclass(kw_only=True)
 class JobEnd:
-    """The end of a job, begun or reached: members may no longer join."""
+    """State of a job that is ending or has ended: members may no longer join."""
 
     completing: bool = False
     lost: Refusal | None = None
@@ -118,7 +118,7 @@ class JobEnd:
 
 @dataclass(kw_only=True)
 class JobState:
-    """State that the parts of one job share. Each part changes what it decides about."""
+    """State that the parts of one job share. Each part changes the fields that it decides."""
 
     spec: JobSpec
     limits: Limits
@@ -132,7 +132,7 @@ class JobState:
     agreement: Agreement | None = None
     """Agreement on the roster in PREPARE or COMMITTED."""
     record: GenerationRecord | None = None
-    """The newest committed record: that of the generation that runs or is brought up."""
+    """The newest committed record: its generation runs, or is being brought up."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     tries: AttemptCounts = field(default_factory=AttemptCounts)
     end: JobEnd = field(default_factory=JobEnd)
@@ -161,14 +161,14 @@ class JobState:
     def agreement_of(
         self, member: MemberState, generation: Generation, phase: Phase
     ) -> Agreement | None:
-        """The current attempt, if it is this generation in this phase and the member is in it."""
+        """The current attempt, if it is for this generation, in this phase and with the member."""
         agreement = self.agreement
         if agreement is None or self.stage.phase is not phase or generation != agreement.generation:
             return None
         return agreement if member.is_in(agreement.roster) else None
 
     def concerned(self, roster: GenerationRoster) -> list[MemberState]:
-        """Members to notify of the attempt's outcome: those in it, and those that leave with it."""
+        """Members to notify of an attempt's outcome: members of its roster and of the old one."""
         members = self.members_of(roster)
         if self.running is None or not self.running.synchronous:
             return members
@@ -190,7 +190,7 @@ class JobState:
     def postpone(self, by_s: float) -> None:
         """Move every running limit by the time in which no member could be notified.
 
-        Decisions waited to become durable; a member that could not act on them is not late.
+        Decisions could not become durable meanwhile, so a member that waits for one is not late.
         """
         self.deadlines.postpone(by_s)
         self.table.postpone(by_s)
@@ -228,12 +228,11 @@ class JobState:
         ]
 
     def stays(self, member: MemberState) -> bool:
-        """True if the member trains or keeps the job: newcomers are left out before it is."""
+        """True if the member trains or has `keeps_job`: newcomers are left out first."""
         return member.is_in(self.running) or member.keeps_job
 
     def at_fault(self, members: Iterable[MemberState]) -> list[MemberState]:
-        """Newcomers among the members, if any other stays; otherwise all members that do not
-        train."""
+        """Newcomers among the members if another member stays; otherwise all that do not train."""
         outside = [m for m in members if not m.is_in(self.running)]
         return [m for m in outside if not self.stays(m)] or outside
 

@@ -29,7 +29,7 @@ class SavedJob:
     record: GenerationRecord | None
     """The newest committed record."""
     before: GenerationRecord | None
-    """The record committed before it, if that generation has not broken or aborted since."""
+    """The committed record before `record`, if its generation has not broken or aborted since."""
     members: tuple[MemberState, ...]
     finished: bool
     reason: str
@@ -111,7 +111,7 @@ def _continue_generation(
     state.record, state.previous = record, roster
     state.tries.changes.before = roster
     if state.progress.has_trained and roster.synchronous:
-        # This generation most likely ran: the store says so of the first one only.
+        # This generation most likely ran: the store records that only for the first one.
         state.progress.trained_in = max(state.progress.trained_in, roster.generation)
     present = state.members_of(roster)
     state.table.settle(present, settled=not roster.synchronous)

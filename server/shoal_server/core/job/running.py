@@ -30,25 +30,25 @@ class BringUps:
         self._removal = removal
 
     def failed_under(self, member: MemberState, event: BreakReported, now_s: float) -> bool:
-        """Handle a failed bring-up. True if the event needs no more: the attempt has ended, or the
-        member was removed."""
-        own = event.own and self._shares_failure(member, event.generation)
+        """Handle a failed bring-up. True if no more is to be done for the event: the attempt has
+        ended, or the member was removed."""
+        is_own = event.own and self._shares_failure(member, event.generation)
         error = f"{member.member_id} could not bring it up: {event.error}"
         is_attempt = self._state.agreement_of(member, event.generation, Phase.COMMITTED) is not None
         newcomers = self._newcomers()
         # A member that keeps the job may fail because of newcomers, for example while it sends them
         # its state. Then the newcomers are put off, and the member is not blamed.
-        is_spared = own and member.keeps_job and bool(newcomers)
-        puts_off = is_spared or (is_attempt and not own and self._state.running is not None)
+        is_spared = is_own and member.keeps_job and bool(newcomers)
+        puts_off = is_spared or (is_attempt and not is_own and self._state.running is not None)
         if is_attempt:
             self._endings.abort(error, now_s)
         if puts_off:
             self._put_off(newcomers, error, now_s)
-        # If this is not the attempt, another member's report ended it, perhaps after this failure.
+        # A member's own failure counts even if another report has ended the attempt already.
         if is_spared:
             member.failed_in = event.generation
             self._state.log("bring_up_failed", error, member)
-        elif own:
+        elif is_own:
             self.blame(member, event.generation, event.error, now_s)
         return is_attempt or self._state.members.get(member.member_id) is not member
 
@@ -77,14 +77,13 @@ class BringUps:
         return newcomers if len(newcomers) < len(members) else []
 
     def _put_off(self, newcomers: list[MemberState], error: str, now_s: float) -> None:
-        """Delay the newcomers' next try: the others stopped for them in vain."""
+        """Delay the newcomers' next try: the other members stopped training for nothing."""
         for newcomer in newcomers:
             self._state.setbacks.shared(newcomer.member_id, now_s)
             newcomer.waits(f"another try: in the last one, {error}", now_s)
 
     def blame(self, member: MemberState, generation: Generation, error: str, now_s: float) -> None:
-        """Count the member's own failure. The member is tried again, or removed after its last
-        try."""
+        """Count the member's own failure: it is tried again, or removed after its last try."""
         member.failed_in = generation
         num_tries = self._state.setbacks.failed(member.member_id, error, now_s)
         reason = (
@@ -126,8 +125,8 @@ class Breaks:
         self._bring_ups = bring_ups
 
     def broke(self, member: MemberState, event: BreakReported, now_s: float) -> None:
-        """Handle a failed collective. Disconnected members are lost; if there are none, a loss may
-        still be noticed later."""
+        """Handle a failed collective. Disconnected members are lost; if no member is disconnected,
+        a loss may still be noticed later."""
         if self._state.table.has_finished(member):
             return  # Late: the member has no work left that could have failed.
         agreement = self._state.agreement
@@ -143,8 +142,7 @@ class Breaks:
         running = self._state.running
         if running is None or event.generation != running.generation:
             if NO_GENERATION < event.generation <= self._state.last_generation:
-                # That generation's end was announced by an earlier leader, or this member was away
-                # then.
+                # An earlier leader announced that end, or this member was disconnected then.
                 self._state.notify_member(member, self._state.break_notice(event.generation))
             return
         if not running.synchronous:
@@ -153,12 +151,12 @@ class Breaks:
         if self._state.deadlines.suspect_since_s is None:
             self._state.deadlines.suspect_since_s = now_s
         trainers = self._state.table.trainers(running)
-        if away := self._who_is_away([m for m in trainers if m is not member], now_s):
+        if away := self._away_in_words([m for m in trainers if m is not member], now_s):
             self._state.stage.reason = f"{away}; {refusals.AWAY_FIX}"
         self._state.log("collective_failed", self._state.stage.reason, member)
         member.reported_broken = running.generation
         for other in self._state.members_of(running):
-            # A leader that has just taken over sets this in the future: members get time to attend.
+            # A new leader sets this time in the future: members get time to attend.
             if other.disconnected_s is not None and other.disconnected_s <= now_s:
                 reason = "its stream broke, and so did a collective"
                 self._removal.remove(other, reason, now_s, cause="connection lost")
@@ -194,12 +192,12 @@ class Breaks:
         for member in self._state.table.unsettled():
             if self._state.members.get(member.member_id) is member:
                 reason = f"{member.member_id} did not stop within {limit} of the break"
-                if away := self._who_is_away([member], now_s):
+                if away := self._away_in_words([member], now_s):
                     self._removal.refuse(member, refusals.away(f"{away}: {reason}"), now_s)
                 else:
                     self._removal.refuse(member, refusals.timeout(reason), now_s)
 
-    def _who_is_away(self, members: list[MemberState], now_s: float) -> str:
+    def _away_in_words(self, members: list[MemberState], now_s: float) -> str:
         """Name the members that have been in the script's own code for at least half of
         `collective_s`, or return "".
 
@@ -219,7 +217,7 @@ class Breaks:
 
 
 class PauseKeeper:
-    """Keeps the pauses of members that others wait for."""
+    """Keeps pauses that other members wait for, and extends the limits by their duration."""
 
     def __init__(self, state: JobState) -> None:
         self._state = state
@@ -271,7 +269,7 @@ class PauseKeeper:
         self.send_pauses()
 
     def send_pauses(self) -> None:
-        """Send all members the pauses: their own limits restart, or stop during a pause."""
+        """Send all members the pauses. On this notice members restart or stop their own limits."""
         notice = self.notice()
         for member in self._state.members.values():
             self._state.notify_member(member, notice)
@@ -290,7 +288,7 @@ class PauseKeeper:
 
     def end(self, member: MemberState, event: MemberResumed, now_s: float) -> None:
         pause = self._state.table.pauses.end(member, event.number)
-        # The pause announced the time that the member spent in its own code.
+        # The time in the script's own code until now belonged to the pause.
         member.trainer.own_code_since_s = None
         if pause is not None:
             text = f"{member.member_id} goes on after {now_s - pause.since_s:.1f} s: {pause.reason}"

@@ -102,7 +102,8 @@ class Timeouts:
         ready = list(self._state.table.candidates.values())
         left_out = self._state.setbacks.all_left_out(now_s)
         without = "".join(f"; {name} was left out: {error}" for name, error in left_out)
-        reason = f"no generation formed within {limit_s:g} s: {self._who_was_ready(ready)}{without}"
+        seen = f"{self._ready_in_words(ready)}{without}"
+        reason = f"no generation formed within {limit_s:g} s: {seen}"
         for member in [m for m in ready if now_s >= self._waits_since_s(m) + limit_s]:
             self._removal.refuse(member, refusals.timeout(reason), now_s)
         # Once no member that keeps the job is left, the join limit applies again.
@@ -115,7 +116,7 @@ class Timeouts:
             default=None,
         )
 
-    def _who_was_ready(self, ready: list[MemberState]) -> str:
+    def _ready_in_words(self, ready: list[MemberState]) -> str:
         amid = self._collecting.amid_call()
         num_needed = self._collecting.num_needed(amid)
         if not amid:
@@ -134,7 +135,7 @@ class Timeouts:
         )
 
     def drop_paused(self, now_s: float) -> None:
-        """Remove members that are paused for longer than they announced: they count as hung."""
+        """Remove members whose pause is longer than announced: such a member counts as hung."""
         for member, pause in self._state.table.pauses:
             if now_s >= pause.ends_s and self._state.members.get(member.member_id) is member:
                 text = pause_in_words(member, self._state.rank_of(member), pause, now_s)
@@ -147,9 +148,9 @@ class Timeouts:
         if self._state.deadlines.suspect_since_s is not None:
             yield self._state.deadlines.suspect_since_s + self._state.limits.reconnect_s
         if not self._pause_keeper.pausing():
-            yield from self._limits_that_run()
+            yield from self._pausable_limits()
 
-    def _limits_that_run(self) -> Iterator[float]:
+    def _pausable_limits(self) -> Iterator[float]:
         """Ends of the limits that do not run during a pause."""
         if self._state.deadlines.deadline_s is not None:
             yield self._state.deadlines.deadline_s

@@ -1,6 +1,6 @@
 """Reasons for a new generation: departures with their causes, arrivals, failures.
 
-They are gathered from the time a generation runs until the next one does, and summed up in a line:
+They are gathered from the time a generation runs until the next one runs, and summed up in a line:
 "lost vm-2 (SIGKILL); 3 go on".
 """
 
@@ -12,7 +12,7 @@ from shoal_server.core.generations.roster import NO_GENERATION, Generation, Gene
 MAX_NAMES = 10
 MAX_CAUSE = 160
 MAX_LINE = 600
-UNSEEN = "gone while nobody led"
+UNSEEN = "gone while no coordinator led"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class PendingChanges:
     """Time since which no generation runs; None if one runs, or none ever did."""
 
     def gone(self, member_id: str, cause: str, *, lost: bool) -> None:
-        """Note that a member is gone. The first cause counts: a later process of that name, gone
-        before the next generation, has not trained."""
+        """Note that a member is gone. The first cause counts: if a later process of that name is
+        also gone before the next generation, it has not trained."""
         departure = Departure(member_id=member_id, cause=shortened(cause, MAX_CAUSE), lost=lost)
         if self.before is not None and member_id in self.before.ranks:
             self.departures.setdefault(member_id, departure)
@@ -119,7 +119,7 @@ class PendingChanges:
     def _sorted(
         self, roster: GenerationRoster
     ) -> tuple[tuple[Departure, ...], tuple[Departure, ...], tuple[str, ...], tuple[str, ...]]:
-        """Members that were lost, left, joined and stayed. A new process of a member has joined."""
+        """Members that were lost, left, joined and stayed. Those with a new process have joined."""
         before = self.before.member_ids if self.before is not None else ()
         old = set(before)
         again = {name for name in roster.member_ids if name in self.departures}

@@ -64,8 +64,8 @@ class StepReported(MemberEvent):
     left: Generation = NO_GENERATION
     """The newest generation that it has trained in or brought up, and has left."""
     enough_for_call: int = 0
-    """Number of members that suffice to repeat the call between two steps that its script is in;
-    0: the script is in no such call."""
+    """Number of members that suffice to repeat the shared call that its script is in; 0: the script
+    is in no shared call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class MemberPaused(MemberEvent):
     elapsed_s: float = 0.0
     """Seconds since the pause began, if this is a repetition."""
     number: int = 0
-    """Rises from pause to pause of a process; 0: not stated."""
+    """Number of the pause. It rises from pause to pause of a process; 0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class MemberWorkDone(MemberEvent):
     generation: Generation = NO_GENERATION
     """The newest generation that it has entered."""
     finished: bool = False
-    """True if it has no step left; the others may still use what it serves."""
+    """True if the member has no step left. The others may still use the state that it serves."""
     closes: bool = False
     """True if the job takes no more members from now on."""
 
@@ -243,7 +243,7 @@ class DrainNotice(Notice):
 
     now: bool
     unreplaced: bool = False
-    """True, with `now`, if no generation follows without the member."""
+    """True, with `now`, if no generation without the member follows."""
 
 
 class RefusalKind:
@@ -299,7 +299,7 @@ class WriteGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class AdmitMember:
-    """Give the member its key in etcd, under a lease."""
+    """Give the member its key in etcd."""
 
     member_id: str
     incarnation: str
@@ -307,7 +307,7 @@ class AdmitMember:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpelMember:
-    """Delete the member's key, which fences its incarnation everywhere, and end its stream."""
+    """Delete the member's key, so that the incarnation is fenced everywhere; end its stream."""
 
     member_id: str
     incarnation: str

@@ -31,7 +31,7 @@ class TrainerActivity:
     """State of a member's trainer, according to its heartbeats."""
 
     moved: int = 0
-    """Counts the progress of its bring-up."""
+    """Counter that changes as long as the bring-up makes progress."""
     moved_s: float = float("-inf")
     """Time at which that count was last seen to change."""
     own_code_since_s: float | None = None
@@ -61,8 +61,8 @@ class MemberState:
     proposal: Proposal | None = None
     """Training that the member proposes; without a proposal it cannot be in a roster."""
     settled: bool = True
-    """True if it has stopped and can be in the next roster; false while it trains
-    synchronously."""
+    """True if it has stopped and can be in the next roster; false while it trains in a synchronous
+    generation."""
     reported_broken: Generation = NO_GENERATION
     """The newest generation in which a collective failed under it."""
     entered: Generation = NO_GENERATION
@@ -100,7 +100,7 @@ class MemberState:
 
     @property
     def keeps_job(self) -> bool:
-        """True if the job can continue from its state because this member is there."""
+        """True if the job can continue from its state because this member is present."""
         if self.proposal is None or self.proposal.stateless:
             return False
         # The state of an asynchronous job is on its servers: any member that has trained keeps it.
@@ -109,8 +109,7 @@ class MemberState:
 
     @property
     def stands_at(self) -> tuple[bool, int]:
-        """The pair (holds state, step) of the member; the largest pair of all members is the
-        job's."""
+        """The pair (holds state, step) of the member. The largest pair of all is the job's."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
     def is_in(self, roster: GenerationRoster | None) -> bool:

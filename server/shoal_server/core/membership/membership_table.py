@@ -1,4 +1,4 @@
-"""Table of a job's members, with indexes of those that drain, are disconnected, halted or paused.
+"""Table of a job's members, with indexes of draining, disconnected, halted and paused members.
 
 No event scans all members, so an event costs the same with ten thousand members as with ten.
 """
@@ -17,7 +17,7 @@ MAX_EXPELLED = 10_000
 
 @dataclass(kw_only=True)
 class MembershipTable:
-    """The members by id. State that the table indexes is changed by the table's methods only."""
+    """The members by id. Only the table's methods change state that the table indexes."""
 
     limits: Limits
     members: dict[str, MemberState] = field(default_factory=dict)
@@ -26,26 +26,26 @@ class MembershipTable:
     draining: dict[str, MemberState] = field(default_factory=dict)
     """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """Incarnations that may not return, the oldest first, each with its refusal, which answers
-    calls that are still in progress."""
+    """Incarnations that may not return, the oldest first, each with the refusal that answers calls
+    still in progress."""
     unproposed: set[str] = field(default_factory=set)
     """Members that joined under an earlier leader and have not proposed again."""
     pauses: Pauses = field(default_factory=Pauses)
     in_call: dict[str, int] = field(default_factory=dict)
-    """Members that have stopped in a call between two steps, each with the number that suffices to
-    repeat it."""
+    """Members that have stopped in a shared call, each with the number that suffices to repeat
+    it."""
     finished: set[str] = field(default_factory=set)
     """Members that have done their work, present or gone. None of them is waited for, and each
     counts towards the minimum."""
     num_announced_waiting: int = 0
-    """Number of members without a rank that was last reported to torchrun's nodes."""
+    """Number of members without a rank, as last reported to torchrun's nodes."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: an entry that is added later has a later time.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
     _halted: dict[str, MemberState] = field(default_factory=dict)
 
     def admit(self, member: MemberState) -> None:
-        """Add a member; the table holds no other of its name."""
+        """Add a member; the table holds no other member of its name."""
         self.members[member.member_id] = member
         self.finished.discard(member.member_id)
         if not member.settled:
@@ -78,7 +78,7 @@ class MembershipTable:
         self.candidates.pop(member.member_id, None)
 
     def finish(self, member: MemberState) -> None:
-        """Note that the member has done its work: it has stopped, and no roster includes it."""
+        """Note that the member has done its work and stopped: no further roster includes it."""
         self.settle((member,), settled=True)
         self.finished.add(member.member_id)
         for table in (self.candidates, self.draining):

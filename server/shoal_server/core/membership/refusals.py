@@ -186,7 +186,7 @@ _FIXES = {
     " random_split(..., generator=torch.Generator().manual_seed(0)); sort a list of files"
     " (docs/data.md).",
 }
-"""Fixes for fields in which members differ and that are not settings of a script."""
+"""Advice by field, for conflicts in digests of the script's model, optimizer and data."""
 
 
 def bad_devices(member_id: str, problem: str) -> Refusal:

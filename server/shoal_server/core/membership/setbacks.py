@@ -1,9 +1,9 @@
 """Members that could not bring a generation up: when each is tried again, and which are left out.
 
-A failure is a member's own, or one that it shared and another member caused. Own failures are
-counted by name, also over restarts of the process: after three the member is left out. A shared
-failure only puts off a newcomer's next try, so that a running generation is not stopped for it
-again and again. Pure: time is an argument.
+A failure is the member's own, or shared: caused by another member. Own failures are counted by
+name, also over restarts of the process: after three the member is left out. A shared failure only
+puts off a newcomer's next try, so that a running generation is not stopped for it again and again.
+Pure: time is an argument.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ class Setback:
     own: int = 0
     """Number of its own failures."""
     shared: int = 0
-    """Number of failures that others caused while it joined."""
+    """Number of failures that other members caused while this member joined."""
     error: str = ""
     """The error of its newest own failure."""
     not_before_s: float | None = None
@@ -58,7 +58,7 @@ class Setbacks:
         return setback.own
 
     def shared(self, member_id: str, now_s: float) -> None:
-        """Count a failure, not its own, of a generation that the member was to join."""
+        """Count a failed bring-up that the member took part in and did not cause."""
         setback = self._of(member_id, now_s)
         setback.shared += 1
         self._put_off(setback, setback.shared, now_s)
@@ -69,7 +69,7 @@ class Setbacks:
                 self._setbacks.pop(name, None)
 
     def release(self, now_s: float) -> None:
-        """Let members try again whose delay is over, and forget old failures."""
+        """Let members whose delay is over try again, and forget old failures."""
         for name, setback in list(self._setbacks.items()):
             if setback.not_before_s is not None and now_s >= setback.not_before_s:
                 setback.not_before_s = None

@@ -25,7 +25,7 @@ class PublishedSlice:
     tensor: int
     """Index into the layout's tensors."""
     offsets: Numbers
-    """Offset per dimension, in elements. Empty, and `sizes` too: the slice is the whole tensor."""
+    """Offset per dimension, in elements. If it and `sizes` are empty, the slice is the tensor."""
     sizes: Numbers
     segment: int
     at: int
@@ -42,7 +42,7 @@ class PublishedLayout:
 
 
 class NotCovered(Exception):
-    """Raised for parts that are not one whole model, with the tensor and the reason."""
+    """Raised for parts that do not make up one whole model, with the tensor and the reason."""
 
     def __init__(self, what: str, seen: str, expected: str) -> None:
         super().__init__(f"{what}: {seen}; expected {expected}")
@@ -63,9 +63,9 @@ def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
             raise NotCovered(
                 f"the part of rank {rank} has no size of its own",
                 seen=f"{len(part.segment_bytes)} segments",
-                expected="exactly one, its own",
+                expected="exactly one segment",
             )
-        own: list[int] = []
+        tensor_indices: list[int] = []
         for tensor in part.tensors:
             index = indices.setdefault(tensor.name, len(tensors))
             if index == len(tensors):
@@ -76,15 +76,17 @@ def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
                     seen=f"{_kind(tensor)} on rank {rank}",
                     expected=_kind(tensors[index]),
                 )
-            own.append(index)
+            tensor_indices.append(index)
         for each in part.slices:
-            if each.segment != rank or each.tensor >= len(own):
+            if each.segment != rank or each.tensor >= len(tensor_indices):
                 raise NotCovered(
                     f"the part of rank {rank} has a slice that is not its own",
                     seen=f"tensor {each.tensor} in segment {each.segment}",
-                    expected=f"one of its {len(own)} tensors, in segment {rank}",
+                    expected=f"one of its {len(tensor_indices)} tensors, in segment {rank}",
                 )
-            slices.append(PublishedSlice(own[each.tensor], each.offsets, each.sizes, rank, each.at))
+            slices.append(
+                PublishedSlice(tensor_indices[each.tensor], each.offsets, each.sizes, rank, each.at)
+            )
     sizes = tuple(part.segment_bytes[0] for part in parts)
     return PublishedLayout(tuple(tensors), tuple(slices), sizes)
 

@@ -27,30 +27,30 @@ class StoreServer:
 def servers_for(
     rank: int, copies: int, servers: Iterable[StoreServer], near: str = ""
 ) -> list[str]:
-    """The servers for the segment of a rank. The first passes it on to the others; it is on host
-    `near` if possible. Ranks begin at different servers, so that each gets about as many segments.
-    The second copy is on another host if there is one.
+    """The servers for the segment of a rank. The first, on host `near` if possible, passes the
+    segment on to the others. The second copy is on another host if there is one. Ranks begin at
+    different servers, so that all servers get about the same number of segments.
     """
-    found = sorted(servers, key=lambda each: each.server_id)
-    candidates = [each for each in found if not each.is_leaving] or found
+    by_id = sorted(servers, key=lambda each: each.server_id)
+    candidates = [each for each in by_id if not each.is_leaving] or by_id
     if not candidates:
         return []
-    turned = candidates[rank % len(candidates) :] + candidates[: rank % len(candidates)]
-    first = next((each for each in turned if near and each.host == near), turned[0])
-    others = sorted((e for e in turned if e is not first), key=lambda each: each.host == first.host)
+    rotated = candidates[rank % len(candidates) :] + candidates[: rank % len(candidates)]
+    first = next((each for each in rotated if near and each.host == near), rotated[0])
+    others = sorted((e for e in rotated if e is not first), key=lambda e: e.host == first.host)
     return [each.server_id for each in [first, *others][:copies]]
 
 
 def further_servers(first: str, copies: int, servers: Iterable[StoreServer]) -> list[str]:
-    """The servers to which `first` passes on a segment that it made itself: the next ones in the
-    order of ids, those on other hosts first."""
-    found = sorted(servers, key=lambda each: each.server_id)
-    host = next((each.host for each in found if each.server_id == first), "")
-    others = [each for each in found if each.server_id != first and not each.is_leaving]
-    behind = [each for each in others if each.server_id > first]
-    turned = behind + others[: len(others) - len(behind)]
-    turned.sort(key=lambda each: each.host == host)
-    return [each.server_id for each in turned[: copies - 1]]
+    """The servers to which `first` passes on a segment that it made: the servers after `first` in
+    the order of ids, those on other hosts first."""
+    by_id = sorted(servers, key=lambda each: each.server_id)
+    host = next((each.host for each in by_id if each.server_id == first), "")
+    others = [each for each in by_id if each.server_id != first and not each.is_leaving]
+    later = [each for each in others if each.server_id > first]
+    rotated = later + others[: len(others) - len(later)]
+    rotated.sort(key=lambda each: each.host == host)
+    return [each.server_id for each in rotated[: copies - 1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ class HoldsAnswer:
 class _Standing(Enum):
     """State of a server as a holder of one segment, as far as known."""
 
-    HELD = "it has it"
-    UNKNOWN = "it was not asked yet"
-    LACKING = "it does not have it"
-    AWAY = "it is not registered"
+    HELD = "the server has the segment"
+    UNKNOWN = "the server was not asked yet"
+    LACKING = "the server does not have the segment"
+    AWAY = "the server is not registered"
 
 
 class Holders:
@@ -102,7 +102,7 @@ class Holders:
             self._write_to_disk.add(server.server_id)
 
     def note_versions(self, versions: Iterable[PublishedVersion], now_s: float) -> None:
-        """Note since when segments have been on no server; forget segments of dropped versions."""
+        """Note since when segments are on no server; forget segments of dropped versions."""
         # Versions with the same bytes share segments, and may name different holders.
         holders: dict[bytes, set[str]] = defaultdict(set)
         for version in versions:
@@ -114,17 +114,17 @@ class Holders:
         self._missing_since_s = {d: self._missing_since_s.get(d, now_s) for d in missing}
 
     def questions(self, versions: Iterable[PublishedVersion]) -> dict[str, list[bytes]]:
-        """Segments to ask each server about: it is not known to have them, or, if it writes to
-        disk, to have written them."""
+        """Segments to ask each server about: those that the server is not known to have, and, if it
+        writes to disk, those that it is not known to have written."""
         asked = (_Standing.UNKNOWN, _Standing.LACKING)
-        found: dict[str, list[bytes]] = defaultdict(list)
+        digests_of: dict[str, list[bytes]] = defaultdict(list)
         for version in versions:
             for segment in version.segments:
                 for holder in segment.holders:
                     is_to_be_written = holder in self._write_to_disk and not version.is_durable
                     if is_to_be_written or self._standing(holder, segment.digest) in asked:
-                        found[holder].append(segment.digest)
-        return {server_id: list(dict.fromkeys(digests)) for server_id, digests in found.items()}
+                        digests_of[holder].append(segment.digest)
+        return {server: list(dict.fromkeys(digests)) for server, digests in digests_of.items()}
 
     def durable(self, versions: Iterable[PublishedVersion]) -> list[int]:
         """Versions that are on the disks of all their holders, and not yet marked as durable."""
@@ -150,8 +150,7 @@ class Holders:
     def replaced(
         self, version: PublishedVersion, copies: int, now_s: float
     ) -> PublishedVersion | None:
-        """The version with other holders for those that are gone; None if there is nothing to
-        change."""
+        """The version with new holders in place of lost ones; None if nothing changes."""
         segments = [self._replaced(segment, copies, now_s) for segment in version.segments]
         if segments == list(version.segments):
             return None
@@ -212,10 +211,10 @@ def verified(
 ) -> tuple[PublishedSegment, ...] | int:
     """The segments, each with the holders that answered to have it; or the rank of the first
     segment that no holder has."""
-    found = []
+    answered = []
     for rank, segment in enumerate(segments):
         holders = tuple(h for h in segment.holders if segment.digest in held.get(h, ()))
         if not holders:
             return rank
-        found.append(replace(segment, holders=holders))
-    return tuple(found)
+        answered.append(replace(segment, holders=holders))
+    return tuple(answered)

@@ -1,4 +1,4 @@
-"""Decision which versions of a series are kept."""
+"""Decision on the versions of a series that are kept, and on sending another one."""
 
 from collections.abc import Collection, Sequence
 
@@ -9,8 +9,8 @@ def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
     """The versions to drop, oldest first.
 
     The newest version stays, and so do all leased and pinned ones. Leased versions count among the
-    `keep` versions: while readers hold older versions, fewer intermediate ones are kept, so that a
-    slow reader costs no memory.
+    `keep` versions: while readers hold older versions, fewer intermediate ones are kept, so a slow
+    reader costs no further memory.
     """
     bound = bounded_by_keep(stored, leased)
     optional = [n for n in _unpinned(stored) if n not in bound]
@@ -19,8 +19,8 @@ def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
 
 
 def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:
-    """Versions that may not be dropped and count among the `keep` versions: the newest and the
-    leased ones, except pinned ones."""
+    """Versions that may not be dropped and count among the `keep` versions: the newest version and
+    leased versions, unless they are pinned."""
     newest = max(stored.head.kept, default=0)
     return [n for n in _unpinned(stored) if n == newest or n in leased]
 
@@ -28,13 +28,13 @@ def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:
 def may_send_another(
     stored: StoredSeries, leased: Collection[int], may_be_leased: Collection[int]
 ) -> bool:
-    """True if another version may be sent: with it there are at most `keep` + 1, not counting
-    pinned ones.
+    """True if another version may be sent: the series then has at most `keep` + 1 versions, not
+    counting pinned versions.
 
     `may_be_leased`: the leased versions, and versions on which an earlier leader may have granted
-    leases that this one does not know. The latter are kept in addition, so that training need not
-    wait until those leases have ended: up to twice as many versions in all, however many leaders
-    follow each other in that time.
+    leases that this leader does not know. The latter are kept in addition, so that training need
+    not wait until the unknown leases have ended. So there may be up to twice as many versions in
+    all, however many leaders follow each other in that time.
     """
     keep = stored.head.keep
     in_all = len(bounded_by_keep(stored, may_be_leased))

@@ -16,7 +16,7 @@ MAX_CHILDREN = 2
 """Maximum number of relays that fetch a version from the same relay at a time: each has half of its
 bandwidth."""
 MAX_RELAYS = 512
-"""Maximum number of relays of a version. Further ones fetch from servers, and pass nothing on."""
+"""Maximum number of relays of a version. Further readers fetch from servers and pass nothing on."""
 MAX_PINS = 16
 MAX_KEEP = 64
 MAX_COPIES = 16
@@ -37,4 +37,4 @@ REPLACED_AFTER_S = 15.0
 LOST_AFTER_S = 60.0
 """Time after which a segment that no server has is lost, and its version with it."""
 DURABLE_LOST_AFTER_S = 600.0
-"""The same for a durable version: its disks may come back."""
+"""The same for a segment of a durable version: the disks of its holders may come back."""

@@ -153,7 +153,7 @@ class HeadWritten:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time has come to check leases and limits."""
+    """Leases and limits are to be checked against the time."""
 
 
 Event = (

@@ -42,7 +42,7 @@ class Publication:
 
     @property
     def is_complete(self) -> bool:
-        """True if the parts of all ranks are there."""
+        """True if the parts of all ranks have arrived."""
         return bool(self._parts) and len(self._parts) == next(iter(self._parts.values())).world
 
     @property
@@ -55,13 +55,13 @@ class Publication:
     def add(self, call: Call, part: PublicationPart, now_s: float) -> None:
         """Add a rank's part, and the call that waits for the version.
 
-        Raises Mismatch, and leaves the publication unchanged then.
+        Raises Mismatch; the publication is then unchanged.
         """
         known = self._parts.get(part.rank)
         is_verified = known is not None and self.stage is not PublicationStage.GATHERING
         if known is not None and is_verified and not _is_same(known, part):
             raise Mismatch(
-                f"rank {part.rank} hands in another part of publication {self.number}",
+                f"rank {part.rank} sends another part of publication {self.number}",
                 seen=f"segment {part.segment.digest.hex()[:12]}",
                 expected=f"segment {known.segment.digest.hex()[:12]}, as before",
             )

@@ -43,11 +43,11 @@ class Reader:
 
 
 class TooManyReaders(Exception):
-    """The bound on readers, or on their leases, is reached."""
+    """Raised if the bound on readers, or on one reader's leases, is reached."""
 
 
 class InstalledOlder(Exception):
-    """A reader has installed a version older than one that it had installed before."""
+    """Raised for a reader that has installed an older version than before."""
 
     def __init__(self, before: int) -> None:
         super().__init__(f"version {before} was installed before")
@@ -67,12 +67,11 @@ class Readers:
     def report(
         self, report: ReaderReport, kept: Collection[int], now_s: float
     ) -> tuple[list[int], list[int]]:
-        """Note a report; return the versions that the reader holds leases on now, and wanted ones
-        that are gone. Raises TooManyReaders or InstalledOlder, and leaves the leases unchanged
-        then.
-        """
+        """Note a report. Return the versions that the reader holds leases on now, and those of its
+        wanted versions that are gone. Raises TooManyReaders or InstalledOlder; the leases are then
+        unchanged."""
         known = self._known.get(report.reader)
-        # Once the leases are over, a lower number comes from another process with another clock.
+        # A lower number is accepted once the leases have ended: the reader may be a new process.
         is_recent = known is not None and now_s < known.seen_s + HELD_S
         if known is not None and is_recent and report.sequence < known.report.sequence:
             # No caller waits for this answer: the reader has sent a newer report.

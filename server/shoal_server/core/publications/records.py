@@ -53,8 +53,7 @@ class PublishedVersion:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 over the digests of layout and segments: versions with equal bytes have the
-        same."""
+        """SHA-256 over the digests of layout and segments: the same for versions of equal bytes."""
         return content_digest(self.layout_digest, (s.digest for s in self.segments))
 
     @property
@@ -81,8 +80,8 @@ class SeriesHead:
     kept: tuple[int, ...] = ()
     """Numbers of the versions that exist, ascending."""
     keep: int = DEFAULT_KEEP
-    """Number of versions to keep: the newest, leased ones, and then the next newest. Pinned
-    versions are kept in addition."""
+    """Number of versions to keep: the newest version, leased versions, and then the next newest.
+    Pinned versions are kept in addition."""
     copies: int = DEFAULT_COPIES
     """Number of servers that are to hold each segment."""
     digests: Mapping[int, bytes] = field(default_factory=dict)

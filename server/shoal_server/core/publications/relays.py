@@ -30,7 +30,7 @@ class RelayTrees:
 
         Call it after each report of that reader. A source stays the same as long as the lease.
         """
-        self._look_at(readers, now_s)
+        self._forget_gone(readers, now_s)
         reader = readers.get(name)
         if reader is None:
             return {}
@@ -40,7 +40,7 @@ class RelayTrees:
             self._join(reader.report.installed, name, None)
         return {number: self._source(number, name, readers) for number in reader.leases}
 
-    def _look_at(self, readers: Mapping[str, Reader], now_s: float) -> None:
+    def _forget_gone(self, readers: Mapping[str, Reader], now_s: float) -> None:
         """Forget relays that are gone, or do not have the version any more."""
         for number, tree in list(self._trees.items()):
             for name in list(tree):
@@ -58,15 +58,15 @@ class RelayTrees:
 
     def _source(self, number: int, name: str, readers: Mapping[str, Reader]) -> str:
         tree = self._trees.get(number, {})
-        found = tree.get(name)
-        if found is None:
+        source = tree.get(name)
+        if source is None:
             may_join = name in tree or len(tree) < MAX_RELAYS
-            found = self._chosen(tree, name, readers) if may_join else SERVERS
-            self._join(number, name, found)
-        return found
+            source = self._chosen(tree, name, readers) if may_join else SERVERS
+            self._join(number, name, source)
+        return source
 
     def _chosen(self, tree: _Tree, name: str, readers: Mapping[str, Reader]) -> str:
-        """The first relay that may serve one more, on the same host if there is one."""
+        """The first relay that may serve another relay, on the same host if there is one."""
         num_children = Counter(source for source in tree.values() if source)
         free = [
             each
@@ -85,7 +85,7 @@ class RelayTrees:
 
 
 def _waits_for(tree: _Tree, relay: str | None, other: str) -> bool:
-    """True if the relay is the other one, or gets its bytes through it."""
+    """True if `relay` is `other`, or gets its bytes through `other`."""
     while relay:
         if relay == other:
             return True

@@ -1,7 +1,7 @@
 """State machine of one series under one leader.
 
-Pure: an event and the time go in, effects come out. A change of the record in etcd is queued as a
-`Wish`, which is decided when its turn comes, against the record as it is then. One write is in
+Pure: an event and the time go in, effects come out. A change of the record in etcd is queued (as a
+`QueuedChange`), and decided when its turn comes, against the record as it is then. One write is in
 progress at a time, so writes have the order of decisions. A call is answered only once the record
 that its answer is about is durable.
 """
@@ -56,7 +56,7 @@ from shoal_server.core.publications.records import (
 from shoal_server.core.publications.relays import RelayTrees
 
 Effects = Iterator[Effect]
-Wish = Callable[[float], Effects]
+QueuedChange = Callable[[float], Effects]
 """A queued change of the record, decided when its turn comes. Yields `WriteSeries`, or answers
 only."""
 
@@ -100,14 +100,14 @@ class PublishedSeries:
         """The series as stored in etcd."""
         self.readers = Readers()
         self._relays = RelayTrees()
-        # Leases granted by the leader before are not known here. They may be on any version found
-        # in the store, and all of them have ended by this time.
+        # This leader does not know the leases that the previous one granted. They may be on any
+        # version found in the store, and all of them have ended by this time.
         self._found = frozenset(stored.head.kept)
         self._keeps_found_until_s = now_s + HELD_S if stored.head.kept else now_s
         self._script = _Script(now_s + HELD_S)
         self._publications: OrderedDict[int, Publication] = OrderedDict()
         self._abandoned = _Abandoned()
-        self._wishes: deque[Wish] = deque()
+        self._queue: deque[QueuedChange] = deque()
         self._change: _Change | None = None
 
     @property
@@ -122,7 +122,7 @@ class PublishedSeries:
     @property
     def is_idle(self) -> bool:
         """True if the series has no reader and no request or write in progress."""
-        return not (self._wishes or self._change or self._publications or self.readers.known)
+        return not (self._queue or self._change or self._publications or self.readers.known)
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
         """The effects of an event, in order."""
@@ -131,33 +131,29 @@ class PublishedSeries:
     def _effects_of(self, event: Event, now_s: float) -> Effects:
         match event:
             case BeginRequested():
-                self._wish(lambda now_s: self._begin(event, now_s))
+                self._enqueue(lambda now_s: self._begin(event, now_s))
             case PartContributed():
                 yield from self._contribute(event, now_s)
             case ContributorLeft():
                 for publication in self._publications.values():
                     publication.drop_call(event.call)
             case PartsVerified() | PartsRejected():
-                yield from self._judged(event)
+                yield from self._parts_checked(event)
             case PinRequested():
-                self._wish(lambda _: self._pin(event))
+                self._enqueue(lambda _: self._pin(event))
             case RollbackRequested():
-                self._wish(lambda now_s: self._roll_back(event, now_s))
+                self._enqueue(lambda now_s: self._roll_back(event, now_s))
             case VersionsChanged():
-                self._wish(lambda _: self._revise(event))
+                self._enqueue(lambda _: self._revise(event))
             case ClearRequested():
-                self._wish(lambda _: self._clear(event))
+                self._enqueue(lambda _: self._clear(event))
             case HeadWritten():
                 yield from self._written()
             case TimePassed():
                 yield from self._time_passed(now_s)
 
     def report(self, report: ReaderReport, now_s: float) -> tuple[list[int], list[int]]:
-        """Note a reader's report; return the versions that it holds leases on, and wanted ones that
-        are gone.
-
-        Raises what `Readers.report` raises.
-        """
+        """Note a reader's report: see `Readers.report`. Versions being dropped count as gone."""
         dropping = self._change.drops if self._change is not None else frozenset()
         kept = [number for number in self.head.kept if number not in dropping]
         return self.readers.report(report, kept, now_s)
@@ -173,24 +169,23 @@ class PublishedSeries:
         }
 
     def differs(self, reader: Reader) -> bool:
-        """True if the reader's bytes differ from those of the version that it reports as
-        installed."""
+        """True if the reader's bytes differ from the version that it reports as installed."""
         report = reader.report
         known = self.head.digests.get(report.installed)
         return known is not None and report.installed_digest != known
 
     # --- one change at a time ---
 
-    def _wish(self, wish: Wish) -> None:
-        self._wishes.append(wish)
+    def _enqueue(self, change: QueuedChange) -> None:
+        self._queue.append(change)
 
     def _go_on(self, now_s: float) -> Effects:
         while self._change is None:
-            if not self._wishes:
-                self._wish_drops(now_s)
-            if not self._wishes:
+            if not self._queue:
+                self._queue_drops(now_s)
+            if not self._queue:
                 break
-            yield from self._wishes.popleft()(now_s)
+            yield from self._queue.popleft()(now_s)
         yield from self._verify_next()
 
     def _write(
@@ -248,7 +243,7 @@ class PublishedSeries:
         stored = replace(self.stored, head=options)
         answer: Effect = PublicationBegun(call=event.call, epoch=options.epoch, head=head.number)
         if not keeping.may_send_another(stored, self.readers.leased(now_s), self._leased(now_s)):
-            # The publisher gets the series all the same: the one before may publish no more.
+            # The new publisher takes the series over all the same: the old one may publish no more.
             answer = self._overloaded(event.call, now_s)
         # Drop versions at once: a successor of this leader would have to keep them for a while.
         drop = keeping.droppable(stored, self._leased(now_s))
@@ -338,27 +333,26 @@ class PublishedSeries:
                 yield from self._abandon(rejected)
                 yield self._as_refused(event.call, rejected)
             else:
-                # It may become a version with the earlier part: it is not abandoned.
+                # The publication is not abandoned: it may become a version with the earlier part.
                 yield replace(
                     self._as_refused(event.call, rejected), refusal=PublicationRefusal.INVALID
                 )
         yield from self._give_up_oldest(number)
 
     def _known_as_committed(self, event: PartContributed) -> Effect | None:
-        """The answer to a part of a publication that is committed already; None for any other
-        part."""
+        """The answer to a part of a publication that is committed already; otherwise None."""
         for version in self.versions.values():
             if (version.epoch, version.publication) != (event.epoch, event.publication):
                 continue
-            own = version.segments[event.part.rank : event.part.rank + 1]
-            if own and own[0].digest == event.part.segment.digest:
+            committed = version.segments[event.part.rank : event.part.rank + 1]
+            if committed and committed[0].digest == event.part.segment.digest:
                 return VersionAnswered(call=event.call, version=version)
             return RequestRefused(
                 call=event.call,
                 refusal=PublicationRefusal.INVALID,
                 what=f"publication {event.publication} was committed with another part",
                 seen=f"segment {event.part.segment.digest.hex()[:12]} of rank {event.part.rank}",
-                expected="the part that rank has handed in before",
+                expected="the part that the rank has sent before",
             )
         return None
 
@@ -430,7 +424,7 @@ class PublishedSeries:
                 )
 
     def _verify_next(self) -> Effects:
-        """Verify the newest complete publication; older ones are abandoned once it is committed.
+        """Verify the newest complete publication. Older ones are abandoned once it is committed.
 
         Publications are verified and committed one at a time."""
         if any(p.stage is not PublicationStage.GATHERING for p in self._publications.values()):
@@ -443,7 +437,7 @@ class PublishedSeries:
                 epoch=self.head.epoch, publication=publication.number, parts=publication.parts
             )
 
-    def _judged(self, event: PartsVerified | PartsRejected) -> Effects:
+    def _parts_checked(self, event: PartsVerified | PartsRejected) -> Effects:
         publication = self._publications.get(event.publication)
         is_current = event.epoch == self.head.epoch
         if (
@@ -456,7 +450,7 @@ class PublishedSeries:
             yield from self._abandon(event)
         else:
             publication.stage = PublicationStage.COMMITTING
-            self._wish(lambda now_s: self._commit(event, publication, now_s))
+            self._enqueue(lambda now_s: self._commit(event, publication, now_s))
 
     def _commit(self, event: PartsVerified, publication: Publication, now_s: float) -> Effects:
         if event.epoch != self.head.epoch:
@@ -589,21 +583,19 @@ class PublishedSeries:
     def _revised(
         version: PublishedVersion, segments: tuple[PublishedSegment, ...] | None
     ) -> tuple[PublishedSegment, ...]:
-        """The segments with their new holders; the version's own if `segments` are not the same
-        ones."""
+        """The segments with new holders; those of the version if `segments` has other digests."""
         if segments is None or [s.digest for s in segments] != [s.digest for s in version.segments]:
             return version.segments
         return segments
 
     def _leased(self, now_s: float) -> set[int]:
-        """Versions on which a reader holds a lease, or may hold one that an earlier leader
-        granted."""
+        """Versions that are leased, or may be under a lease that an earlier leader granted."""
         known = self.readers.leased(now_s)
         return known | self._found if now_s < self._keeps_found_until_s else known
 
-    def _wish_drops(self, now_s: float) -> None:
+    def _queue_drops(self, now_s: float) -> None:
         if keeping.droppable(self.stored, self._leased(now_s)):
-            self._wish(self._drop)
+            self._enqueue(self._drop)
 
     def _drop(self, now_s: float) -> Effects:
         drop = keeping.droppable(self.stored, self._leased(now_s))

@@ -88,8 +88,8 @@ class ReplicationCore:
             ev.ReplyReceived: self._replied,
             ev.ImageMade: self._image_made,
             ev.ImageNotMade: self._image_not_made,
-            ev.IncomingLinkOpened: self._caller_came,
-            ev.IncomingLinkEnded: self._caller_left,
+            ev.IncomingLinkOpened: self._incoming_opened,
+            ev.IncomingLinkEnded: self._incoming_ended,
             ev.RequestReceived: self._requested,
             ev.ChunkStored: self._chunk_stored,
             ev.ImageRestored: self._image_restored,
@@ -118,7 +118,7 @@ class ReplicationCore:
         return self._records.keys_of(job)
 
     def led(self, key: Key) -> LedShard | None:
-        """The shard, if it is led here in the epoch of its record."""
+        """The shard, if this server leads it in the record's epoch."""
         return self.leading.find(key)
 
     @property
@@ -140,7 +140,7 @@ class ReplicationCore:
 
     # --- the record ---
 
-    def _wish(self, key: Key) -> Effects:
+    def _write_if_wanted(self, key: Key) -> Effects:
         """Write the record if this server wants another one."""
         assignment = self._records.find(key)
         if assignment is None or self._records.is_writing(key):
@@ -161,9 +161,9 @@ class ReplicationCore:
         self._records.end_write(event.key)
         if (led := self.leading.find(event.key)) is not None:
             led.written()
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
         else:
-            yield from self._wish(event.key)
+            yield from self._write_if_wanted(event.key)
 
     def _not_written(self, event: ev.ShardRecordNotWritten) -> Effects:
         if (led := self.leading.find(event.key)) is not None:
@@ -181,8 +181,8 @@ class ReplicationCore:
         if old is not None and self.me in old.backups:
             self._watch.unback(key, old.primary)
         if old is not None and (new is None or self.me not in new.holders):
-            # If that primary offers the shard again, this server has no copy to continue.
-            yield from self._tell_of_drop(key, old)
+            # Notify the old primary, so that it does not count on a copy here.
+            yield from self._refuse_dropped(key, old)
         yield from self._copies.forget_unwanted_image(key, new)
         if new is None or self.me not in new.holders:
             yield from self._drop_roles(key)
@@ -194,9 +194,9 @@ class ReplicationCore:
             yield from self._to_back_up(key, new)
         if new is not None:
             self._claims.known(key, new)
-        yield from self._wish(key)
+        yield from self._write_if_wanted(key)
 
-    def _tell_of_drop(self, key: Key, old: ShardAssignment | None) -> Effects:
+    def _refuse_dropped(self, key: Key, old: ShardAssignment | None) -> Effects:
         if old is not None and self._copies.find(key) is not None:
             refusal = BackupRefused(
                 key, old.epoch, BackupRefusalReason.NO_COPY, "the copy was dropped"
@@ -214,7 +214,7 @@ class ReplicationCore:
 
     def _leave_on_disk(self, led: LedShard) -> None:
         """Keep the claim to the shard while the record names this disk, even if the disk fails: it
-        may have the only copy one day."""
+        may turn out to have the only copy."""
         if led.assignment.on_disk == self.me.server_id:
             self._claims.left(led.key)
 
@@ -222,7 +222,7 @@ class ReplicationCore:
         led, copy = self.leading.find(key), self._copies.find(key)
         if led is not None and led.epoch == new.epoch:
             led.assignment = new
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
         elif led is not None:
             if new.content is not ShardContent.PRESENT:
                 # The shard was emptied, lost or restored: its values here are of no use.
@@ -263,16 +263,16 @@ class ReplicationCore:
         led.run = self._records.runs.get(led.key, "")
         self.leading.begin(led)
         yield LeadShard(led.key, led.epoch, led.run)
-        yield from self._tend(led)
+        yield from self._take_due_steps(led)
 
-    def _tend(self, led: LedShard) -> Effects:
+    def _take_due_steps(self, led: LedShard) -> Effects:
         """Take the steps that are due for a shard that is led here."""
         yield from self.leading.follow_as_written(led)
         yield from self.leading.followed(led)
         yield from self.leading.advanced(led, self._now_s)
         yield from self._release(led)
         yield from self._trim(led)
-        yield from self._wish(led.key)
+        yield from self._write_if_wanted(led.key)
 
     def _trim(self, led: LedShard) -> Effects:
         led.trim()
@@ -314,7 +314,7 @@ class ReplicationCore:
             led = self.leading.led(key, new, event.version, origin=copy.epoch, born=copy.born)
             yield from self._begin(led)
         else:
-            yield from self._wish(key)
+            yield from self._write_if_wanted(key)
         yield from self._copies.known(key, new)
 
     def _created(self, event: ev.ShardCreated) -> Effects:
@@ -362,18 +362,18 @@ class ReplicationCore:
         else:
             self.leading.on_disk(led, event.version, self._now_s)
             yield from self._release(led)
-            yield from self._wish(event.key)
+            yield from self._write_if_wanted(event.key)
 
     def _stopped(self, event: ev.PushesStopped) -> Effects:
         if (led := self.leading.find(event.key)) is not None:
             led.stopped(event.version)
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
 
     def _copy_failed(self, event: ev.CopyFailed) -> Effects:
         yield LogLine("copy_failed", key=event.key)
-        yield from self._tell_of_drop(event.key, self._records.find(event.key))
+        yield from self._refuse_dropped(event.key, self._records.find(event.key))
         yield from self._copies.drop(event.key)
-        yield from self._wish(event.key)
+        yield from self._write_if_wanted(event.key)
 
     def _forgotten(self, event: ev.ShardRetired) -> Effects:
         self._missing.excuse(event.key, self._records.find(event.key))
@@ -396,7 +396,7 @@ class ReplicationCore:
         touched = self.leading.link_broke(event, self._now_s)
         yield from touched.effects
         for led in touched.shards:
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
 
     def _held(self, event: ev.RecordDelivered) -> Effects:
         if (led := self.leading.held(event)) is not None:
@@ -410,7 +410,7 @@ class ReplicationCore:
         yield from touched.effects
         for led in touched.shards:
             if led.is_changing:
-                yield from self._tend(led)
+                yield from self._take_due_steps(led)
             else:
                 yield from self._release(led)
                 yield from self._trim(led)
@@ -422,15 +422,15 @@ class ReplicationCore:
         yield LogLine("image_not_taken", key=event.key, detail=event.detail)
         yield from self.leading.image_not_made(event)
         if (led := self.leading.find(event.key)) is not None:
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
 
     # --- links to this server ---
 
-    def _caller_came(self, event: ev.IncomingLinkOpened) -> Effects:
+    def _incoming_opened(self, event: ev.IncomingLinkOpened) -> Effects:
         self._watch.came(event.peer, event.link)
         yield from ()
 
-    def _caller_left(self, event: ev.IncomingLinkEnded) -> Effects:
+    def _incoming_ended(self, event: ev.IncomingLinkEnded) -> Effects:
         for key in self._copies.of(event.peer) if event.is_torn else ():
             yield LogLine("copy_torn", key=key, peer=event.peer)
             yield from self._copy_failed(ev.CopyFailed(key))
@@ -448,7 +448,7 @@ class ReplicationCore:
 
     def _image_restored(self, event: ev.ImageRestored) -> Effects:
         yield from self._copies.restored(event.key, event.image, self._records.find(event.key))
-        yield from self._wish(event.key)
+        yield from self._write_if_wanted(event.key)
 
     def _image_failed(self, event: ev.ImageFailed) -> Effects:
         why = BackupRefusalReason.FULL if event.is_full else BackupRefusalReason.FAILED
@@ -457,18 +457,18 @@ class ReplicationCore:
     def _probed(self, event: ev.PeerProbed) -> Effects:
         yield from self._watch.probed(event.peer, event.answers, self._now_s)
         for key in self._watch.backed(event.peer) if self._watch.is_dead(event.peer) else ():
-            yield from self._wish(key)
+            yield from self._write_if_wanted(key)
 
     # --- after a restart ---
 
     def _journal_has(self, event: ev.JournalShardFound) -> Effects:
         self._claims.found(event.key, event.epoch, event.version)
-        yield from self._wish(event.key)
+        yield from self._write_if_wanted(event.key)
 
     def _not_in_journal(self, event: ev.JournalShardMissing) -> Effects:
         yield LogLine("shard_not_in_journal", key=event.key)
         self._claims.not_there(event.key, event.epoch)
-        yield from self._wish(event.key)
+        yield from self._write_if_wanted(event.key)
 
     def _servers_seen(self, event: ev.ServersListed) -> Effects:
         keys = self.open_claims
@@ -480,7 +480,7 @@ class ReplicationCore:
             now_s=self._now_s,
         )
         for key in keys:
-            yield from self._wish(key)
+            yield from self._write_if_wanted(key)
 
     # --- time ---
 
@@ -500,7 +500,7 @@ class ReplicationCore:
         yield from self._watch.due(self._now_s)
         yield from self.leading.links.due(self._now_s)
         for led in self.leading.due(self._now_s):
-            yield from self._tend(led)
+            yield from self._take_due_steps(led)
 
     def _passed(self) -> Effects:
         """Refuse all waiting callers if other servers may have assumed this one dead."""

@@ -10,16 +10,15 @@ once, whichever members join or are lost:
 - Only the holder completes a range. Reports of other members are ignored and counted.
 
 Epochs overlap: once an epoch is leased out, the next one begins, so that no member waits for the
-slowest. At most two epochs are open, unless epochs are so short that members hold more than that in
-reserve. So members cannot run far ahead of a member that hangs, and the ledger stays small: two
-epochs or the reserves, and as many spans as members hold (`MAX_HELD_RANGES` each) or held when they
-were lost.
+slowest. At most two epochs are open at a time, and more only if the members' reserves need them. So
+members cannot run far ahead of a member that hangs, and the ledger stays small: it has as many
+spans as members hold (`MAX_HELD_RANGES` each) or held when they were lost.
 
 A member holds a reserve of samples, to train on while no coordinator answers. If too few samples
 are left for all reserves, each member has a share, in proportion to what it asked for. A member
 that holds more than its share is notified, and gives back samples that it has not begun.
 
-At most `returned + ignored` samples are trained twice: a lost member may have trained on samples
+At most `returned + ignored` samples are trained on twice: a lost member may have trained on samples
 that it held and had begun, and a member that reports samples it does not hold did train on them.
 """
 
@@ -40,7 +39,7 @@ from shoal_server.core.samples.spans import IntegerSpans
 
 MAX_OPEN_EPOCHS = 2
 MAX_RESERVED_EPOCHS = 64
-"""Maximum of open epochs if members hold more than two epochs in reserve."""
+"""Maximum number of open epochs if members hold more than two epochs in reserve."""
 MAX_HELD_RANGES = 128
 MAX_LEASE_SAMPLES = 1 << 20
 MAX_CLOSED_COUNTS = 64
@@ -156,7 +155,7 @@ class SampleLedger:
         if request.sequence < member.sequence:
             raise StaleRequest(request.sequence, member.sequence)
         if request.sequence > member.sequence:
-            is_news = self._book(member, request) or is_news
+            is_news = self._apply_reports(member, request) or is_news
             self._touched.add(request.member_id)
             member.sequence = request.sequence
             member.answer = self._lease(member, request, num_members)
@@ -176,7 +175,7 @@ class SampleLedger:
         return {name: member.sequence for name, member in self._members.items()}
 
     def ignore(self, completed: Iterable[LedgerRange]) -> None:
-        """Count ranges reported by a fenced member; they became free when it was lost."""
+        """Count ranges reported by a fenced member. The ranges became free when it was lost."""
         self._ignored += sum(min(max(r.stop - r.start, 0), self.dataset_size) for r in completed)
 
     def give_back(
@@ -231,20 +230,20 @@ class SampleLedger:
             returned=epoch.returned,
         )
 
-    def _book(self, member: _Member, request: SampleRequest) -> bool:
+    def _apply_reports(self, member: _Member, request: SampleRequest) -> bool:
         """Apply a request's reports to the ledger; return True if they changed it."""
         held = {number: IntegerSpans(spans) for number, spans in member.held.items()}
         unused = list(_taken(held, request.given_back))
-        booked = list(_taken(held, request.completed))
-        booked_late = list(_taken(held, request.completed_before))
+        recorded = list(_taken(held, request.completed))
+        recorded_late = list(_taken(held, request.completed_before))
         num_reported = sum(self._size_of(report) for report in request.completed)
-        num_booked = sum(r.stop - r.start for r in booked)
+        num_recorded = sum(r.stop - r.start for r in recorded)
         kept: dict[int, IntegerSpans] = {}
         not_held: list[LedgerRange] = []
         for claim in request.held:
-            own = held.get(claim.epoch, IntegerSpans()).within(claim.start, claim.stop)
+            still_held = held.get(claim.epoch, IntegerSpans()).within(claim.start, claim.stop)
             rest = IntegerSpans([(claim.start, claim.stop)])
-            for start, stop in own:
+            for start, stop in still_held:
                 kept.setdefault(claim.epoch, IntegerSpans()).add(start, stop)
                 rest.remove(start, stop)
             not_held += [LedgerRange(claim.epoch, start, stop) for start, stop in rest]
@@ -255,19 +254,19 @@ class SampleLedger:
         ]
         if sum(map(len, kept.values())) >= MAX_HELD_RANGES and request.num_samples > 0:
             raise TooManyRanges
-        self._ignored += num_reported - num_booked
+        self._ignored += num_reported - num_recorded
         self._reserves += request.reserve - member.reserve
         member.held, member.reserve, member.not_held = kept, request.reserve, tuple(not_held)
         for r in unused:
             self._epoch(r.epoch).free.add(r.start, r.stop)
         for r in dropped:
             self._free(self._epoch(r.epoch), r.start, r.stop)
-        for r in booked + booked_late:
+        for r in recorded + recorded_late:
             self._epoch(r.epoch).completed.add(r.start, r.stop)
-        member.begun = max(request.begun - num_booked, 0) if request.reserve else None
+        member.begun = max(request.begun - num_recorded, 0) if request.reserve else None
         member.begins_per_s = request.begins_per_s
         self._close_completed()
-        return bool(unused or booked or booked_late or dropped or num_reported)
+        return bool(unused or recorded or recorded_late or dropped or num_reported)
 
     def _size_of(self, report: LedgerRange) -> int:
         return min(max(report.stop - report.start, 0), self.dataset_size)
@@ -295,8 +294,7 @@ class SampleLedger:
         member.waits = waits
 
     def _reserve_limit(self, share: int) -> int:
-        """Maximum to answer the member: a third above its share, unless some member lacks
-        samples."""
+        """Maximum to answer the member: a third above its share, unless a member lacks samples."""
         return share if self._num_waiting else share + share // 3
 
     def _share(self, member: _Member, request: SampleRequest, num_members: int) -> int:
@@ -317,7 +315,7 @@ class SampleLedger:
 
     @property
     def _num_openable(self) -> int:
-        """Epochs that may be open at once: two, or as many as hold twice the reserves."""
+        """Number of epochs that may be open at once: two, or as many as twice the reserves take."""
         wanted = -(-2 * self._reserves // self.dataset_size)
         return min(max(wanted, MAX_OPEN_EPOCHS), MAX_RESERVED_EPOCHS)
 
@@ -392,7 +390,7 @@ class SampleLedger:
         return ledger
 
     def _epoch_from_json(self, entry: Mapping[str, Any]) -> _Epoch:
-        # Completed positions are neither free nor held. Not stored, so they cannot disagree.
+        # Completed positions are neither free nor held. Not stored, they cannot contradict that.
         free, completed = (
             IntegerSpans(map(tuple, entry["free"])),
             IntegerSpans([(0, self.dataset_size)]),

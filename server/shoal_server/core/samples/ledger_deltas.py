@@ -42,7 +42,7 @@ class MemberNumbers:
         self._incarnations.append(incarnation)
 
     def number(self, name: str, incarnation: str | None = None) -> int | None:
-        """Number of a member; None if it has none, or it belongs to another incarnation."""
+        """Number of a member; None if it has none, or if the number is another incarnation's."""
         number = self._numbers.get(name)
         known = number is not None and incarnation in (None, self._incarnations[number])
         return number if known else None

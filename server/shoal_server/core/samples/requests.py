@@ -23,8 +23,8 @@ class SampleRequest:
     """Rises with each request; the same number again is a retry."""
     completed: Sequence[LedgerRange] = ()
     held: Sequence[LedgerRange] = ()
-    """Ranges that the member still works at. Other ranges that the ledger has as its own are
-    freed."""
+    """Ranges that the member still works on. It gives up all other ranges that the ledger has for
+    it: they are freed."""
     num_samples: int = 0
     """Number of samples wanted; 0: report only. The leased range may be shorter, never longer."""
     reserve: int = 0
@@ -34,8 +34,8 @@ class SampleRequest:
     given_back: Sequence[LedgerRange] = ()
     """Ranges that the member held and never began."""
     completed_before: Sequence[LedgerRange] = ()
-    """Ranges reported before, perhaps to a ledger that was lost. Recorded ones do not count
-    again."""
+    """Ranges reported before, perhaps to a ledger that was lost. Ranges that are recorded already
+    do not count again."""
     begun: int = 0
     """Number of held samples that the member has begun, if it has a reserve."""
     begins_per_s: int = 0
@@ -68,7 +68,7 @@ class EpochCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerCounts:
-    """Samples over all epochs, and per epoch for the newest ones that have begun."""
+    """Samples over all epochs, and for each of the newest epochs that have begun."""
 
     dataset_size: int
     num_epochs: int

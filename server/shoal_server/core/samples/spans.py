@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 
 class IntegerSpans:
-    """A set of integers whose cost grows with its gaps, not with its size."""
+    """A set of integers. Memory and time grow with the number of gaps, not of integers."""
 
     __slots__ = ("_starts", "_stops")
 

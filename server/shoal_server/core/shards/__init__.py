@@ -1,1 +1,1 @@
-"""Shards: the cut of parameters into shards, the servers that hold each, and changes of those."""
+"""Shards: the cut of parameters into shards, the servers of each shard, and changes of servers."""

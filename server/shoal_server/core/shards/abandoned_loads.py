@@ -1,11 +1,11 @@
-"""Shards whose load from a snapshot was not complete when the coordinator that ran it ended."""
+"""Shards that a coordinator was loading from a snapshot when it ended."""
 
 from dataclasses import replace
 
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 
 GIVEN_UP_AFTER_S = 10.0
-"""Time left for a primary that has loaded its shard to write that to the record."""
+"""Time for a primary that has loaded its shard to write that to the record."""
 
 
 class AbandonedLoads:
@@ -25,15 +25,15 @@ class AbandonedLoads:
     ) -> JobAssignments:
         """The record, with shards that no server loads any more marked as lost. `is_restoring`:
         True if this coordinator is restoring the job now."""
-        found = [h for h in assignments.shards if h.content is ShardContent.LOADING]
-        loading = frozenset((h.shard_id, h.epoch) for h in found)
+        shards = [h for h in assignments.shards if h.content is ShardContent.LOADING]
+        loading = frozenset((h.shard_id, h.epoch) for h in shards)
         if is_restoring:
             loading = frozenset()
         if loading != self._loading:
             self._loading, self._since_s = loading, now_s
         if not loading or now_s - self._since_s < GIVEN_UP_AFTER_S:
             return assignments
-        return assignments.changed((h.shard_id for h in found), _lost)
+        return assignments.changed((h.shard_id for h in shards), _lost)
 
 
 def _lost(loading: ShardAssignment) -> ShardAssignment:

@@ -4,10 +4,10 @@ from collections.abc import Collection
 from math import inf
 from typing import Generic, TypeVar
 
-Who = TypeVar("Who")
+ServerT = TypeVar("ServerT")
 
 
-class ServerAbsences(Generic[Who]):
+class ServerAbsences(Generic[ServerT]):
     """Absences of servers, updated at each call of `away_s`. The absence of a server that the call
     does not name is over; a later one counts from 0."""
 
@@ -16,16 +16,16 @@ class ServerAbsences(Generic[Who]):
         from 0 again: the servers may have been present meanwhile."""
         self._longest_gap_s = longest_gap_s
         self._asked_s = -inf
-        self._since_s: dict[Who, float] = {}
+        self._since_s: dict[ServerT, float] = {}
 
     def away_s(
-        self, who: Collection[Who], now_s: float, *, asked_s: float | None = None
-    ) -> dict[Who, float]:
-        """Seconds for which each server has certainly been gone. `who`: all servers that are gone,
-        by an answer received at `now_s` to a question sent at `asked_s`."""
+        self, gone: Collection[ServerT], now_s: float, *, asked_s: float | None = None
+    ) -> dict[ServerT, float]:
+        """Seconds for which each server has certainly been gone. `gone`: all servers that were not
+        listed in an answer, which came at `now_s` to a request sent at `asked_s`."""
         asked_s = now_s if asked_s is None else asked_s
         if now_s - self._asked_s > self._longest_gap_s:
             self._since_s = {}
         self._asked_s = asked_s
-        self._since_s = {each: self._since_s.get(each, now_s) for each in who}
+        self._since_s = {each: self._since_s.get(each, now_s) for each in gone}
         return {each: max(0.0, asked_s - since_s) for each, since_s in self._since_s.items()}

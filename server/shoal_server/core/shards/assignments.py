@@ -4,8 +4,8 @@ The record of a job is in etcd and is replaced by compare-and-swap only: if two 
 at once, one of them starts again from the other's result. This keeps updates safe:
 
 - A primary acknowledges only updates that every backup *in step* has, so any of them may take over.
-- To go on without a backup, it must first have removed it from the record (`without_backup`).
-- A backup takes over by a write to the record (`promoted`), which only one in step can do.
+- To go on without a backup, a primary first removes it from the record (`without_backup`).
+- A backup takes over by a write to the record (`promoted`), which only a backup in step can do.
 
 So the old and the new primary never both acknowledge, even if one wrongly believes the other dead.
 """
@@ -21,10 +21,10 @@ class ShardContent(Enum):
     """State of a shard's values. A worker may give first values only to a shard that never had any:
     a trained shard that is lost must not silently start over."""
 
-    NONE = "no worker has created it"
-    LOADING = "its primary is to load it from a snapshot"
-    PRESENT = "it has values, which may have been read"
-    LOST = "it had values, and every server that had them is gone"
+    NONE = "no worker has created the shard"
+    LOADING = "the primary is to load the shard from a snapshot"
+    PRESENT = "the shard has values, which may have been read"
+    LOST = "the shard had values, and every server that had them is gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,17 +78,17 @@ class ShardAssignment:
     """Epoch and version that the disk has at least reached. Written now and then, so that an older
     copy of the disk is recognized."""
     found_version: int = 0
-    """Version below that, found on the disk by a later process of the server; 0: none was found."""
+    """Version below `disk_version` that a later process of the server found; 0: none was found."""
     found_foreign: bool = False
     """True if the disk was found to have the shard of another run of the job."""
     restored_version: int = 0
     """Version of the shard in the snapshot that it is or was restored from; 0: no snapshot."""
     content: ShardContent = ShardContent.NONE
-    """State of the values; PRESENT before any worker has read them or pushed to the shard."""
+    """State of the values. Becomes PRESENT before a worker can read them or push to the shard."""
     loss: ShardLoss | None = None
     """Set while the shard is lost."""
     accepted_loss: AcceptedLoss | None = None
-    """The last time that an operator gave the shard up and it started over."""
+    """The latest decision of an operator to give the shard up, with which it started over."""
 
     def holds(self, holder: Holder) -> bool:
         """True if the server has every acknowledged update."""
@@ -188,8 +188,8 @@ def without_backup(assignment: ShardAssignment, primary: Holder, lost: Holder) -
 
 
 def in_step(assignment: ShardAssignment, primary: Holder, joined: Holder) -> ShardAssignment:
-    """Make the joining server a backup: it has all acknowledged updates, and the primary waits for
-    it before it acknowledges more."""
+    """Make the joining server a backup: the server has all acknowledged updates, and the primary
+    waits for it before acknowledging more."""
     if assignment.primary != primary or assignment.joining != joined:
         return assignment
     return replace(assignment, backups=(*assignment.backups, joined), joining=None)

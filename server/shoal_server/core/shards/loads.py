@@ -27,13 +27,13 @@ def weights(
     """
     pushed = {i: _grown(before.get(i, 0), after.get(i, 0)) for i in num_bytes}
     all_bytes, all_pushed = sum(num_bytes.values()), sum(pushed.values())
-    found = {}
+    weight_of = {}
     for i, size in num_bytes.items():
         share = size / all_bytes
         if all_pushed:
             share = (share + pushed[i] / all_pushed) / 2
-        found[i] = max(1, round(UNIT * share))
-    return found
+        weight_of[i] = max(1, round(UNIT * share))
+    return weight_of
 
 
 def _grown(before: int, after: int) -> int:

@@ -93,14 +93,14 @@ def with_losses(
         last = held.get(shard.shard_id, shard)
         if shard.content is not ShardContent.LOST or shard.loss is not None:
             return shard
-        had = tuple(h.server_id for h in (last.primary, *last.backups))
+        last_servers = tuple(h.server_id for h in (last.primary, *last.backups))
         if last.content is ShardContent.LOST:
             # The primary never had the shard's values: it was to load them from a disk.
-            had = (last.on_disk,) if last.on_disk else ()
+            last_servers = (last.on_disk,) if last.on_disk else ()
         loss = ShardLoss(
             version=max(versions.get(shard.shard_id, 0), last.disk_version, last.restored_version),
             lost_unix_s=now_unix_s,
-            servers=had,
+            servers=last_servers,
             snapshot=snapshot[:MAX_SNAPSHOT_TEXT],
         )
         return replace(shard, loss=loss)
@@ -113,10 +113,10 @@ def after_failed_restore(
 ) -> JobAssignments:
     """Mark all shards that had values as lost: servers dropped the values for a restore, which
     failed. `wanted`: the record of the servers that were to load the snapshot."""
-    had = {h.shard_id: h for h in before.shards}
+    held = {h.shard_id: h for h in before.shards}
 
     def noted(shard: ShardAssignment) -> ShardAssignment:
-        last = had.get(shard.shard_id, shard)
+        last = held.get(shard.shard_id, shard)
         anew = replace(shard, epoch=shard.epoch + 1, accepted_loss=last.accepted_loss)
         if last.content is ShardContent.NONE:
             return replace(anew, content=ShardContent.NONE)

@@ -42,7 +42,7 @@ def changes_between(
 
 
 def moved(before: JobAssignments, after: JobAssignments, present: Collection[Holder]) -> Moves:
-    """Count shards that their primary handed over to another server."""
+    """Count shards that a primary handed over to another server."""
     return Counter(
         (old.primary.server_id, new.primary.server_id)
         for old, new in _pairs(before, after)

@@ -20,10 +20,10 @@ from typing import TypeVar
 from shoal_proto.dtypes import DTYPE_BYTES
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Blocks are larger only if a shard still holds BLOCKS_PER_SHARD of them."""
+"""Maximum bytes of a block, unless BLOCKS_PER_SHARD larger blocks fit into a shard."""
 TARGET_SHARD_BYTES = 1792 * 1024
-"""Approximate bytes of a shard. A push costs some 0.2 ms for each shard, whatever its size; up to 2
-MiB it is applied without a switch to another thread."""
+"""Approximate bytes of a shard. A push costs some 0.2 ms for each shard, whatever the size; a push
+of up to 2 MiB is applied without a switch to another thread."""
 MAX_SHARDS = 512
 """Maximum number of shards of up to LARGE_SHARD_BYTES, rounded up to a multiple of the servers."""
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
@@ -32,8 +32,8 @@ MAX_LARGE_SHARDS = 4096
 BLOCKS_PER_SHARD = 8
 """Approximate minimum number of blocks in a shard, so that the packing is even."""
 MIN_SPLIT_BYTES = 64 * 1024
-"""Minimum bytes of a dtype and group for each server; below it there is one shard. A request to one
-more server costs a worker more than to send so many bytes more to the first server."""
+"""Minimum bytes of a dtype and group for each server; with less, the dtype and group is one shard.
+For a worker, one request more costs more than this many bytes more in another request."""
 MAX_MODEL_BYTES = 1 << 50
 """Maximum size of a model: more than any machine's memory, so a larger shape is a mistake."""
 CUT_ELEMENTS = 64
@@ -163,8 +163,8 @@ def _describe(parameter: Parameter) -> str:
 
 def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[Shard, ...]:
     """Shards of about equal size that together hold every element exactly once. The number of
-    shards of each dtype and group is a multiple of `num_servers`, unless it has too few bytes to be
-    worth splitting.
+    shards of each dtype and group is a multiple of `num_servers`, or 1 if there are too few bytes
+    to be worth splitting.
     """
     total_bytes = sum(p.num_bytes for p in parameters)
     target_bytes = shard_bytes(total_bytes)

@@ -19,7 +19,7 @@ from shoal_server.core.shards.assignments import (
 )
 
 MAX_MOVES = 8
-"""Maximum of shards that are moved for balance at a time, since training goes on meanwhile."""
+"""Maximum number of shards that are moved for balance at a time: training goes on meanwhile."""
 TOLERATED_SKEW = 1.05
 """Load of the fullest server divided by the mean, up to which nothing is moved."""
 
@@ -74,8 +74,8 @@ def rebalance(
     shards = []
     wanted = _wanted(assignments.copies, servers)
     for assignment in assignments.shards:
-        if _is_well(assignment, wanted, servers) or _is_loading(assignment, servers):
-            # The common case: most of thousands of shards when one of them changes.
+        if _needs_no_change(assignment, wanted, servers) or _is_loading(assignment, servers):
+            # The common case: if one shard changes, thousands of others do not.
             shards.append(assignment)
             continue
         weight = weights.get(assignment.shard_id, 1)
@@ -83,16 +83,16 @@ def rebalance(
         if kept.content is ShardContent.LOST:
             shards.append(kept)
             continue
-        kept = _recruit(kept, assignments.copies, servers, loads, weight)
-        kept = _relieve(kept, assignments.copies, servers, loads, weight)
+        kept = _add_joining(kept, assignments.copies, servers, loads, weight)
+        kept = _hand_over_or_drop(kept, assignments.copies, servers, loads, weight)
         shards.append(kept)
-    tended = replace(assignments, shards=tuple(shards))
-    if tended != assignments:
-        return tended
-    return _even_out(tended, servers, loads, weights)
+    changed = replace(assignments, shards=tuple(shards))
+    if changed != assignments:
+        return changed
+    return _even_out(changed, servers, loads, weights)
 
 
-def _is_well(assignment: ShardAssignment, wanted: int, servers: Servers) -> bool:
+def _needs_no_change(assignment: ShardAssignment, wanted: int, servers: Servers) -> bool:
     """True if a shard needs no change, whatever the loads."""
     in_step = (assignment.primary, *assignment.backups)
     return (
@@ -135,13 +135,13 @@ def _rescue(
         return assignment
     if not servers.takers:
         return assignment
-    heir = _emptiest(servers.takers, loads.leads)
-    loads.leads[heir] += weight
-    loads.holds[heir] += weight
+    new_primary = _emptiest(servers.takers, loads.leads)
+    loads.leads[new_primary] += weight
+    loads.holds[new_primary] += weight
     fresh = ShardAssignment(
         shard_id=assignment.shard_id,
         epoch=assignment.epoch + 1,
-        primary=heir,
+        primary=new_primary,
         accepted_loss=assignment.accepted_loss,
     )
     if assignment.content is ShardContent.NONE:
@@ -166,8 +166,8 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
-    """Number of shards whose values are gone and whose loss is not recorded yet. `rebalance` would
-    give them to servers without values, or a server has just found that its disk lacks them."""
+    """Number of shards whose values are gone and whose loss is not recorded yet: `rebalance` would
+    give the shard to a server without values, or a server has just found its disk without it."""
     if not servers.staying:
         return 0
     return sum(
@@ -188,7 +188,7 @@ def _staying(assignment: ShardAssignment, servers: Servers) -> list[Holder]:
     return [holder for holder in in_step if holder in servers.staying]
 
 
-def _recruit(
+def _add_joining(
     assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
     """Name a server as joining if a copy is missing."""
@@ -201,7 +201,7 @@ def _recruit(
     return replace(assignment, joining=joining)
 
 
-def _relieve(
+def _hand_over_or_drop(
     assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
     """Hand the shard over from a leaving or loaded server, or drop a surplus copy."""
@@ -273,8 +273,7 @@ def _even_out(
 
 
 def gone_on_without(before: JobAssignments, after: JobAssignments) -> frozenset[Holder]:
-    """Servers that held or were joining a shard in `before`, and have been dropped from it
-    since."""
+    """Servers that held or were joining a shard in `before` and are dropped from it in `after`."""
     holders = {h.shard_id: h.holders for h in after.shards}
     return frozenset(
         holder

@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Record(Protocol):
-    """One push as it was applied. Its data are not read here."""
+    """One push as it was applied. The log does not read the push's data."""
 
     @property
     def version(self) -> int:
@@ -55,5 +55,5 @@ class ShardLog(Generic[RecordT]):
         self.num_bytes = 0
 
     def after(self, version: int) -> Iterator[RecordT]:
-        """Yield the records after that version; those that were discarded are left out."""
+        """Yield the records after that version that were not discarded."""
         yield from islice(self._records, max(0, version - self.start), None)

@@ -12,12 +12,12 @@ from shoal_server.core.shards.rebalance import Servers, gone_on_without
 SUSPECT_S = 3.0
 RESCUE_AFTER_S = 10.0
 """Seconds for which etcd has not listed a primary before the coordinator replaces it. A backup that
-cannot reach its primary takes over at once. If it can reach it, the primary is merely cut off from
-etcd, and serves on meanwhile."""
+cannot reach its primary takes over at once. If the backup reaches the primary, the primary is
+merely cut off from etcd, and serves on meanwhile."""
 
 
 class Sightings:
-    """Servers of one job, as one coordinator has seen them since it leads."""
+    """Servers of one job, as seen by one coordinator since its term began."""
 
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
         """Both limits are those of `ReplicationLimits`."""
@@ -91,8 +91,8 @@ class Sightings:
     def _suspects(
         self, last: JobAssignments, assignments: JobAssignments, seen: Servers, now_s: float
     ) -> frozenset[Holder]:
-        """Present holders that their peers dropped. If they are alive after all, they may be given
-        shards again after SUSPECT_S."""
+        """Present holders that a peer has dropped. If still present after SUSPECT_S, a holder may
+        be given shards again."""
         dropped = gone_on_without(last, assignments) & seen.present
         self._suspect_until_s.update(dict.fromkeys(dropped, now_s + SUSPECT_S))
         self._suspect_until_s = {

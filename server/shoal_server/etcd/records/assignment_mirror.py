@@ -115,37 +115,37 @@ class AssignmentMirror:
         gone or replaced.
 
         `wanted` returns its argument to change nothing, and is called again for a record that
-        another process wrote meanwhile. Many records share a transaction; after a conflict, those
-        in question are retried in smaller transactions, in the end one by one, so that a record
-        that is written often does not hold up the others. Raises what the store raises; some
-        records may then have been changed, which the next call finds out before it calls `wanted`.
+        another process wrote meanwhile. Many records share a transaction. After a conflict, its
+        records are retried in smaller transactions, in the end one by one, so that a record that is
+        written often does not hold up the others. Raises what the store raises. Some records may
+        then have been changed; the next call finds that out before it calls `wanted`.
         """
         head = self._heads.get(job)
-        left, size = list(shard_ids), records.SHARDS_A_TRANSACTION
+        remaining, size = list(shard_ids), records.SHARDS_A_TRANSACTION
         while head is not None and self._heads.get(job) == head:
-            await self._settle(job, head.run, left)
+            await self._settle(job, head.run, remaining)
             stored = self._shards.get((job, head.run), {})
-            wishes = [
+            changes = [
                 (shard, target)
-                for shard_id in left
+                for shard_id in remaining
                 if (shard := stored.get(shard_id)) is not None
                 and (target := wanted(shard.assignment)) != shard.assignment
             ]
-            if not wishes:
+            if not changes:
                 return True
-            batches = [wishes[start : start + size] for start in range(0, len(wishes), size)]
+            batches = [changes[start : start + size] for start in range(0, len(changes), size)]
             found = await gather_bounded(self._write, batches, records.TRANSACTIONS_AT_ONCE)
             if any(each is None for each in found):
                 return False
-            left, size = [i for each in found for i in each or ()], max(1, size // 10)
+            remaining, size = [i for each in found for i in each or ()], max(1, size // 10)
         return False
 
     async def _write(
-        self, wishes: Sequence[tuple[StoredShard, ShardAssignment]]
+        self, changes: Sequence[tuple[StoredShard, ShardAssignment]]
     ) -> list[int] | None:
         """Write records in one transaction. Return the ids of shards whose records another process
         has written meanwhile (empty: all were written), or None if some records are gone."""
-        shards, targets = [shard for shard, _ in wishes], [target for _, target in wishes]
+        shards, targets = [shard for shard, _ in changes], [target for _, target in changes]
         try:
             is_done, found = await records.change(self._store, shards, targets)
         except BaseException as error:
@@ -158,7 +158,7 @@ class AssignmentMirror:
             return []
         if len(found) < len(shards):
             return None
-        # Without unreadable records: their new revisions never become known, so a retry would
+        # Unreadable records are left out: their new revisions never become known, so a retry would
         # never end.
         return [
             s.assignment.shard_id

@@ -1,9 +1,9 @@
-"""Shard assignments of a job in etcd: one record a shard, replaced by compare-and-swap.
+"""Shard assignments of a job in etcd: one record per shard, replaced by compare-and-swap.
 
 The job's head, common to all shards, is written once, after the records of all shards; the
 transaction that writes it decides the placement. Until then the shards' records have no effect, and
 the next placement deletes them. Keys contain the run of the job, so no two placements collide, and
-records of another run are never mistaken for this one's.
+records of different runs are never confused.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -87,7 +87,7 @@ class StoredShard:
         return keys.shard_assignment(self.job, self.run, self.assignment.shard_id)
 
     def replaced(self, assignment: ShardAssignment) -> Put:
-        """Write that replaces this record by that of another assignment of the shard."""
+        """Write that replaces this record by a record of another assignment of the shard."""
         return Put(self.key, encode_shard(self.run, assignment, self.value))
 
     @property
@@ -157,7 +157,7 @@ def parse(entry: MirroredKey | KeyValue) -> JobHead | StoredShard:
 
 
 def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
-    """Raises InternalError for bytes that are no such record."""
+    """Parse the head of a job. Raises InternalError for bytes that are no such record."""
     message = _parsed(pb.JobHoldings, entry)
     expected = keys.assignments_head(message.job)
     if entry.key != expected or not message.run or message.format > FORMAT:
@@ -172,7 +172,7 @@ def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
 
 
 def parse_shard(entry: MirroredKey | KeyValue) -> StoredShard:
-    """Raises InternalError for bytes that are no such record."""
+    """Parse the record of a shard. Raises InternalError for bytes that are no such record."""
     message = _parsed(pb.ShardHolding, entry)
     job = entry.key.removeprefix(keys.ASSIGNMENTS).partition("/")[0]
     expected = keys.shard_assignment(job, message.run, message.shard_id)
@@ -310,10 +310,10 @@ async def place(
     head = Put(keys.assignments_head(assignments.job), encode_head(assignments))
     decided = await store.transact([still_there, *compares], [head, *operations], otherwise)
     if decided.succeeded:
-        await _take_others_away(store, assignments, decided.revision)
+        await _delete_unfinished(store, assignments, decided.revision)
     else:
-        mine = keys.assignments_of_run(assignments.job, assignments.run)
-        await store.transact([], [Delete(mine, prefix=True)])
+        own_records = keys.assignments_of_run(assignments.job, assignments.run)
+        await store.transact([], [Delete(own_records, prefix=True)])
     return decided
 
 
@@ -343,8 +343,8 @@ async def _write(
         return created_at(puts[0].key, result.reads[0][0].create_revision)
 
 
-async def _take_others_away(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
-    """Delete the records of unfinished placements, which cannot take effect any more."""
+async def _delete_unfinished(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
+    """Delete the records of other, unfinished placements, which cannot take effect any more."""
     prefix = keys.assignments(placed.job)
     still_decided = unchanged_since(keys.assignments_head(placed.job), decided_at)
     try:
@@ -354,7 +354,7 @@ async def _take_others_away(store: Keyspace, placed: JobAssignments, decided_at:
             gone = Delete(keys.assignments_of_run(placed.job, run), prefix=True)
             await store.transact([still_decided], [gone])
     except RetryError as error:
-        # They do no harm, and are deleted by the next placement.
+        # The records do no harm, and are deleted by the next placement.
         log.warning("unfinished_placements_left", job=placed.job, reason=str(error))
 
 

@@ -1,5 +1,5 @@
 """Parameter server processes that are known to have ended, and so acknowledge nothing any more.
-Others whose lease ran out count as dead only after a time."""
+Other processes whose lease ran out count as dead only after a time."""
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S

@@ -54,7 +54,7 @@ def encode_head(head: SeriesHead) -> bytes:
 
 
 def parse_head(series: str, value: bytes) -> SeriesHead:
-    """Raises InternalError for bytes that are no head, and for those of a later release."""
+    """Parse a head. Raises InternalError for other bytes, and for a head of a later release."""
     found = _parsed(pb.SeriesHead, series, value)
     if not 0 < found.format <= FORMAT:
         raise _unreadable(series, f"format {found.format}", f"format 1 to {FORMAT}")
@@ -80,7 +80,7 @@ def encode_version(version: PublishedVersion) -> bytes:
 
 
 def parse_version(series: str, value: bytes) -> PublishedVersion:
-    """Raises InternalError for bytes that are no version, or whose digest is not its own."""
+    """Parse a version. Raises InternalError if it is none, or does not match its own digest."""
     found = _parsed(pb.VersionRecord, series, value)
     version = version_from_pb(found)
     if found.digest != version.digest:
@@ -135,8 +135,8 @@ def segment_from_pb(segment: pb.Segment) -> PublishedSegment:
 
 
 def parse_series(series: str, values: Mapping[str, bytes]) -> StoredSeries | None:
-    """The series, from records by key, which may include those of other series; None if it has no
-    head. Raises InternalError if a record is unreadable, or one that the head names is missing."""
+    """The series, from records by key, of this and maybe other series; None if it has no head.
+    Raises InternalError if a record is unreadable, or missing although the head names it."""
     value = values.get(keys.series_head(series))
     if value is None:
         return None

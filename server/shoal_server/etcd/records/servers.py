@@ -22,7 +22,7 @@ class Server:
     address: str
     """host:port under which workers and other servers reach it."""
     is_leaving: bool = False
-    """True if the server is handing over its shards, and ends then."""
+    """True if the server is handing over its shards, and will then end."""
     torch_version: str = ""
     """The server's torch version; empty if it did not state one."""
 

@@ -49,7 +49,7 @@ READERS_KEEP = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayout:
-    """A layout as it is written: `chunks` first, then `head`, which decides."""
+    """A layout as it is written: `chunks` first, then `head`, which makes it the job's layout."""
 
     job: str
     digest: str
@@ -100,8 +100,7 @@ async def _write_chunk(store: Keyspace, chunk: Put) -> Compare:
 
 
 async def take_others_away(store: Keyspace, decided: StoredLayout, decided_at: Revision) -> None:
-    """Delete the job's other layouts, which the one decided at `decided_at` replaced or
-    preceded."""
+    """Delete the job's layouts other than `decided`, which was written at `decided_at`."""
     prefix = keys.shard_map_chunks(decided.job)
     still_decided = unchanged_since(decided.head.key, decided_at)
     try:
@@ -111,7 +110,7 @@ async def take_others_away(store: Keyspace, decided: StoredLayout, decided_at: R
             gone = Delete(keys.shard_map_chunks(decided.job, digest), prefix=True)
             await store.transact([still_decided], [gone])
     except RetryError as error:
-        # They do no harm, and are deleted with the job.
+        # The other layouts do no harm, and are deleted with the job.
         log.warning("other_layouts_left", job=decided.job, reason=str(error))
 
 
@@ -204,7 +203,7 @@ def parse(job: str, items: Collection[KeyValue]) -> ShardMap | None:
 
 
 def from_bytes(job: str, serialized: bytes) -> ShardMap:
-    """Raises InternalError for bytes that are no shard map."""
+    """Parse a shard map. Raises InternalError for bytes that are none."""
     try:
         return ShardMap.FromString(serialized)
     except DecodeError as error:

@@ -14,7 +14,7 @@ from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 
 async def write(store: Keyspace, urls: Sequence[str]) -> None:
-    """Raises what the store raises."""
+    """Write the allowed roots. Raises what the store raises."""
     value = json.dumps({"urls": list(urls)}).encode()
     await store.transact([], [Put(keys.SNAPSHOT_ROOTS, value)])
 

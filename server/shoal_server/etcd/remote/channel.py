@@ -1,9 +1,9 @@
-"""One endpoint's channel.
+"""The gRPC channel to one endpoint of etcd, and how a dead peer is noticed.
 
-Dead peers. A peer that no longer acknowledges TCP data is noticed by TCP_USER_TIMEOUT, which gRPC
-sets to the keepalive timeout. A peer whose kernel lives but whose process hangs (SIGSTOP) is
-noticed by HTTP/2 pings, by the time limit of an attempt, and by a watch's progress requests. etcd
-allows one ping in 5 s and none on an idle connection, and closes it (GOAWAY) after more.
+A peer that no longer acknowledges TCP data is noticed by TCP_USER_TIMEOUT, which gRPC sets to the
+keepalive timeout. A peer whose kernel lives but whose process hangs (SIGSTOP) is noticed by HTTP/2
+pings, by the time limit of an attempt, and by a watch's progress requests. etcd allows one ping in
+5 s, and none on an idle connection; it closes a connection with more pings (GOAWAY).
 """
 
 import grpc

@@ -29,8 +29,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
-# A member of etcd that is cut off from its cluster refuses the call at once, and does not let it
-# wait.
+# With this, a member of etcd that is cut off from its cluster refuses a call at once, instead of
+# letting it wait.
 REQUIRE_LEADER: Metadata = (("hasleader", "true"),)
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 0.5
@@ -55,7 +55,7 @@ class Connections:
         self._index = 0
         self._credentials: grpc.ChannelCredentials | None = None
         self._stamps: list[tuple[int, int]] = []
-        """Time and inode of the files from which the credentials were read."""
+        """Modification time and inode of each file from which the credentials were read."""
         self.token: str | None = None
         """Token of etcd; None before the login, empty if etcd wants none."""
         self._login_lock = asyncio.Lock()
@@ -71,7 +71,7 @@ class Connections:
         credentials = self.load_credentials()
         found = self._open.get(address)
         if found is not None and found.credentials is not credentials and not found.is_connected:
-            # It would present the former certificate for as long as it exists.
+            # The connection would present the former certificate for as long as it exists.
             self.replace(found)
             found = None
         if found is None:
@@ -185,8 +185,7 @@ class Connections:
         return (*REQUIRE_LEADER, ("token", self.token)) if self.token else REQUIRE_LEADER
 
     def known_metadata(self) -> Metadata | None:
-        """Metadata of each call, without a login; None before the first one. Call it from any
-        thread."""
+        """Metadata of each call, without a login; None before the first login. For any thread."""
         token = self.token
         if not self.config.user:
             return REQUIRE_LEADER

@@ -1,7 +1,7 @@
-"""Classification of failed calls to etcd: the remedy, and if the request may have run.
+"""Classification of failed calls to etcd: the remedy, and whether etcd may have run the request.
 
-etcd's errors differ by text more than by status code (three unlike errors are UNAVAILABLE),
-so the table below is keyed by both. The texts have been stable since etcd 3.2; an unknown text is
+etcd's errors differ by text more than by status code (three different errors are UNAVAILABLE), so
+the table below is keyed by both. The texts have been stable since etcd 3.2; an unknown text is
 classified by its code.
 """
 

@@ -1,9 +1,9 @@
 """Renewal of a lease on a thread of its own, independent of the event loop.
 
-A call on the event loop takes several of its turns. When thousands of members attend at once on a
-busy machine, that is longer than a lease lasts, and a leader that is merely slow would lose its
-term. A leader whose loop is stuck for good has to lose it: so the loop reports again and again that
-it runs (`lives`), and without these reports renewals stop.
+A call on the event loop takes several turns of the loop. When thousands of members attend at once
+on a busy machine, these turns take longer than a lease lasts, and a leader that is merely slow
+would lose its term. A leader whose loop is stuck for good has to lose it: so the loop reports again
+and again that it runs (`lives`), and renewals stop without these reports.
 """
 
 import threading

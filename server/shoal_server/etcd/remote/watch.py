@@ -2,8 +2,8 @@
 
 The stream to etcd may break at any moment; the sequence of revisions must not. The tracker knows
 the next revision to deliver, every new stream asks for exactly that one, and etcd sends it from its
-history. An answer in fragments is assembled before any of it is delivered: after a break in
-between, the whole revision is sent again.
+history. An answer in fragments is assembled before any part of it is delivered: after a break
+between fragments, the new stream brings the whole revision again.
 """
 
 import asyncio
@@ -146,7 +146,7 @@ async def _whole(
         if response.created:
             await _check_history(connections, prefix, tracker, response.header.revision)
         events.extend(response.events)
-        # An answer without events is one to a progress request, and may come between fragments.
+        # An answer without events belongs to a progress request, and may come between fragments.
         if response.events and not response.fragment:
             yield events
             events = []
@@ -196,7 +196,7 @@ async def _send(call: Stream, request: pb.WatchRequest, limit_s: float) -> None:
         async with asyncio.timeout(limit_s):
             await call.write(request)
     except asyncio.InvalidStateError:
-        # The call has ended; its status says how.
+        # The call has ended; its status says why.
         raise await _ending(call) from None
 
 
@@ -225,7 +225,7 @@ def _raise_cancelled(response: pb.WatchResponse) -> None:
 async def _check_history(
     connections: Connections, prefix: str, tracker: WatchTracker, revision: int
 ) -> None:
-    """Raise CorruptError if etcd's revision is below one that this watch has delivered.
+    """Raise CorruptError if etcd's revision is below a revision that this watch has delivered.
 
     A single member may lag; a linearizable read shows if etcd as a whole has lost its data.
     """

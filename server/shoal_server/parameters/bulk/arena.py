@@ -14,11 +14,12 @@ from shoal_proto.errors import MalformedMessage
 from shoal_server.parameters.shard.reply_writer import CopyOut, cut
 
 LARGE_BYTES = 64 * 1024
-"""Size from which the GIL is released while data are copied."""
+"""Size from which data are copied with the GIL released."""
 
 
 class SharedArena:
-    """Shared memory of sealed size: a client that could shrink it could crash the server."""
+    """Shared memory of fixed size. The size is sealed: a client that could shrink the memory could
+    crash the server."""
 
     def __init__(self, num_bytes: int) -> None:
         """Allocate the memory. Raises OSError if the system has none."""
@@ -49,7 +50,7 @@ class SharedArena:
 
 
 def writer_into(slot: memoryview, at: int) -> CopyOut:
-    """Return a writer that copies values to `slot`, which begins at `at` of the shared memory."""
+    """Return a writer that copies values to `slot`, at byte `at` of the shared memory."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
         size = 0

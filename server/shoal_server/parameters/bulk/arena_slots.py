@@ -7,15 +7,15 @@ from collections import deque
 from collections.abc import Callable
 
 SLOT_BYTES = 2 * 1024 * 1024
-"""Size of a slot. Most shards of parameters fit, so that a push to one is in one piece."""
+"""Size of a slot. Most shards of parameters are smaller, so a push to a shard is one piece."""
 NUM_SLOTS = 16
-"""Twice the number of shards of one push that are in progress at a time, so that each finds a free
-slot although slots are freed in batches of half of them."""
+"""Twice the number of shards of one push that are in progress at a time. Slots are freed in batches
+of half of them, and the other half has a slot for each of these shards."""
 
 
 class ArenaSlots:
-    """The slots of one connection. A slot is filled, announced, and free again once the other end
-    frees it. Lives on the event loop."""
+    """The slots of one connection. A slot is filled and announced to the other end, which frees it
+    again. Lives on the event loop."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         """Takes ownership of the mapping."""
@@ -34,8 +34,8 @@ class ArenaSlots:
         return at
 
     def fill_now(self, data: memoryview) -> int | None:
-        """Copy data as `fill` does, without waiting; None if no slot is free. The latest draft is
-        not copied again."""
+        """Copy data as `fill` does, without waiting; None if no slot is free. If `data` is the
+        latest draft, return its slot, and copy nothing."""
         draft, is_here = self._draft, data.obj is self._memory.obj
         if draft is not None and is_here and draft[1] == _address(data):
             self._draft = None
@@ -47,8 +47,8 @@ class ArenaSlots:
         return at
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy at most SLOT_BYTES to a slot that may or may not be announced. A new draft
-        replaces the previous one. None if no slot is free."""
+        """Copy at most SLOT_BYTES to a slot before it is known if the data will be sent, and return
+        the copy; None if no slot is free. A new draft replaces the previous one."""
         if self._draft is None:
             if not self._free:
                 return None
@@ -63,8 +63,8 @@ class ArenaSlots:
     def lend(
         self, at: int, num_bytes: int, keep: Callable[[memoryview], Callable[[], None]]
     ) -> None:
-        """Let this process read a slot too: the function that `keep` returns is called before the
-        slot is free again."""
+        """Let this process read a slot too: `keep` gets the slot's memory, and the function that it
+        returns is called before the slot is free again."""
         self._before_free[at] = keep(self._memory[at : at + num_bytes])
 
     def free(self, at: int) -> None:

@@ -13,7 +13,7 @@ from shoal_proto.pieces import Buffer
 from shoal_proto.tls import identity
 
 AT_A_TIME_BYTES = 256 * 1024
-"""Bytes encrypted or decrypted in one turn of the event loop."""
+"""Most bytes that are encrypted or decrypted in one turn of the event loop."""
 
 Result = TypeVar("Result")
 
@@ -34,8 +34,8 @@ class ByteChannel(Protocol):
         ...
 
     def send_some(self, data: bytes) -> int:
-        """Send without waiting, and return the number of bytes sent; the rest must be sent next.
-        Raises OSError if nothing was sent."""
+        """Send without waiting, and return the number of bytes sent. The other bytes must be sent
+        next. Raises OSError if nothing was sent."""
         ...
 
 
@@ -60,15 +60,16 @@ class PlainBytes:
 
 
 class TlsBytes:
-    """Bytes over TLS. OpenSSL needs the same bytes again if a record was not sent whole: `_Waits`
-    repeats the call."""
+    """Bytes over TLS. If a record was not sent whole, OpenSSL must be called with the same bytes
+    again: `_Waits` repeats the call."""
 
     def __init__(self, connected: ssl.SSLSocket) -> None:
         self._socket = connected
         self._waits = _Waits(connected)
 
     async def receive_into(self, space: memoryview) -> int:
-        """Receive as many records as have come and fit; a record has at most 16 KiB."""
+        """Receive the records that have come, as far as they fit into `space`. A record has at most
+        16 KiB."""
         try:
             count = await self._waits.until(partial(self._socket.recv_into, space))
             end = min(len(space), AT_A_TIME_BYTES)
@@ -88,8 +89,8 @@ class TlsBytes:
 
     async def send_file(self, descriptor: int, start: int, num_bytes: int) -> None:
         for at in range(start, start + num_bytes, AT_A_TIME_BYTES):
-            left = start + num_bytes - at
-            await self.send_all(os.pread(descriptor, min(AT_A_TIME_BYTES, left), at))
+            left_bytes = start + num_bytes - at
+            await self.send_all(os.pread(descriptor, min(AT_A_TIME_BYTES, left_bytes), at))
 
     def send_some(self, data: bytes) -> int:
         try:
@@ -100,8 +101,8 @@ class TlsBytes:
 
 
 class _Waits:
-    """Repeats calls of a TLS socket once it is ready. One task per direction at a time; each may
-    have to wait for either direction."""
+    """Repeats calls of a TLS socket once it is ready. Used by one task that reads and one that
+    writes; TLS may make either of them wait for both directions."""
 
     def __init__(self, connected: ssl.SSLSocket) -> None:
         self._socket = connected
@@ -143,13 +144,13 @@ def _wake(waiting: "set[asyncio.Future[None]]") -> None:
 
 
 def bytes_of(connected: socket.socket) -> ByteChannel:
-    """Return the reader and writer of a connection, on the running loop."""
+    """Return the channel of a connection, for use on the running loop."""
     return TlsBytes(connected) if isinstance(connected, ssl.SSLSocket) else PlainBytes(connected)
 
 
 async def encrypted(connected: socket.socket) -> socket.socket:
-    """Wrap a client's connection in TLS if this process has a certificate; then use only the
-    result. Raises OSError if the client has no certificate."""
+    """Wrap a client's connection in TLS if this process has a certificate, and return it. Use only
+    the result afterwards. Raises OSError if the client has no certificate."""
     own = identity.own()
     if own is None:
         return connected

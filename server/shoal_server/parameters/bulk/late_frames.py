@@ -1,4 +1,4 @@
-"""Frames that may wait: they are sent together, as each send wakes the other end."""
+"""Frames that may wait. They are sent together, as each send wakes the other end."""
 
 import asyncio
 from collections.abc import Hashable
@@ -13,8 +13,7 @@ class LateFrames:
     loop."""
 
     def __init__(self, wire: FrameConnection, freed_together: int) -> None:
-        """`freed_together`: number of freed slots that are sent at once, with all waiting
-        frames."""
+        """`freed_together`: number of freed slots at which all queued frames are sent."""
         self._wire = wire
         self._freed_together = freed_together
         self._newest: dict[Hashable, bytes] = {}
@@ -22,14 +21,14 @@ class LateFrames:
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, about: Hashable, frame: bytes) -> None:
-        """Queue a frame. It replaces an earlier one with the same `about`."""
+        """Queue a frame. It replaces a queued frame with the same `about`."""
         self._newest[about] = frame
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(WITHIN_S, self._send)
 
     def free(self, frame: bytes) -> None:
-        """Queue the frame of a freed slot. It is sent once there are enough of them, or with other
-        frames."""
+        """Queue the frame of a freed slot. It is sent once `freed_together` of them are queued, or
+        with other frames."""
         self._freed.append(frame)
         if len(self._freed) >= self._freed_together:
             self._send()
@@ -44,7 +43,7 @@ class LateFrames:
         return False
 
     def close(self) -> None:
-        """Stop the timer: queued frames are sent only with a later one."""
+        """Stop the timer: queued frames are sent only with a later frame."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

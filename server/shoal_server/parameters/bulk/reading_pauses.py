@@ -1,14 +1,14 @@
-"""Pauses in reading from a connection whose data nobody waits for."""
+"""Pauses in reading from a connection, for pushes whose sender does not wait for an answer."""
 
 from math import inf
 
 PAUSE_S = 0.003
-"""Length of a pause. Reading at once wakes this process, and the kernel often runs it in place of
-the process that has just written."""
+"""Length of a pause. Without pauses, each push wakes this process, and the kernel often runs it in
+place of the process that has just written."""
 MANY = 8
-"""Most pushes in one pause: after more, the sender would soon wait for free slots."""
+"""Most pushes in one pause: with more, the sender would soon wait for free slots."""
 AWAITED_S = 0.1
-"""Time without pauses after somebody waited for data."""
+"""Time without pauses after a push whose sender waits, or after more than MANY pushes at once."""
 
 
 class ReadingPauses:
@@ -20,18 +20,18 @@ class ReadingPauses:
         self._awaited_s = -inf
 
     def read(self, *, may_wait: bool, now_s: float) -> None:
-        """Note a push that was read. `may_wait`: nobody waits for what follows."""
+        """Note a push that was read. `may_wait`: its sender does not wait for the answer."""
         self._num_read += 1
         self._may_wait = may_wait
         if not may_wait or self._num_read > MANY:
             self._awaited_s = max(self._awaited_s, now_s)
 
     def end(self) -> None:
-        """Make no more pauses: somebody waits until all is read."""
+        """Make no more pauses: the connection ends once all data are read."""
         self._awaited_s = inf
 
     def take(self, now_s: float) -> float:
-        """Return the length of the next pause in seconds, once all that has come is read."""
+        """Return the length of the next pause, after all received data were read."""
         may_pause = self._may_wait and now_s - self._awaited_s >= AWAITED_S
         self._num_read, self._may_wait = 0, False
         return PAUSE_S if may_pause else 0.0

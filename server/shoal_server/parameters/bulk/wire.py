@@ -21,16 +21,16 @@ log = structlog.get_logger(__name__)
 SMALL_BYTES = 32 * 1024
 
 TakeFrame = Callable[[Frame], bool]
-"""Handles a frame without waiting, if possible. Returns True if it did."""
+"""Handles a frame without waiting, if possible. Returns True if the frame was handled."""
 
 
 class PeerHungUp(Exception):
-    """The other end has closed the connection, or it broke."""
+    """The other end has closed the connection, or the connection broke."""
 
 
 class FrameConnection:
-    """A connection that one task may read and any number may write. The socket does not block.
-    Lives on the event loop."""
+    """A connection that one task may read, and to which any number of tasks may write. The socket
+    does not block. Lives on the event loop."""
 
     def __init__(self, connected: socket.socket, *, first: FrameKind | None = None) -> None:
         """`first`: the kind that the first frame of the other end must have."""
@@ -50,7 +50,7 @@ class FrameConnection:
         self._sent_s = self._loop.time()
         self._take: TakeFrame | None = None
         self.pauses = ReadingPauses()
-        """Pauses in reading, by the pushes that the function given to `deliver` took."""
+        """Pauses in reading, decided from the pushes that the `deliver` function took."""
         self._paused: tuple[asyncio.TimerHandle, asyncio.Future[Frame]] | None = None
 
     async def next_frame(self) -> Frame:
@@ -71,17 +71,17 @@ class FrameConnection:
         return frame
 
     def read_chunks_into(self, buffer_for: Callable[[int], memoryview] | None) -> None:
-        """Receive the body of each frame from now on into the memory that `buffer_for` returns for
-        its size; `buffer_for` may raise MalformedMessage. None: into new memory."""
+        """Receive the body of each later frame into the memory that `buffer_for` returns for the
+        body's size. `buffer_for` may raise MalformedMessage; None stands for new memory."""
         self._chunk_buffer = buffer_for
 
     def _buffer_for(self, num_bytes: int) -> memoryview:
         return (self._chunk_buffer or _unset)(num_bytes)
 
     async def next_descriptor(self) -> int:
-        """Receive the next frame, DESCRIPTOR, and return its descriptor, which the caller closes.
-        The other end sends such a frame only when asked. Read it only by this method: any other
-        read would lose the descriptor.
+        """Receive the next frame, which must be DESCRIPTOR, and return its descriptor. The caller
+        closes the descriptor. The other end sends such a frame only on request; read it only by
+        this method, as any other read would lose the descriptor.
 
         Raises PeerHungUp, MalformedMessage or ChecksumMismatch.
         """
@@ -123,9 +123,9 @@ class FrameConnection:
             remove(number)
 
     def deliver(self, take: TakeFrame | None) -> None:
-        """Offer each frame to `take` as soon as it comes, while a task waits in `next_frame`:
-        waking the task would cost more than handling most frames. What `take` raises, `next_frame`
-        raises. None: stop that."""
+        """Offer each frame to `take` as soon as it comes, while a task waits in `next_frame`: to
+        wake the task would cost more than to handle most frames. An error of `take` is raised by
+        `next_frame`. None: offer no more frames."""
         self._take = take
 
     def _next_untaken(self) -> Frame | None:
@@ -135,8 +135,8 @@ class FrameConnection:
         return frame
 
     async def _await_untaken(self) -> Frame:
-        """Wait for a frame that is not taken. Until then the socket stays registered with the event
-        loop."""
+        """Wait for a frame that the `deliver` function does not take. Until then the socket stays
+        registered with the event loop."""
         number = self.socket.fileno()
         awaited: asyncio.Future[Frame] = self._loop.create_future()
         self._loop.add_reader(number, self._readable, awaited)
@@ -198,8 +198,7 @@ class FrameConnection:
                 raise PeerHungUp(repr(error)) from error
 
     async def send_descriptor(self, descriptor: int) -> None:
-        """Send a frame DESCRIPTOR with the descriptor of a file, over a Unix socket. Raises
-        PeerHungUp."""
+        """Send a file's descriptor over a Unix socket, as DESCRIPTOR frame. Raises PeerHungUp."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -219,8 +218,7 @@ class FrameConnection:
                 raise PeerHungUp(repr(error)) from error
 
     async def send_file(self, head: bytes, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send a frame whose body is part of a file that no longer changes; otherwise like
-        `send`."""
+        """Send a frame as `send` does. Its body is part of a file that no longer changes."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -252,8 +250,9 @@ class FrameConnection:
             self._flush(frame)
 
     def end_reading(self) -> None:
-        """Keep the other end from sending more. Data already sent can still be read, followed by
-        PeerHungUp. See unix(7): the kernel decides both under one lock."""
+        """Keep the other end from sending more. Data that were sent before can still be read; then
+        PeerHungUp is raised. The kernel takes one lock for this call and for each send (unix(7)),
+        so no data are lost between the two."""
         self._end_pauses()
         try:
             self.socket.shutdown(socket.SHUT_RD)
@@ -265,7 +264,7 @@ class FrameConnection:
         read. Data already received can still be read."""
         self._end_pauses()
         try:
-            # For TLS too: SSLSocket.shutdown would end the decryption of data yet to be read.
+            # Not SSLSocket.shutdown: it would end the decryption of data that are not read yet.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
         except OSError as error:
             log.debug("sending_ended_already", reason=str(error))
@@ -313,5 +312,5 @@ def _runs(parts: Sequence[Buffer]) -> Iterator[Buffer]:
 
 
 def _unset(num_bytes: int) -> memoryview:
-    """Return memory for a piece, not initialised: it is filled before it is used."""
+    """Return memory for a frame's body. It is not initialised: it is filled before it is used."""
     return np.empty(num_bytes, dtype=np.uint8).data

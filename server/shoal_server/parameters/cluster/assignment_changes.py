@@ -1,4 +1,4 @@
-"""Changes of shard assignments, with as many tries as etcd needs."""
+"""Changes of shard assignments in etcd, retried until they succeed."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -22,8 +22,9 @@ async def change_assignments(
 ) -> bool:
     """Apply a change to each of these shards' records. True if the job's shards are still placed.
 
-    Returns once each record was written, or the change does not apply: then `change` returns its
-    argument. If another process writes a record meanwhile, only that record is decided again.
+    `change` returns the new assignment, or its argument if nothing is to be changed. Returns once
+    all changed records are written. If another process writes a record meanwhile, `change` is
+    called again for that record alone.
     """
     while True:
         try:

@@ -19,10 +19,10 @@ log = structlog.get_logger(__name__)
 
 
 class JobRuns(Protocol):
-    """The runs that jobs are in."""
+    """A source of each job's current run."""
 
     def job_run(self, job: str) -> str:
-        """Return the job's run as known to this server; empty: its shards are not placed."""
+        """Return the job's run as known to this server; empty if its shards are not placed."""
         ...
 
     def refresh(self, job: str) -> Awaitable[None]:
@@ -31,11 +31,11 @@ class JobRuns(Protocol):
 
 
 class Fence:
-    """Follows the members by a watch, and asks etcd about unknown ones.
+    """Follows the members by a watch of etcd, and asks etcd about members that it does not know.
 
-    While etcd is unreachable, members known as live are admitted; unknown ones get Unavailable.
-    `on_finished` is called with the name of a finished job once its last member is gone: then
-    nobody can reach its shards.
+    While etcd is unreachable, members known as live are admitted; calls of others get Unavailable.
+    `on_finished` is called with the name of a finished job once its last member is gone: from then
+    on no call to the job's shards is admitted.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Fence:
         self._runs = runs
         self._on_finished = on_finished
         self._incarnations: PrefixMirror[str] = PrefixMirror(
-            store, keys.MEMBERS, _incarnation_of, on_delete=self._gone
+            store, keys.MEMBERS, _incarnation_of, on_delete=self._on_member_gone
         )
         self._tasks = SupervisedTasks()
 
@@ -62,7 +62,7 @@ class Fence:
         await self._tasks.close()
 
     async def wait_failed(self) -> None:
-        """Never return; raise what ended the watch."""
+        """Never return; raise the error that ended the watch."""
         await self._incarnations.wait_failed()
 
     async def check(self, token: Token) -> str:
@@ -88,8 +88,9 @@ class Fence:
         return f"{key}#{public_id(token.incarnation)}"
 
     async def _check_run(self, token: Token) -> None:
-        """Raise Fenced for another run. A process that outlived the records of its run may look
-        like a member of the next run for a while, but its gradients are of values that are gone."""
+        """Raise Fenced if the token is of another run of the job. A process that outlived the
+        records of its run may look like a member of the next run for a while, but its gradients
+        were computed on values of the earlier run."""
         runs = self._runs
         if runs is None or not token.run or token.run == runs.job_run(token.job):
             return
@@ -122,7 +123,7 @@ class Fence:
             details={"generation": str(generation)},
         )
 
-    def _gone(self, name: str, incarnation: str) -> None:
+    def _on_member_gone(self, name: str, incarnation: str) -> None:
         job = name.partition("/")[0]
         self._tasks.start(self._check_finished(job), name=f"end of job {job}")
 
@@ -158,10 +159,10 @@ def _field(value: bytes, name: str) -> object:
 
 
 def _text(value: bytes, name: str) -> str:
-    found = _field(value, name)
-    return found if isinstance(found, str) else ""
+    field = _field(value, name)
+    return field if isinstance(field, str) else ""
 
 
 def _number(value: bytes, name: str) -> int:
-    found = _field(value, name)
-    return found if isinstance(found, int) else 0
+    field = _field(value, name)
+    return field if isinstance(field, int) else 0

@@ -29,7 +29,7 @@ class PeerTimeouts:
     """Time without data from a peer after which a server continues without it. A killed peer is
     noticed at once."""
     reconnect_s: Annotated[float, INTERNAL] = 0.5
-    """Time in which a broken stream must be opened again; then the peer counts as dead."""
+    """Time after which a peer counts as dead, if a broken stream was not opened again."""
     full_s: Annotated[float, INTERNAL] = 4.0
     """Pause before a peer that had no memory for a copy is asked again. Doubled with each refusal,
     up to eight times this value."""
@@ -48,7 +48,7 @@ class PeerTimeouts:
     def __post_init__(self) -> None:
         if not 0 < 3 * self.beat_s <= self.silence_s:
             raise InvalidSpec(
-                "bad --silence-s: servers would take each other for dead between two heartbeats",
-                seen=f"silence after {self.silence_s:g} s, a beat each {self.beat_s:g} s",
+                "bad --silence-s: a server would count as dead between two of its heartbeats",
+                seen=f"silence after {self.silence_s:g} s, a heartbeat every {self.beat_s:g} s",
                 expected=f"at least {3 * self.beat_s:g} s of silence",
             )

@@ -1,8 +1,8 @@
-"""The previous process with this server's id: it may be partitioned from etcd and still serve.
+"""The previous process with this server's id, which may be partitioned from etcd and still serve.
 
-This process waits until the previous one can no longer acknowledge pushes, unless that one is known
-to have ended: it recorded its end in etcd, is gone from this machine, or had released the lock of
-the journal.
+A new process waits until the previous one can no longer acknowledge pushes. It need not wait if the
+previous process is known to have ended: that process recorded its end in etcd, is gone from this
+machine, or has released the lock of the journal.
 """
 
 import json
@@ -32,7 +32,7 @@ class ProcessRecord:
     """The PID namespace: a container's PIDs are not the machine's."""
     pid: int
     started: str
-    """Start time of the process: another process may have its PID by now."""
+    """Start time of the process, which differs from that of a later process with the same PID."""
 
     @classmethod
     def own(cls, incarnation: str) -> "ProcessRecord":
@@ -64,8 +64,7 @@ class ProcessRecord:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process, in ticks of its machine's clock; empty if there is
-    none."""
+    """Return the start time of a process in clock ticks; empty if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -75,14 +74,15 @@ def _started(pid: int) -> str:
 
 
 async def succeed(store: KeyValueStore, me: Holder, *, released: str = "") -> None:
-    """Record that the last process of this id has ended, if that is known, and leave this process's
-    record for the next one. `released`: the incarnation that had the journal's lock before. Raises
-    what the store raises.
+    """Record in etcd that the previous process with this id has ended, if that is known; then
+    replace its record by this process's, for the next process to read.
+
+    `released`: the incarnation that has released the journal's lock. Raises what the store raises.
     """
     own = ProcessRecord.own(me.incarnation)
     key = keys.last_process(me.server_id)
-    found = await store.get(key)
-    last = _parsed(key, found.value) if found is not None else None
+    stored = await store.get(key)
+    last = _parsed(key, stored.value) if stored is not None else None
     if last is not None and last.incarnation != me.incarnation:
         if last.has_ended(own) or last.incarnation == released:
             await ended_servers.note(store, Holder(me.server_id, last.incarnation))

@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 class ServerIdentity:
     holder: Holder
     address: str
-    """host:port under which workers and other servers reach this one."""
+    """host:port at which workers and other servers reach this server."""
     started_unix_s: float
     torch_version: str = ""
 
@@ -48,8 +48,8 @@ class Registration:
     """Registers on entry, renews the lease in the background, removes the key on exit.
 
     If the lease is lost, for instance because etcd was unreachable for long, the server registers
-    again with a new one. Two servers never hold one id: the second waits until the lease of the
-    first has ended, and gives up after three times the lease's length.
+    again with a new lease. Two servers never hold one id: the second server waits until the lease
+    of the first has ended, and gives up after three times the lease's length.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Registration:
         on_renewed: Callable[[float], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`on_renewed` is called with the time at which a successful renewal was sent, on the
-        loop's clock; `on_end` is called before the registration is removed: from then on no push is
-        acknowledged."""
+        """`on_renewed` is called after each successful renewal, with the time of the event loop at
+        which the renewal was sent. `on_end` is called before the registration is removed: from then
+        on no push may be acknowledged."""
         self._store = store
         self._on_renewed = on_renewed
         self._on_end = on_end
@@ -100,7 +100,7 @@ class Registration:
         await self._store.transact([is_mine], [put])
 
     async def wait_failed(self) -> None:
-        """Never return; raise what ended the registration."""
+        """Never return; raise the error that ended the registration."""
         assert self._task is not None
         await asyncio.shield(self._task)
 
@@ -115,8 +115,8 @@ class Registration:
         )
 
     async def _claimed_in_time(self, key: str) -> bool:
-        """Claim the key; False if etcd was too slow. Raises AddressInUse if another server keeps
-        the id, and RetryError if etcd stays unreachable."""
+        """Claim the key; return False if etcd was too slow. Raises AddressInUse if another server
+        keeps the id, and RetryError if etcd stays unreachable."""
         try:
             async with asyncio.timeout(3 * self._lease_ttl_s):
                 while not await self._claim(key):

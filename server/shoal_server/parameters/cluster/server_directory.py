@@ -35,20 +35,19 @@ class ServerDirectory:
         return any(not server.is_leaving for name, server in servers if name != me.server_id)
 
     def address(self, holder: Holder) -> str | None:
-        """Return the address of that process; None if it is not registered, or another process of
-        its id is."""
+        """Return the address of that process; None if it is not registered, or if another process
+        is registered under its id."""
         server = self._servers.get(holder.server_id)
         return server.address if server is not None and server.holder == holder else None
 
     def address_of(self, server_id: str) -> str | None:
-        """Return the address of the server of that id, whichever process it is; None if none is
-        registered."""
+        """Return the address of the process that is registered under that id, if any."""
         server = self._servers.get(server_id)
         return None if server is None else server.address
 
     async def reach(self, holder: Holder) -> str | None:
-        """Return the address of that process, after asking etcd if it is unknown. While etcd is
-        unreachable, only known ones are found."""
+        """Return the address of that process, as `address` does; if it is unknown, look it up in
+        etcd first. While etcd is unreachable, None is returned for unknown processes."""
         if self.address(holder) is None:
             try:
                 await self._servers.look_up(holder.server_id)

@@ -6,8 +6,8 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 
 
 class Silence:
-    """Measures a silence. Time in which this process itself was halted does not count, as it read
-    nothing meanwhile. Lives on the event loop."""
+    """Measures how long a message of another server is overdue. Time for which this process itself
+    was halted does not count, as it read no messages meanwhile. Lives on the event loop."""
 
     def __init__(self, timeouts: PeerTimeouts) -> None:
         self._timeouts = timeouts
@@ -15,11 +15,11 @@ class Silence:
         self._silent_s = 0.0
 
     def expect(self) -> None:
-        """Expect a message of the other server from now on, if not before."""
+        """Count the silence from now on, if it is not counted already: a message is due."""
         self._is_expected = True
 
     def note_message(self) -> None:
-        """Note a message of the other server."""
+        """Note a message of the other server: end the silence, and expect no message for now."""
         self._is_expected = False
         self._silent_s = 0.0
 

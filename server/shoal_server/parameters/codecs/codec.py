@@ -1,7 +1,7 @@
 """Checks of a push's `GradientCodec`, and the choice of its decoder.
 
-Every replica of a shard decodes the same bytes, and must get the same values to the last bit:
-decoders only copy values, and multiply and add them one by one.
+Every replica of a shard decodes the same bytes, and must get the same values to the last bit. So
+decoders only copy values, or multiply and add them one by one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ class GradientDecoder(Protocol):
         ...
 
     def decode(self, data: Buffer) -> Tensor:
-        """Return the values in fp32, block after block; maybe not finite.
+        """Return the values in fp32, block after block. They may be infinite or NaN.
 
         Raises MalformedMessage for bytes that are not of this codec.
         """
@@ -48,11 +48,11 @@ CODECS = tuple(_DECODERS)
 def new_decoder(
     codec: GradientCodec, sizes: Sequence[int], *, plain_bytes: int, shard_id: int
 ) -> GradientDecoder:
-    """Make the decoder for a gradient of blocks of these sizes, which has `plain_bytes`
-    uncompressed.
+    """Make the decoder for a gradient. `sizes`: the sizes of its blocks; `plain_bytes`: its size
+    without compression.
 
-    Raises InvalidSpec for an unknown codec, or options that are out of range, and ShapeMismatch for
-    a length that does not fit those blocks.
+    Raises InvalidSpec for an unknown codec or options that are out of range, and ShapeMismatch for
+    a length that does not fit the blocks.
     """
     make = _DECODERS.get(codec.kind)
     if make is None:

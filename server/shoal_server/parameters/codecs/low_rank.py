@@ -67,18 +67,18 @@ class LowRankDecoder:
         right = factors[part.matrix]
         lead, tail = part.lead, part.lead + part.rows * len(right)
         lengths = [lead, part.rows * self._rank, len(block) - tail]
-        before, left, behind = torch.split(sent[: sum(lengths)], lengths)
+        before, left, after = torch.split(sent[: sum(lengths)], lengths)
         block[:lead] = before
-        block[tail:] = behind
+        block[tail:] = after
         multiply(left.view(part.rows, self._rank), right, block[lead:tail])
         return sum(lengths)
 
 
 def multiply(left_mr: Tensor, right_nr: Tensor, out: Tensor) -> None:
-    """Write the M x N values of P Q^T.
+    """Write the M x N values of P Q^T to `out`.
 
-    Term by term: in a matrix product, the order and rounding of the terms depend on the processor
-    and the number of threads.
+    The R terms of each value are added one by one: in a matrix product of torch, their order and
+    rounding depend on the processor and the number of threads.
     """
     out_mn = out.view(left_mr.shape[0], right_nr.shape[0])
     right_rn = right_nr.t().contiguous()

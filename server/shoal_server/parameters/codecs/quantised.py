@@ -18,7 +18,7 @@ BITS = 8
 
 
 class _Scaled:
-    """The common part of both codecs: the scales of all groups come first."""
+    """Base of both decoders. The data begin with the scales of all groups."""
 
     def __init__(self, codec: GradientCodec, sizes: Sequence[int], bits: int) -> None:
         """Check the codec. Raises InvalidSpec."""

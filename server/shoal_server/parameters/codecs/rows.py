@@ -16,7 +16,7 @@ ROW_CODECS = ("fp16", "bf16", "int8")
 
 
 def row_bytes(codec: GradientCodec, dim: int) -> int:
-    """Return the size of one row's encoded gradient. Raises InvalidSpec for a codec that is not for
+    """Return the size of a row's encoded gradient. Raises InvalidSpec if the codec is not for
     rows."""
     if codec.kind not in ROW_CODECS:
         raise unknown_codec(codec.kind, ROW_CODECS)
@@ -24,8 +24,7 @@ def row_bytes(codec: GradientCodec, dim: int) -> int:
 
 
 def decode_rows(codec: GradientCodec, data: Buffer, dim: int) -> Tensor:
-    """Return the gradients as R x C in fp32; maybe not finite. `data` has whole rows, at least
-    one."""
+    """Return R x C gradients in fp32, maybe infinite or NaN. `data` has one or more whole rows."""
     if codec.kind != "int8":
         return torch.frombuffer(data, dtype=HALF[codec.kind]).to(torch.float32).view(-1, dim)
     raw = torch.frombuffer(data, dtype=torch.uint8).view(-1, SCALE_BYTES + dim)

@@ -19,7 +19,7 @@ class SparseDecoder:
         self.num_bytes = self._num_sent * ENTRY_BYTES
 
     def decode(self, data: Buffer) -> Tensor:
-        """Decode. Raises MalformedMessage for positions that are out of range or not rising."""
+        """Decode a gradient. Raises MalformedMessage for positions out of range or order."""
         values = torch.zeros(self._num_values)
         if not self._num_sent:
             return values
@@ -37,5 +37,5 @@ class SparseDecoder:
                 "the positions of a compressed gradient's values are out of range or order",
                 seen=f"{len(positions)} positions from {first} to {last},"
                 f" {'rising' if is_rising else 'not rising'}",
-                expected=f"rising ones from 0 to {self._num_values - 1}",
+                expected=f"rising positions from 0 to {self._num_values - 1}",
             )

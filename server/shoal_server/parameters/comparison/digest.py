@@ -1,10 +1,10 @@
 """Comparison of a backup with its primary, piece by piece while pushes go on.
 
-A backup replays its primary's updates, so it is equal to the last bit; only a fault of memory, of a
-machine's arithmetic, or of this program makes a difference. Nobody would notice it before the
-backup takes over. So the primary computes a digest of a piece at intervals and sends it to each
-backup in the stream of records. The backup digests the same piece when it has replayed exactly the
-same records:
+A backup replays its primary's updates, so the two are equal to the last bit; they differ only after
+a fault of memory, of a machine's arithmetic, or of this program. Without a comparison, a difference
+would show only when the backup becomes primary. So the primary computes a digest of a piece at
+intervals and sends it to each backup in the stream of records. The backup digests the same piece
+when it has replayed exactly the same records:
 
     walk = PieceWalk()
     digest = walk.next(shard)                    at the primary, which sends it after a record
@@ -31,7 +31,7 @@ from shoal_server.parameters.shard.versioned import AnyShard
 PIECE_BYTES = 1024 * 1024
 SESSIONS_A_PIECE = 32
 SESSIONS, ROWS = "sessions", "rows"
-"""Names of the parts that are not tensors, or have no fixed order; no tensor has such a name."""
+"""Names of the parts that are not tensors or have no fixed order. No tensor has such a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class Comparison(Enum):
 
 
 class PieceWalk:
-    """Walks through a shard piece by piece, and begins again at its end. Used by one thread at a
-    time; the shard may change its size meanwhile."""
+    """Walks through a shard piece by piece, and starts over at its end. Used by one thread at a
+    time; the shard's size may change meanwhile."""
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         self._piece_bytes = piece_bytes
@@ -94,7 +94,7 @@ class PieceWalk:
                 self._part, self._at = 0, 0
                 self.num_rounds += 1
             return piece
-        # Sessions were forgotten since the last piece of them.
+        # Sessions were forgotten since the last piece.
         self._part, self._at = 0, 0
         return self._next_piece(shard)
 
@@ -128,12 +128,11 @@ def compared(shard: AnyShard, digest: PieceDigest) -> Comparison:
 
 
 def _checksum(shard: AnyShard, piece: DigestRange) -> int:
-    """Return the checksum of a piece; -1, which no other piece has, if its tensor does not
-    exist."""
+    """Return the checksum of a piece; -1, which is no checksum, if its tensor does not exist."""
     body = shard.body
     if piece.part == ROWS:
-        found, tensors = body.rows_of(piece.row_ids)
-        crc = crc32(np.ascontiguousarray(found).view(np.uint8))
+        births, tensors = body.rows_of(piece.row_ids)
+        crc = crc32(np.ascontiguousarray(births).view(np.uint8))
         return _folded(tensors, crc)
     if piece.part == SESSIONS:
         return _of_sessions(shard, piece)

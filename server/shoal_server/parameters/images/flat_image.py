@@ -1,4 +1,4 @@
-"""Images of tensors of which each push may change any part."""
+"""Images of dense shards: tensors that a push may change in any part."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -39,7 +39,7 @@ class FlatTensors:
         return [index for index, chunk in enumerate(self._chunks) if chunk[0] == name]
 
     def at(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the bytes of a chunk in these tensors, which have the same names and sizes."""
+        """Return the bytes of a chunk in `tensors`, which must have the same names and sizes."""
         name, start, stop = self._chunks[index]
         return as_bytes(tensors[name])[start:stop]
 

@@ -1,8 +1,8 @@
 """Images of shards: the values of a shard at one version.
 
 A shard is sent to another server as an image, followed by the records of the pushes applied since,
-in order; a journal has the same two, a snapshot an image of each shard. The same records replayed
-on the same image give the same shard, to the last bit.
+in order. A journal consists of images and records too; a snapshot has an image of each shard. The
+same records replayed on the same image give the same shard, to the last bit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class TensorStream:
 
     described: TensorImage
     pieces: Iterator[Tensor]
-    """Contiguous pieces in order; the reader owns each."""
+    """Contiguous pieces, in order; the reader owns each piece."""
 
 
 class Image(Protocol):
@@ -49,7 +49,7 @@ class Image(Protocol):
 
     @property
     def spec(self) -> bytes:
-        """The shard's specification: a serialized message, by kind."""
+        """The shard's specification: a serialized message, of a type that depends on the kind."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class LoadedImage:
     """Values and optimizer state by name, on the CPU, contiguous."""
     sessions: Sequence[SessionImage]
     run: str = ""
-    """The run of the job, if a journal has it; shards of another run have the same ids."""
+    """The job's run, if the image is from a journal: shards of another run have the same ids."""
 
     def streams(self) -> Sequence[TensorStream]:
         return [

@@ -2,13 +2,13 @@
 
     image = shard.image()                 no copy is made; pushes go on at once
     for i in range(image.num_chunks):
-        send(image.chunk(i))              may be called again, until
-        image.release(i)                  the chunk is released
+        send(image.chunk(i))              may be repeated until the release
+        image.release(i)
     image.close()
 
-Before a push changes data of a chunk that is not released, the old data are copied: what is read is
-of the image's version. For a table these are the rows that the push touches; for a dense shard,
-which has a few MiB, all of it.
+Before a push changes data of a chunk that is not released, the old data are copied, so that every
+chunk is read as of the image's version. Of a table, only the rows that the push touches are copied;
+a dense shard, which has a few MiB, is copied whole.
 """
 
 import threading
@@ -31,8 +31,8 @@ CHUNK_BYTES = 2 * 1024 * 1024
 
 
 class Locked(Protocol):
-    """Does work under the lock of a shard's content; raises InternalError unless the image is open
-    before and after it."""
+    """Calls `work` under the lock of a shard's content. Raises InternalError if the image is closed
+    before or after the work."""
 
     def __call__(self, work: Callable[[], T]) -> T: ...
 
@@ -52,7 +52,7 @@ class ImageContent(Protocol):
         ...
 
     def read(self, index: int) -> Buffer:
-        """Copy a chunk as of the image."""
+        """Return a copy of a chunk, as of the image's version."""
         ...
 
     def release(self, index: int) -> None:
@@ -104,10 +104,12 @@ class OpenImages(Generic[ContentT]):
 
 
 class ShardImage:
-    """An image of one shard. All methods may be called from any thread, and concurrently. `chunk`
-    and the pieces of `streams` copy and wait for the shard's lock, which a push holds while it is
-    applied: do not read them on the event loop. `release` and `header` neither copy nor wait.
-    `close` takes no lock either, but frees the copied data, which takes 0.1 ms per MiB."""
+    """An image of one shard. All methods may be called from any thread, and concurrently.
+
+    `chunk` and the pieces of `streams` copy data, and wait for a push in progress: do not read them
+    on the event loop. `release` and `header` neither copy nor wait. `close` takes no lock either,
+    but frees the copied data, which takes 0.1 ms per MiB.
+    """
 
     def __init__(
         self,
@@ -119,8 +121,8 @@ class ShardImage:
         images: OpenImages[ImageContent],
         epoch: int,
     ) -> None:
-        """`header` is completed here with the content and the rest; `lock` protects the content,
-        which is in `images`."""
+        """Completes `header` with the sizes of content and rest. `lock` protects the content, which
+        the caller has added to `images`."""
         self._content = content
         self._rest_message = rest
         self._rest = rest.SerializeToString(deterministic=True)
@@ -154,7 +156,7 @@ class ShardImage:
 
     @property
     def sessions(self) -> Sequence[SessionImage]:
-        """The pushes that the shard remembered."""
+        """The outcomes of pushes that the shard remembered."""
         return list(self._rest_message.sessions)
 
     @property
@@ -178,9 +180,9 @@ class ShardImage:
         return 0 if self._is_closed else len(self._rest) + self._content.held_bytes
 
     def chunk(self, index: int) -> Buffer:
-        """Return a chunk as of the image; the same bytes each time, until it is released.
+        """Return a chunk as of the image's version; repeated calls return the same bytes.
 
-        Raises InternalError once it is released or the image is closed.
+        Raises InternalError if the chunk is released or the image is closed.
         """
         if index < self._num_rest:
             self._check_open()
@@ -215,7 +217,7 @@ class ShardImage:
 
     def streams(self) -> Sequence[TensorStream]:
         """Return all tensors, each in pieces that are read when they are requested. Unused rows of
-        a table are left out. No chunk may be released before."""
+        a table are left out. Call this before any chunk is released."""
         small = [
             TensorStream(each.description, iter((from_message(each),)))
             for each in self._rest_message.tensors
@@ -226,13 +228,13 @@ class ShardImage:
         if self._is_closed:
             raise InternalError(
                 f"the image of shard {self.header.shard_id} at version {self.version} is closed",
-                seen="a chunk that is asked for",
-                expected="nothing more",
+                seen="a read of a chunk",
+                expected="no reads after `close`",
             )
 
 
 def rest_of(sessions: Sequence[SessionImage], tensors: Mapping[str, Tensor]) -> CutRest:
-    """Make the small part of an image."""
+    """Make the rest of an image: its small parts, which are sent before the content."""
     return CutRest(
         sessions=sessions, tensors=[to_message(name, each) for name, each in tensors.items()]
     )

@@ -35,7 +35,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int], at: int = 0) -> Tensor:
-    """Return a tensor that lies in `data` from byte `at` on."""
+    """Return a tensor over the bytes of `data` from position `at` on, not copied."""
     count = math.prod(shape)
     if not count:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -43,7 +43,7 @@ def from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int], at: int =
 
 
 def describe(name: str, tensor: Tensor) -> TensorImage:
-    """Describe a tensor: all but its bytes."""
+    """Return the name, dtype, shape and size of a tensor."""
     return TensorImage(
         name=name,
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -60,7 +60,7 @@ def to_message(name: str, tensor: Tensor) -> CutTensor:
 
 
 def from_message(message: CutTensor) -> Tensor:
-    """Decode what `to_message` encoded, to new memory. Raises MalformedMessage."""
+    """Decode a tensor that `to_message` encoded, to new memory. Raises MalformedMessage."""
     described = message.description
     dtype = DTYPES.get(described.dtype)
     shape = tuple(described.shape)

@@ -9,8 +9,8 @@ _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalError:
-    """Return DiskFull if the disk has no room, else Unavailable. `fix`: what to do if pushes do not
-    simply go on."""
+    """Return DiskFull if the disk is full, else Unavailable. `fix`: what to do; by default, that
+    durable pushes go on by themselves once the disk works again."""
     if _errno(error) in _DISK_FULL_ERRNOS:
         return DiskFull(
             "the disk of the journal is full",
@@ -24,7 +24,8 @@ def disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalEr
         "the journal cannot be written",
         seen=str(error),
         expected=f"a disk at {directory} that works",
-        fix=fix or "It is tried again each second. Push with another level than durable meanwhile.",
+        fix=fix
+        or "Writing is tried again each second. Push with another level than durable meanwhile.",
     )
 
 

@@ -1,4 +1,4 @@
-"""The images in a journal's directory: one per shard, which replaces its earlier records."""
+"""The images in a journal's directory: one per shard. It replaces the shard's earlier records."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """A shard's image: its position among the shard's records, and its file."""
+    """A shard's image in the journal: its position among the shard's records, and its file."""
 
     job: str
     shard_id: int
@@ -54,17 +54,17 @@ class JournalImages:
         kept = []
         for path in self._files.sizes(""):
             job, _, name = path.rpartition("/")
-            found = _NAME.fullmatch(name)
-            if found is None:
+            match = _NAME.fullmatch(name)
+            if match is None:
                 log.info("journal_draft_removed", file=path)
                 self._files.remove([path])
                 continue
-            shard_id, epoch, version, number = map(int, found.groups()[:4])
-            kept.append(StoredImage(job, shard_id, epoch, version, number, found[5]))
+            shard_id, epoch, version, number = map(int, match.groups()[:4])
+            kept.append(StoredImage(job, shard_id, epoch, version, number, match[5]))
         return kept
 
     def write(self, job: str, epoch: int, number: int, image: Image, run: str = "") -> StoredImage:
-        """Write an image; it is on disk on return. `run`: the job's run. Raises Unavailable."""
+        """Write an image to disk, with `fsync`. `run`: the job's run. Raises Unavailable."""
         file = image_file.DigestingReader(image_file.pieces(image, run))
         shard_id, version = image.shard_id, image.version
 
@@ -75,7 +75,7 @@ class JournalImages:
         return kept()
 
     def read(self, kept: StoredImage) -> LoadedImage:
-        """Read an image. Raises JournalDamaged, naming the file, if it is not what was written."""
+        """Read an image. Raises JournalDamaged, naming the file, if the file has changed."""
         data = self._files.read(kept.path) or b""
         try:
             return image_file.from_bytes(

@@ -7,12 +7,12 @@ from shoal_server.parameters.journal.images import StoredImage
 from shoal_server.parameters.journal.segment_format import JournalEntry
 
 Key = tuple[str, int]
-"""Job and shard."""
+"""Job and shard id."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryLocation:
-    """The last entry of one shard in one segment."""
+    """Position of an entry: its log number, and the epoch and version of its record."""
 
     number: int
     epoch: int
@@ -35,8 +35,8 @@ class JournalSegment:
 
 class JournalIndex:
     """Segments and images of a journal. A shard's image replaces its records up to the image's
-    version; an end entry replaces everything of the shard before it. Segments are removed oldest
-    first, so an end entry is never removed before the entries that it ends."""
+    version; an end entry replaces all earlier entries and the image of its shard. Segments are
+    removed oldest first, so an end entry is never removed before the entries that it replaces."""
 
     def __init__(self) -> None:
         self.segments: list[JournalSegment] = []
@@ -64,8 +64,8 @@ class JournalIndex:
         return sum(segment.num_bytes for segment in self.segments)
 
     def note(self, number: int, entry: JournalEntry) -> StoredImage | None:
-        """Add an entry of the newest segment. Returns the image that it made superfluous, if
-        any."""
+        """Add an entry of the newest segment; return the image that it makes superfluous, or
+        None."""
         version = 0 if entry.record is None else entry.record.push.version
         self.segments[-1].last[entry.key] = EntryLocation(number, entry.epoch, version)
         if entry.record is not None:
@@ -77,7 +77,7 @@ class JournalIndex:
         return self._images.pop(entry.key)
 
     def put(self, image: StoredImage) -> StoredImage | None:
-        """Add an image. Returns the image that is superfluous now, which may be this one."""
+        """Add an image. Return the image that is superfluous now, which may be the added one."""
         before = self._images.get(image.key)
         if image.number <= self._ended.get(image.key, 0):
             return image
@@ -94,7 +94,7 @@ class JournalIndex:
         return image is None or (location.epoch, location.version) > (image.epoch, image.version)
 
     def take_removable(self) -> Sequence[JournalSegment]:
-        """Remove and return the oldest segments without a needed entry; never the newest."""
+        """Remove and return the oldest segments, up to one that is needed or is the newest."""
         removable = []
         while len(self.segments) > 1 and not self.overdue():
             removable.append(self.segments.pop(0))

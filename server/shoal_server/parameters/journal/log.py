@@ -10,8 +10,8 @@ Records are written in groups: all records appended during one `fsync` share the
 image, written from time to time, replaces all of its records up to the image's version; segments
 without a needed entry are removed.
 
-While the disk fails or is full, no new records are accepted. Records appended before stay in
-memory, and are written as soon as that succeeds. `failure` has the error.
+While the disk fails or is full, no new records are accepted. Records that were appended before stay
+in memory, and are written once the disk works again. `failure` has the error.
 """
 
 import errno
@@ -53,9 +53,7 @@ State = TypeVar("State", bound=AnyShard)
 ENTRY_BYTES = 256
 """Memory counted for an entry in addition to its data."""
 RETRY_EACH_S = 0.5
-"""Interval between tries of a disk that failed."""
-
-
+"""Interval between attempts to write to a disk that failed."""
 MAX_OWNER_BYTES = 1024
 
 
@@ -66,12 +64,11 @@ class _Waiting(NamedTuple):
 
 
 class Journal:
-    """A journal, used from any thread. `with` runs its writer; at the end all appended entries are
-    on disk, unless the disk fails."""
+    """A journal, used from any thread. `with` runs its writer. At the end of the block, all
+    appended entries are on disk unless the disk failed."""
 
     def __init__(self, config: JournalConfig, *, fsync: Callable[[int], None] = os.fsync) -> None:
-        """Open a journal. Raises AddressInUse if another process uses the directory, and
-        JournalDamaged."""
+        """Raises AddressInUse if another process uses the directory, and JournalDamaged."""
         self._config = config
         self._fsync = fsync
         config.directory.mkdir(parents=True, exist_ok=True)
@@ -89,7 +86,7 @@ class Journal:
 
     def own(self, owner: Holder) -> str:
         """Set the owner, and return the incarnation of the previous owner; empty if there was none.
-        That process has ended or closed the journal: otherwise it would still hold the lock.
+        The previous owner has ended or closed the journal: otherwise it would still hold the lock.
 
         Raises InvalidSpec if the journal belongs to a server with another id: it may have that
         server's only copies, which this server would drop.
@@ -108,8 +105,7 @@ class Journal:
         return incarnation
 
     def _write_owner(self, owner: bytes) -> None:
-        """Overwrite the owner in place: this works on a full disk, and never leaves the file
-        empty."""
+        """Overwrite the owner in place, which works on a full disk. The file is never empty."""
         try:
             self._claim.seek(0)
             self._claim.write(owner)
@@ -121,7 +117,7 @@ class Journal:
 
     def recover(self, make: Callable[[LoadedImage], State]) -> Sequence[RecoveredShard[State]]:
         """Return every shard as it was when the previous process ended. Call this before `append`.
-        `make` makes the shard of an image. Raises JournalDamaged, naming the file.
+        `make` makes a shard from its image. Raises JournalDamaged, naming the file.
         """
         return replay(self._config.directory, self._images, self._index, make)
 
@@ -132,8 +128,8 @@ class Journal:
         may be appended meanwhile. Blocks. Raises JournalDamaged, naming the file."""
         with self._wake:
             index = self._index.of((job, shard_id))
-        found = replay(self._config.directory, self._images, index, make)
-        return found[0] if found else None
+        recovered = replay(self._config.directory, self._images, index, make)
+        return recovered[0] if recovered else None
 
     def __enter__(self) -> "Journal":
         """Start the writer. Raises Unavailable if nothing can be written. If the disk is full, the
@@ -176,8 +172,8 @@ class Journal:
             return self._failure
 
     def check_capacity(self) -> None:
-        """Raise Overloaded unless one more push can be kept. While the disk cannot be written at
-        all, pushes go on, and only durable ones fail."""
+        """Raise Overloaded unless the journal can keep one more push. While the disk cannot be
+        written at all, nothing is raised: pushes go on, and only durable pushes fail."""
         with self._wake:
             failure, pending_bytes = self._failure, self._pending_bytes
             num_bytes = self._index.num_bytes
@@ -208,13 +204,13 @@ class Journal:
         return self._enqueue(JournalEntry(job, shard_id, epoch, record))
 
     def forget(self, job: str, shard_id: int) -> "Future[None]":
-        """Append the end of a shard that this server no longer has; the future is done once it is
-        on disk."""
+        """Append the end of a shard that this server no longer has; the future is done once the
+        entry is on disk."""
         return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
     def put_image(self, job: str, epoch: int, image: Image, *, run: str = "") -> None:
-        """Begin to keep a shard, or replace its records up to the image's version. `run`: the job's
-        run, to tell the shard from the same shard of another run.
+        """Start to journal a shard, or replace its records up to the image's version. `run`: the
+        job's run, which distinguishes the shard from the same shard of another run.
 
         The image is on disk on return. Blocks. Raises DiskFull or Unavailable, without a change.
         """
@@ -271,8 +267,7 @@ class Journal:
             self._tidy(superfluous, batch[-1].number + 1)
 
     def _begin_with_retries(self) -> bool:
-        """Begin a segment as soon as the disk has space for it. False if the journal is closed
-        first."""
+        """Begin a segment once the disk has space for it. False if the journal is closed first."""
         while self._file is None:
             with self._wake:
                 if self._wake.wait_for(lambda: self._closing, RETRY_EACH_S):
@@ -305,13 +300,13 @@ class Journal:
         segment = self._index.segments[-1]
         synced_bytes = segment.num_bytes
         data = b"".join(encode(entry, number, synced_bytes) for number, entry, _ in batch)
-        # A failed attempt may have left any part: begin after the last synced byte.
+        # A failed attempt may have written any part of the batch: begin after the last synced byte.
         self._file.truncate(synced_bytes)
         self._file.seek(synced_bytes)
         _write_all(self._file, data)
         self._fsync(self._file.fileno())
         if not os.fstat(self._file.fileno()).st_nlink:
-            # Writing to a removed file succeeds, but nobody will ever read it.
+            # Writing to a removed file succeeds, but its data cannot be read later.
             raise FileNotFoundError(errno.ENOENT, "it was removed", str(self._file.name))
         with self._wake:
             segment.num_bytes += len(data)
@@ -378,10 +373,10 @@ class Journal:
 
 
 def _write_all(file: FileIO, data: bytes) -> None:
-    """Write all data to an unbuffered file, which may write only a part at a time."""
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
+    """Write all data to an unbuffered file, which may write only a part per call."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def _num_bytes(entry: JournalEntry) -> int:

@@ -24,7 +24,7 @@ State = TypeVar("State", bound=AnyShard)
 
 @dataclass(kw_only=True)
 class RecoveredShard(Generic[State]):
-    """A shard as it was after its last record on disk."""
+    """A shard as of its last record on disk."""
 
     job: str
     epoch: int
@@ -34,14 +34,13 @@ class RecoveredShard(Generic[State]):
     """The job's run; empty: unknown."""
 
     def is_of_another_run(self, run: str) -> bool:
-        """True if the shard belongs to another run of the job than `run`; False if either is
-        unknown."""
+        """True if the shard is of another run of the job than `run`, and both are known."""
         return bool(self.run and run and self.run != run)
 
 
 def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, int]:
-    """Read a directory, and cut off a torn end; return its index and the log number of the next
-    entry.
+    """Read a journal's directory, and cut off a torn end of the log. Return the index, and the log
+    number of the next entry.
 
     Raises JournalDamaged, naming the file, for any other damage.
     """
@@ -49,19 +48,19 @@ def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, in
     paths = sorted(directory.glob("segment-*.log"))
     for path in paths:
         data = path.read_bytes()
-        found = scan(data, path.name, is_last=path == paths[-1])
-        if found.num_bytes < max(len(data), START_BYTES):
-            _cut(path, found.num_bytes, len(data))
-        if found.num_bytes < START_BYTES:
+        content = scan(data, path.name, is_last=path == paths[-1])
+        if content.num_bytes < max(len(data), START_BYTES):
+            _cut(path, content.num_bytes, len(data))
+        if content.num_bytes < START_BYTES:
             continue
-        if index.segments and found.first_number != number:
-            raise _gap(path.name, f"entry {found.first_number}", f"entry {number}")
-        segment = JournalSegment(int(path.stem[8:]), found.first_number, found.num_bytes)
+        if index.segments and content.first_number != number:
+            raise _gap(path.name, f"entry {content.first_number}", f"entry {number}")
+        segment = JournalSegment(int(path.stem[8:]), content.first_number, content.num_bytes)
         index.segments.append(segment)
-        number = found.first_number
-        for number, entry in found.entries:
+        number = content.first_number
+        for number, entry in content.entries:
             index.note(number, entry)
-        number = found.first_number + len(found.entries)
+        number = content.first_number + len(content.entries)
     superfluous = [index.put(kept) for kept in images.list()]
     images.remove([kept for kept in superfluous if kept is not None])
     return index, number
@@ -126,7 +125,7 @@ def _entries(
 
 
 def _cut(path: Path, num_bytes: int, seen_bytes: int) -> None:
-    """Cut off the end of the log, which was never acknowledged."""
+    """Cut off the torn end of the log: its entries were never acknowledged."""
     log.warning(
         "journal_tail_cut",
         file=path.name,

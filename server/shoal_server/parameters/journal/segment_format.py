@@ -8,8 +8,8 @@
                       this journal
               data
 
-A write that a crash interrupted leaves a torn end, of which any bytes may be on disk. Each entry's
-count of synced bytes tells a torn end from damage: synced bytes must be intact.
+A write that a crash interrupts leaves a torn end: any part of it may be on disk. The entries'
+counts of synced bytes distinguish a torn end from damage: synced bytes must be intact.
 """
 
 import struct
@@ -81,8 +81,8 @@ def encode(entry: JournalEntry, number: int, synced_bytes: int) -> bytes:
 def scan(data: bytes, file: str, *, is_last: bool) -> Scan:
     """Read every entry up to the first incomplete one.
 
-    Raises JournalDamaged, naming the file, if the incomplete entry had been synced: in the last
-    segment a later entry shows that, and every earlier segment was synced completely.
+    Raises JournalDamaged, naming the file, if the incomplete entry had been synced. In the last
+    segment, a later entry proves that; all earlier segments were synced completely.
     """
     if len(data) < START_BYTES or data[:8] != SEGMENT_MAGIC:
         _check_torn(data, 0, file, is_last=is_last)
@@ -91,18 +91,18 @@ def scan(data: bytes, file: str, *, is_last: bool) -> Scan:
     first_number, at = number, START_BYTES
     entries: list[tuple[int, JournalEntry]] = []
     while at < len(data):
-        found = _entry_at(data, at)
-        if found is None or found.number != number:
+        parsed = _entry_at(data, at)
+        if parsed is None or parsed.number != number:
             _check_torn(data, at, file, is_last=is_last)
             break
-        entries.append((number, found.entry()))
+        entries.append((number, parsed.entry()))
         number += 1
-        at = found.stop
+        at = parsed.stop
     return Scan(first_number, tuple(entries), at)
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _ParsedEntry:
     number: int
     synced_bytes: int
     stop: int
@@ -115,7 +115,7 @@ class _Found:
         return JournalEntry(header.job, header.shard_id, header.epoch, record)
 
 
-def _entry_at(data: bytes, at: int) -> _Found | None:
+def _entry_at(data: bytes, at: int) -> _ParsedEntry | None:
     """Return the entry that begins at `at`; None if there is none, or it is incomplete."""
     body = at + HEAD_BYTES
     if body > len(data):
@@ -132,12 +132,11 @@ def _entry_at(data: bytes, at: int) -> _Found | None:
         header = RecordStart.FromString(data[body : body + num_header])
     except DecodeError:
         return None
-    return _Found(number, synced_bytes, stop, header, data[body + num_header : stop])
+    return _ParsedEntry(number, synced_bytes, stop, header, data[body + num_header : stop])
 
 
 def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
-    """Raise JournalDamaged unless the incomplete entry at `at` may be the torn end of the
-    journal."""
+    """Raise JournalDamaged unless the bytes from `at` on may be the torn end of the journal."""
     witness = None if not is_last else _witness(data, at)
     if is_last and witness is None:
         return
@@ -152,11 +151,10 @@ def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
 
 
 def _witness(data: bytes, at: int) -> int | None:
-    """Return the start of a later entry that proves the byte at `at` was synced; None if there is
-    none."""
+    """Return the start of a later entry that proves the sync of the byte at `at`; else None."""
     for offset in _offsets(data, at + 1):
-        found = _entry_at(data, offset)
-        if found is not None and found.synced_bytes > at:
+        parsed = _entry_at(data, offset)
+        if parsed is not None and parsed.synced_bytes > at:
             return offset
     return None
 

@@ -2,10 +2,10 @@
 
 Updates count as durable once the journal has an image of the shard and the records after it, and
 the shard's assignment names this server's disk (`ShardAssignment.on_disk`, which the replication
-core writes). A shard with another primary by now stays in the journal until its assignment names
-another disk: until then no other disk has it.
+core writes). If another server becomes primary, the shard stays in this journal until its
+assignment names another disk: until then no other disk has it.
 
-While the disk cannot be written, durable pushes fail; as soon as it works, journaling of a shard
+While the disk cannot be written, durable pushes fail. Once it works again, journaling of each shard
 resumes with a new image.
 """
 
@@ -42,27 +42,27 @@ Key = tuple[str, int]
 
 
 @dataclass(slots=True, eq=False)
-class _Led:
-    """One period of journaling of a shard: since this server became its primary, or since
-    journaling resumed."""
+class _JournaledShard:
+    """A shard that is being journaled, since this server became its primary or since journaling
+    resumed."""
 
     replica: ShardReplica
     run: str
     """The job's run."""
     pauses: BackOff
     waiting: ShardLog[UpdateRecord] | None = None
-    """Records that wait until the image is on disk; None after that, and while journaling is
+    """Records that wait until the image is on disk; None once it is, and while journaling is
     interrupted."""
     why_not: ShoalError | None = None
     """The error that interrupted journaling; None if it is not interrupted."""
     again_s: float = 0.0
-    """Time of the next attempt, on the event loop's clock."""
+    """Time of the next attempt to resume, on the event loop's clock."""
 
 
 class ShardJournal:
-    """Keeps shards in a journal. `take` makes an image of a shard; `on_disk` is called
-    with the version up to which a shard is on disk, `on_failure` when its journaling is
-    interrupted. Lives on the event loop; files are written in `pool`."""
+    """Journals shards. `take` makes an image of a shard. `on_disk` is called with the version up to
+    which a shard is on disk, `on_failure` when a shard's journaling is interrupted. Lives on the
+    event loop; files are written in `pool`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ShardJournal:
         self._take = take
         self._on_disk = on_disk
         self._on_failure = on_failure
-        self._led: dict[Key, _Led] = {}
+        self._led: dict[Key, _JournaledShard] = {}
         self._for_others: set[Key] = set()
         self._ends: dict[Key, Future[None]] = {}
         """Futures of end entries, by shard: done once the entry is on disk."""
@@ -94,12 +94,11 @@ class ShardJournal:
     # --- shards of which this server is the primary ---
 
     def lead(self, replica: ShardReplica, run: str = "") -> None:
-        """Start journaling a shard of which this server is now the primary; `run`: the run of its
-        job. Records of updates that are applied before its image is on disk are held back, and
-        written after it."""
-        self._keep_from_here(_Led(replica, run, _new_pauses()))
+        """Start to journal a shard of which this server is now the primary; `run`: its job's run.
+        Updates that are applied before the shard's image is on disk are written after it."""
+        self._start(_JournaledShard(replica, run, _new_pauses()))
 
-    def _keep_from_here(self, led: _Led) -> None:
+    def _start(self, led: _JournaledShard) -> None:
         replica = led.replica
         led.waiting = ShardLog(replica.state.version)
         self._led[_key(replica)] = led
@@ -128,7 +127,7 @@ class ShardJournal:
             self._for_others.add(key)
             replica.is_journaled = False
 
-    async def _begin(self, led: _Led) -> None:
+    async def _begin(self, led: _JournaledShard) -> None:
         key = _key(led.replica)
         try:
             version = await self._put(led, await self._take(led.replica))
@@ -137,11 +136,11 @@ class ShardJournal:
             return
         self._ends.pop(key, None)
         if self._led.get(key) is led:
-            self._go_on(led, version)
+            self._append_waiting(led, version)
         elif key not in self._led:
             self._for_others.add(key)
 
-    def _go_on(self, led: _Led, version: int) -> None:
+    def _append_waiting(self, led: _JournaledShard, version: int) -> None:
         if self._led.get(_key(led.replica)) is not led or led.waiting is None:
             return
         led.pauses = _new_pauses()
@@ -151,7 +150,7 @@ class ShardJournal:
         for record in waiting.after(version):
             self._append(led.replica, record)
 
-    def _interrupt(self, led: _Led, error: ShoalError) -> None:
+    def _interrupt(self, led: _JournaledShard, error: ShoalError) -> None:
         """Interrupt the journaling of a shard, and report the failure."""
         replica = led.replica
         if self._led.get(_key(replica)) is not led or led.why_not is not None:
@@ -165,12 +164,12 @@ class ShardJournal:
         self._on_failure(replica)
 
     def _resume(self) -> None:
-        """Start interrupted journaling anew, as in `lead`, for shards whose pause is over."""
+        """Start interrupted journaling again, as `lead` does, for shards whose pause is over."""
         now_s = asyncio.get_running_loop().time()
         for led in tuple(self._led.values()):
             if led.why_not is not None and now_s >= led.again_s:
-                # A new object, as results of the earlier attempt must not affect this one.
-                self._keep_from_here(_Led(led.replica, led.run, led.pauses))
+                # A new object: results of the earlier attempt must not affect this attempt.
+                self._start(_JournaledShard(led.replica, led.run, led.pauses))
 
     def _append(self, replica: ShardReplica, record: UpdateRecord) -> None:
         loop = asyncio.get_running_loop()
@@ -181,12 +180,12 @@ class ShardJournal:
 
         refused = done.exception() if done.done() else None
         if isinstance(refused, ShoalError):
-            # At once: if the disk works again, later records must not follow after a gap.
+            # Not later: once the disk works again, no record may be written after a gap.
             self._interrupt(self._led[_key(replica)], refused)
             return
         done.add_done_callback(on_disk)
 
-    async def _put(self, led: _Led, image: ShardImage) -> int:
+    async def _put(self, led: _JournaledShard, image: ShardImage) -> int:
         """Write an image, and return its version."""
         replica = led.replica
         ends = self._ended(_key(replica))
@@ -194,8 +193,8 @@ class ShardJournal:
         def put() -> int:
             with image:
                 if ends is not None:
-                    # Otherwise records of another run, with higher versions, would seem newer than
-                    # this image.
+                    # Without the end entry before it, the image would seem older than records of an
+                    # earlier run, which may have higher versions.
                     ends.result()
                 self._journal.put_image(replica.job, replica.epoch, image, run=led.run)
                 return image.version
@@ -203,8 +202,7 @@ class ShardJournal:
         return await asyncio.get_running_loop().run_in_executor(self._pool, put)
 
     def _ended(self, key: Key) -> "Future[None] | None":
-        """Return the future of the shard's end entry, retried if it failed; None if there is
-        none."""
+        """Return the future of the shard's end entry, if there is one; retry it if it failed."""
         ends = self._ends.get(key)
         if ends is not None and ends.done() and ends.exception() is not None:
             ends = self._ends[key] = self._journal.forget(*key)
@@ -219,8 +217,8 @@ class ShardJournal:
             self._interrupt(led, error)
 
     async def _look_for_ever(self) -> None:
-        """Write new images of shards whose old records fill the disk, and of shards whose
-        journaling was interrupted."""
+        """Write new images, at intervals, of shards whose old records fill the disk and of shards
+        whose journaling was interrupted."""
         while True:
             await asyncio.sleep(LOOK_EACH_S)
             if self._journal.failure is None:
@@ -247,8 +245,8 @@ class ShardJournal:
             return
         await self._put(led, image)
         if key not in self._led:
-            # The shard may have been forgotten while its image was written: it must be forgotten
-            # once more.
+            # The shard may have been forgotten while its image was written. The image brought it
+            # back: it must be forgotten once more.
             self._for_others.add(key)
 
     # --- shards with another primary ---
@@ -265,7 +263,7 @@ class ShardJournal:
 
     @property
     def keeps_for_others(self) -> bool:
-        """True if this disk may have the only copy on disk of a shard with another primary."""
+        """True if this disk may have the only durable copy of a shard with another primary."""
         return bool(self._for_others)
 
     def keeps(self, job: str, shard_id: int) -> bool:
@@ -279,8 +277,8 @@ class ShardJournal:
     async def read(
         self, job: str, shard_id: int, make: Callable[[LoadedImage], AnyShard]
     ) -> RecoveredShard[AnyShard] | None:
-        """Read a shard of which this server is not the primary from the journal; None if it is not
-        there, or cannot be read."""
+        """Read a shard of which this server is not the primary from the journal; None if the
+        journal does not have it, or cannot be read."""
         loop = asyncio.get_running_loop()
         read = partial(self._journal.read, job, shard_id, make)
         try:
@@ -290,8 +288,7 @@ class ShardJournal:
             return None
 
     def release_job(self, job: str, but: Collection[int]) -> None:
-        """Forget the job's shards of which this server is not the primary, except those in
-        `but`."""
+        """Forget the job's shards that have another primary, except those in `but`."""
         for key in [k for k in self._for_others if k[0] == job and k[1] not in but]:
             self._for_others.discard(key)
             self._ends[key] = self._journal.forget(*key)

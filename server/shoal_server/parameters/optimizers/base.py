@@ -1,10 +1,10 @@
 """The interface of a shard's optimizer, and the layout of its state.
 
-The kernels get one view per block, not the flat tensor: they round the last elements of a tensor
-differently from the rest, and each block ends where its parameter ends or at a multiple of the
-vector width. So the result equals that of `torch.optim.X(..., fused=True)` to the last bit, and
-that of torch's default on CPU (not fused) to within rounding; SGD on 16-bit types equals the
-default to the last bit. Views per block also allow a step without some blocks.
+The kernels get one view per block, not the flat tensor. They round the last elements of a tensor
+differently from the rest, but a block ends where its parameter ends, or at a multiple of the vector
+width. So the result equals that of `torch.optim.X(..., fused=True)` to the last bit, and that of
+torch's default on CPU (not fused) to within rounding. SGD on 16-bit types equals the default to the
+last bit. Views per block also allow a step without some blocks.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class ShardOptimizer(StatefulRule, Protocol):
     ) -> None:
         """Update the named blocks in place. `gradients` has one tensor per named block.
 
-        `momentum` replaces SGD's own; other optimizers ignore it.
+        `momentum` replaces the momentum of SGD's settings; other optimizers ignore it.
         """
         ...
 

@@ -12,8 +12,8 @@ KINDS = ("sgd", "adagrad", "adam", "adamw", "outer")
 
 
 def check_spec(spec: OptimizerSpec, num_groups: int) -> None:
-    """Raise UnsupportedOptimizer or InvalidSpec for settings that no kernel can run, or a schedule
-    or staleness policy that is out of range."""
+    """Raise UnsupportedOptimizer or InvalidSpec if no kernel can run the settings, or if the
+    schedule or the staleness policy is out of range."""
     if spec.kind not in KINDS:
         raise UnsupportedOptimizer(
             "no such optimizer on the parameter server",

@@ -2,8 +2,8 @@
 
 Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models",
 arXiv:2311.08105. The pushed change takes the place of a gradient: the values at the start of a
-member's round, minus those that its own optimizer has reached. The step on it is SGD with momentum,
-Nesterov's or not; 16-bit values are stepped in float32.
+member's round, minus the values that the member's own optimizer has reached. The step is SGD with
+momentum, Nesterov's or not; steps of 16-bit values are computed in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from shoal_server.parameters.optimizers.tensors import beside, copy_state, wide
 
 
 class Outer:
-    """SGD in separate operations, each rounded by itself, so that the result equals the members'
-    own outer step (strategy "diloco") to the last bit."""
+    """SGD in separate operations, each rounded by itself. So the result equals that of the outer
+    step which members make themselves (strategy "diloco"), to the last bit."""
 
     def __init__(self, hyper: HyperParameters, blocks: Sequence[Tensor]) -> None:
         self._hyper = hyper

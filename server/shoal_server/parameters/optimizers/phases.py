@@ -1,4 +1,4 @@
-"""The learning rates of classes of `torch.optim.lr_scheduler`, equal to the last bit."""
+"""Phases of a schedule, with the learning rates of `torch.optim.lr_scheduler` to the last bit."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,23 +10,22 @@ MAX_MILESTONES = 4096
 
 
 class ConstantRate:
-    """A phase with a constant rate; subclasses override what changes it."""
+    """A phase with a constant rate; subclasses override the methods for which theirs differs."""
 
     def expected(self) -> str:
-        """Return what is expected of settings that are out of range; empty if they are valid."""
+        """Return the valid range of the settings if they are out of range; else an empty text."""
         return ""
 
     def opening(self, base: float) -> float:
-        """Return the rate of the schedule's first update, if this is the first phase."""
+        """Return the rate of the phase's first update, if the phase is the schedule's first."""
         return base
 
     def taking_over(self, base: float) -> float:
-        """Return the rate of the phase's first update, if it is a later phase: torch's formula
-        differs."""
+        """Return the rate of the first update of a later phase: torch's formula differs."""
         return self.opening(base)
 
     def following(self, since: int, base: float, lr: float) -> float:
-        """Return the rate after `since` updates of the phase, 1 or more, from the previous rate."""
+        """Return the rate after `since` updates of the phase, 1 or more. `lr`: the rate before."""
         return lr
 
 

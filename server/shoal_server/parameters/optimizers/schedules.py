@@ -1,8 +1,8 @@
 """Learning rates that change with the number of updates, as in `torch.optim.lr_scheduler`.
 
-torch computes most rates from the previous rate. To be equal to the last bit, the rate is stored
-and advanced with each update. It is part of the shard's state: otherwise a backup would have to
-repeat all updates to know it.
+torch computes most rates from the previous rate. To get equal rates to the last bit, the rate is
+stored and advanced with each update. The rate is part of the shard's state: otherwise a backup
+would have to repeat all updates to know it.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ class RunningSchedule:
 
     def __init__(self, schedule: Schedule, base_lr: float) -> None:
         """`schedule` has passed `check_schedule`. Without phases the rate stays `base_lr`."""
-        found = ((phase.num_updates, running(phase)) for phase in schedule.phases)
-        self._phases = [(lasts, phase) for lasts, phase in found if phase is not None]
+        phases = ((phase.num_updates, running(phase)) for phase in schedule.phases)
+        self._phases = [(lasts, phase) for lasts, phase in phases if phase is not None]
         self._base = base_lr
         first = self._phases[0][1].opening(base_lr) if self._phases else base_lr
         self._lr = torch.tensor([first], dtype=torch.float64)
@@ -35,7 +35,7 @@ class RunningSchedule:
         return float(self._lr[0]) if self._phases else self._base
 
     def advance(self, num_updates: int) -> None:
-        """Set the rate after `num_updates` updates: one more than at the last call."""
+        """Set the rate after `num_updates` updates: one more than at the previous call."""
         if not self._phases:
             return
         since = num_updates
@@ -53,8 +53,7 @@ class RunningSchedule:
         return {"lr": self._lr} if self._phases else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what `state` returned. Raises InternalError if another schedule returned
-        it."""
+        """Copy a state that `state` returned. Raises InternalError if it is of another schedule."""
         copy_state(self.state(), state)
 
 

@@ -130,7 +130,7 @@ class Sgd:
         return {"momentum_buffer": self._momentum, "step": steps}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        own = self.state()
-        copy_state(own, state)
-        if "step" in own:
-            self._steps = [int(count) for count in own["step"].tolist()]
+        current = self.state()
+        copy_state(current, state)
+        if "step" in current:
+            self._steps = [int(count) for count in current["step"].tolist()]

@@ -9,9 +9,9 @@ arXiv:1609.08326, adds the first term of the gradient's Taylor series, with the 
 gradient in place of the Hessian: g + lambda * g * g * (w_now - w_then). An adaptive lambda differs
 per element: lambda_0 / sqrt(m + epsilon), where m is the running mean of g * g.
 
-The member sends w_then along with the gradient. The paper's server keeps it for each member
-instead: that is a copy of the model per member, which would have to be replicated, moved and put
-into snapshots with the shard.
+The member sends w_then along with the gradient. In the paper, the server keeps w_then for each
+member instead. That would be a copy of the model per member, to be replicated, moved and put into
+snapshots with the shard.
 """
 
 import math
@@ -39,8 +39,8 @@ class Staleness:
         hyper: HyperParameters,
         blocks: Sequence[Tensor],
     ) -> None:
-        """`policy` has passed `check_policy`. `kind` is the optimizer's; `blocks` are the shard's
-        values, which are not changed here."""
+        """`policy` has passed `check_policy`. `kind`: the optimizer's kind. `blocks`: the shard's
+        values; they are only read."""
         self._policy = policy
         self._kind = kind
         self._hyper = hyper
@@ -86,26 +86,27 @@ class Staleness:
         bases: Sequence[Tensor],
         staleness: int,
     ) -> Sequence[Tensor]:
-        """Return the gradients to step on. `bases` has the base values, one tensor per named block.
+        """Return the gradients for the optimizer's step. `bases`: the base values, one tensor per
+        named block.
 
         An element whose correction overflows its type is not corrected. Each operation is rounded
-        by itself, so that the result does not depend on how threads share a tensor.
+        by itself, so the result does not depend on how threads share a tensor.
         """
         if not self.needs_base:
             return gradients
         corrected = []
         for b, gradient, base in zip(blocks, gradients, bases, strict=True):
-            own = gradient.to(wide(gradient.dtype))
-            squared = own * own
+            wide_gradient = gradient.to(wide(gradient.dtype))
+            squared = wide_gradient * wide_gradient
             strength: Tensor | float = self._strength
             if self._squares:
                 decay = self._policy.decay
                 mean = self._squares[b].mul_(decay).add_(squared * (1 - decay))
-                mean.clamp_(max=torch.finfo(own.dtype).max)
+                mean.clamp_(max=torch.finfo(wide_gradient.dtype).max)
                 strength = self._strength / (mean + EPSILON).sqrt()
             if staleness:
-                gone = self._blocks[b].to(own.dtype) - base.to(own.dtype)
-                shifted = (own + squared * strength * gone).to(gradient.dtype)
+                change = self._blocks[b].to(wide_gradient.dtype) - base.to(wide_gradient.dtype)
+                shifted = (wide_gradient + squared * strength * change).to(gradient.dtype)
                 corrected.append(torch.where(shifted.isfinite(), shifted, gradient))
         return corrected or gradients
 
@@ -114,13 +115,12 @@ class Staleness:
         return {} if self._square is None else {"mean_square": self._square}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what `state` returned. Raises InternalError if another policy returned
-        it."""
+        """Copy a state that `state` returned. Raises InternalError if it is of another policy."""
         copy_state(self.state(), state)
 
 
 def check_policy(policy: StalenessPolicy) -> None:
-    """Raise InvalidSpec for an unknown policy, or one that is out of range."""
+    """Raise InvalidSpec if the policy is unknown, or a setting is out of range."""
     if policy.kind not in KINDS:
         raise InvalidSpec(
             "no such staleness policy",

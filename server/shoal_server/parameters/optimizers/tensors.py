@@ -1,4 +1,4 @@
-"""State tensors laid out like a shard's values, and the copying of them."""
+"""State tensors that are laid out like a shard's values, and copies of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -20,8 +20,7 @@ class StatefulRule(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a copy of what `state` returned. Raises InternalError if names, shapes or
-        dtypes differ."""
+        """Copy tensors that `state` returned. Raises InternalError as `copy_state` does."""
         ...
 
 
@@ -35,8 +34,8 @@ def beside(
 
 
 class StepCounts:
-    """The number of steps of each block. torch.optim has a float32 tensor of one element per
-    parameter; here these are views of one tensor."""
+    """The number of steps of each block. torch.optim counts the steps of each parameter in a
+    float32 tensor of one element; here these are views of one tensor."""
 
     def __init__(self, num_blocks: int) -> None:
         self.all = torch.zeros(num_blocks, dtype=torch.float32)
@@ -50,8 +49,9 @@ class StepCounts:
 
 
 def in_runs(blocks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Join blocks, which lie one after the other in memory, into as few tensors as give equal
-    results: a vector kernel rounds only elements beyond the last whole vector differently."""
+    """Join blocks, which must be adjacent in memory, into as few tensors as possible without
+    changing results. A kernel rounds the elements after a tensor's last whole vector differently,
+    so a tensor ends after each block that is not made of whole vectors."""
     runs: list[Tensor] = []
     start = num_elements = 0
     for i, block in enumerate(blocks):
@@ -67,13 +67,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-def copy_state(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Copy tensor by tensor. Raises InternalError, before any is copied, if names, shapes or dtypes
-    differ."""
-    seen, expected = _outline(given), _outline(own)
+def copy_state(target: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Copy the tensors of `given` to those of `target`. Raises InternalError, without a change, if
+    names, shapes or dtypes differ."""
+    seen, expected = _outline(given), _outline(target)
     if seen != expected:
         raise InternalError("the state is not of this kind of shard", seen=seen, expected=expected)
-    for name, tensor in own.items():
+    for name, tensor in target.items():
         tensor.copy_(given[name])
 
 

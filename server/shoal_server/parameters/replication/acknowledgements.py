@@ -1,4 +1,4 @@
-"""Acknowledgements: wait until an update is as safe as its sender asked for."""
+"""Acknowledgements: calls wait until an update is as safe as its sender demands."""
 
 import asyncio
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """The token of one call that waits for its acknowledgement."""
+    """A call that waits for its acknowledgement. The core gets it as a token."""
 
     replica: ShardReplica
     answered: "asyncio.Future[Any]"
-    """Resolves to `answer`, or to the error that makes it impossible."""
+    """Resolves to `answer`, or to the reason for which the version cannot become safe."""
     answer: object
 
 
@@ -49,8 +49,8 @@ class Acknowledgements:
     async def wait(
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
     ) -> None:
-        """Return once a version of a shard is safe to that level. Raises the error that makes it
-        impossible."""
+        """Return once a version of a shard is safe to that level. If it can no longer become so,
+        raise the reason."""
         waiter = self._ask(replica, version, level, None)
         try:
             outcome = await waiter.answered
@@ -67,8 +67,8 @@ class Acknowledgements:
         level: Acknowledgement.ValueType,
         answer: AnswerT,
     ) -> "asyncio.Future[AnswerT | ShoalError]":
-        """Return a future of `answer`, done once `wait` would return, or of the error that it would
-        raise."""
+        """Return a future of `answer`, or of the error that `wait` would raise. It is done when
+        `wait` would end."""
         return self._ask(replica, version, level, answer).answered
 
     def _ask(
@@ -115,5 +115,5 @@ class Acknowledgements:
             seen="its registration in etcd was not renewed for so long that its shards may have "
             "been given to others",
             expected="a registration that etcd has renewed",
-            fix="It continues by itself once it reaches etcd; retry, after fetching the shard map.",
+            fix="The server goes on by itself once it reaches etcd; fetch the shard map and retry.",
         )

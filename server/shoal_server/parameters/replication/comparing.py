@@ -1,4 +1,4 @@
-"""Comparison of backups with their primaries on this server, piece by piece, all the time."""
+"""Continuous comparison of this server's primaries with their backups, piece by piece."""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from shoal_server.parameters.shard.workers import Runner
 log = structlog.get_logger(__name__)
 
 COMPARE_EACH_S = 0.25
-"""Interval between two pieces of 1 MiB, of one shard after the other: 14 GB an hour per server."""
+"""Interval between two pieces of 1 MiB. The shards take turns: 14 GB an hour per server."""
 
 
 class Comparing:
-    """Sends digests of pieces to the backups, which compare them. A digest is computed between two
-    pushes. Lives on the event loop."""
+    """Sends digests of pieces to the backups, which compare them with their own. A digest is
+    computed between two pushes. Lives on the event loop."""
 
     def __init__(self, catalog: Catalog, links: OutgoingLinks, run: Runner) -> None:
         self._catalog = catalog
@@ -36,7 +36,7 @@ class Comparing:
             for replica in replicas:
                 await asyncio.sleep(COMPARE_EACH_S)
                 try:
-                    await self._look(replica)
+                    await self._send_digest(replica)
                 except ShoalError as error:
                     log.warning("copies_not_compared", job=replica.job, reason=str(error))
             if not replicas:
@@ -47,7 +47,7 @@ class Comparing:
             if replica.role is ReplicaRole.PRIMARY and not replica.is_forming:
                 yield replica
 
-    async def _look(self, replica: ShardReplica) -> None:
+    async def _send_digest(self, replica: ShardReplica) -> None:
         if not replica.is_followed:
             return
         walk = self._walks[replica]

@@ -9,12 +9,12 @@ from shoal_server.core.replication.protocol.events import Event, WakeTimeReached
 from shoal_server.core.replication.replication_core import ReplicationCore
 
 TIMED_WITHIN_S = 0.002
-"""Delay before the timer is set after an event: it is set once for many events."""
+"""Time after an event at which the timer is set: once for all events until then."""
 
 
 class CoreDriver:
-    """Drives the core: handles an event with all its effects before the next. Lives on the event
-    loop."""
+    """Drives the core: handles an event with all its effects before the next event. Lives on the
+    event loop."""
 
     def __init__(self, core: ReplicationCore) -> None:
         self.core = core
@@ -28,8 +28,8 @@ class CoreDriver:
         self._wakes_s = float("inf")
 
     def carry_out_by(self, carry_out: Callable[[Effect], None]) -> None:
-        """Set the function that carries out effects, before the first event. It returns at once;
-        the result of longer work is an event."""
+        """Set the function that carries out effects. Call this before the first event. The function
+        must return at once; the result of longer work is submitted as an event."""
         self._carry_out = carry_out
 
     def close(self) -> None:
@@ -39,8 +39,8 @@ class CoreDriver:
             self._timer.cancel()
 
     def submit_event(self, event: Event) -> None:
-        """Handle an event. If called from a handler, the event is handled right after the current
-        one."""
+        """Handle an event. If this is called while an effect is carried out, the event is handled
+        right after the current event."""
         self._waiting.append(event)
         if self._is_stepping:
             return
@@ -51,7 +51,7 @@ class CoreDriver:
         finally:
             self._is_stepping = False
         if not self._is_timer_due:
-            # Once for many events, and after work that calls wait for.
+            # The timer is set once for many events, and after the work for which calls wait.
             self._is_timer_due = True
             self._loop.call_later(TIMED_WITHIN_S, self._set_timer)
 

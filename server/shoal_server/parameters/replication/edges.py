@@ -1,4 +1,4 @@
-"""The edges of the replication core: which of them carries out each effect."""
+"""The edges of the replication core, and the choice of the edge that carries out an effect."""
 
 from dataclasses import dataclass
 from typing import Protocol, assert_never
@@ -16,7 +16,7 @@ from shoal_server.parameters.replication.wire.frames import ArrivedRequest
 
 
 class Observer(Protocol):
-    """The edge that probes servers and logs for operators."""
+    """The edge that probes servers and writes log lines."""
 
     def probe_peer(self, effect: fx.ProbePeer) -> None: ...
 
@@ -25,7 +25,8 @@ class Observer(Protocol):
 
 @dataclass(kw_only=True)
 class ReplicationEdges:
-    """All edges of one core. Each returns at once; the result of longer work is an event."""
+    """All edges of one core. Their methods return at once; the result of longer work is submitted
+    as an event."""
 
     links: OutgoingLinks
     received: ReceivedUpdates
@@ -35,11 +36,11 @@ class ReplicationEdges:
     writer: RecordWriter
     observer: Observer
     servicer: ReplicationServicer | None = None
-    """None: no server has sent anything to this one."""
+    """None until the service is made. No request arrives before that."""
 
     def carry_out(self, effect: fx.Effect) -> None:  # noqa: PLR0912, PLR0915 - a case for each
         match effect:
-            # Those of a push first: cases are tried in order.
+            # The effects of a push come first, as cases are tried in order.
             case fx.SendRequest():
                 self.links.send_request(effect)
             case fx.SendReply():

@@ -1,4 +1,4 @@
-"""Incoming images: shards that are built from their chunks as these arrive."""
+"""Incoming images: shards that are built from chunks as the chunks arrive."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -26,20 +26,20 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Incoming:
+class _IncomingImage:
     key: Key
     image: int
     header: pb.CutHeader
     chunks: "asyncio.Queue[ArrivedRequest]" = field(default_factory=asyncio.Queue)
     state: AnyShard | None = None
-    """The shard, once all chunks have come."""
+    """The shard, once all chunks have arrived."""
     is_adopted: bool = False
     task: "asyncio.Task[None] | None" = None
 
 
 class IncomingImages:
-    """Builds at most one image of each shard. `run` does work off the event loop, on which this
-    lives."""
+    """Builds shards from images, at most one image of a shard at a time. Lives on the event loop;
+    `run` runs large work in threads."""
 
     def __init__(
         self, driver: CoreDriver, *, catalog: Catalog, memory: Memory, run: Runner
@@ -48,7 +48,7 @@ class IncomingImages:
         self._catalog = catalog
         self._memory = memory
         self._run = run
-        self._coming: dict[Key, _Incoming] = {}
+        self._coming: dict[Key, _IncomingImage] = {}
         self._tasks = SupervisedTasks()
 
     async def close(self) -> None:
@@ -61,7 +61,7 @@ class IncomingImages:
 
     def begin_image(self, start: ImageStart, arrived: ArrivedRequest) -> None:
         assert arrived.header is not None
-        coming = self._coming[start.key] = _Incoming(start.key, start.image, arrived.header)
+        coming = self._coming[start.key] = _IncomingImage(start.key, start.image, arrived.header)
         coming.task = self._tasks.start(self._receive(coming))
 
     def store_chunk(self, chunk: ImageChunk, arrived: ArrivedRequest) -> None:
@@ -76,7 +76,7 @@ class IncomingImages:
             if coming.task is not None:
                 coming.task.cancel()
 
-    async def _receive(self, coming: _Incoming) -> None:
+    async def _receive(self, coming: _IncomingImage) -> None:
         try:
             await self._build(coming)
         except ShoalError as error:
@@ -86,12 +86,12 @@ class IncomingImages:
             log.exception("image_failed", job=coming.key[0], shard_id=coming.key[1])
             self._failed(coming, repr(error), is_full=False)
 
-    def _failed(self, coming: _Incoming, detail: str, *, is_full: bool) -> None:
+    def _failed(self, coming: _IncomingImage, detail: str, *, is_full: bool) -> None:
         if self._coming.get(coming.key) is coming:
             del self._coming[coming.key]
             self._driver.submit_event(ImageFailed(coming.key, coming.image, is_full, detail))
 
-    async def _build(self, coming: _Incoming) -> None:
+    async def _build(self, coming: _IncomingImage) -> None:
         job, shard_id = coming.key
         before = self._catalog.find(job, shard_id)
         more_bytes = bytes_to_build(coming.header)
@@ -111,7 +111,7 @@ class IncomingImages:
                 claim.became(more_bytes)
 
     def take(self, effect: AdoptImage) -> ShardReplica:
-        """Return the shard made from a complete image, as a backup."""
+        """Return the backup that was made from a complete image."""
         coming = self._coming.pop(effect.key)
         if coming.state is None:
             raise InternalError("an incomplete image is to be adopted", seen=str(effect))

@@ -1,4 +1,5 @@
-"""Links from other servers on which data count as received once sent, before they are read."""
+"""Links from other servers on which data count as received once they are sent, before this server
+reads them."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,14 +16,14 @@ class IncomingLinks:
     def read_by(
         self, task: "asyncio.Task[None]", peer: Holder, end_reading: Callable[[], None]
     ) -> None:
-        """Register the task that reads all that `peer` sends. `end_reading` keeps the peer from
+        """Register the task that reads everything `peer` sends. `end_reading`: keeps the peer from
         sending more."""
         self._reading[task] = peer, end_reading
         task.add_done_callback(self._reading.pop)
 
     async def read_to_end(self, peer: Holder) -> None:
-        """Keep that server from sending more over its links; return once all that it has sent is
-        read."""
+        """Keep that server from sending more over its links; return once everything that it has
+        sent is read."""
         tasks = [task for task, (other, _) in self._reading.items() if other == peer]
         for task in tasks:
             _, end_reading = self._reading[task]

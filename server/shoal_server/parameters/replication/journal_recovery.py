@@ -1,8 +1,8 @@
-"""Recovery after a crash: this server becomes primary of shards in its journal that no server has
-in memory.
+"""Recovery after a crash: this server becomes primary of the shards that are in its journal and in
+no server's memory.
 
 The replication core decides which shards to claim, and when (its `journal_claims.py`); this module
-reads from etcd what the core needs for that.
+reads the servers that are alive from etcd, and passes them to the core.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ LOOK_LATER_EACH_S = 1.0
 
 
 class JournalRecovery:
-    """Gives the core what it needs to claim shards. Lives on the event loop."""
+    """Tells the core which servers live and which have ended, until all shards of the journal are
+    claimed. Lives on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, replicas: ShardReplicas, limits: ReplicationLimits
@@ -38,17 +39,18 @@ class JournalRecovery:
         self._replicas = replicas
         self._disowning = DiskDisowning(store, replicas, limits)
 
-    async def at_once(self, found: Sequence[RecoveredShard[AnyShard]], within_s: float) -> None:
-        """Become primary of the shards of which this server's previous process was the primary and
-        no backup in step is left. Such a backup would have more, and takes over by itself.
+    async def at_once(self, shards: Sequence[RecoveredShard[AnyShard]], within_s: float) -> None:
+        """Become primary of the shards of which this server's previous process was the primary, if
+        no backup in step is left. Such a backup may have later versions, and becomes primary by
+        itself.
 
-        Call this before the server is registered: then other servers see the shards recovered, not
-        without a holder. Backups that etcd still lists may be dead as well: this waits for their
-        leases to end, `within_s` at most.
+        Call this before the server is registered: then other servers never see a recovered shard
+        without a primary. Backups that etcd still lists may be dead as well: this call waits for
+        their leases to end, for at most `within_s`.
         """
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + within_s
-        recovered = {(each.job, each.state.shard_id): each for each in found}
+        recovered = {(each.job, each.state.shard_id): each for each in shards}
         await self._disowning.look(recovered)
         self._replicas.found_in_journal(recovered)
         jobs = set(self._replicas.jobs)
@@ -63,8 +65,8 @@ class JournalRecovery:
         log.info("journal_recovered", num_led=num_led, num_open=num_open)
 
     async def later(self) -> None:
-        """Continue as long as this server runs: a shard in this journal is claimed once all other
-        servers that had it are known to be dead."""
+        """Claim shards as long as this server runs: a shard in the journal is claimed once all
+        other servers that had it are known to be dead."""
         while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:
@@ -118,10 +120,10 @@ class DiskDisowning:
         self._decision.seen(known, present, ended, asked_s=asked_s, now_s=loop.time())
         for job, of_job in missing.items():
             wanted = {i: (a, self._decision.revised(a)) for i, a in of_job.items()}
-            gone = {i: (a, new) for i, (a, new) in wanted.items() if new != a}
-            if gone:
-                log.warning("shards_not_in_journal", job=job, num_shards=len(gone))
-                await replicas.change_assignments(job, gone, partial(_unless_changed, gone))
+            revised = {i: (a, new) for i, (a, new) in wanted.items() if new != a}
+            if revised:
+                log.warning("shards_not_in_journal", job=job, num_shards=len(revised))
+                await replicas.change_assignments(job, revised, partial(_unless_changed, revised))
 
     async def look_for_ever(self) -> None:
         """Repeat `look` as long as the server runs, if it has no journal: the previous process with
@@ -135,9 +137,9 @@ class DiskDisowning:
 
 
 def _unless_changed(
-    wanted: Mapping[int, tuple[ShardAssignment, ShardAssignment]], found: ShardAssignment
+    wanted: Mapping[int, tuple[ShardAssignment, ShardAssignment]], current: ShardAssignment
 ) -> ShardAssignment:
-    """Return the corrected assignment, unless it was written since it was read: then the disk may
-    have the shard by now, and the next `look` decides."""
-    before, after = wanted[found.shard_id]
-    return after if found == before else found
+    """Return the corrected assignment, or `current` if that is not the assignment that was read:
+    then the disk may have the shard by now, and the next `look` decides."""
+    before, after = wanted[current.shard_id]
+    return after if current == before else current

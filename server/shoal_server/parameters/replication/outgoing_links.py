@@ -46,15 +46,15 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _Outgoing:
+class _OutgoingImage:
     image: ShardImage | None = None
     """None while the image is being made."""
     released: int = 0
 
 
 class OutgoingLinks:
-    """Opens links and makes images for the core of server `me`. `run` does work off the event loop,
-    on which this lives."""
+    """Opens links and makes images for the core of server `me`. Lives on the event loop; `run` runs
+    large work in threads."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class OutgoingLinks:
         self._run = run
         self._timeouts = timeouts
         self._links: dict[tuple[Holder, int], PeerLink] = {}
-        self._images: dict[int, _Outgoing] = {}
+        self._images: dict[int, _OutgoingImage] = {}
         self._tasks = SupervisedTasks()
 
     async def close(self) -> None:
@@ -107,7 +107,7 @@ class OutgoingLinks:
             link.send_record(effect.request, effect.record)
 
     def compare(self, replica: ShardReplica, digest: PieceDigest) -> None:
-        """Send a digest to every follower in step, unless a later push was applied here since."""
+        """Send a digest to every follower in step, unless the shard has a later version by now."""
         # The digest follows the record of its version.
         replica.leading.report_applied()
         if not replica.is_led or replica.state.version != digest.version:
@@ -117,8 +117,8 @@ class OutgoingLinks:
             link.compare(message)
 
     def draft(self, replica: ShardReplica, data: memoryview) -> memoryview | None:
-        """Copy the data of a push that is about to be applied to memory that is shared with one of
-        the shard's followers. None if there is no such memory. See `PeerLink.draft`."""
+        """Copy the data of a push, before it is applied, to memory that is shared with one of the
+        shard's followers. None if there is no such memory. See `PeerLink.draft`."""
         for link in self._followed_by(replica):
             if (drafted := link.draft(data)) is not None:
                 return drafted
@@ -127,7 +127,7 @@ class OutgoingLinks:
     def _followed_by(self, replica: ShardReplica) -> Iterator[PeerLink]:
         """Yield the links over which pushes to the shard are sent."""
         for peer_and_number in replica.links:
-            # The core may not have handled the end of a link yet.
+            # A link may have ended without the core having handled it yet.
             if (link := self._links.get(peer_and_number)) is not None:
                 yield link
 
@@ -158,17 +158,18 @@ class OutgoingLinks:
     # --- images ---
 
     def make_image(self, effect: MakeImage) -> None:
-        self._images[effect.image] = _Outgoing()
-        self._tasks.start(self._take(effect))
+        self._images[effect.image] = _OutgoingImage()
+        self._tasks.start(self._make(effect))
 
-    async def _take(self, effect: MakeImage) -> None:
+    async def _make(self, effect: MakeImage) -> None:
         replica = self._catalog.find(*effect.key)
         try:
             if replica is None:
                 raise InternalError("the shard is not here any more", seen=str(effect.key))
             image = await replica.in_turn(self._run, LARGE, replica.image)
         except Exception as error:
-            # Even a lack of memory is reported: other images to the same server wait for this one.
+            # Any error is reported, also a lack of memory: other images to this server wait for
+            # this one.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_cut", job=effect.key[0], shard_id=effect.key[1])
             self._images.pop(effect.image, None)

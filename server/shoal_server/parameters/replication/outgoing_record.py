@@ -9,8 +9,8 @@ from shoal_server.parameters.shard.record import UpdateRecord
 
 
 class OutgoingRecord:
-    """An update record whose data may lie in lent memory. The replication core owns it, and
-    discards it once no backup needs it; links refer to it weakly. Lives on the event loop."""
+    """An update record whose data may lie in lent memory. The replication core owns the record, and
+    discards it once no backup needs it; links have weak references. Lives on the event loop."""
 
     __slots__ = ("__weakref__", "_record", "num_bytes", "version")
 
@@ -20,8 +20,8 @@ class OutgoingRecord:
         self.num_bytes = record.num_bytes
 
     def get(self) -> UpdateRecord:
-        """Return the record. If it is lent, it is valid for this turn of the event loop: afterwards
-        its memory may be used for another push."""
+        """Return the record. If its data are lent, they are valid for this turn of the event loop:
+        afterwards their memory may be used for another push."""
         return self._record
 
     def owned(self) -> UpdateRecord:
@@ -31,21 +31,21 @@ class OutgoingRecord:
         return self._record
 
     def lies_at(self, data: Buffer) -> Callable[[], None]:
-        """Note that `data` has a copy of the record's data. Returns the function to call before
-        that memory is used for anything else."""
+        """Use `data`, which are a copy in lent memory, as the record's data. Return the function to
+        call before that memory is used for anything else."""
         self._replace(data, is_lent=True)
         return self.when_reused()
 
     def when_reused(self) -> Callable[[], None]:
-        """Return the function to call before the memory of the data is used for anything else: it
-        copies the data if they still lie there, and the record is needed."""
-        return partial(_give_back, ref(self), self._record.data)
+        """Return the function to call before the memory of the data is used for anything else. It
+        copies the data if they still lie there and the record is still needed."""
+        return partial(_copy_data, ref(self), self._record.data)
 
     def _replace(self, data: Buffer, *, is_lent: bool) -> None:
         self._record = UpdateRecord(self._record.push, data, is_lent)
 
 
-def _give_back(found: "ReferenceType[OutgoingRecord]", data: Buffer) -> None:
-    record = found()
+def _copy_data(reference: "ReferenceType[OutgoingRecord]", data: Buffer) -> None:
+    record = reference()
     if record is not None and record.get().data is data:
         record._replace(bytes(data), is_lent=False)

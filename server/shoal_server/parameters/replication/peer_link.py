@@ -1,7 +1,7 @@
-"""One link from this server to a server with backups of its shards, from its opening to its end.
+"""One link from this server to another server, which has backups of this server's shards.
 
-A link consists of two streams: one for pushes, and one for images, opened with the first image. So
-no push waits for an image, which may have gigabytes.
+A link consists of two streams: one for pushes, and one for images, which is opened for the first
+image. So no push waits for an image, which may have gigabytes.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 REFUSAL_S = 0.2
-"""Time within which a machine refuses a connection, if it is up and no process listens."""
+"""Time within which a machine that is up refuses a connection if no process listens."""
 
 
 class LinkOwner(Protocol):
-    """The owner of a link: it has the shards, and receives the link's events."""
+    """The owner of a link, which has the shards' images and receives the link's events."""
 
     async def reach(self, holder: Holder) -> str | None:
         """Return the address of that process; None if it is dead."""
@@ -68,7 +68,7 @@ class LinkOwner(Protocol):
 
 
 _Push = tuple[UpdateMessage, "ReferenceType[OutgoingRecord]"]
-"""A record that waits to be sent, unless no backup needs it any more by then."""
+"""A record that waits to be sent. Its reference is dead once no backup needs the record."""
 
 
 class PeerLink:
@@ -98,7 +98,7 @@ class PeerLink:
             await cancel(self._task)
 
     def send(self, request: Request) -> None:
-        """Send a request. Requests arrive in order, or the link breaks."""
+        """Send a request. Requests arrive in order, unless the link breaks."""
         if isinstance(request, ImageStart | ImageChunk):
             self._images.append(request)
             self._wake_images.set()
@@ -120,7 +120,7 @@ class PeerLink:
         if stream is None or self._pushes:
             return False
         record = outgoing.get()
-        # The follower may have no memory for rows: a push with rows may be refused.
+        # The follower may refuse a push with rows, if it has no memory for them.
         is_received = stream.is_received and not record.push.row_ids
         of_record = frames.of_record(
             *request.key,
@@ -137,8 +137,9 @@ class PeerLink:
         return True
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of the push that may be sent next, to memory that is shared with the other
-        end. None if that cannot be done. The data stay there until the next draft."""
+        """Copy the data of the push that may be sent next to memory that is shared with the other
+        end, and return the copy; None if that is not possible now. The copy is valid until the next
+        draft."""
         return self._idle.draft(data) if self._idle is not None and not self._pushes else None
 
     def compare(self, digest: pb.FollowRequest) -> None:
@@ -147,8 +148,8 @@ class PeerLink:
         self._wake.set()
 
     async def _run(self) -> None:
-        """Run until the link breaks, and report that to the core, whatever the reason: it opens
-        another link, and no push waits forever."""
+        """Run until the link breaks for any reason, and report that to the core. The core opens
+        another link: without the report, pushes would wait forever."""
         try:
             broke = await self._carried()
         except Exception:
@@ -178,8 +179,8 @@ class PeerLink:
         except grpc.RpcError as error:
             reason = str(from_rpc_error(error, address))
         log.warning("replication_link_broke", to=self._to.server_id, reason=reason)
-        gone = await _refuses(address)
-        return LinkBroken(self._to, self._number, is_gone=gone, has_replied=has_replied)
+        is_gone = await _refuses(address)
+        return LinkBroken(self._to, self._number, is_gone=is_gone, has_replied=has_replied)
 
     def _hello(self, *, for_images: bool) -> pb.Hello:
         return pb.Hello(
@@ -213,7 +214,7 @@ class PeerLink:
         elif isinstance(request, tuple):
             update, outgoing = request[0], request[1]()
             if outgoing is not None:
-                # Sending may have to wait. Meanwhile another follower may free the memory in which
+                # The send may have to wait. Meanwhile another follower may free the memory in which
                 # the data lie.
                 record = outgoing.owned()
                 yield from frames.of_record(*update.key, update.epoch, record, inline_bytes)
@@ -235,8 +236,8 @@ class PeerLink:
     # --- images ---
 
     async def _carry_images(self, address: str) -> None:
-        """Open a second stream with the first image, and send images over it. Raises what broke
-        it."""
+        """Open a second stream for the first image, and send images over it. Raises the error that
+        broke the stream."""
         await self._wake_images.wait()
         async with open_stream(address) as opened:
             stream = WatchedStream(opened, address, self._timeouts)
@@ -266,14 +267,14 @@ class PeerLink:
 
 
 async def _drain(stream: WatchedStream) -> None:
-    """Read the answers of this stream: only beats may come."""
+    """Read the answers of the stream for images: only answers to beats may come."""
     async for message in stream.replies():
         log.error("answer_by_the_wrong_stream", seen=str(message))
 
 
 async def _refuses(address: str) -> bool:
-    """True if the machine refuses the connection: then the process is dead, and waiting for it
-    would only delay every push that it is to receive."""
+    """True if the machine refuses the connection. Then the process is dead: to wait for it would
+    only delay the pushes that it was to receive."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(REFUSAL_S):

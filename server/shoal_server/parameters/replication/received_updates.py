@@ -1,4 +1,4 @@
-"""Updates received from primaries: acknowledged when received, applied afterwards."""
+"""Updates from primaries: acknowledged once they are received, and applied afterwards."""
 
 import asyncio
 from collections import deque
@@ -28,7 +28,8 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 MAX_UNAPPLIED_BYTES = 256 * 1024 * 1024
-"""Bound on records received and not applied yet, over all shards; beyond it no stream is read."""
+"""Bound on received records that are not applied yet, over all shards. Beyond it, no stream is
+read."""
 
 COPY_FAILED = "copy_failed"
 
@@ -39,12 +40,12 @@ class _Backlog:
 
     replica: ShardReplica
     records: deque[ArrivedRequest | PieceDigest] = field(default_factory=deque)
-    """Records, and digests to compare with after the record before them."""
+    """Records and digests. A digest is compared after the records before it are applied."""
     applied: "asyncio.Task[None] | None" = None
 
 
 class ReceivedUpdates:
-    """Applies received updates. Lives on the event loop; `run` does work in threads."""
+    """Applies received updates. Lives on the event loop; `run` runs large work in threads."""
 
     def __init__(
         self,
@@ -67,8 +68,7 @@ class ReceivedUpdates:
         self._capacity = asyncio.Condition()
         self._tasks = SupervisedTasks()
         self.num_compared = self.num_different = 0
-        """Number of pieces of backups that were compared with their primaries', and of those that
-        differed."""
+        """Number of pieces that were compared with the primary's, and of pieces that differed."""
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -84,12 +84,13 @@ class ReceivedUpdates:
         return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
 
     def assembly(self) -> RequestAssembler:
-        """Return a new assembler for one stream, to be closed with the stream."""
+        """Return an assembler for one stream. Close it at the stream's end."""
         return RequestAssembler(self._memory, self._is_coming)
 
     def check_memory(self, arrived: ArrivedRequest) -> None:
-        """Raise Overloaded for an update that was dropped for lack of memory, or whose rows would
-        not fit. What was acknowledged stays here until the assignment allows dropping it."""
+        """Raise Overloaded for an update that was dropped for lack of memory, or whose rows do not
+        fit. The copy with all acknowledged updates stays on this server until the assignment allows
+        this server to drop it."""
         if arrived.why_dropped:
             raise Overloaded("there was no memory for an update", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:
@@ -106,7 +107,7 @@ class ReceivedUpdates:
 
     def _replayed_now(self, key: Key, replica: ShardReplica, arrived: ArrivedRequest) -> bool:
         """Apply a small update at once, from the memory that it came in, if no earlier update
-        waits. True if that was done."""
+        waits. False if it was not tried."""
         if key in self._backlogs:
             return False
         replay = partial(replica.state.replay, arrived.record(), is_borrowed=True)
@@ -134,7 +135,7 @@ class ReceivedUpdates:
             backlog.applied = self._tasks.start(self._apply(key, backlog))
 
     async def _apply(self, key: Key, backlog: _Backlog) -> None:
-        """Apply the backlog until it is empty. If an update fails, the backup is given up."""
+        """Apply the backlog until it is empty. If an update fails, give the backup up."""
         replica = backlog.replica
         while backlog.records:
             item = backlog.records.popleft()
@@ -177,7 +178,7 @@ class ReceivedUpdates:
                 start=digest.piece.start,
             )
             if self._catalog.find(*key) is replica:
-                # The backup is made anew; until then the primary goes on without it.
+                # The core makes the backup anew. Until then, the primary continues without it.
                 self._driver.submit_event(CopyFailed(key))
 
     async def _replay(self, replica: ShardReplica, arrived: ArrivedRequest) -> None:
@@ -202,12 +203,12 @@ class ReceivedUpdates:
         while (backlog := self._backlogs.get(key)) is not None and backlog.replica is replica:
             if backlog.applied is None or backlog.applied.done():
                 return
-            # `wait` does not cancel the task: what was acknowledged is applied in any case.
+            # `wait` does not cancel the task: acknowledged updates are applied in any case.
             await asyncio.wait({backlog.applied})
 
 
 def _work_bytes(replica: ShardReplica, arrived: ArrivedRequest) -> int:
-    """Size of the work of applying an update, as `Runner` counts it."""
+    """Return the `num_bytes` with which a `Runner` applies an update."""
     assert arrived.push is not None
     num_rows = len(arrived.push.row_ids) // ID_BYTES
     num_bytes = work_bytes_of(arrived.push, _num_bytes(arrived))
@@ -215,9 +216,9 @@ def _work_bytes(replica: ShardReplica, arrived: ArrivedRequest) -> int:
 
 
 def _num_bytes(arrived: ArrivedRequest | PieceDigest) -> int:
-    """Size of a record in memory while it waits."""
+    """Return the memory that a record or digest takes while it waits."""
     if isinstance(arrived, PieceDigest):
         return len(arrived.piece.row_ids)
     push = arrived.push
-    own = len(push.row_ids) + len(push.row_births) if push is not None else 0
-    return own + sum(map(len, arrived.parts))
+    row_bytes = len(push.row_ids) + len(push.row_births) if push is not None else 0
+    return row_bytes + sum(map(len, arrived.parts))

@@ -1,4 +1,4 @@
-"""Writer of the core's changes of assignments; changes decided together are written together."""
+"""Writer of assignments that the core changes. Changes decided together are written together."""
 
 import asyncio
 from collections import defaultdict
@@ -59,7 +59,7 @@ class RecordWriter:
             change = partial(self._revised, job)
             await change_assignments(self._records, job, shard_ids, change)
         except ShoalError as error:
-            # Tried again later: an operator may change what etcd allows this server.
+            # Tried again later: an operator may correct this server's permissions in etcd.
             log.error("assignments_not_changed", job=job, reason=str(error))
             for shard_id in sorted(shard_ids):
                 self._driver.submit_event(ShardRecordNotWritten((job, shard_id)))
@@ -69,6 +69,7 @@ class RecordWriter:
 
     def _revised(self, job: str, assignment: ShardAssignment) -> ShardAssignment:
         key = job, assignment.shard_id
+        # The core answers this event at once, with `ReviseShardRecord`.
         self._driver.submit_event(ShardRecordRead(key, assignment))
         return self._revised_records.pop(key)
 
@@ -76,12 +77,12 @@ class RecordWriter:
         self._revised_records[effect.key] = effect.assignment
 
     def refresh_shard_record(self, effect: RefreshShardRecord) -> None:
-        self._tasks.start(self._look(effect.key))
+        self._tasks.start(self._refresh(effect.key))
 
-    async def _look(self, key: Key) -> None:
+    async def _refresh(self, key: Key) -> None:
         try:
             await self._records.refresh(key[0])
         except ShoalError as error:
-            # The core answers waiting calls from what it knows.
+            # The core answers waiting calls from the records that it has.
             log.warning("assignments_not_read", job=key[0], reason=str(error))
         self._driver.submit_event(ShardRecordRefreshed(key))

@@ -1,4 +1,4 @@
-"""The Replication service, on which primaries' servers replicate shards to this one."""
+"""The Replication service, on which the servers of primaries replicate shards to this server."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -45,7 +45,7 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_ANSWERS = 4096
-"""Bound on one link's answers not sent yet; beyond it the primary's requests are not read."""
+"""Bound on one link's answers that are not sent yet. Beyond it, requests are not read."""
 
 SMALL_BYTES = 256 * 1024
 """Size of the largest push after which reading may pause."""
@@ -54,7 +54,7 @@ Caller = tuple[Holder, int]
 
 
 TakeArriving = Callable[[Arriving], bool]
-"""Handles a request without waiting, if possible. Returns True if it did."""
+"""Handles a request without waiting, if possible. Returns True if the request was handled."""
 
 
 class DirectStream(Protocol):
@@ -62,7 +62,7 @@ class DirectStream(Protocol):
 
     @property
     def reads_to_end(self) -> bool:
-        """True if everything that a primary has sent is read, even if the primary dies."""
+        """True if everything that a primary has sent is read even if the primary dies."""
         ...
 
     def send_now(self, reply: pb.FollowReply) -> bool:
@@ -70,18 +70,18 @@ class DirectStream(Protocol):
         ...
 
     def send_soon(self, reply: pb.FollowReply) -> bool:
-        """Send an answer within some milliseconds, and before any other answer. A later answer for
-        the same shard replaces it. Returns True if it will be sent."""
+        """Send an answer within some milliseconds, and before any later answer. A later answer for
+        the same shard may replace it. Returns False if that is not possible."""
         ...
 
     def deliver(self, take: TakeArriving | None) -> None:
-        """Offer each request to `take` as soon as it comes, from now on; None: stop that."""
+        """Offer each later request to `take` as soon as it comes; None: offer no more requests."""
         ...
 
     def has_read(self, *, may_wait: bool) -> None:
         """Note that the function given to `deliver` took a push. `may_wait`: its answer may wait.
-        As long as that holds for all pushes, requests may stay unread for some milliseconds, until
-        `end_reading` or `end_sending`."""
+        While that holds for all pushes, requests may stay unread for some milliseconds, but not
+        after `end_reading` or `end_sending`."""
         ...
 
     def end_reading(self) -> None:
@@ -111,7 +111,7 @@ class _ByGrpc:
         """Do nothing: the stream of requests does not pause."""
 
     def end_reading(self) -> None:
-        """Do nothing: what is not read is sent again."""
+        """Do nothing: requests that are not read will be sent again."""
 
     def end_sending(self) -> None:
         """Do nothing: no send waits for the primary."""
@@ -123,14 +123,14 @@ _BY_GRPC = _ByGrpc()
 class _Answers:
     """The answers of one link, in order, until one of its streams is over."""
 
-    def __init__(self, way: DirectStream) -> None:
-        self._send_now, self._send_soon = way.send_now, way.send_soon
+    def __init__(self, direct: DirectStream) -> None:
+        self._send_now, self._send_soon = direct.send_now, direct.send_soon
         self.queue = BoundedQueue[pb.FollowReply](MAX_ANSWERS)
         self.is_over = asyncio.Event()
 
     def put(self, reply: pb.FollowReply, *, may_wait: bool = False) -> None:
-        """Send an answer after those put before. It is sent at once if possible, unless it may
-        wait."""
+        """Send an answer after all earlier answers, at once if possible. `may_wait`: it may be sent
+        some milliseconds later."""
         send = self._send_soon if may_wait else self._send_now
         if len(self.queue) or not send(reply):
             self.queue.put_now(reply)
@@ -174,10 +174,10 @@ class ReplicationServicer:
         return self.follow(requests)
 
     async def follow(
-        self, requests: AsyncIterator[Arriving], way: DirectStream = _BY_GRPC
+        self, requests: AsyncIterator[Arriving], direct: DirectStream = _BY_GRPC
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Serve one stream of a link. Answers are sent by `way` if possible, otherwise yielded.
-        Pushes may arrive by `way` as well as in `requests`."""
+        """Serve one stream of a link. Answers are sent by `direct` if possible, else yielded.
+        Pushes arrive by `direct` or in `requests`."""
         first = await anext(requests, pb.FollowRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("hello"):
             raise MalformedMessage(
@@ -188,26 +188,26 @@ class ReplicationServicer:
         if hello.for_images:
             stream = self._images(caller, requests)
         else:
-            stream = self._link(hello, requests, way)
+            stream = self._link(hello, requests, direct)
         async with aclosing(stream) as out:
             async for reply in out:
                 yield reply
 
     async def _link(
-        self, hello: pb.Hello, requests: AsyncIterator[Arriving], way: DirectStream
+        self, hello: pb.Hello, requests: AsyncIterator[Arriving], direct: DirectStream
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """Serve a link's first stream; the link ends with it."""
         caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
         self._compare(hello)
-        # The primary's server may have given up an earlier link: its requests are read first.
+        # The primary's server may have ended an earlier link: that link's requests are read first.
         await self._links.read_to_end(caller[0])
-        answers = self._callers[caller] = _Answers(way)
+        answers = self._callers[caller] = _Answers(direct)
         self._driver.submit_event(IncomingLinkOpened(*caller))
-        if way.reads_to_end:
+        if direct.reads_to_end:
             answers.put(pb.FollowReply(reads_to_end=True))
         reason = "the stream ended"
         try:
-            async with aclosing(self._carried(caller, answers, requests, way)) as out:
+            async with aclosing(self._carried(caller, answers, requests, direct)) as out:
                 async for reply in out:
                     yield reply
         except Exception as error:
@@ -216,9 +216,9 @@ class ReplicationServicer:
         finally:
             log.info("replication_link_ended", primary=caller[0].server_id, reason=reason)
             answers.end()
-            self._left(caller, answers)
+            self._end_link(caller, answers)
 
-    def _left(self, caller: Caller, answers: _Answers, *, is_torn: bool = False) -> None:
+    def _end_link(self, caller: Caller, answers: _Answers, *, is_torn: bool = False) -> None:
         if self._callers.get(caller) is answers:
             del self._callers[caller]
             self._driver.submit_event(IncomingLinkEnded(*caller, is_torn=is_torn))
@@ -226,8 +226,8 @@ class ReplicationServicer:
     async def _images(
         self, caller: Caller, requests: AsyncIterator[Arriving]
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Serve a link's second stream. The link ends with it: to the core, both streams are one
-        link."""
+        """Serve a link's second stream. The link ends with it: for the core, the two streams are
+        one link."""
         answers = self._callers.get(caller)
         if answers is None:
             raise MalformedMessage(
@@ -244,8 +244,8 @@ class ReplicationServicer:
             answers.end()
 
     def _compare(self, hello: pb.Hello) -> None:
-        """Warn of another release of torch: it may round differently, and then backups are not
-        equal to their primary to the last bit."""
+        """Log a warning if the primary has another release of torch: that may round differently,
+        and then backups are not equal to their primary to the last bit."""
         theirs, mine = hello.torch_version, torch.__version__
         if theirs != mine and theirs not in self._warned_versions:
             self._warned_versions.add(theirs)
@@ -261,25 +261,25 @@ class ReplicationServicer:
         caller: Caller,
         answers: _Answers,
         requests: AsyncIterator[Arriving],
-        way: DirectStream,
+        direct: DirectStream,
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Yield the answers, and an empty one after each beat without any, so that the primary
-        knows that this server is alive, however busy it is."""
+        """Yield the answers. After `beat_s` without an answer, yield an empty one: it shows the
+        primary that this server is alive, however busy it is."""
         silence = Silence(self._timeouts)
-        reading = asyncio.create_task(self._read(caller, answers, requests, silence, way))
-        if way.reads_to_end:
+        reading = asyncio.create_task(self._read(caller, answers, requests, silence, direct))
+        if direct.reads_to_end:
 
             def read(task: asyncio.Task[None]) -> None:
                 if _is_torn(task):
-                    self._left(caller, answers, is_torn=True)
+                    self._end_link(caller, answers, is_torn=True)
 
-            # Runs before the tasks that wait for the end of reading, and does not wait for the rest
-            # of the link to end.
+            # Called before the tasks that wait for the end of reading continue, and without waiting
+            # for the rest of the link to end.
             reading.add_done_callback(read)
-            self._links.read_by(reading, caller[0], way.end_reading)
+            self._links.read_by(reading, caller[0], direct.end_reading)
         silent = asyncio.create_task(silence.wait())
-        # A send to a halted process would wait for as long as it is halted.
-        silent.add_done_callback(lambda task: None if task.cancelled() else way.end_sending())
+        # A send to a halted process waits until the process continues.
+        silent.add_done_callback(lambda task: None if task.cancelled() else direct.end_sending())
         for task in (reading, silent):
             task.add_done_callback(lambda _: answers.end())
         try:
@@ -297,12 +297,12 @@ class ReplicationServicer:
             if reading.done():
                 reading.result()
         except asyncio.CancelledError:
-            # This server ends: unread requests are lost with it.
+            # This server ends: requests that it has not read are lost.
             await cancel(reading)
             raise
         finally:
-            if way.reads_to_end:
-                way.end_reading()
+            if direct.reads_to_end:
+                direct.end_reading()
                 await asyncio.wait({reading})
             await cancel(reading, silent)
 
@@ -312,7 +312,7 @@ class ReplicationServicer:
         answers: _Answers,
         requests: AsyncIterator[Arriving],
         silence: Silence,
-        way: DirectStream,
+        direct: DirectStream,
     ) -> None:
         with closing(self._received.assembly()) as assembly:
 
@@ -323,16 +323,16 @@ class ReplicationServicer:
                 silence.note_message()
                 arrived = assembly.take(request)
                 if arrived is not None:
-                    way.has_read(may_wait=_may_wait(arrived))
-                    self._tell(caller, arrived)
+                    direct.has_read(may_wait=_may_wait(arrived))
+                    self._submit(caller, arrived)
                 silence.expect()
                 return True
 
-            way.deliver(take)
+            direct.deliver(take)
             try:
                 await self._take_all(caller, answers, requests, silence, assembly)
             finally:
-                way.deliver(None)
+                direct.deliver(None)
 
     async def _take_all(
         self,
@@ -343,7 +343,7 @@ class ReplicationServicer:
         assembly: RequestAssembler,
     ) -> None:
         while True:
-            # The silence counts from here: while this server did not read, the primary could not
+            # The silence counts from here: while this server does not read, the primary cannot
             # send.
             silence.expect()
             request = await anext(requests, None)
@@ -363,9 +363,9 @@ class ReplicationServicer:
                 await answers.queue.await_capacity()
                 if isinstance(arrived.request, UpdateMessage):
                     await self._received.await_capacity()
-                self._tell(caller, arrived)
+                self._submit(caller, arrived)
 
-    def _tell(self, caller: Caller, arrived: ArrivedRequest) -> None:
+    def _submit(self, caller: Caller, arrived: ArrivedRequest) -> None:
         request = arrived.request
         if isinstance(request, UpdateMessage):
             try:
@@ -400,8 +400,8 @@ def _is_of_push(request: Arriving) -> bool:
 
 
 def _may_wait(arrived: ArrivedRequest) -> bool:
-    """True if the answer to a push may wait, and the push is so small that its sender does not need
-    its memory back soon."""
+    """True if the answer to a push may wait, and the push is small: for a large push, the sender
+    needs its memory back soon."""
     request = arrived.request
     may_wait = isinstance(request, UpdateMessage) and request.answer_may_wait
     return may_wait and sum(map(len, arrived.parts)) <= SMALL_BYTES

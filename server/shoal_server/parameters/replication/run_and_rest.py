@@ -1,8 +1,8 @@
 """Work on large shards that yields to pushes.
 
-Copying a shard to another server is gigabytes of work, chunk by chunk, and no call waits for it. A
-chunk costs others a delay of the event loop; so each chunk is followed by a rest in proportion to
-how late the loop resumed after it. On an idle machine the rest is next to nothing.
+To copy a shard to another server is gigabytes of work, chunk by chunk, and no call waits for it.
+But each chunk delays the event loop, and with it other calls. So each chunk is followed by a rest,
+in proportion to the loop's delay after the chunk. On an idle machine the rest is close to zero.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ T = TypeVar("T")
 LARGE = INLINE_BYTES + 1
 """A size of work that always runs in a thread."""
 RESTS = 4
-"""Length of a rest in multiples of the loop's delay. At 1 ms, the delay of a busy loop, chunks of 2
-ms take no more than a third of a core."""
+"""Length of a rest in multiples of the loop's delay. With a delay of 1 ms, as of a busy loop,
+chunks that take 2 ms use no more than a third of a core."""
 MAX_REST_S = 0.01
 """Bound on a rest: however busy the machine is, 1 GB is copied in about 8 s."""
 

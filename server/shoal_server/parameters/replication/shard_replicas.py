@@ -1,9 +1,9 @@
 """The shards of this server, kept in accordance with the assignments in etcd.
 
 A job's record has its assignments, which name the holders of each shard
-(`core/shards/assignments.py`). Changes of them, by any process, are carried out here: the
-replication core (`core/replication/`) decides what to do, and this module connects the core to the
-record, the shards, links, disk and clock.
+(`core/shards/assignments.py`). When any process changes the assignments, this server carries the
+change out: the replication core (`core/replication/`) decides what to do, and this module connects
+the core to the record, the shards, links, disk and clock.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ log = structlog.get_logger(__name__)
 
 
 class ShardReplicas:
-    """All replicas of this server. Lives on the event loop; `run` does work in threads."""
+    """All replicas of this server. Lives on the event loop; `run` runs large work in threads."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ShardReplicas:
         self._catalog = catalog
         self._run = run
         self._timeouts = timeouts
-        self.directory = ServerDirectory(store, self._look_whether_empty)
+        self.directory = ServerDirectory(store, self._check_empty)
         """The addresses of all servers."""
         self._record = AssignmentMirror(store, self._changed, self._record_gone)
         self._images = IncomingImages(driver, catalog=catalog, memory=memory, run=run)
@@ -147,8 +147,8 @@ class ShardReplicas:
         return self._edges.servicer
 
     def lease_renewed(self, sent_s: float) -> None:
-        """Note that etcd has renewed this server's registration, as requested at `sent_s` on the
-        loop's clock."""
+        """Note that etcd has renewed this server's registration. `sent_s`: the time of the request,
+        on the loop's clock."""
         self._driver.submit_event(ev.LeaseRenewed(sent_s))
 
     def lease_ended(self) -> None:
@@ -156,15 +156,14 @@ class ShardReplicas:
         self._driver.submit_event(ev.LeaseEnded())
 
     async def wait_failed(self) -> None:
-        """Never return; raise what ended the watch of the record."""
+        """Never return; raise the error that ended the watch of the record."""
         await self._record.wait_failed()
 
     # --- what is known ---
 
     @property
     def full_peers(self) -> Mapping[Holder, str]:
-        """Servers without memory for backups of this server's primaries, and the reasons that they
-        gave."""
+        """Servers without memory for backups of this server's primaries, and their reasons."""
         return self._driver.core.leading.full.reasons
 
     def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
@@ -183,11 +182,11 @@ class ShardReplicas:
         return self._record.of_job(job)
 
     def run(self, job: str) -> str:
-        """The run of the job that the shards' records belong to; empty: they are not placed."""
+        """The run of the job that its shards' record belongs to; empty if no shards are placed."""
         return self._record.run(job)
 
     def job_run(self, job: str) -> str:
-        """The run of the job that its members are in; empty: its shards are not placed."""
+        """The run of the job that its members are in; empty if its shards are not placed."""
         return self._record.job_run(job)
 
     @property
@@ -209,7 +208,7 @@ class ShardReplicas:
         return None if address is None else Route(shard_id, epoch, leader.server_id, address)
 
     def next_address(self, job: str, shard_id: int) -> str:
-        """The address of the server that a shard is to be handed over to; empty: none is known."""
+        """The address of a shard's successor; empty if there is none or its address is unknown."""
         assignment = self.assignment(job, shard_id)
         successor = assignment.successor if assignment is not None else None
         return (self.directory.address(successor) or "") if successor is not None else ""
@@ -222,16 +221,17 @@ class ShardReplicas:
         shard_ids: Collection[int],
         change: Callable[[ShardAssignment], ShardAssignment],
     ) -> bool:
-        """Change shards' assignments; see the function of that name."""
+        """Change shards' assignments; see the function `change_assignments`."""
         return await change_assignments(self._record, job, shard_ids, change)
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Read the job's records anew, or those of some shards. Raises what the store raises."""
+        """Read the job's newest record from etcd, or that of some shards only. Raises what the
+        store raises."""
         await self._record.refresh(job, shard_ids)
 
     async def begin_anew(self, job: str) -> None:
-        """Drop replicas of an earlier epoch than that of the rewritten record. Raises what the
-        store raises."""
+        """Drop the job's replicas whose epoch is lower than the record's, after the record was
+        rewritten. Raises what the store raises."""
         await self._record.refresh(job)
         for replica in self._catalog.of_job(job):
             assignment = self.assignment(job, replica.shard_id)
@@ -245,7 +245,7 @@ class ShardReplicas:
                 ev.ShardAssigned((job, shard_id), assignment, self._record.run(job))
             )
             if assignment is not None and assignment.on_disk == self.me.server_id:
-                _tell_if_older(job, assignment)
+                _log_if_older(job, assignment)
         self._trim_journal(job)
 
     def _record_gone(self, job: str) -> None:
@@ -257,20 +257,19 @@ class ShardReplicas:
     # --- creating and dropping shards ---
 
     def created(self, replica: ShardReplica) -> None:
-        """Make this server the primary of a shard that was created or loaded here. The shard takes
-        pushes once its backup has the values and the record says that the shard has content."""
+        """Make this server the primary of a shard that it has created or loaded. The shard takes
+        pushes once a backup has the values and the shard's record notes that there are values."""
         key = replica.job, replica.shard_id
         self._driver.submit_event(ev.ShardCreated(key, replica.epoch, replica.state.version))
 
     def replace(self, replica: ShardReplica) -> None:
-        """Do as `created` does, after dropping any other replica of the shard here."""
+        """Drop any other replica of the shard on this server; then do as `created` does."""
         self._driver.submit_event(ev.ShardRetired((replica.job, replica.shard_id)))
         self._catalog.add(replica)
         self.created(replica)
 
     async def empty_job(self, job: str) -> int:
-        """Drop all shards of a job on request, so that they do not count as lost. Returns their
-        number."""
+        """Drop all shards of a job, so that they do not count as lost; return their number."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
         await self.change_assignments(job, shard_ids, partial(emptied, primary=self.me))
         self.drop_job(job)
@@ -285,26 +284,25 @@ class ShardReplicas:
         return len(shards)
 
     async def wait_empty(self) -> None:
-        """Return once this server holds no shards, or there is no other server to take them."""
-        self._look_whether_empty()
+        """Return once this server has no shards left, or there is no other server to take them."""
+        self._check_empty()
         await self._empty.wait()
 
     @property
     def only_here(self) -> Mapping[str, Sequence[int]]:
-        """Shards by job that would be lost with this process: no other server and no disk has a
-        copy."""
-        found: dict[str, list[int]] = {}
+        """Shards by job of which no other server and no disk has a copy."""
+        shard_ids: dict[str, list[int]] = {}
         for replica in self._catalog.shards():
             assignment = self.assignment(replica.job, replica.shard_id)
             is_led = assignment is not None and assignment.primary == self.me
             if is_led and assignment and not assignment.backups and not assignment.on_disk:
-                found.setdefault(replica.job, []).append(replica.shard_id)
-        return found
+                shard_ids.setdefault(replica.job, []).append(replica.shard_id)
+        return shard_ids
 
-    def _look_whether_empty(self) -> None:
+    def _check_empty(self) -> None:
         shard_journal = self._roles.shard_journal
         is_bare = next(self._catalog.shards(), None) is None
-        # Shards that only this disk has must be on another server's disk before this one leaves.
+        # Shards that only this disk has must be on another disk before this server leaves.
         is_bare = is_bare and (shard_journal is None or not shard_journal.keeps_for_others)
         if is_bare or not self.directory.has_others(self.me):
             self._empty.set()
@@ -332,7 +330,7 @@ class ShardReplicas:
 
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
         if not replica.is_led:
-            return  # It was dropped while it was written.
+            return  # The shard was dropped while its data were written.
         self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), version))
 
     def _disk_failed(self, replica: ShardReplica) -> None:
@@ -352,16 +350,16 @@ class ShardReplicas:
         foreign = {k for k, f in recovered.items() if f.is_of_another_run(self._record.run(k[0]))}
         # Shards of other runs or unknown jobs stay on disk and can be read later.
         self._roles.recovered.update(
-            {k: found for k, found in recovered.items() if k[0] in known and k not in foreign}
+            {k: shard for k, shard in recovered.items() if k[0] in known and k not in foreign}
         )
-        for key, found in recovered.items():
+        for key, shard in recovered.items():
             if key in foreign:
-                _tell_foreign(key, found.run, self._record.run(key[0]))
-                # The right journal has more of this run: the shard waits until it is back.
+                _log_foreign(key, shard.run, self._record.run(key[0]))
+                # Another journal must have the shard of the current run: the shard waits for it.
                 self._driver.submit_event(ev.JournalShardFound(key, 0, 0))
             else:
                 self._driver.submit_event(
-                    ev.JournalShardFound(key, found.epoch, found.state.version)
+                    ev.JournalShardFound(key, shard.epoch, shard.state.version)
                 )
         for job in {job for job, _ in recovered}:
             if job in known:
@@ -378,25 +376,25 @@ class ShardReplicas:
 
     @property
     def has_lost_disk(self) -> bool:
-        """True if the journal's disk cannot be written now: another process may use it, and have
-        written more to it."""
+        """True if the journal's disk cannot be written now: another process may use the disk, and
+        may have written newer shards to it."""
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.failure is not None
 
     @property
     def open_claims(self) -> Collection[Key]:
-        """Shards in the journal that other servers may have too."""
+        """Shards in the journal that are not claimed yet, as other servers may have them."""
         return self._driver.core.open_claims
 
     def servers_seen(
         self, present: frozenset[Holder], asked_s: float, ended: frozenset[Holder]
     ) -> None:
-        """Note the servers that etcd listed when it was asked at `asked_s`, by the clock of the
-        event loop, and the processes that are known to have ended."""
+        """Note the servers that etcd has listed, and the processes that are known to have ended.
+        `asked_s`: the time of the request, on the loop's clock."""
         self._driver.submit_event(ev.ServersListed(present, asked_s, ended))
 
     def _trim_journal(self, job: str) -> None:
-        """Drop the journal's shards for which the record names another disk, or none."""
+        """Drop the shards in the journal that the record does not place on this disk."""
         shard_journal = self._roles.shard_journal
         if shard_journal is not None and shard_journal.keeps_for_others:
             known = self._record.of_job(job).items()
@@ -405,7 +403,7 @@ class ShardReplicas:
             claimed = set(self.open_claims)
             for key in [k for k in self._roles.recovered if k not in claimed]:
                 del self._roles.recovered[key]
-        self._look_whether_empty()
+        self._check_empty()
 
     # --- primaries ---
 
@@ -430,7 +428,7 @@ class ShardReplicas:
         self._driver.submit_event(ev.PeerProbed(peer, is_there))
 
 
-def _tell_if_older(job: str, assignment: ShardAssignment) -> None:
+def _log_if_older(job: str, assignment: ShardAssignment) -> None:
     if assignment.found_version and assignment.content is not ShardContent.LOST:
         log.error(
             "journal_is_older",
@@ -442,7 +440,7 @@ def _tell_if_older(job: str, assignment: ShardAssignment) -> None:
         )
 
 
-def _tell_foreign(key: Key, seen: str, expected: str) -> None:
+def _log_foreign(key: Key, seen: str, expected: str) -> None:
     log.error(
         "journal_is_of_another_run",
         job=key[0],

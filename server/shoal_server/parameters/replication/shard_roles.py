@@ -1,4 +1,4 @@
-"""Changes of a replica's role: whether it takes pushes, where they are sent, and what is kept."""
+"""Changes of a replica's role: the start and end of its pushes, replication and journaling."""
 
 import asyncio
 import threading
@@ -52,8 +52,8 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Led:
-    """A `ShardLeadership` of one replica."""
+class _ReplicaLeadership:
+    """The `ShardLeadership` of one replica."""
 
     replica: ShardReplica
     acknowledgements: Acknowledgements
@@ -102,20 +102,20 @@ class ShardRoles:
 
     # --- pushes ---
 
-    def _pushed(self, replica: ShardReplica, record: UpdateRecord) -> None:
-        """Queue an applied push. Called by any thread, within the shard's lock, which keeps the
-        order."""
+    def _on_applied(self, replica: ShardReplica, record: UpdateRecord) -> None:
+        """Queue an applied push. Called from any thread, but in order: within the shard's lock."""
         with self._applied_lock:
             is_first = not self._applied
             self._applied.append((replica, record))
         if is_first and threading.get_ident() == self._loop_thread:
-            self._loop.call_soon(self._tell_all)
+            self._loop.call_soon(self._report_all)
         elif is_first:
-            self._loop.call_soon_threadsafe(self._tell_all)
+            self._loop.call_soon_threadsafe(self._report_all)
 
     def _keep(self, replica: ShardReplica, data: Buffer) -> Buffer:
-        """Decide where a push's data are kept; see `Keep`. On the event loop, the push is passed on
-        right after it is applied, and no backup can join in between; in a thread one can."""
+        """Return the memory in which a push's data are kept; see `Keep`. On the event loop, a push
+        is passed on right after it is applied, so no backup can join in between. In a thread, a
+        backup can join in between: the data are copied."""
         if threading.get_ident() != self._loop_thread or self._applied:
             return bytes(data)
         if self.shard_journal is not None:
@@ -124,11 +124,11 @@ class ShardRoles:
             return data
         return self._links.draft(replica, memoryview(data)) or bytes(data)
 
-    def _tell_applied(self) -> None:
+    def _report_applied(self) -> None:
         if threading.get_ident() == self._loop_thread:
-            self._tell_all()
+            self._report_all()
 
-    def _tell_all(self) -> None:
+    def _report_all(self) -> None:
         while self._applied:
             with self._applied_lock:
                 replica, record = self._applied.popleft()
@@ -141,7 +141,7 @@ class ShardRoles:
             outgoing = OutgoingRecord(record)
             give_back = outgoing.when_reused() if record.is_lent else None
             self._driver.submit_event(PushApplied(key, outgoing))
-            # Only the core refers to the record now: if it does not keep it, no data are copied.
+            # Only the core may refer to the record now: if it does not, no data are copied.
             del outgoing
             if give_back is not None:
                 give_back()
@@ -149,49 +149,49 @@ class ShardRoles:
     # --- primaries ---
 
     def lead_shard(self, effect: LeadShard) -> None:
-        replica = self._found(effect.key)
+        replica = self._replica(effect.key)
         replica.state.enter_epoch(effect.epoch)
         replica.epoch, replica.role = effect.epoch, ReplicaRole.PRIMARY
         replica.is_forming, replica.is_handing_over = True, False
         replica.is_led = True
-        replica.leading = _Led(replica, self._acknowledgements, self._tell_applied)
-        replica.state.subscribe(partial(self._pushed, replica), partial(self._keep, replica))
+        replica.leading = _ReplicaLeadership(replica, self._acknowledgements, self._report_applied)
+        replica.state.subscribe(partial(self._on_applied, replica), partial(self._keep, replica))
         if self.shard_journal is not None:
             self.shard_journal.lead(replica, effect.run)
         log.info("shard_led", job=replica.job, shard_id=replica.shard_id, epoch=replica.epoch)
         self._notify()
 
     def open_shard(self, effect: OpenShard) -> None:
-        self._found(effect.key).is_forming = False
+        self._replica(effect.key).is_forming = False
         self._notify()
 
     def _notify(self) -> None:
         self._tasks.start(self._catalog.notify(), key="notify")
 
     def stop_pushes(self, effect: StopPushes) -> None:
-        replica = self._found(effect.key)
+        replica = self._replica(effect.key)
         replica.is_handing_over = True
-        # From here on pushes of this epoch are refused; the next epoch is the successor's.
+        # From now on, pushes of this epoch are refused. The next epoch is the successor's.
         replica.state.enter_epoch(replica.epoch + 1)
-        self._tell_all()
+        self._report_all()
         self._driver.submit_event(PushesStopped(effect.key, replica.state.version))
 
     def resume_pushes(self, effect: ResumePushes) -> None:
-        replica = self._found(effect.key)
+        replica = self._replica(effect.key)
         replica.state.enter_epoch(replica.epoch)
         replica.is_handing_over = False
 
     def set_followers(self, effect: SetFollowers) -> None:
-        replica = self._found(effect.key)
+        replica = self._replica(effect.key)
         replica.is_followed, replica.links = effect.is_followed, effect.links
 
     def set_unreplicated(self, effect: SetUnreplicated) -> None:
-        self._found(effect.key).unreplicated_bytes = effect.num_bytes
+        self._replica(effect.key).unreplicated_bytes = effect.num_bytes
 
     # --- copies ---
 
     def step_down(self, effect: StepDown) -> None:
-        replica = self._found(effect.key)
+        replica = self._replica(effect.key)
         replica.state.enter_epoch(effect.epoch)
         self._end(replica)
         replica.role, replica.epoch = ReplicaRole.BACKUP, effect.epoch
@@ -207,37 +207,37 @@ class ShardRoles:
         self._catalog.add(replica)
 
     def enter_epoch(self, effect: EnterEpoch) -> None:
-        replica = self._found(effect.key)
+        replica = self._replica(effect.key)
         replica.epoch = effect.epoch
         replica.state.enter_epoch(effect.epoch)
 
     def load_journal(self, effect: LoadJournal) -> None:
-        self._tasks.start(self._made_of_journal(effect))
+        self._tasks.start(self._load_from_journal(effect))
 
-    async def _made_of_journal(self, effect: LoadJournal) -> None:
-        found = self.recovered.pop(effect.key, None)
-        if found is None and self.shard_journal is not None:
-            # This process was the shard's primary, and has dropped it since.
-            found = await self.shard_journal.read(*effect.key, restore)
-        if found is None:
+    async def _load_from_journal(self, effect: LoadJournal) -> None:
+        shard = self.recovered.pop(effect.key, None)
+        if shard is None and self.shard_journal is not None:
+            # This process was the shard's primary before, and dropped the shard.
+            shard = await self.shard_journal.read(*effect.key, restore)
+        if shard is None:
             self._driver.submit_event(JournalShardMissing(effect.key, effect.epoch))
             return
-        self._load_found(effect, found)
+        self._load_recovered(effect, shard)
 
-    def _load_found(self, effect: LoadJournal, found: RecoveredShard[AnyShard]) -> None:
-        replica = ShardReplica(found.job, found.state, ReplicaRole.PRIMARY, effect.epoch)
+    def _load_recovered(self, effect: LoadJournal, shard: RecoveredShard[AnyShard]) -> None:
+        replica = ShardReplica(shard.job, shard.state, ReplicaRole.PRIMARY, effect.epoch)
         replica.is_forming = True
-        found.state.enter_epoch(effect.epoch)
+        shard.state.enter_epoch(effect.epoch)
         self._driver.submit_event(ShardRetired(effect.key))
         self._catalog.add(replica)
         log.info(
             "shard_recovered_from_journal",
-            job=found.job,
+            job=shard.job,
             shard_id=replica.shard_id,
-            version=found.state.version,
-            num_replayed=found.num_replayed,
+            version=shard.state.version,
+            num_replayed=shard.num_replayed,
         )
-        self._driver.submit_event(ShardCreated(effect.key, effect.epoch, found.state.version))
+        self._driver.submit_event(ShardCreated(effect.key, effect.epoch, shard.state.version))
 
     # --- the end ---
 
@@ -253,15 +253,15 @@ class ShardRoles:
         self._catalog.remove(replica)
 
     def _end(self, replica: ShardReplica) -> None:
-        """End what a primary does for its shard, after passing on the applied pushes."""
-        self._tell_all()
+        """Pass on the applied pushes, and end a primary's replication and journaling."""
+        self._report_all()
         replica.state.subscribe(None)
         replica.is_led = replica.is_followed = False
         replica.links, replica.unreplicated_bytes = (), 0
         if self.shard_journal is not None:
             self.shard_journal.end(replica)
 
-    def _found(self, key: Key) -> ShardReplica:
+    def _replica(self, key: Key) -> ShardReplica:
         replica = self._catalog.find(*key)
         assert replica is not None, key
         return replica

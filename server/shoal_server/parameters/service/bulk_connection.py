@@ -55,7 +55,7 @@ _CALLS: Mapping[Purpose, Sequence[FrameKind]] = {
     Purpose.REPLICATION: (FrameKind.FOLLOW,),
     Purpose.SEGMENTS: (FrameKind.SEGMENT_PUT, FrameKind.SEGMENT_FETCH),
 }
-"""Frames that may begin a call, by the purpose of the connection."""
+"""Kinds of frames that may begin a call, by the purpose of the connection."""
 
 
 def _unreadable(frame: Frame, error: DecodeError, expected: str) -> MalformedMessage:
@@ -71,7 +71,7 @@ _BOUNDS = MessageBounds()
 
 
 def _checked(message: M) -> M:
-    """Check a message against the bounds that hold for gRPC calls too. Raises InvalidSpec."""
+    """Check a message against the bounds that gRPC calls have too. Raises InvalidSpec."""
     _BOUNDS.check(message)
     return message
 
@@ -110,7 +110,7 @@ class BulkServerConnection:
         arena: SharedArena | None,
         use: PermittedUse,
     ) -> None:
-        """`use`: the permitted use of the connection's key. Other calls are refused."""
+        """`use`: the use that the connection's key permits. Other calls are refused."""
         self._wire = wire
         self._calls = calls
         self._arena = arena
@@ -178,8 +178,8 @@ class BulkServerConnection:
                 rows = self._checked(TablePushRequest.FromString(bytes(opening.body)))
                 return self._calls.tables.push(rows, call.pieces())
             if opening.kind is FrameKind.TABLE_LOOKUP:
-                asked = self._checked(TableLookupRequest.FromString(bytes(opening.body)))
-                return self._calls.tables.look_up(asked, call.pieces(), call)
+                lookup = self._checked(TableLookupRequest.FromString(bytes(opening.body)))
+                return self._calls.tables.look_up(lookup, call.pieces(), call)
         except DecodeError as error:
             raise _unreadable(opening, error, f"the request of a {opening.kind.name}") from error
         assert opening.kind is FrameKind.FOLLOW
@@ -203,7 +203,7 @@ class BulkServerConnection:
         return request
 
     async def _fail(self, error: ShoalError) -> None:
-        """Send the error to the client, if it is still connected; nothing is sent afterwards."""
+        """Send the error to the client, if it is still connected. Send nothing afterwards."""
         try:
             await self._wire.send(
                 bulk.message(FrameKind.ERROR, to_detail(error).SerializeToString())
@@ -212,8 +212,7 @@ class BulkServerConnection:
             log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
-        """Send beats while a call is in progress, so that its client knows that this server is
-        alive."""
+        """Send beats while a call is in progress, to show the client that this server is alive."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:
@@ -231,7 +230,7 @@ class _BulkCall:
         self._is_over = False
         self._end_follows = False
         num_slots = arena.num_bytes // SLOT_BYTES if arena is not None else 0
-        # Half of the slots are freed late: the sender can go on with the other half.
+        # Half of the slots are freed together: the sender can go on with the other half.
         self._late = LateFrames(wire, max(num_slots // 2, 1))
 
     async def requests(self, first: PushRequest) -> AsyncIterator[PushRequest | OnlyPiece]:
@@ -245,8 +244,7 @@ class _BulkCall:
             yield piece
 
     async def follow_requests(self) -> AsyncIterator[Arriving]:
-        """Yield the requests of another server, except those that the function given to `deliver`
-        takes."""
+        """Yield the requests of another server that the `deliver` function does not take."""
         while True:
             frame = await self._wire.next_frame()
             arriving = self._arriving(frame)
@@ -293,15 +291,15 @@ class _BulkCall:
         return self._wire.is_local
 
     def end_reading(self) -> None:
-        """Keep the other end from sending more."""
+        """See `DirectStream`."""
         self._wire.end_reading()
 
     def end_sending(self) -> None:
-        """Send nothing more; a send in progress fails."""
+        """See `DirectStream`."""
         self._wire.end_sending()
 
     def _arriving(self, frame: Frame) -> Arriving | None:
-        """The request that a frame carries, or None if it carries none."""
+        """Return the request that a frame carries; None if it carries no request."""
         if frame.kind is FrameKind.PIECE:
             return OnlyPiece(
                 ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
@@ -316,7 +314,7 @@ class _BulkCall:
             raise _unreadable(frame, error, "FollowRequest") from error
 
     def _free_slot(self, frame: Frame) -> None:
-        """Free the place of a frame whose data are applied or copied."""
+        """Free the slot of a frame whose data have been applied or copied."""
         if frame.kind is FrameKind.PLACED:
             self._late.free(bulk.header(FrameKind.FREE_SLOT, at=frame.at))
 
@@ -363,7 +361,7 @@ class _BulkCall:
         await self._wire.send_file(head, segment.descriptor, start, size)
 
     async def finish(self) -> None:
-        """Read the rest of the call, to its end."""
+        """Read the frames that are left, to the end of the call."""
         while not self._is_over:
             if await self._next_piece() is not None:
                 raise MalformedMessage(
@@ -371,7 +369,7 @@ class _BulkCall:
                 )
 
     async def _next_piece(self) -> ReadPiece | None:
-        """The next piece, or None at the end. FREE_SLOT frames before it are recorded."""
+        """Return the next piece; None at the end. Note FREE_SLOT frames that come before it."""
         while not self._is_over:
             frame = await self._wire.next_frame()
             if frame.kind is FrameKind.PIECE:
@@ -402,14 +400,14 @@ class _BulkCall:
             raise MalformedMessage(
                 "a frame refers to shared memory",
                 seen=f"{frame.kind.name} at {frame.at}",
-                expected="pieces in the stream: none is shared on this connection",
+                expected="pieces in the stream: this connection has no shared memory",
             )
         return self._arena.view(frame.at, frame.num_bytes)
 
     @property
     def ends_now(self) -> bool:
-        """True if the END frame goes with the replies that are sent now: sent separately, it would
-        wake the client once more."""
+        """True if the END frame is to be sent with the replies that are sent now. Sent separately,
+        it would wake the client once more."""
         return self._end_follows and self._is_over
 
     def end_follows(self) -> None:

@@ -41,7 +41,7 @@ class BulkListener:
         *,
         most: int = MAX_CONNECTIONS,
     ) -> None:
-        """`most`: the number of connections that may be open at once."""
+        """`most`: the most connections that may be open at once."""
         self._most = most
         self._calls = calls
         self._offers = offers
@@ -104,7 +104,7 @@ class BulkListener:
             await BulkServerConnection(wire, self._calls, arena, hello.use).serve()
 
     async def _greeted(self, wire: FrameConnection) -> "_Hello":
-        """Read the hello. Raises MalformedMessage if its key is unknown."""
+        """Read the client's HELLO. Raises MalformedMessage if its key is unknown."""
         frame = await wire.next_frame()
         use = self._offers.redeem(bytes(frame.body))
         if use is None:
@@ -131,7 +131,7 @@ class BulkListener:
 
 @dataclass(frozen=True, kw_only=True)
 class _Hello:
-    """The request with which a client connected."""
+    """The content of a client's HELLO frame."""
 
     use: PermittedUse
     arena_bytes: int
@@ -139,7 +139,7 @@ class _Hello:
 
 
 async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
-    """Answer the hello, and send the descriptor of the shared memory with the answer."""
+    """Answer the HELLO, and send the descriptor of the shared memory, if any, with the answer."""
     if arena is None:
         await wire.send(bulk.header(FrameKind.HELLO))
         return
@@ -154,8 +154,8 @@ async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
 
 
 def _named(stack: ExitStack) -> tuple[socket.socket | None, str]:
-    """A Unix socket with a random abstract name, for clients in this network namespace. None if the
-    system has no such names: then all clients connect to the port."""
+    """Return a Unix socket with a random abstract name, for clients in this network namespace; None
+    if the system has no such names. Then all clients connect to the port."""
     name = f"shoal-{secrets.token_hex(16)}"
     try:
         local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

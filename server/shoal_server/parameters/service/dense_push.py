@@ -37,7 +37,7 @@ class DensePushPart:
     decoder: GradientDecoder | None = None
     """Decodes the gradient; None: it is not compressed."""
     next_address: str = ""
-    """Address of the server that the shard is being handed over to; empty: none."""
+    """Address of the successor while the shard is being handed over; else empty."""
 
     @property
     def shard_id(self) -> int:
@@ -96,8 +96,8 @@ class DensePushKind:
         """Look up every shard that the header names."""
         items = self._header.shards
         wanted = [(item.shard_id, item.epoch) for item in items]
-        found = await self._catalog.look_up(self._header.token.job, wanted)
-        for item, replica in zip(items, found, strict=True):
+        shards = await self._catalog.look_up(self._header.token.job, wanted)
+        for item, replica in zip(items, shards, strict=True):
             push.expect(item.shard_id, partial(self._part, item, replica))
 
     def _part(self, item: PushItem, replica: ShardReplica | ShoalError) -> DensePushPart:
@@ -136,7 +136,7 @@ class DensePushKind:
         push = partial(self._push, part, writer)
         work = partial(guarded, push, self._header.token.job, part.shard_id)
         if part.decoder is not None:
-            # Not on the event loop: decoding takes longer than applying as many bytes.
+            # Too much for the event loop: decoding takes longer than applying as many bytes.
             num_bytes += INLINE_BYTES
         applied = asyncio.ensure_future(part.replica.work(self._run, num_bytes, work))
         if not applied.done():
@@ -149,7 +149,7 @@ class DensePushKind:
     async def _once_safe(
         self, replica: ShardReplica, applied: Awaitable[ShardAnswer | ShoalError]
     ) -> ShardAnswer | ShoalError:
-        """Return the answer, once its newest version is as safe as the push asks for."""
+        """Return the answer once its newest version is as safe as the push demands."""
         answer = await applied
         if isinstance(answer, ShoalError):
             return answer
@@ -201,8 +201,7 @@ class DensePushKind:
 
 
 def _compressed_part(item: PushItem, replica: ShardReplica, shard: DenseShard) -> DensePushPart:
-    """Make the part for a compressed gradient. Raises if the codec is unknown or does not fit the
-    shard."""
+    """Make the part for a compressed gradient. Raises an error if the codec does not fit."""
     num_bytes = item.codec.num_bytes
     assembler = ChunkAssembler(shard.spec, item.absent_blocks, encoded_bytes=num_bytes)
     decoder = shard.body.decoder(item.codec, assembler.blocks)

@@ -1,4 +1,4 @@
-"""The description that a parameter server gives of itself: sizes, counters, versions of copies."""
+"""A parameter server's description of itself: sizes, counters, versions of copies."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,8 @@ MAX_JOBS = 1024
 
 @dataclass(slots=True)
 class Refusals:
-    """Number of pushes of one job that were refused or applied in part since the server started."""
+    """Counts for one job since the server started: parts of pushes that were refused because of
+    their epoch, and pushes that were applied in part."""
 
     by_epoch: int = 0
     partial: int = 0
@@ -29,7 +30,7 @@ class PushTally:
         self._jobs: OrderedDict[str, Refusals] = OrderedDict()
 
     def count(self, job: str, outcomes: Iterable[PushOutcome]) -> None:
-        """Count the outcomes of one call."""
+        """Count the outcomes of one push."""
         kinds = [each.error.kind if each.HasField("error") else "" for each in outcomes]
         if not any(kinds):
             return
@@ -40,7 +41,7 @@ class PushTally:
             self._jobs.popitem(last=False)
 
     def fill(self, reply: DescribeReply, job: str) -> None:
-        """Add the counts of one job, or of all."""
+        """Add the counts of one job to the reply, or of all jobs if `job` is empty."""
         for name, refusals in self._jobs.items():
             if job in ("", name):
                 reply.refused_by_epoch += refusals.by_epoch
@@ -53,8 +54,8 @@ def add_shard(
     assignment: ShardAssignment | None,
     versions: Mapping[Holder, int],
 ) -> None:
-    """Describe one shard, or only count it if this server has a copy. `versions`: the newest
-    version that each backup is known to have."""
+    """Add a shard to the reply; a shard of which this server is only a backup is just counted.
+    `versions`: the newest version that each backup is known to have."""
     reply.memory_bytes += replica.state.memory_bytes
     if replica.role is not ReplicaRole.PRIMARY:
         reply.num_copies += 1
@@ -77,7 +78,7 @@ def _add_copies(
         figures.copies.append(
             CopyState(
                 server_id=holder.server_id,
-                # The backup may have a newer version by now than the shard's figures.
+                # The backup may have a newer version than the figures, which were read before.
                 version=min(versions.get(holder, 0), figures.version),
                 joining=assignment is not None and holder == assignment.joining,
             )

@@ -4,8 +4,7 @@ from shoal_proto.errors import MalformedMessage
 
 
 def no_header(expected: str) -> MalformedMessage:
-    """Return the error for a stream that begins with another message, or ends before it has
-    begun."""
+    """Return the error for a stream that begins with another message, or has no message."""
     return MalformedMessage(
         "the stream does not begin with its header",
         seen="another message, or none",

@@ -45,11 +45,11 @@ class PushPart(Protocol):
 
 
 class PushKind(Protocol[PartT_contra, PieceT_contra, AnswerT_co]):
-    """The part of a push's handling that differs between parameters and tables."""
+    """The operations of a push that differ between parameters and tables."""
 
     applies_at_once: bool
     """True: a part is applied as soon as it is complete. False: a part is applied once a piece of
-    another shard or the end follows, which shows that the part was not too long."""
+    another shard, or the end, follows: only then is it known that the part was not too long."""
 
     def add(self, part: PartT_contra, piece: PieceT_contra) -> None:
         """Add a piece to a part. Raises a ShoalError if the piece is wrong."""
@@ -65,8 +65,8 @@ class PushKind(Protocol[PartT_contra, PieceT_contra, AnswerT_co]):
 
 
 class IncomingPush(Generic[PartT, PieceT, AnswerT]):
-    """Receives a push. Raises an error that concerns the push as a whole. An error in one shard's
-    part is that shard's answer: the shard is not changed, and the other shards go on."""
+    """Receives a push. An error in one shard's part is that shard's answer: the shard is not
+    changed, and the other shards go on. An error that concerns the whole push is raised."""
 
     def __init__(self, kind: PushKind[PartT, PieceT, AnswerT], reservation: Reservation) -> None:
         self._kind = kind
@@ -79,7 +79,7 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
         self._is_over = False
         self._is_whole = False
         self.is_last = False
-        """True if the answers that were yielded last are the last ones."""
+        """True if no answers follow those that were yielded last."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
         """Expect a shard that the header names. A ShoalError from `make` is the shard's answer."""
@@ -96,9 +96,9 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
     async def answers(
         self, pieces: AsyncIterator[tuple[int, PieceT]]
     ) -> AsyncGenerator[Sequence[AnswerT], None]:
-        """Yield the answers in the order in which applying the shards was started, while later
-        pieces are still received. Answers that are ready are yielded together. Raises an error that
-        concerns the push as a whole."""
+        """Yield the shards' answers while later pieces are still received, in the order in which
+        the parts began to be applied. Answers that are ready are yielded together. Raises an error
+        that concerns the whole push."""
         taking = asyncio.create_task(self._take_all(pieces), name="push")
         try:
             while self._pending or not self._is_over:
@@ -184,7 +184,7 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
 
 
 def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") -> T | ShoalError:
-    """Run `work`. Returns its result, or the error to answer with."""
+    """Call `work`, and return its result, or the error for the answer."""
     try:
         return work()
     except ShoalError as error:
@@ -205,8 +205,7 @@ def check_sequence(sequence: int) -> None:
 
 
 def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:
-    """Return the error for a piece of a shard that the header does not name, or that is
-    complete."""
+    """Return the error for a piece of a shard that is not in the header, or is complete."""
     return MalformedMessage(
         "a piece of a shard that is not expected",
         seen=f"shard {shard_id}",

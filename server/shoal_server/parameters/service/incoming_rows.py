@@ -1,4 +1,4 @@
-"""Receives the rows of one shard's part of a push: in messages, or in pieces of a bulk call."""
+"""Receipt of the rows of one shard's part of a push: in messages, or in pieces of a bulk call."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,7 +41,7 @@ class IncomingRows(Protocol):
 
 
 class RowMessages:
-    """Rows in messages, each with ids, births and gradients of some rows."""
+    """Rows that come in messages, each with ids, births and gradients of some rows."""
 
     def __init__(self, shard_id: int, num_rows: int) -> None:
         self._shard_id = shard_id
@@ -87,7 +87,7 @@ class RowMessages:
 
 
 class RowPieces:
-    """Rows in pieces: all ids, then all births, then all gradients, cut anywhere."""
+    """Rows that come in pieces: all ids, then all births, then all gradients, cut anywhere."""
 
     def __init__(self, shard_id: int, num_rows: int, row_bytes: int) -> None:
         """`row_bytes`: size of one row's gradient."""

@@ -71,7 +71,7 @@ from shoal_server.serving.rpc import Context
 
 MAX_WAIT_S = 60.0
 FORMING_S = 10.0
-"""Time for which `Create` waits until the first backup has the values."""
+"""Longest time for which `Create` waits until the first backup has the values."""
 
 
 class ParametersServicer:
@@ -99,7 +99,7 @@ class ParametersServicer:
         self.loop_lag = loop_lag
         self._tally = PushTally()
         self.push_durations = Durations(("outcome",))
-        """Duration of pushes to parameters, from the header to the answer for the last shard."""
+        """Durations of pushes to parameters, from the header to the answer for the last shard."""
 
     async def Create(
         self, requests: AsyncIterator[CreateRequest | OnlyPiece], context: Context
@@ -110,7 +110,7 @@ class ParametersServicer:
         header = first.header
         await self._fence.check(header.token)
         check_spec(header.optimizer, 1 + max((s.group for s in header.shards), default=0))
-        # Read the record anew, as a watch may lag: only the recorded primary may create a shard.
+        # Read the newest record, as a watch may lag: only the recorded primary may create a shard.
         await self._replicas.refresh(header.token.job)
         await self._catalog.check_creatable(header.token.job, header.shards, header.optimizer)
         with self._claim(header) as claim, Reservation(self._budget) as reservation:
@@ -171,23 +171,23 @@ class ParametersServicer:
     async def pull(
         self, request: PullRequest, reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[ShardData | bytes], None]:
-        """Yield each shard's values, all of one version, written by `reply_writer`. Messages that
-        are yielded together are sent together."""
+        """Yield the messages with each shard's values, as `reply_writer` has written them. All
+        values of a shard are of one version. Messages yielded together are sent together."""
         await self._fence.check(request.token)
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
         await self._catalog.wait_for(job, [item.shard_id for item in request.shards], wait_s)
-        found = await self._catalog.look_up(job, [(i.shard_id, i.epoch) for i in request.shards])
-        errors = [error for error in found if isinstance(error, ShoalError)]
+        shards = await self._catalog.look_up(job, [(i.shard_id, i.epoch) for i in request.shards])
+        errors = [error for error in shards if isinstance(error, ShoalError)]
         for error in errors:
             raise routes.gather(error, errors)
         reads = [
             (replica, item.known_version)
-            for item, replica in zip(request.shards, found, strict=True)
+            for item, replica in zip(request.shards, shards, strict=True)
             if isinstance(replica, ShardReplica)
         ]
         async for replica, values in self._read_ahead(reads, reply_writer):
-            # A version may be lost until a backup has it, and must not be visible before.
+            # Until a backup has the version, it may be lost: no caller may see it before.
             await replica.wait_safe(values.version)
             version = ShardVersion(
                 shard_id=replica.shard_id, version=values.version, num_bytes=values.num_bytes
@@ -197,7 +197,7 @@ class ParametersServicer:
     async def _read_ahead(
         self, reads: Iterable[tuple[ShardReplica, int]], reply_writer: ReplyWriter
     ) -> AsyncIterator[tuple[ShardReplica, DenseValues]]:
-        """Yield each shard's values in order; one shard is read while the one before it is sent."""
+        """Yield each shard's values, in order. A shard is read while the previous one is sent."""
         pending: deque[tuple[ShardReplica, Awaitable[DenseValues]]] = deque()
         for replica, known_version in reads:
             shard = dense(replica)
@@ -224,8 +224,9 @@ class ParametersServicer:
     async def push(
         self, requests: AsyncIterator[PushRequest | OnlyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
-        """Apply a push while it is being received. Yields the outcome of each shard, and its values
-        written by `reply_writer`. Messages that are yielded together are sent together."""
+        """Apply a push while it is being received. Yield the messages with each shard's outcome and
+        with its values, as `reply_writer` has written them. Messages yielded together are sent
+        together."""
         first = await anext(requests, PushRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
@@ -253,7 +254,7 @@ class ParametersServicer:
         pushed: AsyncGenerator[Sequence[ShardAnswer], None],
         began_s: float,
     ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
-        """Run a push within the job's barriers, and count its outcomes and its duration."""
+        """Apply a push within the job's snapshot barrier; count its outcomes and its duration."""
         touched = frozenset(header.all_shard_ids) or None
         async with (
             self._barriers.passing(header.token.job, session, header.sequence, touched) as passage,

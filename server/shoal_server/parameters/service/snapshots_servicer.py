@@ -41,11 +41,11 @@ MAX_LIMIT_S = 60.0
 WRITE_WITHIN_S = 30.0
 """Longest time between the cut through the shards and the call that writes them."""
 FORMING_S = 10.0
-"""Time for which `Load` waits until backups have the shards."""
+"""Longest time for which `Load` waits until backups have the shards."""
 
 
 class SnapshotsServicer(ShardSnapshotsServicer):
-    """Serves snapshots. `pool` is used for storage alone, as storage may be slow."""
+    """Serves snapshots. `pool` is for reads and writes of storage alone, which may be slow."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
                 files.append(messages.of_part(part))
             return pb.WriteReply(files=files)
         finally:
-            self._barriers.abort(request.job, request.cut_id, "it was written, or could not be")
+            self._barriers.abort(request.job, request.cut_id, "the call that writes it ended")
 
     async def Publish(self, request: pb.PublishCutRequest, context: Context) -> pb.PublishCutReply:
         put = PutSegmentRequest(
@@ -116,14 +116,14 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             chain=request.chain,
         )
         try:
-            found = []
+            segments = []
             for image in self._barriers.taken(request.job, request.cut_id):
                 # Parts of a publication are numbered by rank; rank 0 is the publisher's own part.
                 put.rank = image.shard_id + 1
-                found.append(await self._weights.keep_cut(put, planned(image)))
-            return pb.PublishCutReply(segments=found)
+                segments.append(await self._weights.keep_cut(put, planned(image)))
+            return pb.PublishCutReply(segments=segments)
         finally:
-            self._barriers.abort(request.job, request.cut_id, "it was published, or could not be")
+            self._barriers.abort(request.job, request.cut_id, "the call that publishes it ended")
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         self._barriers.abort(request.job, request.cut_id, "the coordinator gave it up")
@@ -148,8 +148,8 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return pb.LoadReply(shard_ids=sorted(epochs))
 
     def _claim(self, job: str, parts: Sequence[ManifestEntry]) -> MemoryClaim:
-        """Reserve memory for what the loaded shards need beyond those they replace. Raises
-        Overloaded."""
+        """Reserve the memory that the loaded shards take beyond that of the shards they replace.
+        Raises Overloaded."""
         num_bytes = sum(part.num_bytes - self._bytes_of(job, part) for part in parts)
         return self._memory.reserve(num_bytes, f"{len(parts)} shards of a snapshot of job {job}")
 
@@ -172,8 +172,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return assignment.epoch
 
     def _lead(self, job: str, state: AnyShard, epoch: int) -> None:
-        """Become primary of a loaded shard, in place of one that a member may have created
-        meanwhile."""
+        """Become primary of a loaded shard. It replaces one that a member has created meanwhile."""
         if self._epoch_to_lead(job, state.shard_id) != epoch:
             raise WrongEpoch(
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)

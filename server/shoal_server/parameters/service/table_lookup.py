@@ -20,29 +20,30 @@ from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.shard import LookupResult, TableShard
 
 MAX_LOOKUP_BYTES = 4 * 1024 * 1024
-"""Bound on the rows that one message, or one item of a bulk call, asks for."""
+"""Bound on the rows that one message, or one item of a bulk call, requests."""
 
 
 async def look_up(
     replica: ShardReplica, shard: TableShard, ids: bytes, num_bytes: int, run: Runner
 ) -> LookupResult:
-    """Look up rows, in the order of `ids`. `num_bytes`: size of their values."""
+    """Look up rows, in the order of `ids`. `num_bytes`: the size of the rows' values."""
     work = partial(shard.read, partial(shard.body.look_up, ids))
-    found: LookupResult = await replica.work(run, ROWS_COST * num_bytes, work)
-    # A version may be lost until a backup has it, and must not be visible before.
-    await replica.wait_safe(found.version)
-    return found
+    looked_up: LookupResult = await replica.work(run, ROWS_COST * num_bytes, work)
+    # Until a backup has the version, it may be lost: no caller may see it before.
+    await replica.wait_safe(looked_up.version)
+    return looked_up
 
 
 async def answer_message(
-    asked: Sequence[RowIds],
-    found: Sequence[tuple[ShardReplica, TableShard] | ShoalError],
+    requested: Sequence[RowIds],
+    looked_up: Sequence[tuple[ShardReplica, TableShard] | ShoalError],
     run: Runner,
 ) -> list[FoundRows]:
-    """Answer one message of a gRPC call, in its order. All shards are looked up concurrently."""
+    """Return the answers to one message of a gRPC call, in its order. Shards are looked up
+    concurrently."""
     left_bytes = MAX_LOOKUP_BYTES
     answers: list[Awaitable[FoundRows]] = []
-    for rows, shard in zip(asked, found, strict=True):
+    for rows, shard in zip(requested, looked_up, strict=True):
         if isinstance(shard, ShoalError):
             answers.append(_refused(rows, shard))
             continue
@@ -82,7 +83,7 @@ async def _found(
 
 @dataclass(frozen=True, kw_only=True)
 class LookupPart:
-    """One item of a bulk call."""
+    """One item of a bulk call: rows of one shard."""
 
     number: int
     item: TableLookupItem
@@ -119,7 +120,8 @@ IncomingLookup = IncomingPush[LookupPart, AnyPiece, LookupAnswer]
 
 
 class LookupKind:
-    """Bulk lookups: received item by item like pushes, each answered once it is looked up."""
+    """The kind of a bulk lookup. Items are received like parts of a push; each is answered once its
+    rows are looked up."""
 
     applies_at_once = True
 
@@ -141,19 +143,19 @@ class LookupKind:
     async def open(self, lookup: IncomingLookup) -> None:
         """Look up every shard that the header names, and make those that never existed."""
         wanted = [(item.shard_id, item.epoch) for item in self._items]
-        found = await self._maker.look_up(self._job, wanted)
-        for number, (item, shard) in enumerate(zip(self._items, found, strict=True)):
+        looked_up = await self._maker.look_up(self._job, wanted)
+        for number, (item, shard) in enumerate(zip(self._items, looked_up, strict=True)):
             lookup.expect(number, partial(self._part, number, item, shard))
 
     def _part(
         self,
         number: int,
         item: TableLookupItem,
-        found: tuple[ShardReplica, TableShard] | ShoalError,
+        looked_up: tuple[ShardReplica, TableShard] | ShoalError,
     ) -> LookupPart:
-        if isinstance(found, ShoalError):
-            raise found
-        replica, shard = found
+        if isinstance(looked_up, ShoalError):
+            raise looked_up
+        replica, shard = looked_up
         num_bytes = item.num_rows * shard.body.row_bytes
         if num_bytes > max(MAX_LOOKUP_BYTES, shard.body.row_bytes):
             raise _too_many(num_bytes)
@@ -180,7 +182,7 @@ class LookupKind:
         if isinstance(answer, ShoalError):
             return answer
         try:
-            # A version may be lost until a backup has it, and must not be visible before.
+            # Until a backup has the version, it may be lost: no caller may see it before.
             await part.replica.wait_safe(answer.rows.version)
         except ShoalError as error:
             return error
@@ -193,20 +195,20 @@ class LookupKind:
 
 
 def _read(part: LookupPart, writer: CopyOut) -> LookupAnswer:
-    # Copied: the answer may be written to the memory that the ids lie in.
+    # Copied, as the answer may be written to the memory that the ids lie in.
     ids = bytes(part.assembler.join())
 
     def answer(version: int) -> LookupAnswer:
-        found = part.shard.body.look_up(ids, version)
+        result = part.shard.body.look_up(ids, version)
         rows = FoundRows(
             shard_id=part.item.shard_id,
             item=part.number,
             epoch=part.item.epoch,
             version=version,
-            step=found.table_step,
-            num_bytes=len(found.births) + len(found.values),
+            step=result.table_step,
+            num_bytes=len(result.births) + len(result.values),
         )
-        return LookupAnswer(rows=rows, frames=writer(part.number, found.births, found.values))
+        return LookupAnswer(rows=rows, frames=writer(part.number, result.births, result.values))
 
     return part.shard.read(answer)
 
@@ -214,7 +216,7 @@ def _read(part: LookupPart, writer: CopyOut) -> LookupAnswer:
 def _too_many(num_bytes: int) -> ShoalError:
     return MalformedMessage(
         "one message asks for too many rows",
-        seen=f"{num_bytes} bytes of one shard's",
+        seen=f"{num_bytes} bytes of one shard",
         expected=f"at most {MAX_LOOKUP_BYTES} in a message",
         fix="Ask in several messages.",
     )

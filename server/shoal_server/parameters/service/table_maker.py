@@ -1,4 +1,4 @@
-"""Creation of table shards: the first primary of a shard makes it, as it needs no values."""
+"""Creation of table shards. A new one has no values, so the shard's first primary makes it."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ from shoal_server.parameters.tables.shard import TableShard, is_table, new_table
 log = structlog.get_logger(__name__)
 
 FORMING_S = 10.0
-"""Time for which a call that makes shards waits until the first backup has them."""
+"""Longest time for which a call that makes shards waits until the first backup has them."""
 
 
 class TableMaker:
@@ -47,28 +47,27 @@ class TableMaker:
         ]
         if missing:
             await self._make(job)
-        found: list[tuple[ShardReplica, TableShard] | ShoalError] = []
+        results: list[tuple[ShardReplica, TableShard] | ShoalError] = []
         for replica in await self._catalog.look_up(job, items):
             if isinstance(replica, ShoalError):
-                found.append(replica)
+                results.append(replica)
             elif is_table(replica.state):
-                found.append((replica, replica.state))
+                results.append((replica, replica.state))
             else:
-                found.append(_dense(replica))
-        return found
+                results.append(_dense(replica))
+        return results
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """Add the shard's current route to a refusal; see `Catalog`."""
+        """Add the shard's current route to a refusal; see `Catalog.with_route`."""
         return self._catalog.with_route(error, job, shard_id, epoch)
 
     async def make_all(self, job: str) -> None:
-        """Make the table shards that never existed and have this server as primary: a snapshot has
-        every shard."""
+        """Make the table shards that never existed and have this server as primary. Called before a
+        snapshot, which has every shard."""
         await self._make(job)
 
     async def _make(self, job: str) -> None:
-        """Make the job's table shards that never existed and have this server as primary."""
-        # Read the record anew, as a watch may lag: only the recorded primary may make a shard.
+        # Read the newest record, as a watch may lag: only the recorded primary may make a shard.
         await self._replicas.refresh(job)
         layout = await self._catalog.layout(job)
         if layout is None:
@@ -90,8 +89,7 @@ class TableMaker:
             await self._wait_on_disk(job, made)
 
     def _register(self, job: str, new: Sequence[ShardReplica]) -> list[int]:
-        """Become primary of new shards, and return their ids. Raises Overloaded, without a
-        change."""
+        """Become primary of new shards; return their ids. Raises Overloaded, without a change."""
         num_bytes = sum(replica.state.memory_bytes for replica in new)
         with self._memory.reserve(num_bytes, f"{len(new)} new table shards of job {job}") as claim:
             for replica in new:
@@ -101,8 +99,8 @@ class TableMaker:
         return [replica.shard_id for replica in new]
 
     async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:
-        """Wait until new shards are in the journal, if there is one, before they are trained.
-        Otherwise, if all servers died, a shard would be reported lost without any push to it."""
+        """Wait until new shards are in the journal, if there is one. Otherwise, if all servers died
+        now, shards would be reported lost although nothing was pushed to them."""
         for replica in map(partial(self._catalog.find, job), made):
             if replica is None or not replica.is_journaled:
                 continue

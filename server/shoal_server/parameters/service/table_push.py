@@ -1,4 +1,4 @@
-"""Pushes to tables: receives the rows of each shard, applies and answers them."""
+"""Pushes to tables: the rows of each shard are received, applied and answered."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -44,7 +44,7 @@ class TablePushPart:
     incoming: IncomingRows
 
     def __post_init__(self) -> None:
-        """Check that the part may be received. Raises Overloaded or InvalidSpec."""
+        """Raise Overloaded or InvalidSpec if the part may not be received."""
         self.replica.check_capacity()
         if self.codec is not None:
             gradient_row_bytes(self.shard.body.table, self.codec)
@@ -99,13 +99,13 @@ class TablePushPart:
 
 
 def checked(header: TablePushHeader) -> Scope | None:
-    """Check the push as a whole, and return the scope of its step. Raises MalformedMessage or
+    """Check a push's header, and return the scope of its step. Raises MalformedMessage or
     InvalidSpec."""
     check_sequence(header.sequence)
     shard_ids = [item.shard_id for item in header.shards]
     if len(set(shard_ids)) != len(shard_ids) or not set(shard_ids) <= set(header.all_shard_ids):
         raise MalformedMessage(
-            "a push names a shard twice, or leaves one out of all its shards",
+            "a push names a shard twice, or a shard that is not in the list of all its shards",
             seen=str(sorted(shard_ids))[:200],
             expected=f"each once, of {sorted(header.all_shard_ids)}"[:200],
         )
@@ -150,16 +150,16 @@ class TablePushKind:
         """Look up every shard that the header names, and make those that never existed."""
         items = self._header.shards
         wanted = [(item.shard_id, item.epoch) for item in items]
-        found = await self._maker.look_up(self._header.token.job, wanted)
-        for item, shard in zip(items, found, strict=True):
+        shards = await self._maker.look_up(self._header.token.job, wanted)
+        for item, shard in zip(items, shards, strict=True):
             push.expect(item.shard_id, partial(self._part, item, shard))
 
     def _part(
-        self, item: TablePushItem, found: tuple[ShardReplica, TableShard] | ShoalError
+        self, item: TablePushItem, looked_up: tuple[ShardReplica, TableShard] | ShoalError
     ) -> TablePushPart:
-        if isinstance(found, ShoalError):
-            raise found
-        replica, shard = found
+        if isinstance(looked_up, ShoalError):
+            raise looked_up
+        replica, shard = looked_up
         incoming: IncomingRows
         if self._is_in_pieces:
             codec = item.codec if item.HasField("codec") else None
@@ -179,12 +179,12 @@ class TablePushKind:
         return asyncio.ensure_future(self._applied(part))
 
     async def _applied(self, part: TablePushPart) -> TablePushOutcome | ShoalError:
-        """Apply the part, and return its answer once the update is as safe as the push asks for."""
+        """Apply the part, and return its answer once the update is as safe as the push demands."""
         self._memory.refresh()
         body = part.shard.body
         num_bytes = ROWS_COST * part.num_bytes + body.regrown_bytes(part.item.num_rows)
         if part.codec is not None:
-            # Not on the event loop: decoding takes longer than applying as many bytes.
+            # Too much for the event loop: decoding takes longer than applying as many bytes.
             num_bytes += INLINE_BYTES
         push = partial(self._push, part, body.now_s())
         work = partial(guarded, push, part.replica.job, part.shard_id)

@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 
 class TablesServicer(Base):
-    """Serves tables. An error in one shard's part is that shard's answer, and the others go on."""
+    """Serves tables. An error in one shard's part is that shard's answer; other shards go on."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class TablesServicer(Base):
         async for request in requests:
             yield await self._look_up(job, request.rows)
 
-    async def _look_up(self, job: str, asked: Sequence[RowIds]) -> TableLookupReply:
-        found = await self._maker.look_up(job, [(rows.shard_id, rows.epoch) for rows in asked])
-        return TableLookupReply(rows=await answer_message(asked, found, self._run))
+    async def _look_up(self, job: str, requested: Sequence[RowIds]) -> TableLookupReply:
+        shards = await self._maker.look_up(job, [(rows.shard_id, rows.epoch) for rows in requested])
+        return TableLookupReply(rows=await answer_message(requested, shards, self._run))
 
     async def look_up(
         self,
@@ -81,8 +81,8 @@ class TablesServicer(Base):
         pieces: AsyncIterator[AnyPiece],
         reply_writer: ReplyWriter,
     ) -> AsyncGenerator[Sequence[TableLookupReply | bytes], None]:
-        """Answer a lookup of a bulk connection: ids come in pieces, births and values are written
-        by `reply_writer`."""
+        """Answer a lookup of a bulk connection. Ids come in pieces; `reply_writer` writes births
+        and values."""
         if not request.HasField("header") or request.rows:
             raise no_header("TableLookupHeader, and no rows,")
         header = request.header
@@ -145,7 +145,7 @@ class TablesServicer(Base):
         pieces: AsyncIterator[tuple[int, RowsPiece]],
         is_in_pieces: bool,
     ) -> AsyncGenerator[TablePushReply, None]:
-        """Run a push within the job's barriers."""
+        """Apply a push within the job's snapshot barrier."""
         kind = TablePushKind(
             header,
             session,

@@ -6,10 +6,10 @@ from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 
 def why_absent(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
-    """Return the error for a shard that its primary does not hold. `is_kept`: the primary's journal
-    has the shard.
+    """Return the error for a shard that its primary does not hold: StateLost if the shard was
+    trained and no server is known to have it, else ShardNotReady.
 
-    StateLost if the shard was trained and no server is known to have it, else ShardNotReady.
+    `is_kept`: True if the primary's journal has the shard.
     """
     if assignment.content is ShardContent.NONE:
         return not_ready(job, assignment.shard_id, "a worker that creates it")
@@ -17,8 +17,8 @@ def why_absent(job: str, assignment: ShardAssignment, *, is_kept: bool) -> Shoal
         return not_ready(job, assignment.shard_id, "a snapshot that is being restored")
     if is_kept and not assignment.found_version:
         server_id = assignment.primary.server_id
-        expected = f"server {server_id}, which reads it from its journal or waits to know that no"
-        return not_ready(job, assignment.shard_id, f"{expected} other process has more of it")
+        expected = f"server {server_id}, which reads it from its journal once it is known that no"
+        return not_ready(job, assignment.shard_id, f"{expected} other process has a later version")
     if assignment.backups:
         backups = ", ".join(backup.server_id for backup in assignment.backups)
         return not_ready(job, assignment.shard_id, f"one of its backups, {backups}, as primary")

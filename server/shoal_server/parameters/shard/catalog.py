@@ -43,7 +43,7 @@ class ShardLocations(Protocol):
         ...
 
     def next_address(self, job: str, shard_id: int) -> str:
-        """Return the address of the server that this shard is handed over to; empty: none."""
+        """Return the address of the successor while a shard is handed over; else an empty text."""
         ...
 
     def is_kept(self, job: str, shard_id: int) -> bool:
@@ -52,7 +52,7 @@ class ShardLocations(Protocol):
 
 
 class _UnknownLocations:
-    """The `ShardLocations` before they are set: none is known."""
+    """The locations before `ShardReplicas` sets them: every shard's location is unknown."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
         return None
@@ -79,11 +79,10 @@ class Catalog:
         self._shards: dict[str, dict[int, ShardReplica]] = {}
         self._changed = asyncio.Condition()
         self.whereabouts: ShardLocations = _UnknownLocations()
-        """Set once by `ShardReplicas`, which is made after the catalog as it adds and removes
-        shards."""
+        """Set once by `ShardReplicas`, which is made after the catalog."""
 
     async def layout(self, job: str) -> ShardMap | None:
-        """The job's shard map, without holders; not to be changed. Raises what the store raises."""
+        """Return the job's shard map, without holders; read-only. Raises what the store raises."""
         return await self._layouts.read(job)
 
     def find(self, job: str, shard_id: int) -> ShardReplica | None:
@@ -96,22 +95,23 @@ class Catalog:
         that explains its absence: WrongEpoch, ShardNotReady, StateLost or UnknownShard.
 
         Waits for shards of which this server is about to become primary: during a handover, the old
-        primary already redirects calls to it."""
+        primary already redirects calls to this server.
+        """
         await self._wait_led(job, wanted)
-        found: list[ShardReplica | ShoalError] = []
+        results: list[ShardReplica | ShoalError] = []
         for shard_id, epoch in wanted:
             replica = self.find(job, shard_id)
             if replica is None or replica.role is not ReplicaRole.PRIMARY:
-                found.append(
+                results.append(
                     self.redirect(job, shard_id, epoch) or await self._explain(job, shard_id)
                 )
             elif replica.epoch != epoch or replica.is_handing_over:
-                found.append(self.redirect(job, shard_id, epoch) or _wrong_epoch(replica, epoch))
+                results.append(self.redirect(job, shard_id, epoch) or _wrong_epoch(replica, epoch))
             elif replica.is_forming:
-                found.append(not_ready(job, shard_id, "a backup that has its values"))
+                results.append(not_ready(job, shard_id, "a backup that has its values"))
             else:
-                found.append(replica)
-        return found
+                results.append(replica)
+        return results
 
     async def _wait_led(self, job: str, wanted: Sequence[tuple[int, int]]) -> None:
         def is_expected(shard_id: int, epoch: int) -> bool:
@@ -132,8 +132,8 @@ class Catalog:
             return
 
     def redirect(self, job: str, shard_id: int, epoch: int) -> WrongEpoch | None:
-        """Return the error for a call with that epoch of a shard, with the route to the primary of
-        a newer epoch; None if this server knows of none."""
+        """Return the error for a call with that epoch, with the route to the shard's primary in a
+        later epoch; None if this server knows of no later epoch."""
         route = self.whereabouts.route(job, shard_id)
         if route is None or route.epoch <= epoch:
             return None
@@ -146,17 +146,18 @@ class Catalog:
         )
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """Add the current route to a refusal of a shard that has moved since the call began."""
+        """Return `error`; but if the shard has moved since the call began, return WrongEpoch with
+        the current route."""
         if not isinstance(error, WrongEpoch) or error.details:
             return error
         return self.redirect(job, shard_id, epoch) or error
 
     async def wait_for(self, job: str, shard_ids: Iterable[int], wait_s: float) -> None:
-        """Return once this server is the primary of all shards, or the time is over. Shards with
-        another primary are not waited for."""
+        """Return once this server is the primary of all these shards, or after `wait_s`. Shards
+        with another primary are not waited for."""
         wanted = list(shard_ids)
 
-        def is_there(shard_id: int) -> bool:
+        def is_settled(shard_id: int) -> bool:
             route = self.whereabouts.route(job, shard_id)
             if route is not None and route.server_id != self._me.server_id:
                 return True
@@ -167,22 +168,21 @@ class Catalog:
                 and not replica.is_forming
             )
 
-        def all_there() -> bool:
-            return all(map(is_there, wanted))
+        def all_settled() -> bool:
+            return all(map(is_settled, wanted))
 
-        if wait_s <= 0 or all_there():
+        if wait_s <= 0 or all_settled():
             return
         try:
             async with asyncio.timeout(wait_s), self._changed:
-                await self._changed.wait_for(all_there)
+                await self._changed.wait_for(all_settled)
         except TimeoutError:
             return
 
     async def check_creatable(
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
-        """Raise unless the job's map has these shards, on this server, with the same blocks and
-        optimizer."""
+        """Raise an error unless the job has these shards here, with equal blocks and optimizer."""
         record = await self.layout(job)
         wanted = [shard.shard_id for shard in shards]
         assignments = await records.read_shards(self._store, job, wanted)
@@ -206,8 +206,8 @@ class Catalog:
                 )
 
     def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
-        """Raise unless a shard may get its first values here, or has them already: WrongEpoch if
-        its assignment differs, ShardNotReady or StateLost if it had content before."""
+        """Raise an error unless the shard has values here or may get its first values here:
+        WrongEpoch if its assignment differs, ShardNotReady or StateLost if it had content."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} has another shard map",

@@ -1,4 +1,4 @@
-"""Assembly of a shard's pieces, with at most the shard's own size in memory."""
+"""Assembly of the pieces of a push, and bounds on the memory that they take meanwhile."""
 
 from collections.abc import Iterable, Sequence
 
@@ -23,12 +23,10 @@ class Budget:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held now."""
         return self._held_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve bytes. Raises Overloaded if too much is held already; a single shard always
-        fits."""
+        """Reserve bytes. Raises Overloaded if they do not fit, unless no other bytes are held."""
         if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
             raise Overloaded(
                 "the server holds as much unfinished data as it may",
@@ -57,7 +55,7 @@ class Reservation:
             self.release(shard_id)
 
     def reserve(self, shard_id: int, num_bytes: int) -> None:
-        """Reserve for a shard, once. Raises Overloaded."""
+        """Reserve bytes for a shard, if the call has not done so before. Raises Overloaded."""
         if shard_id not in self._held:
             self._budget.reserve(num_bytes)
             self._held[shard_id] = num_bytes
@@ -67,7 +65,7 @@ class Reservation:
 
 
 class PieceAssembler:
-    """Assembles the pieces of one part of a call, which come in order; extra bytes are refused."""
+    """Assembles pieces that come in order. Extra bytes, and pieces out of order, are refused."""
 
     def __init__(self, shard_id: int, spans: Iterable[tuple[int, int]]) -> None:
         """`spans`: ranges (start, stop) of expected bytes, in order, with gaps between them."""
@@ -84,18 +82,18 @@ class PieceAssembler:
         return not self._spans
 
     def take(self, piece: AnyPiece) -> None:
-        """Add the next piece. Raises ShapeMismatch or MalformedMessage if it is not the next."""
+        """Add the next piece. Raises ShapeMismatch or MalformedMessage for any other piece."""
         data = piece.data
-        left = self._spans[0][1] - self._position if self._spans else 0
-        if len(data) > left:
+        left_bytes = self._spans[0][1] - self._position if self._spans else 0
+        if len(data) > left_bytes:
             raise ShapeMismatch(
-                f"more bytes for shard {self._shard_id} than it has there",
+                f"more bytes for shard {self._shard_id} than it has at that offset",
                 seen=f"{len(data)} bytes at offset {piece.offset_bytes}",
-                expected=f"at most {left} bytes",
+                expected=f"at most {left_bytes} bytes",
                 fix="Compare shape and dtype with the job's shard map.",
             )
         is_shared = isinstance(piece, ReadPiece) and piece.is_shared
-        most_bytes = left if is_shared else min(left, MAX_PIECE_BYTES)
+        most_bytes = left_bytes if is_shared else min(left_bytes, MAX_PIECE_BYTES)
         if piece.offset_bytes != self._position or not data or len(data) > most_bytes:
             raise MalformedMessage(
                 f"not the next piece of shard {self._shard_id}",
@@ -112,7 +110,7 @@ class PieceAssembler:
             self._position = self._spans[0][0] if self._spans else 0
 
     def truncated(self) -> ShapeMismatch:
-        """Return the error for a stream that ended before the shard was complete."""
+        """Return the error for a stream that ended before all expected bytes came."""
         return ShapeMismatch(
             f"the stream ended within shard {self._shard_id}",
             seen=f"{self._received_bytes} bytes",
@@ -122,11 +120,11 @@ class PieceAssembler:
 
     @property
     def is_borrowed(self) -> bool:
-        """True if the result of `join` lies in memory that its sender will reuse."""
+        """True if the result of `join` lies in memory that the sender of the pieces reuses."""
         return self._is_shared and len(self._parts) == 1
 
     def join(self) -> Buffer:
-        """Return all bytes; copied only if they came in more than one piece."""
+        """Return all bytes. They are copied only if they came in more than one piece."""
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
 
@@ -141,9 +139,9 @@ class ChunkAssembler(PieceAssembler):
         with_base: bool = False,
         encoded_bytes: int | None = None,
     ) -> None:
-        """Expect nothing for the absent blocks. `with_base`: the base values follow the gradient,
-        at offsets that begin at the shard's end. `encoded_bytes`: that many bytes are expected,
-        from offset 0, for all present blocks together.
+        """Expect the bytes of all blocks but the absent ones. `with_base`: the base values follow
+        the gradient, at offsets from the shard's end on. `encoded_bytes`: the gradient is encoded
+        for all present blocks together, in that many bytes from offset 0.
 
         Raises MalformedMessage for absent blocks that do not exist.
         """
@@ -166,7 +164,7 @@ class ChunkAssembler(PieceAssembler):
 
 
 def _spans(shard: Shard, absent: set[int]) -> list[tuple[int, int]]:
-    """Return the byte ranges of the present blocks; adjacent ones are merged."""
+    """Return the byte ranges of the present blocks; adjacent ranges are merged."""
     spans: list[tuple[int, int]] = []
     start = 0
     for index, block in enumerate(shard.blocks):

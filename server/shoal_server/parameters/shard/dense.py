@@ -67,7 +67,7 @@ class DenseBody:
 
     @property
     def needs_base(self) -> bool:
-        """True if the values that a gradient was computed on have to follow it in a push."""
+        """True if a push has to carry the values that its gradient was computed on."""
         return self._rule.needs_base
 
     @cached_property
@@ -95,7 +95,7 @@ class DenseBody:
         return self.decode(self.decoder(record.codec, record.blocks), data)
 
     def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> GradientDecoder:
-        """Return the decoder of a compressed gradient of these blocks.
+        """Return the decoder for a compressed gradient of these blocks.
 
         Raises InvalidSpec or ShapeMismatch for a codec that does not fit.
         """
@@ -140,8 +140,8 @@ class DenseBody:
     def values(
         self, version: int, known_version: int = 0, writer: CopyOut | None = None
     ) -> DenseValues:
-        """Return the values, as ShardData if no writer is given; none if the version is still
-        `known_version`."""
+        """Return the values, in ShardData messages if no writer is given. Return no values if the
+        caller has them: `known_version` equals `version`."""
         if known_version == version:
             return DenseValues(version=version, num_bytes=0, messages=())
         writer = writer or SHARD_DATA.writer(self._shard_id, self.num_bytes)
@@ -154,7 +154,7 @@ class DenseBody:
     def image(self) -> tuple[FlatImage, SmallTensors]:
         content = FlatImage(self.flat_tensors())
         self.images.add(content)
-        return content, _nothing_small
+        return content, _no_small_tensors
 
     def flat(self, chunk_bytes: int) -> FlatTensors:
         """Return all tensors, not copied."""
@@ -167,7 +167,7 @@ class DenseBody:
         return np.zeros(1, np.int64), ()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the optimizer state of another body. Raises InternalError if some is missing."""
+        """Copy another body's optimizer state. Raises InternalError if a tensor is missing."""
         self._rule.load_state(state)
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
@@ -183,7 +183,7 @@ def new_dense_shard(spec: Shard, optimizer: OptimizerSpec, values: bytearray) ->
 
 
 def is_dense(shard: AnyShard) -> TypeGuard[DenseShard]:
-    """True if it is a shard of parameters, and not of a table."""
+    """True if the shard is of parameters, and not of a table."""
     return isinstance(shard.body, DenseBody)
 
 
@@ -223,8 +223,8 @@ def dense_from_image(image: LoadedImage) -> DenseShard:
 
 
 def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
-    """Compute the `memory_bytes` of a new dense shard. They are linear in the number of elements:
-    computed from two small shards with as many blocks."""
+    """Return the `memory_bytes` that a new dense shard will have. They are linear in the number of
+    elements, so they are derived from the sizes of two tiny shards with as many blocks."""
 
     def bytes_of(block_size: int) -> int:
         values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])
@@ -239,7 +239,7 @@ def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
     return least + (bytes_of(2) - least) * (num_elements - num_blocks) // num_blocks
 
 
-def _nothing_small(sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
+def _no_small_tensors(sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
     """Return no small tensors: a dense shard has none."""
     return {}
 
@@ -249,7 +249,7 @@ def _dense_spec(image: LoadedImage) -> DenseSpec:
         return DenseSpec.FromString(image.spec)
     except DecodeError as error:
         raise InternalError(
-            f"the image of shard {image.shard_id} does not say what it was made from",
+            f"the specification in the image of shard {image.shard_id} cannot be read",
             seen=repr(error),
             expected="a DenseSpec",
         ) from error

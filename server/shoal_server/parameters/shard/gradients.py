@@ -1,4 +1,4 @@
-"""The bytes of a push as tensors, one per block, and the checks of them."""
+"""The bytes of a push as tensors, one per block, and checks of these tensors."""
 
 import math
 import warnings
@@ -23,7 +23,7 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable", mo
 
 
 class BlockSplitter:
-    """Cuts the flat data of one shard along its blocks."""
+    """Splits the bytes of a push into the blocks of its shard."""
 
     def __init__(self, spec: Shard) -> None:
         self._spec = spec
@@ -31,8 +31,7 @@ class BlockSplitter:
         self._sizes = [block.num_elements for block in spec.blocks]
 
     def cut(self, blocks: Sequence[int], data: Buffer) -> Sequence[Tensor]:
-        """Return a view of the data for each of the named blocks, which lie in it one after the
-        other.
+        """Return a view of the data for each of these blocks; they follow one another in the data.
 
         Raises ShapeMismatch if the data are longer or shorter than the blocks.
         """
@@ -54,8 +53,8 @@ class BlockSplitter:
         return torch.frombuffer(data, dtype=self._dtype)
 
     def check_finite(self, blocks: Sequence[int], data: Buffer) -> None:
-        """Raise NonFiniteGradient, with the parameter's name, if an element is not finite; or
-        ShapeMismatch."""
+        """Raise NonFiniteGradient, with the parameter's name, if an element is not finite. Raises
+        ShapeMismatch as `flat` does."""
         flat = self.flat(blocks, data)
         # A sum is finite only if all elements are, and it is far cheaper than checking each; but a
         # sum that is not finite may also be an overflow of finite numbers.

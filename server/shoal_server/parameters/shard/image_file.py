@@ -1,4 +1,4 @@
-"""A shard's image as one safetensors file: its tensors, and all else in the metadata."""
+"""A shard's image as one safetensors file: its tensors, and everything else as metadata."""
 
 import base64
 import hashlib
@@ -34,8 +34,8 @@ _DTYPE_NAMES = {
 
 
 def pieces(image: Image, run: str = "") -> Iterator[Buffer]:
-    """Yield the file in pieces; a piece is read from the image when it is requested. The same image
-    gives the same bytes. `run`: see `LoadedImage`."""
+    """Yield the file in pieces; each piece is read from the image when it is requested. Equal
+    images give equal bytes. `run`: see `LoadedImage`."""
     header = pb.ShardImage(
         shard_id=image.shard_id,
         version=image.version,
@@ -52,8 +52,8 @@ def to_bytes(image: Image) -> bytes:
 
 
 def _pieces(header: pb.ShardImage, streams: Sequence[TensorStream], run: str) -> Iterator[Buffer]:
-    """Yield the file: eight bytes with the length of a JSON header, the header, the tensors.
-    Tensors with the largest elements come first, so that each is aligned to its elements."""
+    """Yield the file: eight bytes with the length of the JSON header, the header, the tensors.
+    Tensors with the largest elements come first, so that every tensor is aligned."""
     text = base64.b64encode(header.SerializeToString(deterministic=True)).decode()
     metadata = {METADATA_KEY: text} | ({RUN_KEY: run} if run else {})
     entries: dict[str, object] = {"__metadata__": metadata}
@@ -102,9 +102,9 @@ def digest(data: bytes) -> str:
 
 
 def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> LoadedImage:
-    """Read the image that `to_bytes` wrote to a file of that checksum.
+    """Decode an image that `to_bytes` encoded.
 
-    Raises SnapshotDamaged, naming file and shard, for any other bytes.
+    Raises SnapshotDamaged, with the file and the shard, if the digest of `data` is not `sha256`.
     """
     seen = digest(data)
     if seen != sha256:

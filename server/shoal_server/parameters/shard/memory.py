@@ -9,16 +9,16 @@ from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import Budget
 
 SUM_EACH_S = 0.25
-"""Interval between sums over all shards: a sum over hundreds takes milliseconds, too long per
-push."""
+"""Interval between sums over all shards: a sum over hundreds of shards takes milliseconds, too long
+for every push."""
 FIX = "Add a server (`shoal ps`) or raise --memory-limit-bytes."
 
 
 class Memory:
     """Counts the memory of all replicas, and of data that are received and not applied yet.
 
-    The shards are summed at intervals; memory taken since is added. Lives on the event loop; `take`
-    may be called from any thread.
+    The sizes of all shards are summed at intervals; memory that was taken since is added. Lives on
+    the event loop; `take` may be called from any thread.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Memory:
         self._reserved_bytes = 0
 
     def refresh(self) -> None:
-        """Sum anew if the last sum is at least a quarter of a second old."""
+        """Sum the shards' sizes again if the last sum is at least SUM_EACH_S old."""
         if self._now_s() - self._summed_at_s >= SUM_EACH_S:
             self._sum()
 
@@ -53,8 +53,7 @@ class Memory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that count against the limit: the last sum, and what was taken or reserved
-        since."""
+        """Bytes that count against the limit: the last sum, and memory taken or reserved since."""
         grown_bytes = self._summed_bytes + self._taken_bytes
         return grown_bytes + self._reserved_bytes + self._budget.held_bytes
 
@@ -65,8 +64,7 @@ class Memory:
             raise self._full(what, 0)
 
     def take(self, num_bytes: int, what: str) -> None:
-        """Count the bytes that a shard is about to grow by. Raises Overloaded if they do not
-        fit."""
+        """Count bytes by which a shard is about to grow. Raises Overloaded if they do not fit."""
         if num_bytes <= 0:
             return
         with self._lock:
@@ -74,11 +72,10 @@ class Memory:
             self._taken_bytes += num_bytes
 
     def reserve(self, num_bytes: int, what: str) -> "MemoryClaim":
-        """Reserve memory for shards that are still to be made. Raises Overloaded if it does not
-        fit."""
+        """Reserve memory for shards to be made. Raises Overloaded if there is too little."""
         self.refresh()
         if self.held_bytes + num_bytes > self.limit_bytes:
-            # Shards may have been dropped since; this is rare enough for another sum.
+            # Shards may have been dropped since the last sum; reservations are rare.
             self._sum()
         with self._lock:
             if num_bytes > 0:

@@ -1,4 +1,4 @@
-"""Records: pushes as they were applied. Replayed on an image, they give the same shard."""
+"""Update records: pushes as they were applied. Replaying them on an image gives the same shard."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ class UpdateRecord:
     data: Buffer
     """The gradient, little-endian, as received."""
     is_lent: bool = False
-    """True if the data's memory will be reused soon: copy the data to keep them."""
+    """True if the memory of the data will be reused soon: a receiver that keeps them must copy."""
 
     @property
     def version(self) -> int:
-        """Version of the shard that the push made."""
+        """The shard's version after the push."""
         return self.push.version
 
     @property
     def num_bytes(self) -> int:
-        """Size of the record in memory while it waits."""
+        """Memory that the record takes while it waits to be sent or written."""
         return len(self.data) + len(self.push.row_ids) + len(self.push.row_births)
 
 
 Keep = Callable[[Buffer], Buffer]
-"""Moves the borrowed data of a push to memory that its sender cannot change: a copy, or memory that
-is lent in turn. Returns the data unchanged if they are not needed later."""
+"""Copies the borrowed data of a push to memory that the push's sender cannot change. Returns the
+data themselves if they are not needed after the push."""
 
 
 class UpdateListener(Protocol):

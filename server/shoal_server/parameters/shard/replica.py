@@ -30,20 +30,20 @@ class ShardLeadership(Protocol):
     event loop."""
 
     def report_applied(self) -> None:
-        """Pass applied pushes on to backups at once. In another thread than the event loop's, do
-        nothing: they are passed on soon."""
+        """Pass applied pushes on to backups at once. In any thread but the event loop's, do
+        nothing: the event loop passes them on soon."""
         ...
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
-        """Return once a version is safe to that level. Raises the error that makes it
-        impossible."""
+        """Return once a version is safe to that level. If it can no longer become so, raise the
+        reason."""
         ...
 
     def once_acknowledged(
         self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
     ) -> "asyncio.Future[AnswerT | ShoalError]":
-        """Return a future of `answer`, done once the version is safe, or of the error: needs no
-        task. It is done already if the version is safe."""
+        """Return a future of `answer`, or of the error that `wait_acknowledged` would raise. It is
+        done once the version is safe, and needs no task."""
         ...
 
     def check_lease(self) -> None:
@@ -94,22 +94,22 @@ class ShardReplica:
         self.leading: ShardLeadership = NotLed()
         """Set when this replica first becomes primary."""
         self.is_led = False
-        """True while this replica is the primary. Epochs do not show that: a later replica with the
-        same id may be of another run, and have the same epoch."""
+        """True while this replica is the primary. The epoch does not show this: a later replica
+        with the same shard id may belong to another run of the job, and have the same epoch."""
         self.is_followed = False
         """True if any server has, or is getting, a copy from this replica."""
         self.links: Sequence[tuple[Holder, int]] = ()
         """Links over which each push to this replica is sent."""
         self.unreplicated_bytes = 0
         """Bytes of pushes that some backup may not have received yet."""
-        self.check_disk: Callable[[], None] = _always
-        """Raises Overloaded while the journal is too far behind to take more."""
+        self.check_disk: Callable[[], None] = _check_nothing
+        """Raises Overloaded while too many records wait for the journal's disk."""
         self.is_journaled = False
-        """True if this server's journal keeps the shard, or will."""
+        """True if this server's journal has the shard, or will have it."""
         self.why_no_disk: ShoalError | None = None
         """The error while the journal does not keep the shard, else None."""
         self.is_forming = False
-        """True while the first backup of a new shard does not have it: pushes are refused."""
+        """True until a new shard's first backup has a copy: until then, pushes are refused."""
         self.is_handing_over = False
         self.pushed_bytes = 0
         """Bytes of pushes applied by this replica as primary."""
@@ -123,10 +123,10 @@ class ShardReplica:
         return self.state.image(epoch=self.epoch)
 
     def work(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
-        """Do work on the state, which touches that many bytes, and return its result.
+        """Call `work`, which touches `num_bytes` of the state, and return a future of its result.
 
-        It is done at once if it is small and no other work on the shard is running or queued: so
-        the event loop never waits for a shard's lock. Otherwise it is done in a thread, in order.
+        Small work runs at once if no other work on the shard is running or queued, so the event
+        loop never waits for a shard's lock. All other work runs in threads, one after the other.
         """
         if self._enters(num_bytes):
             try:
@@ -141,7 +141,7 @@ class ShardReplica:
         return queued
 
     def work_now(self, num_bytes: int, work: Callable[[], None]) -> bool:
-        """Do work at once if `work` would. True if it is done."""
+        """Call `work` if the method `work` would run it at once; return True if it ran."""
         if not self._enters(num_bytes):
             return False
         try:
@@ -151,8 +151,8 @@ class ShardReplica:
         return True
 
     def _enters(self, num_bytes: int) -> bool:
-        """Enter the shard if the work is small and no other is running or queued. True: call
-        `leave` after the work."""
+        """Take the shard's lock if the work is small and no other work is running or queued. If
+        True is returned, call `leave` after the work."""
         is_quiet = not self._num_queued and not self._turn.locked()
         return num_bytes <= workers.INLINE_BYTES and is_quiet and self.state.try_enter()
 
@@ -160,10 +160,10 @@ class ShardReplica:
         self._num_queued -= 1
 
     async def in_turn(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> T:
-        """Do work on the state of a shard that may be large, in order, and return its result.
+        """Call `work` after all earlier work on the shard, and return its result.
 
-        All long work goes through here, so that it does not block one of the few threads while it
-        waits for a shard's lock.
+        Long work waits its turn here, on the event loop. In one of the few threads, it would block
+        the thread while it waits for the shard's lock.
         """
         await self._turn.acquire()
         try:
@@ -174,7 +174,7 @@ class ShardReplica:
         if running.done():
             self._turn.release()
             return running.result()
-        # If this call is cancelled, the thread goes on: it keeps the turn until it ends.
+        # If this call is cancelled, the work in the thread goes on, and keeps its turn.
         running.add_done_callback(self._end_turn)
         return await asyncio.shield(running)
 
@@ -211,8 +211,7 @@ class ShardReplica:
         )
 
     async def wait_safe(self, version: int) -> None:
-        """Return once every backup in step has the version, so that it is not lost with this
-        server."""
+        """Return once every backup in step has the version: then it survives this server."""
         await self.leading.wait_acknowledged(version, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
 
     def deposed(self) -> WrongEpoch:
@@ -224,11 +223,11 @@ class ShardReplica:
         )
 
 
-def _always() -> None:
-    """Check nothing."""
+def _check_nothing() -> None:
+    """Raise nothing: no journal limits the pushes."""
 
 
 def work_bytes_of(push: PushRecord, num_bytes: int) -> int:
-    """Size of the work of replaying a record, as `Runner` counts it. Compressed data are never
-    handled on the event loop: decoding takes longer than applying as many bytes."""
+    """Return the `num_bytes` with which a `Runner` replays a record. For compressed data it is too
+    large for the event loop, as decoding takes longer than applying as many bytes."""
     return num_bytes + (INLINE_BYTES if push.HasField("codec") else 0)

@@ -11,9 +11,9 @@ SEND_PIECE_BYTES = 1024 * 1024
 
 
 class CopyOut(Protocol):
-    """Copies the values of one part of a call, which lie in one or several buffers, one after the
-    other. Returns the messages that carry the values, or announce their position. Called from any
-    thread, under the shard's lock."""
+    """Copies the values of a shard, from one or several buffers, to the reply. Returns messages
+    that carry the values, or their position in the caller's memory. Called from any thread, under
+    the shard's lock."""
 
     def __call__(self, shard_id: int, *values: memoryview) -> Sequence[bytes]: ...
 
@@ -26,7 +26,7 @@ class ReplyWriter(Protocol):
         ...
 
     def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
-        """Return the writer for that many bytes of a shard."""
+        """Return the function that copies that many bytes of a shard to the reply."""
         ...
 
     def end_follows(self) -> None:
@@ -35,7 +35,7 @@ class ReplyWriter(Protocol):
 
 
 def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Cut buffers into pieces, and yield offset and bytes of each; no piece spans two buffers."""
+    """Cut buffers into pieces, none of which spans two buffers; yield offset and bytes of each."""
     start = 0
     for buffer in values:
         for at in range(0, len(buffer), SEND_PIECE_BYTES):
@@ -44,7 +44,7 @@ def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
 
 
 def in_messages(field: int) -> CopyOut:
-    """Return a writer of serialized messages, each with a piece in that field."""
+    """Return a writer that makes serialized messages, with a piece in that field of each."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
         # Each byte is copied once, from the shard to the message that is sent.
@@ -57,7 +57,7 @@ def in_messages(field: int) -> CopyOut:
 
 
 class MessageReplyWriter:
-    """Writes the replies of a gRPC call, which have pieces in that field."""
+    """Writes the replies of a gRPC call. Their pieces are in field number `field`."""
 
     def __init__(self, field: int) -> None:
         self._writer = in_messages(field)
@@ -69,7 +69,7 @@ class MessageReplyWriter:
         return self._writer
 
     def end_follows(self) -> None:
-        """Do nothing: gRPC sends the end itself."""
+        """Do nothing: gRPC ends the call itself."""
 
 
 PUSH_REPLIES = MessageReplyWriter(pieces.PUSH_REPLY)

@@ -1,8 +1,8 @@
-"""The outcomes of each session's pushes that a shard remembers, so that none is applied twice.
+"""The outcomes of pushes that a shard remembers, by session, so that no push is applied twice.
 
-A session is one incarnation of a member. The number of sessions, and of outcomes of each, is
-bounded. The highest sequence that is forgotten is the session's floor: a push at or below it that
-is not remembered is refused, as it may or may not have been applied.
+A session is one incarnation of a member. The number of sessions is bounded, and so is the number of
+outcomes of each session. The highest sequence that was forgotten is the session's floor: a push at
+or below the floor that is not remembered is refused, as it may or may not have been applied.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,14 +15,14 @@ from shoal_server.parameters.shard.step_scope import Scope, to_message
 MAX_SESSIONS = 1024
 """Default bound on the sessions that a shard remembers."""
 SESSION_BYTES, OUTCOME_BYTES = 512, 256
-"""Memory that Python takes for one session and one outcome, without names and bits of scopes."""
+"""Memory of one session and one outcome in Python, without the session's name and the scope."""
 MAX_OUTCOMES = 8
 """Bound on a client's pushes in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class RememberedOutcome:
-    """The answer to a push: the version right after it, and its staleness."""
+    """The answer to a push: the shard's version after the push, and the push's staleness."""
 
     version: int
     staleness: int
@@ -30,22 +30,22 @@ class RememberedOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RememberedSession:
-    """The pushes of one session. Immutable: a change makes a new one, so that `freeze` need not
-    copy."""
+    """The remembered pushes of one session. Immutable, so that `freeze` need not copy sessions."""
 
     floor: int = 0
     outcomes: Mapping[int, tuple[RememberedOutcome, Scope | None]] = field(default_factory=dict)
-    """Outcomes by sequence, in the order in which the pushes came."""
+    """Outcomes by sequence, in the order in which the pushes were applied."""
 
 
 class SessionTable:
-    """All sessions of a shard. Part of its state: call it with the shard's lock."""
+    """All sessions of a shard. They are part of its state: hold the shard's lock, unless a method
+    needs none."""
 
     def __init__(
         self, *, max_sessions: int = MAX_SESSIONS, max_outcomes: int = MAX_OUTCOMES
     ) -> None:
         self.max_sessions = max_sessions
-        """May be changed: sessions remembered already stay."""
+        """May be changed at any time: sessions that are remembered already stay."""
         self._max_outcomes = max_outcomes
         self._sessions: dict[str, RememberedSession] = {}
         self._num_bytes = 0
@@ -74,11 +74,12 @@ class SessionTable:
         return None if kept is None else kept[0]
 
     def evict_for(self, session: str, is_live: Callable[[str], bool]) -> Sequence[str]:
-        """Make room for `session`; return the sessions that were forgotten for it.
+        """Forget sessions of fenced incarnations if there is no space for `session`; return the
+        forgotten sessions.
 
-        Only sessions of fenced incarnations are forgotten: their pushes are refused anyway. Raises
-        Overloaded if every remembered session is live. Backups have to `forget` the same sessions:
-        they do not know which are live.
+        Pushes of fenced incarnations are refused anyway. Raises Overloaded if every remembered
+        session is live. Backups do not know which sessions are live: call `forget` with the result
+        there.
         """
         if session in self._sessions or len(self._sessions) < self.max_sessions:
             return ()
@@ -104,8 +105,7 @@ class SessionTable:
     def remember(
         self, session: str, sequence: int, outcome: RememberedOutcome, scope: Scope | None = None
     ) -> None:
-        """Remember the outcome of an applied push, and the scope of its step. Call `make_room` for
-        the session before."""
+        """Remember an applied push's outcome, and its step's scope. Call `evict_for` first."""
         known = self._sessions.get(session)
         if known is None:
             known = RememberedSession()
@@ -124,8 +124,7 @@ class SessionTable:
         return known is not None and (sequence <= known.floor or sequence in known.outcomes)
 
     def remembered(self) -> list[tuple[str, int, Scope | None]]:
-        """List session, sequence and scope of every push whose outcome is remembered. Needs no
-        lock."""
+        """List session, sequence and scope of every remembered push. Needs no lock."""
         return [
             (name, sequence, scope)
             for name, known in list(self._sessions.items())
@@ -133,15 +132,15 @@ class SessionTable:
         ]
 
     def freeze(self) -> Mapping[str, RememberedSession]:
-        """Return all that is remembered now; later changes do not affect it."""
+        """Return the sessions as of now; later changes do not affect the result."""
         return dict(self._sessions)
 
     def export(self) -> list[SessionImage]:
-        """Return all that is remembered, in the order in which sessions and pushes came."""
+        """Encode all sessions and their pushes, in the order in which they were first seen."""
         return exported(self._sessions)
 
     def restore(self, images: Iterable[SessionImage]) -> None:
-        """Remember what `export` returned, and nothing else. Raises InternalError if it is
+        """Replace all sessions by those that `export` encoded. Raises InternalError if they are
         inconsistent."""
         restored: dict[str, RememberedSession] = {}
         for image in images:
@@ -177,7 +176,7 @@ def _outcome_bytes(scope: Scope | None) -> int:
 
 
 def exported(sessions: Mapping[str, RememberedSession]) -> list[SessionImage]:
-    """Encode what `SessionTable.freeze` returned, in its order."""
+    """Encode sessions that `SessionTable.freeze` returned, in their order."""
     return [
         SessionImage(
             session=name,

@@ -1,7 +1,7 @@
-"""The scope of a step: the shards that it touches, remembered with each push.
+"""The scope of a step: the shards that the step touches, remembered with each push.
 
-After a move or the loss of a server, one shard may be the only one that remembers that a step has
-begun. The scope names the other shards for which a cut has to wait.
+After a move or the loss of a server, a single shard may remember that a step has begun. The scope
+names the other shards of the step, for which a cut has to wait.
 """
 
 from collections.abc import Collection
@@ -12,10 +12,9 @@ from shoal_proto.v1.replication_pb2 import StepScope
 from shoal_server.core.shards.steps import Shards, StepId, from_bits, to_bits
 
 TABLES = "tables:"
-"""Prefix of the session of a step that pushes to tables alone: such steps have their own
-numbers."""
+"""Prefix of the session of a step that pushes only to tables: these are numbered separately."""
 MAX_SHARD_IDS = 1 << 17
-"""Bound on shard ids, above what any job has. It bounds the memory for one push's scope."""
+"""Bound on shard ids, more than any job has. It bounds the memory of one push's scope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,8 @@ class Scope:
 
     @classmethod
     def of(cls, shard_ids: Collection[int], *, of_tables: bool = False) -> "Scope | None":
-        """Make a scope. None for no ids, which mean every dense shard.
-
-        Raises MalformedMessage for an id that no job has.
+        """Return the scope of these shards; None, which stands for every dense shard, if there are
+        no ids. Raises MalformedMessage for an id that no job has.
         """
         if not shard_ids:
             return None
@@ -45,7 +43,7 @@ class Scope:
 
     @classmethod
     def from_message(cls, message: StepScope) -> "Scope | None":
-        """Decode what `to_message` encoded."""
+        """Decode a scope that `to_message` encoded."""
         return cls(message.shard_bits, message.of_tables) if message.shard_bits else None
 
     @property

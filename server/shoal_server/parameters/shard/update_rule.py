@@ -16,7 +16,7 @@ from shoal_server.parameters.shard.gradients import BlockSplitter
 
 
 class UpdateRule:
-    """Updates the blocks in place. Call it with the shard's lock."""
+    """Updates the blocks of a shard in place. Hold the shard's lock for each call."""
 
     def __init__(
         self, spec: OptimizerSpec, group: int, blocks: Sequence[Tensor], cutter: BlockSplitter
@@ -37,7 +37,7 @@ class UpdateRule:
 
     @property
     def needs_base(self) -> bool:
-        """True if the values that a gradient was computed on have to follow it in a push."""
+        """True if a push has to carry the values that its gradient was computed on."""
         return self._staleness.needs_base
 
     def check(self, blocks: Sequence[int], data: Buffer, staleness: int, shard_id: int) -> None:
@@ -46,7 +46,7 @@ class UpdateRule:
         self._cutter.check_finite(self._spans(blocks), data)
 
     def lr(self, asked: float | None, staleness: int) -> float:
-        """Return the learning rate for a push; `asked`: its own, else the schedule's is used."""
+        """Return the learning rate for a push. `asked`: the push's own; None: the schedule's."""
         return self._staleness.scale(self._schedule.lr if asked is None else asked, staleness)
 
     def apply(self, record: PushRecord, data: Buffer) -> None:
@@ -63,7 +63,7 @@ class UpdateRule:
         self._schedule.advance(record.version - 1)
 
     def _step_whole(self, record: PushRecord, data: Buffer) -> bool:
-        """Update all blocks at once if possible. True if that was done."""
+        """Update all blocks at once, if possible. Return False if nothing was updated."""
         if self._whole is None or self.needs_base or not record.blocks:
             return False
         if list(record.blocks) != self._all_blocks:
@@ -84,7 +84,7 @@ class UpdateRule:
         return (*blocks, *blocks) if self.needs_base else blocks
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the state that is kept from push to push, not copied."""
+        """Return the tensors that are kept from push to push, not copied."""
         return {
             prefix + name: tensor
             for prefix, part in self._parts.items()
@@ -92,7 +92,7 @@ class UpdateRule:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what `state` returned. Raises InternalError if another rule returned it."""
+        """Copy a state that `state` returned. Raises InternalError if it is of another rule."""
         for prefix, part in self._parts.items():
             part.load_state(
                 {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}

@@ -46,12 +46,12 @@ class Push:
     """True if the gradient lies in its sender's memory: the sender may change it at any time, and
     reuses the memory once the push is answered."""
     scope: Scope | None = None
-    """The step that the push is part of; None: a push to every dense shard, or to this shard of a
-    table alone."""
+    """The shards of the step that the push is part of. None: all dense shards; of a push to a
+    table: only this shard."""
     batch: object = None
-    """The result of the body's `read_batch`, if it is known already; the push owns its memory."""
+    """The result of the body's `read_batch` if the data were decoded before; else None."""
     at_unix_s: float = field(default_factory=time.time)
-    """Time at which the push came in, by this server's clock."""
+    """Time at which this server received the push, by its clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,10 @@ class ShardPushResult(Generic[T]):
     version: int
     staleness: int
     fates: bytes
-    """RowFate of each row of a table in the push's order; empty: all were applied."""
+    """RowFate of each row of a push to a table, in the push's order; empty: all were applied."""
     is_duplicate: bool = False
     values: T | None = None
-    """The result of `read`, if it was given."""
+    """The result of the `read` that was passed to `push`; None without one."""
 
 
 PushT_contra = TypeVar("PushT_contra", bound=Push, contravariant=True)
@@ -70,7 +70,7 @@ BatchT = TypeVar("BatchT")
 
 
 SmallTensors = Callable[[Sequence[SessionImage]], Mapping[str, Tensor]]
-"""Returns a body's small tensors, for these sessions. Called from any thread."""
+"""Returns the small tensors of a body's image, for these sessions. Called from any thread."""
 
 
 class ShardBody(Protocol[PushT_contra, BatchT]):
@@ -90,12 +90,13 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return the most bytes that a push of `num_rows` rows has to move to make room; needs no
-        lock."""
+        """Return how many bytes a push of `num_rows` rows may have to move when the body's memory
+        grows; needs no lock."""
         ...
 
     def describe_push(self, push: PushT_contra, record: PushRecord) -> None:
-        """Add to the record what the body needs. Raises if the push must not be applied."""
+        """Add the fields that `apply` needs to the record. Raises an error if the push must not be
+        applied."""
         ...
 
     def read_batch(self, record: PushRecord, data: Buffer) -> BatchT:
@@ -116,31 +117,32 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def spec_message(self, spec: Shard) -> Message:
-        """Return the message that the shard can be made from."""
+        """Return the message from which an empty shard of the same kind can be made."""
         ...
 
     @property
     def images(self) -> OpenImages[Any]:
-        """The open images: `apply` preserves the old values for each."""
+        """The open images. Before `apply` changes values, it copies them to each open image."""
         ...
 
     def image(self) -> tuple[ImageContent, SmallTensors]:
-        """Return an image of the body as of now, without a copy: the large tensors, added to
-        `images`, and a function that returns the small ones later."""
+        """Return an image of the body as of now, and add it to `images`: the large tensors, not
+        copied, and a function that returns the small tensors later."""
         ...
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
-        """Return the tensors with the same order in every replica: contiguous, not copied."""
+        """Return the tensors whose elements have the same order in every replica: contiguous, not
+        copied."""
         ...
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
-        """Return the ids of rows of about `num_bytes` from position `start` on, and the position
-        after them; `start` itself if there are no more."""
+        """Return the ids of the rows from position `start` on, about `num_bytes` of rows, and the
+        position after the last one; `start` itself if no rows are left."""
         ...
 
     def rows_of(self, row_ids: bytes) -> tuple[NDArray[np.int64], Sequence[Tensor]]:
-        """Return the total number of rows followed by the births of these rows, 0 for missing ones;
-        and copies of the tensors of those that exist."""
+        """Return two values: an array of the total number of rows and then the births of these
+        rows, 0 for a missing row; and copies of the tensors of the rows that exist."""
         ...
 
 
@@ -176,7 +178,7 @@ class VersionedShard(Generic[BodyT]):
     def restored(
         cls, spec: Shard, body: BodyT, version: int, sessions: Sequence[SessionImage]
     ) -> "VersionedShard[BodyT]":
-        """Make the same shard, to the last bit; its counters start from 0.
+        """Make a shard with the values and remembered pushes of an image; its counters start at 0.
 
         Raises InternalError if the sessions are inconsistent.
         """
@@ -195,7 +197,7 @@ class VersionedShard(Generic[BodyT]):
 
     @property
     def sessions(self) -> SessionTable:
-        """The remembered pushes. Without the shard's lock, use only methods that need none."""
+        """The remembered pushes. Without the shard's lock, use only methods that need no lock."""
         return self._sessions
 
     @property
@@ -226,13 +228,13 @@ class VersionedShard(Generic[BodyT]):
         on_applied: Callable[[], None] = _nothing,
         read: Callable[[int], T] | None = None,
     ) -> ShardPushResult[T]:
-        """Apply gradients once. Then `on_applied` is called, after the listener; then `read` reads
-        the body at the version that it gets.
+        """Apply gradients once; then call the listener, `on_applied`, and `read` with the version.
 
-        A repeated (session, sequence) gets its first outcome and changes nothing; `read` then reads
-        the current version. `take_memory` gets the most bytes that the shard may grow by, and
-        raises Overloaded if it must not. Raises WrongEpoch, ForgottenPush, StalePush,
-        NonFiniteGradient, ShapeMismatch, MalformedMessage or Overloaded, without a change.
+        A repeated (session, sequence) is answered with its first outcome and changes nothing; then
+        `read` gets the current version. `take_memory` is called with the most bytes by which the
+        shard may grow; it raises Overloaded to refuse the push. Raises WrongEpoch, ForgottenPush,
+        StalePush, NonFiniteGradient, ShapeMismatch, MalformedMessage or Overloaded, without a
+        change.
         """
         with self._body_lock:
             with self._lock:
@@ -260,8 +262,8 @@ class VersionedShard(Generic[BodyT]):
             self._duplicates += 1
             return first, self.body.fates(push.session, push.sequence), True
         if 0 < push.base_epoch < self.spec.first_epoch:
-            # The push may have been acknowledged before the shard was lost, and was forgotten with
-            # it.
+            # The shard was lost and started over: it does not know if this push was acknowledged
+            # before.
             raise self._lost_base(push)
         record = PushRecord(
             session=push.session,
@@ -272,7 +274,8 @@ class VersionedShard(Generic[BodyT]):
             step=to_message(push.scope),
         )
         self.body.describe_push(push, record)
-        # Copied first, so that what is kept is what is applied, even if the sender changes it.
+        # Copied before it is decoded: the listener then gets the bytes that were applied, even if
+        # the sender changes its memory meanwhile.
         is_kept = push.is_borrowed and self._listener is not None
         data = self._keep(push.gradient) if is_kept else push.gradient
         batch = self.body.read_batch(record, data) if push.batch is None else push.batch
@@ -304,8 +307,8 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def _apply(self, record: UpdateRecord, batch: object) -> tuple[RememberedOutcome, bytes]:
-        """Make all changes of a push, on the primary and on every backup alike: they must depend
-        only on the shard and the record."""
+        """Make all changes of a push, on the primary and on every backup. They must depend only on
+        the shard and the record."""
         push = record.push
         fates = self.body.apply(push, batch)
         self._sessions.forget(push.forgotten_sessions)
@@ -323,8 +326,8 @@ class VersionedShard(Generic[BodyT]):
         """Apply an update of the primary; the listener is called too. `is_borrowed`: the sender
         reuses the data's memory once this returns.
 
-        Raises, without a change, InternalError if it is not the next version, or ShapeMismatch or
-        MalformedMessage if it is not a push to this shard.
+        Raises, without a change, InternalError if the record is not of the next version, or
+        ShapeMismatch or MalformedMessage if it is no push to this shard.
         """
         with self._body_lock, self._lock:
             if record.push.version != self._version + 1:
@@ -348,14 +351,14 @@ class VersionedShard(Generic[BodyT]):
         self._body_lock.release()
 
     def read(self, work: Callable[[int], T]) -> T:
-        """Run `work` with the version while the body does not change, and return its result."""
+        """Call `work` with the version while the body cannot change; return its result."""
         with self._body_lock:
             return work(self._version)
 
     def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
-        """Call `listener` for every push from now on, instead of the previous listener. `keep` is
-        called, in the thread of the push, for borrowed data: its result is applied and passed to
-        the listener."""
+        """Call `listener` for every push from now on, instead of the previous listener. Borrowed
+        data of a push are passed to `keep` in the push's thread: the result is applied, and passed
+        to the listener."""
         with self._lock:
             self._listener, self._keep = listener, keep
 
@@ -366,10 +369,10 @@ class VersionedShard(Generic[BodyT]):
 
     def image(self, *, epoch: int = 0) -> ShardImage:
         """Return an image of the shard, to be read in chunks while pushes go on. `epoch`: the
-        primary's, for the image's stamp.
+        primary's epoch, for the image's stamp.
 
-        Waits for a push in progress, and copies nothing while it has the shard's lock. Close the
-        image after use. Call it from any thread but the event loop's.
+        Waits for a push in progress, and copies no values while it holds the shard's lock. Close
+        the image after use. Call this from any thread but the event loop's.
         """
         with self._body_lock:
             with self._lock:

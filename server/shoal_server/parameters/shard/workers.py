@@ -8,10 +8,10 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 INLINE_BYTES = 2 * 1024 * 1024
-"""Largest work that runs on the event loop: up to here, the hop to another thread and back costs as
-much as the work or more, 0.4 ms of CPU time, in which SGD processes a MiB."""
+"""Largest work that runs on the event loop. The switch to another thread and back takes 0.4 ms of
+CPU time, in which SGD processes a MiB: only larger work is worth a switch."""
 ROWS_COST = 8
-"""Factor of the cost of finding rows by id, gathering and writing them back, over that of
+"""Cost of a byte in rows that are found by id, gathered and written back, relative to a byte of
 contiguous memory."""
 
 
@@ -28,8 +28,8 @@ class Workers:
         self._pool = pool
 
     def __call__(self, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
-        """Run work that touches `num_bytes`, and return its result. Errors of small work are raised
-        at once."""
+        """Run work that touches `num_bytes`, and return a future of its result. Errors of small
+        work are raised by this call."""
         loop = asyncio.get_running_loop()
         if num_bytes > INLINE_BYTES:
             return loop.run_in_executor(self._pool, work)

@@ -1,20 +1,20 @@
 """The barrier of one job at one server, which keeps each step on one side of a cut.
 
-A *step* is one push of one session to all the shards that it touches, on any number of servers; or
-one push of gradients and one of rows with the same number, to the shards of both. A step is in the
-cut with all its parts, or not at all:
+A *step* is one push of one session to all its shards, on any number of servers; or a push of
+gradients and a push of rows that have the same sequence number, with the shards of both. A step is
+in the cut with all its parts, or not at all:
 
-1. `close`: every server admits only parts of steps that have begun there, and reports which have.
+1. `close`: every server admits only parts of steps that have begun there, and reports these steps.
 2. The coordinator merges the steps that have begun anywhere.
 3. `drain`: every server admits the steps that have begun anywhere, and no others, until all of
    them are applied there. Then its shards are cut, and the barrier opens.
 
-A server whose barrier is open again may admit the next step while another server still drains. That
-server holds back its part of the step until its shards are cut: so no part of the step is in the
-cut.
+A server whose barrier is open again may admit the next step while another server still drains. The
+other server holds back its part of that step until its shards are cut, so no part of the step is in
+the cut.
 
-Nothing here does I/O or reads a clock. Not every step ends: its member may have died half-way. The
-caller decides how long to wait; `torn` returns the steps that are incomplete then.
+Nothing here does I/O or reads a clock. A step may never end, as its member may die half-way. The
+caller decides how long to wait; after that, `torn` returns the steps that are incomplete.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ from shoal_proto.errors import SnapshotFailed
 from shoal_server.core.shards.steps import Begun, Shards, StepId
 
 MAX_STEPS = 8
-"""Bound on remembered steps of one session: a client keeps at most so many pushes in flight."""
+"""Bound on remembered steps of one session: the most pushes that a client keeps in flight."""
 MAX_SESSIONS = 4096
 
 
@@ -37,16 +37,16 @@ class BarrierPhase(Enum):
 
 
 Lacking = Callable[[StepId, Shards], Collection[int]]
-"""Returns a step's shards of which this server is the primary and that have not applied the
-step."""
+"""Returns the shards of a step that have not applied it, among those led by this server."""
 
 
 @dataclass(slots=True)
-class _Known:
+class _StepState:
     shards: Shards
     refused: set[int] = field(default_factory=set)
     """Shards whose part was refused for good."""
     num_inside: int = 0
+    """Number of admitted parts that have not ended."""
     applied: bool = False
     given_up: bool = False
 
@@ -57,7 +57,7 @@ class SnapshotBarrier:
     def __init__(self) -> None:
         self.phase = BarrierPhase.OPEN
         self.cut_id = ""
-        self._sessions: OrderedDict[str, dict[int, _Known]] = OrderedDict()
+        self._sessions: OrderedDict[str, dict[int, _StepState]] = OrderedDict()
         self._begun: Begun = {}
 
     def may_enter(self, step: StepId) -> bool:
@@ -157,7 +157,7 @@ class SnapshotBarrier:
         return True
 
     def forget(self, is_live: Callable[[str], bool]) -> None:
-        """Forget sessions that ended."""
+        """Forget the sessions that are not live."""
         for session in [name for name in self._sessions if not is_live(name)]:
             del self._sessions[session]
 
@@ -166,24 +166,24 @@ class SnapshotBarrier:
         return len(self._sessions)
 
     @staticmethod
-    def _is_whole(step: StepId, known: _Known, lacking: Lacking) -> bool:
+    def _is_whole(step: StepId, known: _StepState, lacking: Lacking) -> bool:
         known.applied = known.applied or known.refused.issuperset(lacking(step, known.shards))
         return known.applied
 
-    def _of_cut(self) -> list[tuple[StepId, _Known]]:
+    def _of_cut(self) -> list[tuple[StepId, _StepState]]:
         # A step may be too old to be remembered; then it was applied, or cannot be completed.
-        found = []
+        known_steps = []
         for step in self._begun:
             known = self._sessions.get(step.session, {}).get(step.sequence)
             if known is not None:
-                found.append((step, known))
-        return found
+                known_steps.append((step, known))
+        return known_steps
 
-    def _note(self, step: StepId, shards: Shards) -> _Known:
+    def _note(self, step: StepId, shards: Shards) -> _StepState:
         steps = self._sessions.setdefault(step.session, {})
         known = steps.get(step.sequence)
         if known is None:
-            known = steps[step.sequence] = _Known(shards)
+            known = steps[step.sequence] = _StepState(shards)
             if len(steps) > MAX_STEPS:
                 idle = [
                     n for n, each in steps.items() if not each.num_inside and n != step.sequence

@@ -1,7 +1,7 @@
 """A server's part in snapshots: a barrier for each job's pushes, and images of its shards.
 
 Once a barrier is drained, an image of each shard is made (`images/shard_image.py`) and the barrier
-opens at once: the snapshot is written as of the cut, whatever is pushed meanwhile.
+opens at once. The images stay as of the cut while pushes go on and the snapshot is written.
 """
 
 import asyncio
@@ -38,20 +38,20 @@ class _JobBarrier:
     run: str = ""
     """The run that the job's shards belong to; empty while it is unknown."""
     barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
-    turned: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and replaced, when the barrier admits more than before."""
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a part of a push has ended."""
+    admits_more: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced by a new event, when the barrier admits more steps than before."""
+    part_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a part of a step has ended."""
     known: dict[int, tuple[ShardReplica, int]] = field(default_factory=dict)
-    """Shards whose sessions the barrier has learnt, and their epochs."""
+    """Shards of which the barrier knows the remembered steps, with their epochs."""
     images: dict[int, ShardImage] = field(default_factory=dict)
     cut_id: str = ""
     """The cut of the images."""
     limit: asyncio.TimerHandle | None = None
 
-    def turn(self) -> None:
-        turned, self.turned = self.turned, asyncio.Event()
-        turned.set()
+    def wake_waiting(self) -> None:
+        admits_more, self.admits_more = self.admits_more, asyncio.Event()
+        admits_more.set()
 
     def set_limit(self, limit: asyncio.TimerHandle | None) -> None:
         if self.limit is not None:
@@ -75,21 +75,21 @@ class SnapshotBarriers:
     async def passing(
         self, job: str, session: str, sequence: int, shards: Shards = None
     ) -> AsyncIterator["Passage"]:
-        """Admit a part of a push while the block runs. Waits while a cut holds the push back.
+        """Admit a part of a step, and run the block. Waits while a cut holds the step back.
 
         `shards`: all shards that the push touches on any server; None: every dense shard.
         """
         step = StepId(session, sequence)
         cut = self._of(job)
         while not cut.barrier.may_enter(step):
-            await cut.turned.wait()
+            await cut.admits_more.wait()
             cut = self._of(job)
         cut.barrier.enter(step, shards)
         try:
             yield Passage(cut.barrier, step)
         finally:
             cut.barrier.leave(step, _Lacking(self._led(job)))
-            cut.left.set()
+            cut.part_ended.set()
 
     def close(self, job: str, cut_id: str, limit_s: float) -> Begun:
         """Admit no new step, for `limit_s` at most; return the steps that have begun here.
@@ -113,8 +113,8 @@ class SnapshotBarriers:
     async def freeze(
         self, job: str, cut_id: str, begun: Begun, wait_s: float, *, take_torn: bool
     ) -> tuple[Sequence[Stamp], Sequence[StepId]]:
-        """Make an image of every shard of which this server is primary, with all steps that have
-        begun; return the stamps, and the steps that are torn.
+        """Wait for the steps that have begun, and make an image of every shard of which this server
+        is primary. Return the images' stamps, and the steps that stayed incomplete (torn).
 
         Raises SnapshotFailed if a step is torn and `take_torn` is False, if the server's shards
         have changed, or if the barrier has opened. The barrier is open afterwards in any case.
@@ -122,7 +122,7 @@ class SnapshotBarriers:
         cut = self._of(job)
         cut.barrier.drain(cut_id, begun)
         cut.set_limit(None)
-        cut.turn()
+        cut.wake_waiting()
         try:
             await self._drained(job, cut, wait_s)
             cut.barrier.check(cut_id, BarrierPhase.DRAINING)
@@ -145,8 +145,8 @@ class SnapshotBarriers:
             self.open(job, cut_id)
 
     def _check_led(self, job: str, cut: _JobBarrier) -> None:
-        """Raise SnapshotFailed unless this server has the same primaries as when the barrier
-        closed."""
+        """Raise SnapshotFailed unless this server is primary of the same shards, in the same
+        epochs, as when the barrier closed."""
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         if led != cut.known:
             raise SnapshotFailed(
@@ -156,7 +156,7 @@ class SnapshotBarriers:
             )
 
     def keep_only(self, job: str, cut_id: str, unwanted: Iterable[Stamp], limit_s: float) -> None:
-        """Drop images with these stamps; and drop all after `limit_s`, unless `taken` is
+        """Drop the images with these stamps; drop all images after `limit_s`, unless `taken` is
         called before."""
         cut = self._of(job)
         not_needed = set(unwanted)
@@ -182,11 +182,11 @@ class SnapshotBarriers:
             cut.images.pop(image.shard_id, None)
 
     def open(self, job: str, cut_id: str) -> None:
-        """Admit everything again, if that cut holds it back."""
+        """Admit all steps again, if that cut is in progress."""
         cut = self._of(job)
         if cut.barrier.open(cut_id):
             cut.set_limit(None)
-            cut.turn()
+            cut.wake_waiting()
 
     def abort(self, job: str, cut_id: str, reason: str) -> None:
         """Abort a cut in any state."""
@@ -214,21 +214,21 @@ class SnapshotBarriers:
         self._of(job).set_limit(loop.call_later(limit_s, expire))
 
     async def _drained(self, job: str, cut: _JobBarrier, wait_s: float) -> None:
-        """Return once no step of the cut can still become complete, or when the time is over."""
+        """Return once no step of the cut can still become complete, or after `wait_s`."""
         give_up_s = time.monotonic() + wait_s
         while (
             cut.barrier.waits_for(_Lacking(self._led(job)), self._is_live)
             and (left_s := give_up_s - time.monotonic()) > 0
         ):
-            cut.left.clear()
+            cut.part_ended.clear()
             try:
                 async with asyncio.timeout(min(left_s, LOOK_S)):
-                    await cut.left.wait()
+                    await cut.part_ended.wait()
             except TimeoutError:
                 continue
 
     def _learn(self, job: str, cut: _JobBarrier) -> None:
-        """Add to the barrier the steps of shards that did not pass through it."""
+        """Add the steps that a shard remembers to the barrier, if they did not pass through it."""
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         for shard_id, (replica, epoch) in led.items():
             if cut.known.get(shard_id) != (replica, epoch):
@@ -250,8 +250,8 @@ class SnapshotBarriers:
         return cut
 
     def _forget_earlier_run(self, job: str) -> None:
-        """Forget the steps of an earlier run: its shards have been replaced, and no cut waits for
-        them."""
+        """Forget the steps of an earlier run of the job: its shards have been replaced, so no cut
+        waits for these steps."""
         cut, run = self._of(job), self._run_of(job)
         is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.images
         if cut.run and cut.run != run and is_idle:
@@ -274,20 +274,20 @@ class SnapshotBarriers:
 
 
 class Passage:
-    """An admitted part of a push."""
+    """An admitted part of a step."""
 
     def __init__(self, barrier: SnapshotBarrier, step: StepId) -> None:
         self._barrier = barrier
         self._step = step
 
     def answered(self, shard_id: int, error: ErrorDetail) -> None:
-        """Note a shard's refusal. If it is final, no cut waits for that part."""
+        """Note a shard's refusal of its part. If it is final, no cut waits for that part."""
         if issubclass(ShoalError.kinds.get(error.kind, InternalError), RefusedError):
             self._barrier.refuse(self._step, shard_id)
 
 
 class _Lacking:
-    """Finds the shards that have not applied a step, without their locks."""
+    """Finds the shards that have not applied a step. Takes none of their locks."""
 
     def __init__(self, led: Sequence[ShardReplica]) -> None:
         self._led = led

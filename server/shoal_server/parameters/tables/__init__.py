@@ -1,1 +1,1 @@
-"""Tables of rows by id: embeddings, of which a step touches few."""
+"""Tables of rows by id: embeddings. A step touches few of a table's rows."""

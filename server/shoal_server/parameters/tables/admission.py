@@ -1,6 +1,6 @@
-"""Admission: which ids get a row: all, those pushed often enough, or a share drawn by hash.
+"""Admission of ids: all get a row, or only ids pushed often enough, or a share chosen by hash.
 
-A decision depends only on the shard's state and the pushes, so backups decide alike.
+A decision depends only on the shard's state and the pushes, so backups decide as the primary does.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ Mask = NDArray[np.bool_]
 SKETCH_ROWS = 4
 SKETCH_WIDTH = 2**16
 AGEING_PUSHES = SKETCH_WIDTH
-"""Number of pushes of ids without a row after which all counts are halved: old pushes count less,
-and the sketch never fills up. At this number, one id in 200 is counted two too high."""
+"""Number of pushes of ids without a row after which all counts are halved, so that old pushes count
+less and the sketch never fills up. Just before, the count of one id in 200 is too high by two."""
 MAX_COUNT = 2**16 - 1
 
 
 class RowGate(Protocol):
-    """Decides for each pushed id without a row; called at most once per id and version."""
+    """Decides if a pushed id without a row gets one. Called at most once per id and version."""
 
     def admit(self, ids: Ids, version: int) -> Mask: ...
 

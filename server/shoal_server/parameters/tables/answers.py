@@ -41,7 +41,7 @@ class RememberedFates:
         return self._num_bytes
 
     def freeze(self) -> "RememberedFates":
-        """Return what is remembered now; later changes do not affect it. Do not write to it."""
+        """Return a read-only copy of the fates as of now."""
         frozen = RememberedFates()
         frozen._fates, frozen._num_bytes = dict(self._fates), self._num_bytes
         return frozen
@@ -57,7 +57,7 @@ class RememberedFates:
         }
 
     def load(self, sessions: Sequence[SessionImage], lengths: Tensor, answers: Tensor) -> None:
-        """Remember what `tensors` returned. Raises InternalError if it does not match the
+        """Remember the fates that `tensors` encoded. Raises InternalError if they do not match the
         sessions."""
         pushes = [(s.session, sequence) for s in sessions for sequence in s.sequences]
         if len(lengths) != len(pushes) or int(lengths.sum()) != len(answers):

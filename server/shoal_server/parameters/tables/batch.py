@@ -35,10 +35,10 @@ class RowBatch:
     gradient_rc: Tensor
     """One row for each id; read-only."""
     positions: Rows | None
-    """Position in `ids` of each row in the push's order; None: the order is the same."""
+    """Positions in `ids` of the rows in the push's order; None: the orders are equal."""
 
     def as_they_came(self, fates: Fates) -> bytes:
-        """Return one byte for each row in the push's order; empty if every byte would be 0."""
+        """Return one fate for each row in the push's order; empty if all rows were applied."""
         if not fates.any():
             return b""
         return (fates if self.positions is None else fates[self.positions]).tobytes()
@@ -53,12 +53,12 @@ def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
             expected=f"a multiple of {ID_BYTES}",
         )
     ids = np.frombuffer(data, "<i8")
-    strangers = np.flatnonzero(shards_of(ids, table.num_shards) != table_index)
-    if strangers.size:
+    misrouted = np.flatnonzero(shards_of(ids, table.num_shards) != table_index)
+    if misrouted.size:
         raise MalformedMessage(
             f"a row of table {table.name} was sent to another shard than its own",
-            seen=f"row {ids[strangers[0]]} at virtual shard {table_index}",
-            expected=f"virtual shard {shards_of(ids[strangers[:1]], table.num_shards)[0]}",
+            seen=f"row {ids[misrouted[0]]} at virtual shard {table_index}",
+            expected=f"virtual shard {shards_of(ids[misrouted[:1]], table.num_shards)[0]}",
             fix="Route ids by shoal_proto.row_hash.",
         )
     return ids
@@ -69,7 +69,7 @@ def read_batch(
 ) -> RowBatch:
     """Decode the rows of a push.
 
-    Raises ShapeMismatch, MalformedMessage or InvalidSpec if it is no push to this shard, or
+    Raises ShapeMismatch, MalformedMessage or InvalidSpec if the record is no push to this shard, or
     NonFiniteGradient with the row's id.
     """
     row_ids, births = record.row_ids, record.row_births
@@ -100,7 +100,7 @@ def read_batch(
 def gradient_row_bytes(table: TableSpec, codec: GradientCodec | None) -> int:
     """Return the size of one row's gradient as sent.
 
-    Raises InvalidSpec for a codec that is not for rows, or that does not make these smaller.
+    Raises InvalidSpec for a codec that is not for rows, or that does not make the rows smaller.
     """
     plain = table.dim * DTYPES[table.dtype].itemsize
     if codec is None:
@@ -128,7 +128,7 @@ def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> R
     if len(distinct) == len(ids):
         total_rc = gradient_rc[torch.from_numpy(first)]
     else:
-        # Adds rows in the order of the push, with any number of threads.
+        # This kernel adds rows in the order of the push, with any number of threads.
         total_rc = torch.ops.aten.embedding_dense_backward(
             gradient_rc, torch.from_numpy(positions), len(distinct), -1, False
         )

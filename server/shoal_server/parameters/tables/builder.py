@@ -1,15 +1,12 @@
-"""Builds a shard from the chunks of an image, as they arrive.
+"""A builder of a shard from the chunks of an image, as they arrive.
 
     builder = ShardBuilder(header)
     while not builder.is_whole:
         builder.add(receive(builder.next_chunk))
     shard = builder.finish()
 
-Each chunk is stored in its final place at once, and its rows are indexed: `finish` has no work
-left.
-
-A builder may be kept while a stream is broken, and continues with `next_chunk` on the next
-one.
+Each chunk is stored at its final position at once, and its rows are indexed, so `finish` takes no
+time. After a broken stream, the same builder continues with `next_chunk` on the next stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,12 +66,12 @@ def bytes_to_build(header: CutHeader) -> int:
 
 
 class ShardBuilder:
-    """Builds a shard, in one thread at a time and not on the event loop. Memory is allocated as
-    chunks arrive."""
+    """Builds one shard. Used by one thread at a time, and not on the event loop. Takes memory as
+    chunks arrive, not before."""
 
     def __init__(self, header: CutHeader) -> None:
-        """Raises MalformedMessage if the header describes no shard, or a layout that this release
-        does not have."""
+        """Raises MalformedMessage if the header describes no shard, or has a layout that this
+        release does not know."""
         self.header = header
         self._content = _content(header)
         if (
@@ -110,8 +107,7 @@ class ShardBuilder:
         return self._content.size_of(index - self._num_rest)
 
     def add(self, data: Buffer) -> None:
-        """Add the next chunk; `data` is not kept. The time does not depend on earlier chunks: some
-        ms for a chunk of 2 MiB.
+        """Add the next chunk, in some ms for a chunk of 2 MiB. `data` is not kept.
 
         Raises MalformedMessage, without a change, if it is not the next chunk.
         """
@@ -132,7 +128,7 @@ class ShardBuilder:
         self.received_bytes += len(data)
 
     def finish(self) -> AnyShard:
-        """Return the shard, once `is_whole`; do not use the builder afterwards.
+        """Return the shard, if the builder `is_whole`. Do not use the builder afterwards.
 
         Raises InternalError if a chunk is missing, or if the remembered pushes are inconsistent.
         """

@@ -26,10 +26,10 @@ from shoal_server.parameters.tables.rows import RowStore
 
 DEFAULT_SHARD_BYTES = 1024**3
 MIN_ROWS = 1
-"""Rows that a shard may always have, however small the limits are."""
+"""Number of rows that a shard may have even if its limits are smaller."""
 SWEEPS_PER_IDLE_TIME = 8
 LOOKED_AT_BYTES = 16
-"""Bytes read of each row in a search for idle or old rows."""
+"""Bytes of each row that a search for idle or old rows reads."""
 EVICTED_AT_A_TIME = 1 / 16
 """Share of a full shard that is evicted at once, so that not every push has to search for the
 oldest rows."""
@@ -43,7 +43,7 @@ FULL = RowFate.ROW_FATE_FULL
 
 @dataclass(kw_only=True)
 class Counts:
-    """Counts of rows since this server has the shard, for display."""
+    """Counts of rows since this server got the shard, for display."""
 
     made: int = 0
     evicted: int = 0
@@ -51,7 +51,8 @@ class Counts:
 
 
 class TableContent:
-    """The rows of a table shard, with gate and optimizer. Used by one thread at a time."""
+    """The rows of a table shard, with their admission gate and optimizer. Used by one thread at a
+    time."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class TableContent:
         *,
         expected_rows: int = 0,
     ) -> None:
-        """Make an empty content, or one with the small tensors that `image` returned; takes
-        ownership of them. `expected_rows`: number of rows that `fill` will add."""
+        """Make a content without rows. `small`: the small tensors of an image, of which this takes
+        ownership; None: a new shard's. `expected_rows`: number of rows that `fill` will add."""
         dtype = DTYPES[table.dtype]
         held = small or {}
         self._table = table
@@ -106,8 +107,8 @@ class TableContent:
         return births, values_rc
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return the most bytes that a push of `num_rows` rows has to process to make room: the
-        index if it is rebuilt, and all rows if old ones are searched for."""
+        """Return how many bytes a push of `num_rows` rows may have to process besides its rows: the
+        index if it is rebuilt, and a part of each row if idle or old rows are searched for."""
         is_full = len(self._rows) + num_rows > self.max_rows
         looks = bool(self._table.eviction.max_idle_s) or is_full
         return self._rows.moved_bytes(num_rows) + LOOKED_AT_BYTES * len(self._rows) * looks
@@ -118,9 +119,9 @@ class TableContent:
         return self._now_s
 
     def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
-        """Return the most bytes by which a push at that time may grow the memory, if all its new
-        ids are admitted. 0 if its rows exist, or fit into memory of rows that are, or will be,
-        evicted.
+        """Return the most bytes by which a push at that time may grow the memory: as if all its new
+        ids were admitted. New rows first use the memory of evicted rows, also of those that this
+        push will evict as idle.
         """
         if len(batch.ids) <= self._rows.num_spare:
             return 0
@@ -157,16 +158,18 @@ class TableContent:
         return fates
 
     def _time_of(self, at_unix_s: float) -> float:
-        """Return the table's time for a push with that timestamp. A clock that was set back does
-        not make time go backwards. One that was set forward does not make rows in use idle: a push
-        advances the time by at most half of `max_idle_s`."""
+        """Return the table's time for a push with that timestamp.
+
+        If the clock was set back, the table's time stands still. If it was set forward, rows in use
+        do not become idle: a push advances the time by at most half of `max_idle_s`.
+        """
         max_idle_s = self._table.eviction.max_idle_s
         if max_idle_s and self._now_s:
             at_unix_s = min(at_unix_s, self._now_s + max_idle_s / 2)
         return max(self._now_s, at_unix_s)
 
     def _make(self, batch: RowBatch, rows: Rows, fates: Fates, version: int) -> None:
-        """Make rows for the admitted ids, as far as there is room; writes to `rows` and `fates`."""
+        """Make rows for the admitted ids, up to `max_rows` in all. Sets `rows` and `fates`."""
         absent = np.flatnonzero(fates == NOT_ADMITTED)
         admitted = absent[self._gate.admit(batch.ids[absent], version)]
         num_free = self.max_rows - len(self._rows)
@@ -217,16 +220,17 @@ class TableContent:
 
     @property
     def images(self) -> OpenImages[RowImage]:
-        """The open images: a push preserves the old rows for each."""
+        """The open images. Before a push changes rows, it saves them to each open image."""
         return self._rows.images
 
     def image(self) -> tuple[RowImage, Mapping[str, Tensor]]:
-        """Cut the rows as of now, to be closed; and copy the small tensors."""
+        """Return an image of the rows as of now, to be closed after use; and copies of the small
+        tensors."""
         flat = {name: tensor.clone() for name, tensor in self.flat_tensors().items()}
         return self._rows.image(), flat
 
     def flat_tensors(self) -> dict[str, Tensor]:
-        """Return the small tensors: the state beside the rows, not copied."""
+        """Return the small tensors: all state but the rows, not copied."""
         scalars = {
             "times_unix_s": torch.tensor([self._now_s, self._next_sweep_s], dtype=torch.float64),
             "table_step": torch.tensor([self.table_step]),
@@ -234,13 +238,13 @@ class TableContent:
         return dict(self._gate.tensors()) | scalars
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[Ids, int]:
-        """Return the ids of rows of about `num_bytes` from position `start` on, and the position
-        after them; `start` itself if there are no more."""
+        """Return the ids of the rows from position `start` on, about `num_bytes` of rows, and the
+        position after the last one; `start` itself if no rows are left."""
         return self._rows.ids_from(start, max(num_bytes // self._rows.row_bytes, 1))
 
     def rows_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
-        """Return the births of rows, 0 for missing ones; and copies of the columns of those that
-        exist."""
+        """Return the births of these ids' rows, 0 for a missing row; and copies of all columns of
+        the rows that exist."""
         return self._rows.columns_of(ids)
 
     def row_chunks(self, num_rows: int, chunk_bytes: int) -> RowChunks:
@@ -249,12 +253,12 @@ class TableContent:
         return RowChunks(columns, num_rows, chunk_bytes)
 
     def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
-        """Put rows at their positions in another shard; see `RowStore.fill`."""
+        """Add the rows of an image at these positions; see `RowStore.fill`."""
         self._rows.fill(rows, columns)
 
 
 def _max_rows(table: TableSpec, row_bytes: int) -> int:
-    """Return the most rows of one shard, by its memory and its share of the table's rows."""
+    """Return the most rows that a shard may have, by its memory and its share of the table's."""
     by_bytes = (table.max_shard_bytes or DEFAULT_SHARD_BYTES) // row_bytes
     by_rows = -(-table.max_rows // table.num_shards) or MAX_ROWS
     return max(min(by_bytes, by_rows, MAX_ROWS), MIN_ROWS)

@@ -1,4 +1,4 @@
-"""Tensors that grow without a copy: only page tables are changed (mremap)."""
+"""Tensors that grow without a copy of their data: only page tables are changed (mremap)."""
 
 import math
 import mmap
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 FREED_AT_A_TIME_BYTES = 8 * 1024 * 1024
-"""The GIL is held while memory is freed: 1 ms for this size."""
+"""Part of the memory that is freed at a time. The GIL is held meanwhile, for 1 ms."""
 
 
 class GrowingTensor:
     """A tensor whose first dimension grows. Added rows are zero, and take no memory before they are
     written to.
 
-    No view of `tensor` may be alive when it grows, or all of it is copied.
+    If a view of `tensor` is alive when it grows, all data are copied.
     """
 
     def __init__(self, num_rows: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -48,8 +48,8 @@ class GrowingTensor:
         self.tensor = self._view(num_rows)
 
     def free(self) -> None:
-        """Free the memory in small parts. Do not use the tensor afterwards; a read meanwhile gives
-        zeros and does no harm."""
+        """Free the memory in small parts. Do not use the tensor afterwards. A concurrent read gets
+        zeros for the freed parts."""
         for at in range(0, len(self._memory), FREED_AT_A_TIME_BYTES):
             length = min(FREED_AT_A_TIME_BYTES, len(self._memory) - at)
             self._memory.madvise(mmap.MADV_DONTNEED, at, length)

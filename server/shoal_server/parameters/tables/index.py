@@ -1,10 +1,10 @@
 """Index from row ids to positions in a shard's arrays, for many ids at once.
 
 A hash table with open addressing, whose operations are a few passes over arrays: all ids make their
-first probe together, those not settled the second, and so on. At most LOAD_LIMIT of the slots are
-in use, and each probe goes one slot further than the previous one. (These are the triangular
-numbers, which reach every slot of a power of two: Knuth, TAOCP 3, 6.4, exercise 20.) So no runs of
-used slots build up, the rounds are few, and each is much shorter than the previous one.
+first probe together, the ids that are not settled make the second, and so on. At most LOAD_LIMIT of
+the slots are in use, and the n-th probe is n slots after the one before it. (These are the
+triangular numbers, which reach every slot of a power of two: Knuth, TAOCP 3, 6.4, exercise 20.) So
+no runs of used slots build up, the rounds are few, and each has far fewer ids than the one before.
 """
 
 from itertools import count
@@ -55,32 +55,32 @@ class RowIndex:
         return len(self._ids) * self._ids.row_bytes + self._slots.nbytes
 
     def expect(self, num_rows: int) -> None:
-        """Make room for so many rows in an empty index."""
+        """Allocate memory in an empty index for `num_rows` rows."""
         self._grow(num_rows, num_rows)
 
     def moves_for(self, num_more: int) -> bool:
-        """True if inserting so many more rows rebuilds the slots."""
+        """True if inserting `num_more` rows rebuilds the slots."""
         return self._num_used + num_more > LOAD_LIMIT * self._slots.size
 
     def find(self, ids: Ids) -> Rows:
         """Return the row of each id, -1 for ids without one."""
         slots = self._first_slots(ids)
         rows, ids_by_row = self._slots[slots], self.ids
-        # A row below zero reads some id from the end of the array, which must not count.
+        # EMPTY and REMOVED, as indices, read an id at the end of the array: it must not count.
         hit = (ids_by_row[rows] == ids) & (rows >= 0)
-        found = np.where(hit, rows, EMPTY).astype(np.int64)
+        result = np.where(hit, rows, EMPTY).astype(np.int64)
         todo = np.flatnonzero(~hit & (rows != EMPTY))
-        slots, left = slots[todo], ids[todo]
+        slots, todo_ids = slots[todo], ids[todo]
         for step in count(1):
             if not todo.size:
                 break
             slots = (slots + step) & (self._slots.size - 1)
             rows = self._slots[slots]
-            hit = (ids_by_row[rows] == left) & (rows >= 0)
-            found[todo[hit]] = rows[hit]
+            hit = (ids_by_row[rows] == todo_ids) & (rows >= 0)
+            result[todo[hit]] = rows[hit]
             goes_on = ~hit & (rows != EMPTY)
-            todo, slots, left = todo[goes_on], slots[goes_on], left[goes_on]
-        return found
+            todo, slots, todo_ids = todo[goes_on], slots[goes_on], todo_ids[goes_on]
+        return result
 
     def insert(self, ids: Ids, rows: Rows) -> None:
         """Insert distinct ids that have no row, with their rows."""
@@ -111,7 +111,7 @@ class RowIndex:
                 break
             before = self._slots[slots]
             is_free = before < 0
-            # If several ids write to one slot, one gets it; reading it back tells which.
+            # If several ids write to one slot, one of them gets it: the slot is read to see which.
             self._slots[slots[is_free]] = rows[is_free]
             has_slot = self._slots[slots] == rows
             self._num_used += int(np.count_nonzero(has_slot & (before == EMPTY)))

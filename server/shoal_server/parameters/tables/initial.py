@@ -1,8 +1,8 @@
 """Initial values of a row: a function of seed, table name, row id and column alone.
 
-Every server, and every replay, makes the same row, to the last bit. So only integer arithmetic is
-used, and single floating-point operations, whose rounding IEEE 754 defines; no logarithm or cosine,
-whose last bits differ between processors.
+Every server, and every replay, makes the same row, to the last bit. So only integer arithmetic and
+basic floating-point operations are used, whose rounding IEEE 754 defines. There is no logarithm or
+cosine: their last bits differ between processors.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _ADDEND_BITS = 16
 
 
 class InitialRows:
-    """Makes rows of `dim` columns; `center` and `spread` are the initialiser's."""
+    """Makes rows of `dim` columns, by the table's initialiser."""
 
     def __init__(
         self, initialiser: Initialiser, *, table: str, seed: int, dim: int, dtype: torch.dtype

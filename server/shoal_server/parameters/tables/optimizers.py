@@ -75,8 +75,8 @@ class RowAdagradRule:
 
 
 class RowwiseAdagrad:
-    """Adagrad with one accumulator per row, of the mean of squares over its columns (as in
-    FBGEMM)."""
+    """Adagrad with one accumulator per row: the sum of the means of squares over the row's columns
+    (as in FBGEMM)."""
 
     def __init__(self, spec: RowOptimizer) -> None:
         self._eps = spec.eps
@@ -93,8 +93,8 @@ class RowwiseAdagrad:
 class RowAdamRule:
     """Lazy Adam: a row that has no gradient keeps its averages as they are.
 
-    The bias correction uses the steps of each row, or, as in `torch.optim.SparseAdam`, those of the
-    whole table: `table_step`.
+    The bias correction uses the number of steps of each row (`counts_rows`), or `table_step`, the
+    whole table's number of steps, as in `torch.optim.SparseAdam`.
     """
 
     def __init__(self, spec: RowOptimizer, *, counts_rows: bool) -> None:
@@ -113,7 +113,7 @@ class RowAdamRule:
 
     def step(self, values_rc: Tensor, gradient_rc: Tensor, state: State, lr: float) -> None:
         average_rc, square_rc = state["exp_avg"], state["exp_avg_sq"]
-        # Added as a difference, which rounds as SparseAdam does.
+        # The average is moved by a difference: that rounds as SparseAdam does.
         average_rc.add_(gradient_rc.sub(average_rc).mul_(1 - self._beta1))
         square_rc.add_(gradient_rc.pow(2).sub_(square_rc).mul_(1 - self._beta2))
         denominator_rc = square_rc.sqrt().add_(self._eps)
@@ -122,8 +122,8 @@ class RowAdamRule:
             values_rc.add_(direction_rc.mul_(-self._step_size(self.table_step, lr)))
             return
         steps_r = state["step"].add_(1)
-        # Each distinct number of steps once, with Python floats: torch's power of a vector rounds
-        # differently at the vector's end.
+        # The size is computed once per distinct number of steps, with Python floats: torch's power
+        # of a vector rounds differently at the vector's end.
         distinct, inverse = torch.unique(steps_r, return_inverse=True)
         sizes = [-self._step_size(round(steps), lr) for steps in distinct.tolist()]
         size_r = torch.tensor(sizes, dtype=values_rc.dtype)[inverse]

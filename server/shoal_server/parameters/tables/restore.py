@@ -1,4 +1,4 @@
-"""Restores a shard of any kind from its image."""
+"""Restoration of a shard of any kind from its image."""
 
 from google.protobuf.message import DecodeError
 
@@ -8,7 +8,7 @@ from shoal_server.parameters.shard.dense import DenseBody, dense_from_image
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.tables.shard import TableBody, table_from_image
 
-_OF_BAD_DATA = (
+_BAD_DATA_ERRORS = (
     *(ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, OverflowError),
     DecodeError,
 )
@@ -16,10 +16,10 @@ _OF_BAD_DATA = (
 
 
 def restore(image: LoadedImage) -> AnyShard:
-    """Restore the shard of an image; it takes ownership of the image's tensors.
+    """Restore the shard of an image. The shard takes ownership of the image's tensors.
 
-    Raises MalformedMessage for an image of an unknown kind, or an inconsistent one: the checksum
-    may be right although another program wrote it.
+    Raises MalformedMessage if the image is inconsistent or of an unknown kind: the checksum of an
+    image that another program wrote may be right.
     """
     try:
         if image.kind == DenseBody.kind:
@@ -28,7 +28,7 @@ def restore(image: LoadedImage) -> AnyShard:
             return table_from_image(image)
     except RetryError:
         raise
-    except (ShoalError, *_OF_BAD_DATA) as error:
+    except (ShoalError, *_BAD_DATA_ERRORS) as error:
         raise MalformedMessage(
             f"the image of shard {image.shard_id} holds no shard",
             seen=(str(error) if isinstance(error, ShoalError) else repr(error))[:300],

@@ -1,4 +1,4 @@
-"""An image of the rows of a shard: a row is saved, once, before it changes."""
+"""An image of a shard's rows: each row is saved once, before its first change."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,11 +22,11 @@ FIRST_SAVED = 256
 
 
 class Columns(Protocol):
-    """A store, as seen by its images."""
+    """The part of a `RowStore` that its images use."""
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
-        """Columns by name, with ids; each has at least as many rows as the store."""
+        """Columns by name, and the ids."""
         ...
 
 
@@ -42,7 +42,7 @@ class RowImage:
         self._is_released = np.zeros(len(self._chunks), np.bool_)
         # Zeros that are never written to take no memory and no time.
         self._saved_at = np.zeros(num_rows, np.int32)
-        """Position of each row among the saved ones, counted from 1; 0: not saved."""
+        """Position of each row among the saved rows, counted from 1; 0: not saved."""
         self._saved = {
             name: GrowingTensor(FIRST_SAVED, shape, dtype)
             for name, (shape, dtype) in columns.items()
@@ -58,7 +58,7 @@ class RowImage:
         return self._chunks.size_of(index)
 
     def save(self, rows: Rows) -> None:
-        """Save distinct rows, which are about to change."""
+        """Save distinct rows that are about to change."""
         rows = rows[rows < self._chunks.num_rows]
         rows = rows[self._saved_at[rows] == 0]
         rows = rows[~self._is_released[rows // self._chunks.rows_each]]
@@ -124,7 +124,7 @@ class RowImage:
         return copies
 
     def _put_back(self, rows: slice, copies: Mapping[str, Tensor]) -> None:
-        """Restore saved rows in copies of columns."""
+        """Overwrite changed rows in copies of columns with the saved rows."""
         saved_positions = self._saved_at[rows]
         changed = np.flatnonzero(saved_positions)
         if not changed.size:

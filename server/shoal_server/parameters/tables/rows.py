@@ -1,4 +1,4 @@
-"""The rows of one shard: their index, and the columns of numbers."""
+"""The rows of one shard: an index from ids to rows, and the columns of numbers."""
 
 from collections.abc import Mapping
 
@@ -21,14 +21,15 @@ STATE = "optimizer/"
 """Prefix of the optimizer's columns in an image."""
 FIRST_CAPACITY = 64
 DOUBLED_BYTES = 64 * 1024 * 1024
-"""A larger store grows by a quarter, not twofold: growing copies nothing, so it may be frequent."""
+"""Size up to which a store doubles when it grows; a larger store grows by a quarter. Growing copies
+nothing, so it may be frequent."""
 INDEX_BYTES_PER_ROW = 32
-"""Upper bound: nearly four slots of four bytes, and two ids."""
+"""Upper bound on the index's bytes for a row: nearly four slots of four bytes, and two ids."""
 
 
 class RowStore:
-    """A store that grows in place and reuses removed rows first. Open images save a row before it
-    is written to."""
+    """Stores rows in memory that grows in place. New rows first take the positions of removed ones.
+    Open images save a row before it is written to."""
 
     def __init__(self, dim: int, dtype: torch.dtype, columns: Mapping[str, StateColumn]) -> None:
         self._max_rows = MAX_ROWS
@@ -56,12 +57,12 @@ class RowStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory in use, with the index."""
+        """Bytes of allocated memory, with the index."""
         return self._index.num_bytes + self._capacity * self._column_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Most bytes that one row takes, without spare capacity."""
+        """Upper bound on the bytes of one row and its part of the index."""
         return self._column_bytes + INDEX_BYTES_PER_ROW
 
     @property
@@ -74,16 +75,16 @@ class RowStore:
         return self._capacity - len(self)
 
     def moved_bytes(self, num_more: int) -> int:
-        """Return the bytes that have to be moved to make room for so many more rows: only the index
-        moves."""
+        """Return how many bytes are moved if `num_more` rows are added: those of the index, if it
+        is rebuilt. Columns grow in place."""
         return self._index.num_bytes if self._index.moves_for(num_more) else 0
 
     def growth_bytes(self, num_rows: int) -> int:
-        """Return the most bytes by which memory grows for so many rows in total."""
+        """Return the most bytes by which memory grows to hold `num_rows` rows in all."""
         return max(0, self._capacity_for(num_rows) - self._capacity) * self.row_bytes
 
     def limit(self, max_rows: int) -> None:
-        """Allocate no spare capacity beyond so many rows."""
+        """Allocate no spare capacity beyond `max_rows`."""
         self._max_rows = max_rows
 
     @property
@@ -100,7 +101,8 @@ class RowStore:
         return np.where(rows >= 0, births, 0)
 
     def add(self, ids: Ids, values: Tensor, *, birth: int) -> Rows:
-        """Make a row for each id, none of which has one; return them in the order of the ids."""
+        """Make a row for each of these ids, which have no rows; return the rows in the ids'
+        order."""
         reused = self._free[len(self._free) - min(len(ids), len(self._free)) :]
         self._free = self._free[: len(self._free) - len(reused)]
         num_fresh = len(ids) - len(reused)
@@ -134,9 +136,9 @@ class RowStore:
         return np.flatnonzero(is_live & (last_pushed < before_unix_s))
 
     def oldest(self, count: int, spared: Rows) -> Rows:
-        """Return the `count` rows that were pushed longest ago, or all, except those spared. Among
-        rows pushed at the same time lower ids come first: positions must not matter, as they differ
-        in backups."""
+        """Return the `count` rows that were pushed longest ago, without those in `spared`; fewer if
+        there are no more. Among rows pushed at the same time, lower ids come first: the positions
+        of rows differ between replicas, so they must not decide."""
         is_live = self._numbers(BIRTHS)[: self._top] > 0
         is_live[spared] = False
         rows = np.flatnonzero(is_live)
@@ -150,7 +152,7 @@ class RowStore:
         return np.concatenate([older, alike[: count - len(older)]])
 
     def values(self, rows: Rows) -> Tensor:
-        """Copy the values of rows, all of which exist."""
+        """Copy the values of rows; all of them must exist."""
         return self._columns[VALUES].tensor.index_select(0, torch.from_numpy(rows))
 
     def state(self, name: str, rows: Rows) -> Tensor:
@@ -167,11 +169,11 @@ class RowStore:
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
-        """Columns by name, with the ids, not copied. Do not keep them: the store could not grow in
-        place."""
+        """Columns by name, and the ids, not copied. Do not keep them: while they exist, the store
+        cannot grow in place."""
         top = self._top
-        own = {name: column.tensor[:top] for name, column in self._columns.items()}
-        return {IDS: self._index.id_tensor[:top]} | own
+        columns = {name: column.tensor[:top] for name, column in self._columns.items()}
+        return {IDS: self._index.id_tensor[:top]} | columns
 
     def image(self) -> RowImage:
         """Return an image of the rows as of now; close it after use."""
@@ -184,13 +186,13 @@ class RowStore:
             image.save(rows)
 
     def expect(self, num_rows: int) -> None:
-        """Make room in an empty store for so many rows, which `fill` adds."""
+        """Allocate memory in an empty store for `num_rows` rows, which `fill` adds."""
         self._reserve(num_rows)
         self._index.expect(num_rows)
 
     def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
-        """Put rows, in order, at their positions in another store. Rows without a birth are
-        free."""
+        """Add the next rows, at the positions that they had in another store. Positions with birth
+        0 are free."""
         for name, column in self._columns.items():
             column.tensor[rows] = columns[name]
         filled = np.arange(rows.start, rows.stop)
@@ -201,8 +203,8 @@ class RowStore:
         self._top = rows.stop
 
     def ids_from(self, start: int, max_rows: int) -> tuple[Ids, int]:
-        """Return the ids of rows in use from `start` on, and the position after them; `start`
-        itself if there are no more."""
+        """Return the ids of the rows in use among the next `max_rows` positions from `start` on,
+        and the position after these; `start` itself at the end."""
         stop = min(start + max_rows, self._top)
         if stop <= start:
             return np.zeros(0, np.int64), start
@@ -210,7 +212,8 @@ class RowStore:
         return self._index.ids[start:stop][is_live], stop
 
     def columns_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
-        """Return births, 0 for ids without a row; and copies of all columns of the others."""
+        """Return the births of these ids' rows, 0 for a missing row; and copies of all columns of
+        the rows that exist."""
         rows = self.find(ids)
         at = torch.from_numpy(rows[rows >= 0])
         columns = [self._columns[name].tensor.index_select(0, at) for name in sorted(self._columns)]

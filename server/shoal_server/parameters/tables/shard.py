@@ -29,19 +29,19 @@ from shoal_server.parameters.tables.row_image import RowImage
 
 @dataclass(frozen=True, kw_only=True)
 class TablePush(Push):
-    """Gradients for rows of one shard, in the order in which they came."""
+    """Gradients for rows of one shard, in the sender's order."""
 
     row_ids: bytes
     births: bytes
     step: int
-    """The table's step of which the push is part, as counted by the sender."""
+    """The table's step that the push is part of, as counted by the sender."""
     codec: GradientCodec | None = None
     """The encoding of the gradients; None: the table's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupResult:
-    """Rows at one version, in the requested order."""
+    """Rows at one version, in the order of the request."""
 
     version: int
     births: memoryview
@@ -66,9 +66,9 @@ class TableBody:
     def now_s(self) -> float:
         """Return the time for a push that comes now, in Unix seconds.
 
-        It continues from the newest push in the rows, at the speed of the monotonic clock: if the
-        machine's clock is set, or differs from that of the shard's previous primary, no row seems
-        older than it is. For a new shard it starts at the machine's clock.
+        The time starts at that of the shard's newest push, or at the machine's clock for a new
+        shard, and goes on with the monotonic clock. So rows do not seem older than they are if the
+        machine's clock is set, or differs from that of the shard's previous primary.
         """
         if self._ahead_s is None:
             self._ahead_s = (self.content.now_s or time.time()) - time.monotonic()
@@ -92,7 +92,8 @@ class TableBody:
         return self.content.regrown_bytes(num_rows)
 
     def look_up(self, row_ids: bytes, version: int) -> LookupResult:
-        """Return rows at this version. Raises MalformedMessage for ids of another shard."""
+        """Return rows; `version` is the shard's. Raises MalformedMessage for ids of another
+        shard."""
         ids = read_ids(self.table, self._table_index, row_ids)
         births, values_rc = self.content.look_up(ids)
         return LookupResult(
@@ -167,7 +168,7 @@ def new_table_shard(spec: Shard, table: TableSpec) -> TableShard:
 
 
 def is_table(shard: AnyShard) -> TypeGuard[TableShard]:
-    """True if it is a shard of a table, and not of parameters."""
+    """True if the shard is of a table, and not of parameters."""
     return isinstance(shard.body, TableBody)
 
 

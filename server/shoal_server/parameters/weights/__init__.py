@@ -1,1 +1,1 @@
-"""Published weights: the segments that this server holds, by whose order, and for how long."""
+"""Published weights: the segments that this server holds, serves and frees."""

@@ -1,9 +1,9 @@
 """Segments of published weights, made from images of shards.
 
 A segment has the values of a shard of parameters, or the ids, births and values of the rows of a
-shard of a table. A row keeps the position that it has in the shard, and the number of positions
-grows in steps: so the same rows lie at the same bytes in version after version, and the difference
-between two versions has only the changed rows.
+table's shard. A row keeps the position that it has in the shard, and the number of positions grows
+in steps. So a row lies at the same bytes in version after version, and the difference between two
+versions has only the changed rows.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from shoal_server.parameters.tables.row_image import BIRTHS, IDS
 
 MIN_ROWS = 64
 STEPS_A_DOUBLING = 8
-"""Number of steps between one power of two and the next: at most an eighth of a segment has no
-rows."""
+"""Number of steps between one power of two and the next. So at most an eighth of a segment's
+positions have no row."""
 ID_BYTES = 8
 
 
@@ -35,12 +35,13 @@ class PlannedSegment:
     described: pb.CutSegment
     """Description without the segment's digest."""
     fill: Callable[[memoryview], None]
-    """Writes the shard into the segment's memory, which is zero before. Waits for the shard's lock:
-    do not call it on the event loop."""
+    """Writes the shard into the segment's memory, which must be zero before. Waits for the shard's
+    lock: do not call it on the event loop."""
 
 
 def planned(image: ShardImage) -> PlannedSegment:
-    """Plan the segment of a shard from its image, which must be open until it is filled."""
+    """Plan the segment of a shard from its image. The image must stay open until `fill` has
+    returned."""
     return _of_parameters(image) if image.kind == DenseBody.kind else _of_rows(image)
 
 
@@ -80,7 +81,7 @@ def _of_rows(image: ShardImage) -> PlannedSegment:
     table, dtype = spec.table, DTYPES[spec.table.dtype]
     num_rows = max((each.shape[0] for each in image.header.tensors), default=0)
     count = num_positions(num_rows)
-    births_at = count * ID_BYTES  # a multiple of the alignment, since the count is one of 8
+    births_at = count * ID_BYTES  # a multiple of the alignment: `count` is a multiple of 8
     values_at = 2 * births_at
     rows = pb.CutRows(
         table=table.name,

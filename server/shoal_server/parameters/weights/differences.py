@@ -18,7 +18,7 @@ from shoal_server.parameters.shard.memory import Memory
 log = structlog.get_logger(__name__)
 
 MAX_CHANGED = 0.2
-"""Share of changed elements above which the whole segment is sent: making a difference would take
+"""Share of changed elements above which the whole segment is sent: to make a difference would take
 longer than it saves."""
 MAX_SIZE = 0.5
 """Size of the largest difference that is worth sending, as a share of the whole segment."""
@@ -30,7 +30,8 @@ Elements = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """Key of a difference: the two segments by digest, and the elements as named by the reader."""
+    """Key of a difference: the digests of the two segments, and the runs of elements that the
+    reader has named."""
 
     series: str
     base: bytes
@@ -67,9 +68,10 @@ class WeightDifferences:
     async def between(
         self, series: str, base: Segment, target: Segment, elements: Sequence[tuple[int, int]]
     ) -> Segment | None:
-        """Return the difference from `base` to `target`; None if the whole is to be sent instead.
+        """Return the difference from `base` to `target`; None if the whole segment is to be sent.
+        `elements`: runs of elements as (bytes of an element, bytes of the run).
 
-        Raises InvalidSpec for elements that do not make up the segments.
+        Raises InvalidSpec if the runs do not make up the segments.
         """
         if base.num_bytes != target.num_bytes:
             return None
@@ -131,7 +133,7 @@ class WeightDifferences:
         kept = self._kept.pop(key)
         kept.claim.close()
         if kept.difference is not None:
-            # A connection that is sending it has its own reference to the memory.
+            # A connection that is sending the difference has its own reference to the memory.
             kept.difference = None
 
 

@@ -17,8 +17,8 @@ DRAFT = ".draft"
 
 
 class WeightDisk:
-    """Files of segments, `JOB/NAME/DIGEST`. A file is whole or absent, whenever its writer is
-    killed; only this user can read it. Blocks."""
+    """Files of segments, `JOB/NAME/DIGEST`. A file is whole or absent even if its writer is killed,
+    and only this user can read it. All calls block."""
 
     def __init__(self, directory: Path) -> None:
         """Take over the segments that an earlier process left in the directory. Raises OSError."""
@@ -31,7 +31,7 @@ class WeightDisk:
         return self._path(series, digest) in self._written
 
     def write(self, series: str, segment: Segment) -> None:
-        """Write a segment to disk. Raises OSError; no file is left then."""
+        """Write a segment to disk. Raises OSError, and then leaves no file."""
         path = self._path(series, segment.digest)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -53,7 +53,8 @@ class WeightDisk:
 
     def read(self, series: str, digest: bytes) -> Segment | None:
         """Read and verify a segment; None if it is not on disk. A segment whose bytes have changed
-        is removed, and counts as absent. Raises OSError, or Overloaded without memory for it."""
+        is removed, and counts as absent. Raises OSError, or Overloaded if there is no memory for
+        it."""
         path = self._path(series, digest)
         try:
             file = path.open("rb", buffering=0)

@@ -53,8 +53,8 @@ class WeightHoldings:
             raise Unavailable(
                 f"this server does not hold the segment of series {series}",
                 seen=f"digest {digest.hex()}",
-                expected="a segment that it holds: another server of the version's record may"
-                " have it",
+                expected="a segment that this server holds: another server that the version's"
+                " record names may have it",
                 details={"digest": digest.hex()},
             )
         return segment
@@ -89,12 +89,13 @@ class WeightHoldings:
         """Receive a segment, as a descriptor if possible, and hold it once it is verified. Its
         memory is reserved meanwhile.
 
-        Raises what `admit` raises, Overloaded if the server has no memory for it, ChecksumMismatch
-        if it has another digest, and Unavailable if nothing is received for STALLED_S.
+        Raises what `admit` raises, Overloaded if the server has no memory for the segment,
+        ChecksumMismatch if its digest differs, and Unavailable if nothing is received for
+        STALLED_S.
         """
         with self._claimed(num_bytes) as claim:
             if transport.is_local:
-                descriptor = await _soon(transport.receive_descriptor())
+                descriptor = await _in_time(transport.receive_descriptor())
                 segment = await self._in_thread(partial(Segment.adopt, descriptor, num_bytes))
             else:
                 segment = await self._from_chunks(num_bytes, transport)
@@ -188,9 +189,9 @@ class WeightHoldings:
         return segment
 
     def _free(self, series: str, segments: Iterable[Segment]) -> None:
-        """Release the memory of segments. A connection that is sending one keeps it until then."""
-        gone = list(segments)
-        for segment in gone:
+        """Release the memory of segments. A connection keeps a segment that it is sending."""
+        freed = list(segments)
+        for segment in freed:
             log.info(
                 "segment_freed",
                 series=series,
@@ -198,11 +199,11 @@ class WeightHoldings:
                 num_bytes=segment.num_bytes,
             )
             self._claims.pop((series, segment.digest)).close()
-        if gone:
+        if freed:
             # Freeing gigabytes takes the kernel a while: drop the last references on a thread, once
             # the callers have dropped theirs.
             loop = asyncio.get_running_loop()
-            loop.call_soon(loop.run_in_executor, None, gone.clear)
+            loop.call_soon(loop.run_in_executor, None, freed.clear)
 
     async def _from_chunks(self, num_bytes: int, transport: SegmentTransport) -> Segment:
         """Receive a segment. While a chunk arrives, threads digest the previous one and prepare
@@ -222,13 +223,13 @@ class WeightHoldings:
                             self._threads, writer.populate, start, size
                         )
                         ready.append(populated)
-                    arrived.append(await _soon(anext(chunks)))
+                    arrived.append(await _in_time(anext(chunks)))
                     digest = loop.run_in_executor(self._threads, chunk_digest, arrived[-1])
                     digests.append(digest)
             await asyncio.gather(*ready)
             of_chunks = b"".join(await asyncio.gather(*digests))
-            # A thread may refer to a digested chunk for another moment, and a buffer with
-            # references cannot be sealed.
+            # A thread may still refer to a chunk that it has digested, and memory with references
+            # cannot be sealed.
             for chunk in arrived:
                 chunk.release()
             return await self._in_thread(partial(writer.seal, of_chunks))
@@ -249,7 +250,7 @@ class WeightHoldings:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-async def _soon(arriving: Awaitable[T]) -> T:
+async def _in_time(arriving: Awaitable[T]) -> T:
     try:
         async with asyncio.timeout(STALLED_S):
             return await arriving

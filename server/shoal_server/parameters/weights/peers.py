@@ -1,4 +1,4 @@
-"""Transfer of segments to and from other parameter servers, on threads, as it blocks."""
+"""Transfer of segments to and from other parameter servers. It blocks, so it runs on threads."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,13 +27,13 @@ from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
 
 OPEN_S = 3.0
 TRANSFER_S = 3600.0
-"""Longest transfer of one segment. A silent server is given up much earlier."""
+"""Longest transfer of one segment. The transfer from a silent server ends much earlier."""
 
 T = TypeVar("T")
 
 
 class WeightPeers:
-    """The client of other servers' segments. Lives on the event loop."""
+    """Sends segments to other servers, and fetches segments from them. Lives on the event loop."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads

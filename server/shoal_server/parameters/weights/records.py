@@ -1,4 +1,4 @@
-"""Mirror of the series' records in etcd: the segments that they name, and those wanted here."""
+"""Mirror of the series' records in etcd, which name the segments that servers are to hold."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -18,8 +18,8 @@ Record = SeriesHead | PublishedVersion
 
 
 class SeriesRecords:
-    """Records of series as of the newest event seen; kept while etcd is unreachable. Lives on the
-    event loop."""
+    """Records of series as of the newest event that was seen; they stay while etcd is unreachable.
+    Lives on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, holdings: WeightHoldings, upkeep: WeightUpkeep
@@ -49,13 +49,13 @@ class SeriesRecords:
 
     @property
     def is_in_sync(self) -> bool:
-        """True if all records have been seen."""
+        """True if all records have been read."""
         return self._mirror.is_in_sync
 
     async def refresh(self, series: str) -> None:
-        """Read the records of a series anew. Raises what etcd raises."""
-        found = await self._store.range(keys.series_head(series).removesuffix(HEAD))
-        self._mirror.note_all(found.items)
+        """Read the newest records of a series from etcd. Raises what etcd raises."""
+        newest = await self._store.range(keys.series_head(series).removesuffix(HEAD))
+        self._mirror.note_all(newest.items)
 
     def _put(self, name: str, record: Record) -> None:
         split = split_name(name)
@@ -99,21 +99,21 @@ def _parsed(item: MirroredKey) -> Record | None:
 
 def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]:
     """Return the newest publication of each segment, by digest."""
-    found: dict[bytes, Position] = {}
+    positions: dict[bytes, Position] = {}
     for version in versions:
         position = version.epoch, version.publication
         for segment in version.segments:
-            found[segment.digest] = max(position, found.get(segment.digest, position))
-    return found
+            positions[segment.digest] = max(position, positions.get(segment.digest, position))
+    return positions
 
 
 def _segments(versions: Iterable[PublishedVersion]) -> Mapping[bytes, PublishedSegment]:
     """Return the segments by digest. Versions with the same bytes share segments, and may name
     different holders: a segment gets the holders of all its versions."""
-    found: dict[bytes, PublishedSegment] = {}
+    segments: dict[bytes, PublishedSegment] = {}
     for version in versions:
         for segment in version.segments:
-            known = found.get(segment.digest, segment)
+            known = segments.get(segment.digest, segment)
             holders = tuple(dict.fromkeys((*known.holders, *segment.holders)))
-            found[segment.digest] = replace(segment, holders=holders)
-    return found
+            segments[segment.digest] = replace(segment, holders=holders)
+    return segments

@@ -15,16 +15,16 @@ class SegmentTransport(Protocol):
         ...
 
     async def receive_descriptor(self) -> int:
-        """Receive the descriptor that the caller sends; to be closed. Raises MalformedMessage."""
+        """Receive a descriptor; the caller of this method closes it. Raises MalformedMessage."""
         ...
 
     def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:
-        """Receive chunks into the writer, and yield each as its part of the writer's memory, in
-        order. Raises MalformedMessage."""
+        """Receive chunks, in order, into the writer's memory, and yield the part of the memory that
+        each chunk fills. Raises MalformedMessage."""
         ...
 
     def end(self) -> None:
-        """Send nothing more: a call that waits for the other end to read fails."""
+        """Stop sending. A send that waits for the other end to read fails."""
         ...
 
     async def send_descriptor(self, segment: Segment) -> None: ...

@@ -36,7 +36,7 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 PUBLISHING = frozenset({CertificateRole.WORKER, CertificateRole.OPERATOR, CertificateRole.SERVER})
-"""Roles that may put segments: publishers, and servers that pass one on."""
+"""Roles that may put segments: publishers, and servers that pass segments on."""
 
 SWEEP_EACH_S = 1.0
 STALLED_S = 30.0
@@ -117,19 +117,19 @@ class WeightsServicer(WeightStoreServicer):
     # --- over bulk connections ---
 
     async def put(
-        self, request: pb.PutSegmentRequest, use: PermittedUse, way: SegmentTransport
+        self, request: pb.PutSegmentRequest, use: PermittedUse, transport: SegmentTransport
     ) -> Replies:
         """Receive a segment, and forward it along the chain.
 
-        The last reply names the servers that hold it: fewer than requested if a server of the chain
-        failed.
+        The last reply names the servers that hold the segment: fewer than requested if a server of
+        the chain failed.
         """
         _check_use(request.series, use)
         if use.caller is not None and use.caller.role not in PUBLISHING:
             raise AccessDenied(
                 "only a publisher may put a segment",
                 seen=f"the certificate of {use.caller}",
-                expected=f"one of the role {' or '.join(sorted(r.value for r in PUBLISHING))}",
+                expected=f"one of role {' or '.join(sorted(r.value for r in PUBLISHING))}",
             )
         series, digest = request.series, _checked_digest(request.segment.digest)
         origin = SegmentOrigin(
@@ -142,36 +142,37 @@ class WeightsServicer(WeightStoreServicer):
             yield [pb.PutSegmentReply(transfer=pb.SEGMENT_TRANSFER_NONE)]
         else:
             transfer = (
-                pb.SEGMENT_TRANSFER_DESCRIPTOR if way.is_local else pb.SEGMENT_TRANSFER_CHUNKS
+                pb.SEGMENT_TRANSFER_DESCRIPTOR if transport.is_local else pb.SEGMENT_TRANSFER_CHUNKS
             )
             yield [pb.PutSegmentReply(transfer=transfer)]
             num_bytes = request.segment.num_bytes
-            segment = await self._holdings.receive(series, digest, num_bytes, origin, way)
+            segment = await self._holdings.receive(series, digest, num_bytes, origin, transport)
         holders = [self._server_id, *await self._passed_on(request, segment)]
         yield [pb.PutSegmentReply(holders=holders)]
 
     async def keep_cut(
         self, request: pb.PutSegmentRequest, planned: PlannedSegment
     ) -> pb.CutSegment:
-        """Make a shard's segment, and hold it here and along the chain of `request`, in which the
-        segment's digest is not set yet.
+        """Make a shard's segment, and hold it on this server and on all servers of the request's
+        chain. Sets the segment's digest in `request`.
 
-        Raises StaleEpoch, Overloaded, and Unavailable if a server of the chain does not hold it.
+        Raises StaleEpoch, Overloaded, and Unavailable if a server of the chain does not hold the
+        segment.
         """
         series = request.series
         origin = SegmentOrigin(
             epoch=request.epoch, publication=request.publication, rank=request.rank
         )
-        # An earlier attempt at this publication may have left its cut.
+        # An earlier attempt at this publication may have left a segment of its cut.
         del request.abandoned[:]
         request.abandoned.append(request.publication)
         self._holdings.abandon(series, origin.rank, origin.epoch, request.abandoned)
         await self._admit(series, b"", origin)
         segment = await self._holdings.make(series, planned.num_bytes, origin, planned.fill)
-        found = pb.CutSegment()
-        found.CopyFrom(planned.described)
-        found.segment.digest, found.segment.num_bytes = segment.digest, segment.num_bytes
-        request.segment.CopyFrom(found.segment)
+        cut = pb.CutSegment()
+        cut.CopyFrom(planned.described)
+        cut.segment.digest, cut.segment.num_bytes = segment.digest, segment.num_bytes
+        request.segment.CopyFrom(cut.segment)
         holders = [self._server_id, *await self._passed_on(request, segment)]
         if len(holders) <= len(request.chain):
             raise Unavailable(
@@ -179,12 +180,13 @@ class WeightsServicer(WeightStoreServicer):
                 seen=f"{len(holders)} copies",
                 expected=f"{len(request.chain) + 1}",
             )
-        found.segment.holders.extend(holders)
-        return found
+        cut.segment.holders.extend(holders)
+        return cut
 
     async def _admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
-        """Raise StaleEpoch or Overloaded by the newest record: a version committed a moment ago may
-        not be known here yet."""
+        """Raise StaleEpoch or Overloaded if the segment may not be held. Before Overloaded is
+        raised, the newest records are read: this server may not know yet that a version was
+        committed."""
         try:
             self._holdings.admit(series, digest, origin)
         except Overloaded:
@@ -192,8 +194,8 @@ class WeightsServicer(WeightStoreServicer):
             self._holdings.admit(series, digest, origin)
 
     async def _passed_on(self, request: pb.PutSegmentRequest, segment: Segment) -> Sequence[str]:
-        """Forward a segment along the chain; return the servers that hold it now. Raises the
-        refusal of one of them, or Overloaded."""
+        """Forward a segment along the chain; return the servers that hold it now. Raises
+        Overloaded, or the refusal of a server of the chain."""
         if not request.chain:
             return ()
         following = pb.PutSegmentRequest()
@@ -210,14 +212,14 @@ class WeightsServicer(WeightStoreServicer):
         return reply.holders
 
     async def fetch(
-        self, request: pb.FetchSegmentRequest, use: PermittedUse, way: SegmentTransport
+        self, request: pb.FetchSegmentRequest, use: PermittedUse, transport: SegmentTransport
     ) -> Replies:
-        """Send a segment or a difference: as a descriptor if possible, else its chunks."""
+        """Send a segment or a difference: as a descriptor if possible, else in chunks."""
         _check_use(request.series, use)
         digest = _checked_digest(request.digest)
         difference = self._differences.find(request.series, digest)
         segment = difference or self._holdings.get(request.series, digest)
-        as_descriptor = way.is_local and request.takes_descriptor
+        as_descriptor = transport.is_local and request.takes_descriptor
         reply = pb.FetchSegmentReply(
             num_bytes=segment.num_bytes,
             chunk_digests=segment.chunk_digests,
@@ -227,21 +229,21 @@ class WeightsServicer(WeightStoreServicer):
         )
         yield [reply]
         if as_descriptor:
-            await way.send_descriptor(segment)
+            await transport.send_descriptor(segment)
             return
         for wanted in asked_chunks(request, segment.num_bytes):
             for index in wanted:
-                await _sent(index, segment, way)
+                await _sent(index, segment, transport)
 
 
-async def _sent(index: int, segment: Segment, way: SegmentTransport) -> None:
-    """Send a chunk. Raises Unavailable if the reader reads nothing for STALLED_S: it would keep the
-    memory of a dropped segment."""
+async def _sent(index: int, segment: Segment, transport: SegmentTransport) -> None:
+    """Send a chunk. Raises Unavailable if that takes longer than STALLED_S: a reader that has
+    stopped would keep the memory of a dropped segment in use."""
     try:
         async with asyncio.timeout(STALLED_S):
-            await way.send_chunk(index, segment)
+            await transport.send_chunk(index, segment)
     except TimeoutError:
-        way.end()
+        transport.end()
         raise Unavailable(
             "the reader of a segment has stopped reading",
             seen=f"chunk {index} not taken within {STALLED_S:g} s",

@@ -1,8 +1,8 @@
-"""The segments that this server holds, and which of them to free. Decides; does no I/O.
+"""Decisions on the segments that this server holds: which are admitted, held and freed. No I/O.
 
 A segment is held while a version of its series names it. A segment that no version has named yet
-may still become part of a version: it is held for a grace period. The caller frees the segments
-that are returned.
+may still become part of a version: it is held for a grace period. Methods return the segments that
+are no longer held, and their caller frees them.
 """
 
 from collections import defaultdict
@@ -13,12 +13,12 @@ from shoal_proto.errors import Overloaded, StaleEpoch
 from shoal_proto.segments.sealed import Segment
 
 GRACE_S = 120.0
-"""Time for which a segment is held that no version names: longer than any publication takes to be
-committed or abandoned."""
+"""Time for which a segment is held although no version names it: longer than any publication takes
+to be committed or abandoned."""
 MAX_UNDECIDED = 2
-"""Most segments of one rank that no version names yet: of the publication in progress, and of one
-before it that may never be complete. Together with the kept versions, this bounds the memory of a
-series."""
+"""Most segments of one rank that no version names yet: one of the publication in progress, and one
+of an earlier publication that may never be complete. With the number of kept versions, this bounds
+the memory of a series."""
 
 
 Position = tuple[int, int]
@@ -50,7 +50,7 @@ class HeldSegment:
     needed_s: float
     """Time of the last put or naming, in seconds."""
     was_named: bool = False
-    """True once it was named by a version of its origin's publication, or of a later one."""
+    """True once a version of its origin's publication, or of a later one, has named it."""
 
 
 @dataclass(slots=True)
@@ -103,15 +103,15 @@ class SegmentStore:
             raise Overloaded(
                 f"rank {origin.rank} publishes {series} faster than versions are committed",
                 seen=f"segments of publications {sorted(undecided)} undecided",
-                expected=f"fewer than {MAX_UNDECIDED}, for one of {origin.publication} to come in",
-                fix="Publish again once they are committed; what was given up is freed after"
+                expected=f"fewer than {MAX_UNDECIDED} before one of {origin.publication} is put",
+                fix="Publish again once they are committed; abandoned segments are freed after"
                 f" {GRACE_S:g} s.",
             )
 
     def insert(
         self, series: str, segment: Segment, origin: SegmentOrigin | None, now_s: float
     ) -> bool:
-        """Hold a segment, or hold it for longer; False if it was held before."""
+        """Hold a segment. If it is held already, start its grace period again, and return False."""
         known = self._series[series]
         held = known.held.get(segment.digest)
         if held is not None:
@@ -127,7 +127,7 @@ class SegmentStore:
     def renew(
         self, series: str, digest: bytes, origin: SegmentOrigin, now_s: float
     ) -> Segment | None:
-        """Return the segment if it is held, and hold it for longer, for this publication."""
+        """Return the segment, held for this publication as of now; None if it is not held."""
         segment = self.get(series, digest)
         if segment is not None:
             self.insert(series, segment, origin, now_s)
@@ -136,47 +136,46 @@ class SegmentStore:
     def follow(
         self, series: str, newest: Position, named: Mapping[bytes, Position], now_s: float
     ) -> list[Segment]:
-        """Update a series from its records; return the segments that are not held any more.
+        """Update a series from its records; return the segments that are no longer held.
 
         `newest`: the series' epoch, and the newest publication that was committed in it. `named`:
         the digests that its versions name, each with the newest publication of that digest.
 
-        A segment is released at once if it is no longer named, or cannot be named any more:
-        publications are committed in order.
+        A segment is released at once if it is no longer named, or if no version can name it any
+        more because a later publication was committed.
         """
         known = self._series[series]
         known.newest, known.named = newest, named
-        gone = []
+        released = []
         for digest, held in list(known.held.items()):
             origin = held.origin
             held.was_named = held.was_named or _is_named(held, named)
             if digest in named:
                 held.needed_s = now_s
             elif held.was_named or (origin is not None and origin.position <= newest):
-                gone.append(known.held.pop(digest).segment)
-        return gone
+                released.append(known.held.pop(digest).segment)
+        return released
 
     def forget(self, series: str) -> list[Segment]:
-        """Note that a series has no records any more; return the segments that are not held any
-        more.
+        """Note that a series has no records any more; return the segments that are no longer held.
 
         A segment that was never named is held for its grace period.
         """
         known = self._series.pop(series, None)
         if known is None:
             return []
-        left = {d: h for d, h in known.held.items() if not h.was_named}
-        if left:
-            self._series[series].held = left
-        return [held.segment for digest, held in known.held.items() if digest not in left]
+        remaining = {d: h for d, h in known.held.items() if not h.was_named}
+        if remaining:
+            self._series[series].held = remaining
+        return [held.segment for digest, held in known.held.items() if digest not in remaining]
 
     def abandon(
         self, series: str, rank: int, epoch: int, publications: frozenset[int]
     ) -> list[Segment]:
-        """Release a rank's segments for publications that it knows to be refused; return those that
-        are not held any more."""
+        """Release the segments that a rank has put for these publications, which were abandoned;
+        return the segments that are no longer held."""
         known = self._series.get(series)
-        gone: list[Segment] = []
+        released: list[Segment] = []
         for digest, held in list(known.held.items()) if known is not None else ():
             origin = held.origin
             if origin is None or held.was_named or (origin.rank, origin.epoch) != (rank, epoch):
@@ -185,19 +184,19 @@ class SegmentStore:
                 continue  # an earlier version has the same bytes
             if origin.publication in publications:
                 assert known is not None
-                gone.append(known.held.pop(digest).segment)
-        return gone
+                released.append(known.held.pop(digest).segment)
+        return released
 
     def sweep(self, now_s: float) -> list[HeldSegment]:
         """Release and return the segments that no version has named for the grace period."""
-        gone = []
+        released = []
         for series, known in list(self._series.items()):
             for digest, held in list(known.held.items()):
                 if digest not in known.named and now_s - held.needed_s >= GRACE_S:
-                    gone.append(known.held.pop(digest))
+                    released.append(known.held.pop(digest))
             if not known.held and not known.named and known.newest == (0, 0):
                 del self._series[series]
-        return gone
+        return released
 
     def held(self) -> Iterator[HeldSegment]:
         """Yield all held segments."""

@@ -1,5 +1,5 @@
-"""Upkeep of segments: brings those that the records want on this server into its memory, after a
-restart or in place of a lost server, and onto its disk."""
+"""Upkeep of segments: copies those that this server is to hold into its memory and onto its disk,
+after a restart or in place of a lost server."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 
 class WeightUpkeep:
-    """Restores and stores segments, one at a time: readers come first. Lives on the event loop."""
+    """Restores and stores segments, one at a time, as readers come first. Lives on the event
+    loop."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class WeightUpkeep:
         self._threads = threads
         self._disk = disk
         self._wanted: dict[str, Mapping[bytes, records.PublishedSegment]] = {}
-        """Segments that a record wants here, by series and digest."""
+        """Segments that this server is to hold according to the records, by series and digest."""
         self._may_remove = False
         self._wake = asyncio.Event()
 
@@ -57,7 +58,8 @@ class WeightUpkeep:
         self._wake.set()
 
     def allow_removal(self) -> None:
-        """Allow removal from disk of segments without a record: all records have been read."""
+        """Allow removal from disk of segments that no record names. Call this once all records have
+        been read."""
         if not self._may_remove:
             self._may_remove = True
             self._wake.set()
@@ -72,10 +74,14 @@ class WeightUpkeep:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            done = [await self._held(*each) for each in self._lacking()]
+            done = [await self._ensure_held(*each) for each in self._lacking()]
             if self._disk is not None:
-                done += [await self._on_disk(self._disk, *each) for each in self._not_on_disk()]
-                done += [await self._off_disk(self._disk, *each) for each in self._disk.all()]
+                done += [
+                    await self._ensure_on_disk(self._disk, *each) for each in self._not_on_disk()
+                ]
+                done += [
+                    await self._ensure_off_disk(self._disk, *each) for each in self._disk.all()
+                ]
             if all(done):
                 pauses.reset()
             else:
@@ -89,11 +95,11 @@ class WeightUpkeep:
         return [each for each in self._all_wanted() if not self.is_durable(*each)]
 
     def _all_wanted(self) -> list[tuple[str, bytes]]:
-        return [(series, digest) for series, found in self._wanted.items() for digest in found]
+        return [(series, digest) for series, named in self._wanted.items() for digest in named]
 
-    async def _held(self, series: str, digest: bytes) -> bool:
-        """Bring a segment into memory. True if it is there now, or need not be any more."""
-        failure: ShoalError = Unavailable("no other server of the record is there")
+    async def _ensure_held(self, series: str, digest: bytes) -> bool:
+        """Bring a segment into memory. True if it is in memory now, or is no longer wanted."""
+        failure: ShoalError = Unavailable("no other server that the record names is registered")
         segment = self._wanted.get(series, {}).get(digest)
         if segment is None or await self._restored(series, segment):
             return True
@@ -115,16 +121,16 @@ class WeightUpkeep:
         return False
 
     async def _restored(self, series: str, wanted: records.PublishedSegment) -> bool:
-        """Read a segment from disk into memory. True if that was done."""
+        """Read a segment from disk into memory. True if it was read."""
         disk = self._disk
         if disk is None or not disk.holds(series, wanted.digest):
             return False
 
         async def read() -> Segment:
-            found = await self._in_thread(partial(disk.read, series, wanted.digest))
-            if found is None:
+            segment = await self._in_thread(partial(disk.read, series, wanted.digest))
+            if segment is None:
                 raise Unavailable("the file of a segment is damaged, or gone")
-            return found
+            return segment
 
         try:
             await self._holdings.take(series, wanted.num_bytes, read)
@@ -139,8 +145,8 @@ class WeightUpkeep:
         log.info("segment_restored", series=series, digest=wanted.digest.hex())
         return True
 
-    async def _on_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
-        """Write a segment to disk. True if it is there now, or need not be."""
+    async def _ensure_on_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
+        """Write a segment to disk. False if that failed."""
         segment = self._holdings.find(series, digest)
         if segment is None or digest not in self._wanted.get(series, {}):
             return True
@@ -153,7 +159,7 @@ class WeightUpkeep:
             return False
         return True
 
-    async def _off_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
+    async def _ensure_off_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
         """Remove a segment from disk if no version names it. False if that failed."""
         if digest in self._wanted.get(series, {}) or not self._may_remove:
             return True

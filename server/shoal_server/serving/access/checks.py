@@ -62,8 +62,8 @@ def check_role(caller: Caller, method: str) -> None:
 
 
 def check_request(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied for a request about a job or series other than the one to which the caller
-    is bound, for a worker's drain of another member, and for what no reader may send."""
+    """Raise AccessDenied for a request about another job or series than the caller's own, for a
+    worker's drain of another member, and for requests that no reader may send."""
     if isinstance(message, DrainRequest) and caller.role is CertificateRole.WORKER:
         _check_own_drain(caller, message)
     if caller.role is CertificateRole.READER:
@@ -111,7 +111,7 @@ def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
 
 
 def _jobs_of(message: Message) -> Iterator[str]:
-    """The jobs that a message names, and those of the series that it names."""
+    """The jobs that a message names, and the jobs of the series that it names."""
     descriptor = cast("Descriptor", message.DESCRIPTOR)  # upb has a type of its own for it
     for path in _paths(descriptor):
         for found in filter(None, _at(message, path)):

@@ -1,8 +1,8 @@
 """User of the process at the other end of a local TCP connection, as the kernel reports it.
 
-Linux knows the user of each of its sockets: `sock_diag(7)` looks one up by its two addresses, and
-if that is not available, `/proc/net/tcp` lists all. Root and other users can connect to a port on
-loopback alike; this lets a server tell them apart without a secret.
+Linux knows the user of each of its sockets: `sock_diag(7)` looks up a socket by its two addresses,
+and if that is not available, `/proc/net/tcp` lists all sockets. Root and other users can connect to
+a port on loopback alike; this lets a server tell them apart without a secret.
 """
 
 import errno
@@ -52,7 +52,7 @@ def user_of_peer(connected: socket.socket) -> int | None:
 
 
 def _looked_up(family: int, theirs: Address, ours: Address) -> int | None:
-    """Raises OSError if the kernel has no sock_diag."""
+    """User id from sock_diag. Raises OSError if the kernel has no sock_diag."""
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES)
     request += _PORTS.pack(theirs[1], ours[1])
     request += b"".join(_packed(family, each[0]) for each in (theirs, ours))

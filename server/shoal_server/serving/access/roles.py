@@ -88,7 +88,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "Rollback": _COMMAND,
     },
     "shoal.v1.WeightStore": {
-        # For readers to fetch segments, for members to send them too.
+        # Readers fetch segments; members also send segments.
         "OpenBulk": _WEIGHTS_READER | {SERVER},
         "Holds": _MEMBER | {SERVER, COORDINATOR},
         "Copy": frozenset({SERVER, COORDINATOR}),

@@ -1,4 +1,4 @@
-"""Calls in progress, limited in total and for each peer, and counts of failed ones."""
+"""Calls in progress, limited in total and for each peer, and counts of failed calls."""
 
 from collections import Counter
 from collections.abc import Iterator

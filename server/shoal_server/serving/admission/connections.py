@@ -13,10 +13,10 @@ log = structlog.get_logger(__name__)
 
 
 class ConnectionCounts:
-    """Counts of open connections by peer, and of refused ones by reason."""
+    """Counts of open connections by peer, and of refused connections by reason."""
 
     def __init__(self, port: str, *, most: int, most_per_peer: int) -> None:
-        """`port`: what is served there, for the log."""
+        """`port`: name of the service at that port, for the log."""
         self._port = port
         self._most = most
         self._most_per_peer = most_per_peer
@@ -25,7 +25,7 @@ class ConnectionCounts:
         self.refused: Counter[str] = Counter()
 
     def refusal(self, connected: socket.socket, peer: str) -> str:
-        """Reason to refuse this connection, which is counted; empty to accept it."""
+        """Reason to refuse this connection; empty to accept it. A refusal is counted."""
         if descriptors.is_reserved(connected.fileno()):
             return self._refused("descriptors", descriptors.limit() - descriptors.RESERVED)
         if self.num_open >= self._most:

@@ -1,7 +1,7 @@
 """File descriptors: how many this process may have, and which it reserves for its own work.
 
-Each connection takes one, and so does the connection to etcd, without which this process cannot
-work. A caller that opens connections without end must not take the last descriptor.
+Each connection takes a descriptor, and so does the connection to etcd, without which this process
+cannot work. A caller that opens connections without end must not take the last descriptor.
 """
 
 import resource
@@ -17,7 +17,7 @@ MOST = 1 << 20
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard limit (at most MOST); return the limit then."""
+    """Raise the soft limit to the hard limit (at most MOST), and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -33,7 +33,7 @@ def limit() -> int:
 
 
 def for_strangers(share: float) -> int:
-    """Number of descriptors for callers: this share of the unreserved ones."""
+    """Number of descriptors for callers: this share of the unreserved descriptors."""
     return max(1, int((limit() - RESERVED) * share))
 
 

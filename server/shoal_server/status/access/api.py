@@ -30,7 +30,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
     },
     413: {"model": ErrorBody, "description": "The body is larger than 64 KiB."},
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
-    503: {"model": ErrorBody, "description": "Not leading, or etcd is away."},
+    503: {"model": ErrorBody, "description": "Not leading, or without etcd."},
 }
 
 
@@ -42,7 +42,7 @@ class Operations(Protocol):
         ...
 
     async def retry(self, job: str, who: CallerProof) -> object:
-        """Allow members to join a job again that failed, was stopped or is lost."""
+        """Allow members to join a job that failed, was stopped or is lost."""
         ...
 
     async def snapshot(self, job: str, who: CallerProof) -> object:
@@ -100,7 +100,7 @@ def router(guard: Guard, operations: Operations | None) -> APIRouter:
 
 
 def _add_session(api: APIRouter, guard: Guard, *, has_operations: bool) -> None:
-    @api.get("/session", summary="Who asks?", tags=["access"])
+    @api.get("/session", summary="The caller", tags=["access"])
     async def session(request: Request) -> SessionView:
         """Holder of the token or session that came with the request."""
         holder = guard.holder(request.scope)
@@ -147,7 +147,7 @@ def _add_operations(api: APIRouter, operations: Operations, who: CallerProof) ->
 
     @api.post("/jobs/{job}/retry", summary="Allow joins again", **options)
     async def retry(job: JobName) -> None:
-        """Allow members to join a job again that failed, was stopped or is lost."""
+        """Allow members to join a job that failed, was stopped or is lost."""
         await operations.retry(job, who)
 
     @api.post("/jobs/{job}/snapshot", summary="Take a snapshot", **options)

@@ -1,4 +1,4 @@
-"""Guard of HTTP requests before the API: caller, permission, and a log of operations."""
+"""Guard of HTTP requests: identifies the caller, checks its role, and logs operations."""
 
 import os
 import re
@@ -40,7 +40,7 @@ OPEN = frozenset(
 )
 """Paths that reveal nothing about jobs: the page's own files, with its login form, and probes."""
 REPORT = re.compile("/api/v1/jobs/[^/]+/members/[^/]+/health")
-"""Path of health reports, in which workers prove themselves by the secret of their process."""
+"""Path of health reports: each contains the secret of the worker's process as proof."""
 READING = ("GET", "HEAD", "OPTIONS")
 _JOB = re.compile("/api/v1/jobs/([^/]+)")
 NOBODY = TokenHolder(name="", role=HttpRole.OPERATOR, digest="")
@@ -51,8 +51,8 @@ OWN_USER = TokenHolder(name="this machine's user", role=HttpRole.OPERATOR, diges
 
 class Guard:
     """Finds the holder of a request. Without `tokens` and `own_user` every caller may do
-    everything, as is right if only holders of a certificate reach the port. With `own_user`,
-    processes of this process's user and of root may; others need a token."""
+    everything: for a port that only holders of a certificate reach. With `own_user`, processes of
+    this process's user and of root may do everything; others need a token."""
 
     def __init__(self, tokens: Tokens | None = None, *, own_user: bool = False) -> None:
         self.tokens = tokens
@@ -94,7 +94,7 @@ def session_of(scope: Scope) -> str:
 
 
 class AccessControl:
-    """Answers 401 to unknown callers, and 403 to roles that may not act and other sites' pages."""
+    """Answers 401 to unknown callers, and 403 to other sites' pages and roles that may not act."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app
@@ -119,7 +119,7 @@ class AccessControl:
             refusal = self._refusal(scope, holder, acts=acts)
         except InvalidSpec as error:
             log.error("http_tokens_not_read", reason=str(error))
-            refusal = AccessDenied("no request is let in", seen="tokens that cannot be read"), 503
+            refusal = AccessDenied("no request is admitted", seen="tokens that cannot be read"), 503
         if refusal is None:
             scope[HOLDER] = holder
             await self._app(scope, receive, sending)
@@ -134,7 +134,7 @@ class AccessControl:
         self, scope: Scope, holder: TokenHolder | None, *, acts: bool
     ) -> tuple[AccessDenied, int] | None:
         path, method = scope["path"], scope["method"]
-        # A browser names the page's origin, which neither cookie nor loopback address proves.
+        # A page of another site could act through a reader's browser, which names that site here.
         origin = header(scope, b"origin")
         if acts and origin and _netloc(origin) != header(scope, b"host"):
             expected = "a page of this server, or no browser"

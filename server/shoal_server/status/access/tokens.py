@@ -57,7 +57,7 @@ def new_token() -> str:
 
 
 def add(path: Path, name: str, role: HttpRole) -> str:
-    """Make a token, add its hash to the file, which is created if it is missing, and return it.
+    """Make and return a token. Its hash is added to the file, which is created if it is missing.
 
     Raises InvalidSpec for a bad or existing name, or a file that other users may read.
     """
@@ -112,7 +112,7 @@ def _holder(path: Path, number: int, line: str) -> TokenHolder:
     roles = {role.value: role for role in HttpRole}
     is_good = len(parts) == 3 and is_name(parts[0]) and parts[1] in roles
     if not is_good or not _HASH.fullmatch(parts[2]):
-        # The line is not shown: it may have a token that was put there by mistake.
+        # The line is not shown: it may contain a token by mistake.
         raise InvalidSpec(
             f"line {number} of {path} does not describe a token",
             seen=f"{len(parts)} fields",
@@ -141,7 +141,7 @@ class Tokens:
         """Holder of the token with this hash. Raises as `holder` does."""
         self._refresh()
         found = None
-        # Compares with all of them, so that the time does not reveal a match.
+        # Compared with all hashes, so that the time does not reveal a match.
         for each in self._holders:
             if hmac.compare_digest(each.digest, digest):
                 found = each

@@ -1,4 +1,4 @@
-"""Values that scripts log, over steps: each step once, in a bounded number of intervals."""
+"""Values that scripts log, over steps: one a step, averaged in a bounded number of intervals."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +12,7 @@ from shoal_server.status.history.thinned import ThinnedCurve
 @dataclass(kw_only=True, slots=True)
 class _Point:
     number: int
+    """Index of the interval, counted from step 0."""
     total: float = 0.0
     count: int = 0
 
@@ -81,6 +82,6 @@ class LoggedValues:
         return tuple(each.view(name, after_step) for name, each in self._by_name.items())
 
     def restore(self, views: Iterable[LoggedView]) -> None:
-        """Continue the series that an earlier leader stored, with the values since."""
+        """Continue the series that an earlier leader stored; values added until now are kept."""
         since, self._by_name = self._by_name, {v.name: LoggedSeries.kept(v) for v in views}
         self.add({name: (each.step, each.value) for name, each in since.items()})

@@ -53,7 +53,7 @@ class _Point:
     """Values of one interval."""
 
     number: int
-    """Number of intervals between time 0 and its start."""
+    """Index of the interval, counted from Unix time 0."""
     generation: int = 0
     step: int = 0
     loss: _Mean = field(default_factory=_Mean)
@@ -160,7 +160,7 @@ class Series:
         return (step - step_then) / ((end - start) * FIRST_INTERVAL_S) if end > start else None
 
     def restore(self, view: SeriesView) -> None:
-        """Continue a stored series, with the values since."""
+        """Continue a stored series. Readings added before this call are kept."""
         since, self._curve = self._curve, _new_curve()
         level = max(0, math.ceil(math.log2(max(view.interval_s, 1e-9) / FIRST_INTERVAL_S)))
         interval_s = FIRST_INTERVAL_S * 2**level

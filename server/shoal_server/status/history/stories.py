@@ -1,9 +1,9 @@
-"""Changes from one generation to the next, each in one line that has two sources.
+"""Changes from one generation to the next, each described in one line.
 
-The coordinator knows which members went and why, and when the generation ran. Only the members that
-continue know how long training paused: from the last step committed before the change to the first
-one after. They report that with their health. The line is logged at the first such report, or
-without any after REPORTED_WITHIN_S.
+The coordinator knows which members were lost or left and why, and when the new generation began to
+run. Only the members that continue know how long training paused: from the last step committed
+before the change to the first one after it. Their health reports contain that time. The line is
+logged at the first such report, or after REPORTED_WITHIN_S without one.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ class ChangeTotals:
     """Members that were lost."""
     steps_lost: int = 0
     recoveries: Durations = field(default_factory=Durations)
-    """Time from the last step before each change to the first one after."""
+    """Time from the last step before each change to the first step after it."""
 
 
 class ChangeReports:
@@ -49,8 +49,8 @@ class ChangeReports:
         self._stayed: frozenset[str] = frozenset()
         self.totals = ChangeTotals()
         self.extra_s = 0.0
-        """Seconds of pauses while a generation ran: reported pauses less the times in which none
-        did."""
+        """Seconds of pauses while a generation ran: reported pauses minus the time in which no
+        generation ran."""
 
     def runs(self, story: ChangeSummary, unix_s: float) -> Sequence[ChangeView]:
         """Add the change to a generation that runs now."""
@@ -134,7 +134,7 @@ def _line(change: ChangeView, stayed: Sequence[str] | frozenset[str]) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time as people read it: 0.06 s, 2.3 s, 54 s."""
+    """Format a duration: 0.06 s, 2.3 s, 54 s."""
     if value < 0.005:
         return "0 s"
     return f"{value:.2f} s" if value < 1 else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"

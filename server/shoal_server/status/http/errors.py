@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024
 
-# First match wins, so the narrow classes stand before their parents.
+# The first match wins, so subclasses come before their parents.
 _STATUSES: tuple[tuple[type[ShoalError], int], ...] = (
     (UnknownJob, 404),
     (UnknownMember, 404),
@@ -133,7 +133,7 @@ def install(app: FastAPI, body_s: float) -> None:
 
 
 def _from_validation(errors: Sequence[Any], path: str) -> MalformedMessage:
-    """Make one error of all that pydantic found: each field, with seen and expected values."""
+    """Combine pydantic's errors into one that names each field, with seen and expected values."""
     wrong = [e for e in errors[:8] if e["type"] != "json_invalid"]
     if not wrong:
         reason = errors[0].get("ctx", {}).get("error", "")
@@ -144,7 +144,7 @@ def _from_validation(errors: Sequence[Any], path: str) -> MalformedMessage:
         for field, e in zip(fields, wrong, strict=True)
     ]
     return MalformedMessage(
-        f"{', '.join(fields)} of the request to {path} cannot be taken",
+        f"invalid fields in the request to {path}: {', '.join(fields)}",
         seen="; ".join(seen),
         expected="; ".join(f"{f}: {_rule(e)}" for f, e in zip(fields, wrong, strict=True)),
         fix="GET /openapi.json describes every field.",
@@ -158,7 +158,7 @@ def _no_json(path: str, reason: str) -> MalformedMessage:
 
 
 def _rule(error: Mapping[str, Any]) -> str:
-    # pydantic reports an unknown field of a dataclass like an argument of a call.
+    # pydantic reports an unknown field of a dataclass as an unknown argument of a call.
     unknown = error["type"] == "unexpected_keyword_argument"
     return "no field of that name" if unknown else str(error["msg"])
 

@@ -1,9 +1,9 @@
 """The Host header: a page of another origin must not read this API through the reader's browser.
 
-An attacker's name may resolve to 127.0.0.1 (DNS rebinding); the browser then treats this server as
-the attacker's site, but still sends the attacker's name in Host. Allowed are hosts that no outsider
-can make resolve elsewhere: addresses, names without a dot, names of this machine and of its
-cluster. Further names are given with --http-host.
+An attacker's name may resolve to 127.0.0.1 (DNS rebinding). The browser then treats this server as
+the attacker's site, but still sends the attacker's name in Host. A host is allowed if no outsider
+can control what it resolves to: an address, a name without a dot, a name of this machine or of its
+cluster. An operator allows further names with --http-host.
 """
 
 import socket
@@ -23,8 +23,8 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class AllowedHosts:
-    """Hosts by which this server may be reached. `named`: hosts that an operator names, and the
-    advertised host; `*`: any."""
+    """Hosts by which this server may be reached. `named`: the hosts that an operator allows, and
+    the advertised host; `*` allows any."""
 
     named: Sequence[str] = ()
 

@@ -23,7 +23,7 @@ CALLER = "shoal_caller"
 
 
 def caller_in(scope: Scope) -> Caller | None:
-    """Sender of a request; None without a certificate of Shoal's form."""
+    """Caller named by a request's certificate; None without a certificate of Shoal's form."""
     caller = scope.get("state", {}).get(CALLER)
     return caller if isinstance(caller, Caller) else None
 

@@ -1,4 +1,4 @@
-"""uvicorn's server over connections that are counted before anything is read from them."""
+"""uvicorn's server on connections that are counted before anything is read from them."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from shoal_server.status.http.protocol import BoundedProtocol, raw_answer
 log = structlog.get_logger(__name__)
 
 SEND_BUFFER_BYTES = 256 * 1024
-"""Buffer in the kernel: a client that does not read is noticed once this is full."""
+"""Size of a connection's kernel buffer: a client that does not read is noticed once it is full."""
 ACCEPT_AGAIN_S = 0.5
 
 

@@ -132,7 +132,7 @@ async def test_a_worker_of_another_launcher_is_not_answered_for() -> None:
     async with served(MemoryStore()) as world, launched(world, secret=drawn()) as forged:
         await joined(world)
         forged.add("forged")
-        with pytest.raises(UnknownMember, match="no launcher answers for"):
+        with pytest.raises(UnknownMember, match="no connected launcher started"):
             await read(world)
         async with launched(world) as tail:
             tail.add("its own")

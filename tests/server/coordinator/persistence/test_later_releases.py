@@ -78,7 +78,7 @@ def test_what_a_later_release_wrote_is_not_moved_aside(what: str) -> None:
     assert found({**good, "format": "?"})[0]
     is_mendable, remedy = found({**good, "format": 2})
     assert not is_mendable
-    assert "a later release of shoal wrote it" in remedy
+    assert "a later release of shoal wrote the record" in remedy
 
 
 async def test_a_job_keeps_what_a_later_release_has_written_beside_it() -> None:

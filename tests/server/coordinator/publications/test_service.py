@@ -588,7 +588,7 @@ async def test_the_segments_of_a_server_that_is_gone_are_given_to_another(
     world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version that no server has any more is lost, by number; its number is not used again."""
-    monkeypatch.setattr(service_module, "CARE_EACH_S", 0.02)
+    monkeypatch.setattr(service_module, "MAINTAIN_EACH_S", 0.02)
     third = SegmentStore("s3")
     async with third.serving(world.store), world.leading() as client:
         version = await world.published(client, 1)
@@ -619,7 +619,7 @@ async def test_the_segments_of_a_server_that_is_gone_are_given_to_another(
 async def test_what_lies_on_every_disk_is_durable(
     world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "CARE_EACH_S", 0.02)
+    monkeypatch.setattr(service_module, "MAINTAIN_EACH_S", 0.02)
     async with world.leading() as client:
         for server in world.servers.values():
             server.writes_to_disk = True

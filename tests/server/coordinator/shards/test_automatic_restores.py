@@ -76,7 +76,7 @@ async def test_a_job_waits_for_no_storage_but_its_own(opened: Opened) -> None:
 async def test_a_restore_that_takes_long_is_told_of_and_goes_on(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(automatic_restores, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(automatic_restores, "REPORTED_AFTER_S", 0.05)
     storages = opened({"slow": asyncio.Event()})
     assert storages.restores.outcome("slow") is None
     await storages.until(lambda: storages.restores.outcome("slow") is not None)

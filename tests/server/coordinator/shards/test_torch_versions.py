@@ -51,7 +51,10 @@ def test_a_job_on_several_versions_goes_on_and_says_so(monkeypatch: pytest.Monke
 
         with closing(Pusher(servers, "w0", weight=1.0)) as member:
             member.push()
-            assert awaited(warned_of, LIMIT_S, "it is told of") == {own: ["ps-0"], OTHER: ["ps-1"]}
+            assert awaited(warned_of, LIMIT_S, "the warning is logged") == {
+                own: ["ps-0"],
+                OTHER: ["ps-1"],
+            }
             reader = ShardReader(servers.store)
             view = servers.run(reader.read("job"))
             servers.run(reader.close())

@@ -257,7 +257,7 @@ def test_a_server_that_dies_meanwhile_leaves_no_snapshot_and_no_pause(
     member.stop()
     assert snapshots.library.list() == []
     servers.stop("ps-0")
-    with pytest.raises(SnapshotFailed, match="is away"):
+    with pytest.raises(SnapshotFailed, match="is not registered"):
         snapshots.take()
     assert snapshots.library.list() == []
 
@@ -572,7 +572,7 @@ def test_what_an_operator_went_back_behind_does_not_return_by_itself(
     snapshots.library.keep_newest(1)
     tried = servers.run(service.restore_lost("job"))
     assert not tried.is_restored
-    assert "Snapshot 2, which it is from, is not at" in tried.reason
+    assert "Snapshot 2, its source, is not at" in tried.reason
 
 
 def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ FAULTS: Sequence[Fault] = (
     a_server_that_cuts_admits_new_steps,
 )
 OF_TABLES = (steps_that_began_on_other_servers_are_not_merged, a_server_that_cuts_admits_new_steps)
-"""Those in the cut of a version with tables."""
+"""Faults in the cut of a version with tables."""
 
 
 SLOW = (
@@ -144,7 +144,7 @@ SLOW = (
     copies_of_a_server_that_is_gone_are_not_replaced,
     *OF_TABLES,
 )
-"""Those that take long to find."""
+"""Faults that take long to find."""
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ SLOW = (
     [pytest.param(f, marks=pytest.mark.long if f in SLOW else (), id=f.__name__) for f in FAULTS],
 )
 def test_the_simulation_finds(fault: Fault, monkeypatch: Patch) -> None:
-    """Within some seeds an invariant does not hold; without the fault the same seed is passed."""
+    """An invariant fails for one of a few seeds, and holds for that seed without the fault."""
     only, has_tables = list(FOCUS.get(fault, ())), fault in OF_TABLES
     for seed in range(MAX_SEEDS):
         with monkeypatch.context() as patch:

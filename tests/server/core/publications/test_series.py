@@ -196,8 +196,8 @@ def test_parts_that_contradict_each_other_end_the_publication_for_all() -> None:
 
 
 def test_another_part_of_a_publication_that_is_complete_is_refused_and_ends_nothing() -> None:
-    """Its caller is not told that the publication is abandoned: it becomes a version with the first
-    part, whose segment must stay."""
+    """The refusal does not say that the publication is abandoned: it becomes a version with the
+    first part, whose segment must stay."""
     run = Run()
     run.begin()
     run.submit(contributed(1))

@@ -330,5 +330,7 @@ def test_a_value_that_is_no_tensor_is_refused_where_it_would_cross():
         inputs, targets = models.numbers()
         layout.forward_backward(inputs[:8], targets[:8], models.squared, 1.0)
 
-    with pytest.raises(InvalidSpec, match="stage 0 hands to the next is no tensor; saw int"):
+    with pytest.raises(
+        InvalidSpec, match="stage 0 sends the next stage something that is not a tensor; saw int"
+    ):
         shoal.run_in_memory(body, 2)

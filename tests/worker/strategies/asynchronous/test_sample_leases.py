@@ -64,7 +64,7 @@ def test_an_epoch_shorter_than_a_round_is_shared_out(opened: ExitStack) -> None:
     while "b" not in servers.samples.waiting("job"):
         assert next(walks[1]) is None
     reason, _ = servers.samples.waiting("job")["b"]
-    assert reason == "samples: all that can be had now are leased (96 by a, 96 by c)"
+    assert reason == "samples: all available ones are leased (96 by a, 96 by c)"
     for leases, spans in ((crew[0], first[0]), (crew[2], first[2])):
         for span in spans:
             leases.done(span)

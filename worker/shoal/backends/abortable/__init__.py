@@ -1,1 +1,1 @@
-"""Waits for peers that another thread can end."""
+"""Waits for peers; another thread can end these waits."""

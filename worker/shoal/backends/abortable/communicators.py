@@ -1,9 +1,9 @@
-"""Creation of communicators on a device, in which the trainer's wait can be aborted.
+"""Create communicators on a device. The trainer's wait for a communicator can be aborted.
 
-NCCL creates a communicator with the first operation of a group, in a call that returns once all
-ranks are in it. Nothing ends that call: until it returns, torch has no communicator to abort. In
-the non-blocking form torch holds the communicator's lock meanwhile (`NCCLComm::waitReady`), and an
-abort waits for that lock. So a thread makes the call, and the trainer waits for the thread.
+NCCL creates a communicator in the first operation of a group. That call returns once all ranks have
+made it. Nothing can end it earlier: until it returns, torch has no communicator to abort. In NCCL's
+non-blocking mode torch holds the communicator's lock during the call (`NCCLComm::waitReady`), and
+an abort waits for that lock. So a thread makes the call, and the trainer waits for the thread.
 """
 
 import threading
@@ -23,9 +23,9 @@ def add_subgroups(
     """Register subgroups with the waiters of the whole group, and connect them on the device.
     Collective.
 
-    A group is connected before its ranks send each other messages in batches: the first batch of an
-    unconnected group needs all its ranks. Raises RuntimeError if a group could not be connected, or
-    if the waiters of the whole group are aborted.
+    Groups are connected here because the first batch of messages in an unconnected group would need
+    all ranks of the group. Raises RuntimeError if a group could not be connected, or if the waiters
+    of the whole group are aborted.
     """
     for group in groups:
         add_subgroup(group, whole)
@@ -36,14 +36,15 @@ def add_subgroups(
 def connect(group: dist.ProcessGroup, device: torch.device, waiter: AbortableWaiter) -> None:
     """Create the group's communicator on this device. Collective. Raises RuntimeError if that
     fails, or as soon as the waiter is aborted; the creating thread then stays blocked."""
-    _connect_by(lambda: group.allreduce([torch.zeros(1, device=device)]), device, waiter)
+    _connect_in_thread(lambda: group.allreduce([torch.zeros(1, device=device)]), device, waiter)
 
 
 def connect_neighbours(
     group: dist.ProcessGroup, whole: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Create the connections for messages between each rank of the group and the next rank, if the
-    group's communicator does not include such connections. Collective; raises as `add_subgroups`.
+    """Create the connections for messages between each rank of the group and the next rank.
+
+    Does nothing if the backend needs no such connections. Collective; raises as `add_subgroups`.
     """
     if not takes_batches(group, device):
         return
@@ -54,15 +55,15 @@ def connect_neighbours(
         message = [torch.zeros(1, device=device)]
         sends = partial(group.send, message, rank + 1, 0)
         receives = partial(group.recv, message, rank - 1, 0)
-        _connect_by(sends if lower == rank else receives, device, waiter)
+        _connect_in_thread(sends if lower == rank else receives, device, waiter)
 
 
-def _connect_by(
+def _connect_in_thread(
     begin: Callable[[], dist.Work], device: torch.device, waiter: AbortableWaiter
 ) -> None:
     completion = waiter.new_completion()
     thread = threading.Thread(
-        target=_make,
+        target=_run_and_report,
         args=(begin, device, partial(waiter.complete, completion)),
         name="shoal-connect",
         daemon=True,
@@ -75,12 +76,14 @@ def _connect_by(
         raise dist.DistBackendError(reason)
 
 
-def _make(begin: Callable[[], dist.Work], device: torch.device, end: Callable[[str], None]) -> None:
+def _run_and_report(
+    begin: Callable[[], dist.Work], device: torch.device, end: Callable[[str], None]
+) -> None:
     try:
         begin().wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except RuntimeError as error:
-        end(str(error) or "a communicator could not be made, without a reason")
+        end(str(error) or "a communicator could not be created; the error has no text")
     else:
         end("")

@@ -34,25 +34,25 @@ def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
                 seen=f"{length} bytes",
                 expected=f"at most {MAX_MESSAGE_BYTES}",
             )
-    begun = [each[_LENGTH_BYTES:] for each in received]
+    starts = [each[_LENGTH_BYTES:] for each in received]
     rest_bytes = max(lengths) - (FIRST_BYTES - _LENGTH_BYTES)
     if rest_bytes > 0:
         rests = _gather(message[FIRST_BYTES - _LENGTH_BYTES :], rest_bytes, group)
-        begun = [first + rest for first, rest in zip(begun, rests, strict=True)]
-    return [each[:length] for each, length in zip(begun, lengths, strict=True)]
+        starts = [first + rest for first, rest in zip(starts, rests, strict=True)]
+    return [each[:length] for each, length in zip(starts, lengths, strict=True)]
 
 
 def gather_if_different(message: bytes, group: dist.ProcessGroup) -> list[bytes] | None:
-    """Return the messages as `gather`; None if all are equal, which only takes their digests."""
+    """Return what `gather` returns; None if all are equal, after an exchange of digests only."""
     digest = blake2b(message, digest_size=_DIGEST_BYTES).digest()
     digests = _gather(digest, _DIGEST_BYTES, group)
     return None if len(set(digests)) == 1 else gather(message, group)
 
 
 def _gather(message: bytes, padded_bytes: int, group: dist.ProcessGroup) -> list[bytes]:
-    own = bytearray(padded_bytes)
-    own[: min(len(message), padded_bytes)] = message[:padded_bytes]
-    sent = torch.frombuffer(own, dtype=torch.uint8)
+    padded = bytearray(padded_bytes)
+    padded[: min(len(message), padded_bytes)] = message[:padded_bytes]
+    sent = torch.frombuffer(padded, dtype=torch.uint8)
     received = [torch.empty(padded_bytes, dtype=torch.uint8) for _ in range(group.size())]
     wait_abortable(dist.all_gather(received, sent, group=group, async_op=True), group)
     return [each.numpy().tobytes() for each in received]
@@ -68,10 +68,10 @@ def meet_after_collective(group: dist.ProcessGroup) -> None:
 
 
 def meet_before_leaving(meet: Callable[[], object], if_cut: type[Exception]) -> None:
-    """Return once every rank has the result of the last collective, by one more barrier.
+    """Make one more barrier, so that every rank has the result of the last collective.
 
-    Call it before an error is raised on all ranks alike. A rank that raises leaves, which cuts the
-    group: a rank that has not received the reason yet would see the loss of a member, and train on
+    Call it before all ranks raise the same error. A rank that raises leaves, which cuts the group:
+    a rank that has not received the result yet would see the loss of a member, and continue
     without the others. `meet`: the barrier. `if_cut`: the error that `meet` raises if a rank left.
     """
     try:

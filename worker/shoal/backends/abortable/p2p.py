@@ -1,8 +1,8 @@
-"""Sends and receives whose waits end with a cut, even if Gloo does not end them.
+"""Sends and receives whose waits end when the group is cut, even if Gloo does not end them.
 
-Gloo never reports the failure of a message that is written to a connection just after its reset
-(seen: `SendWork.wait` until the group's limit, once in a hundred cuts). Such a message has no
-future with a callback either. So another thread waits for Gloo, and the trainer for that thread.
+If a message is written to a connection just after the connection was reset, Gloo never reports the
+failure (seen in one of a hundred cuts: `SendWork.wait` lasted until the group's limit). A message
+has no future for a callback. So another thread waits for Gloo, and the trainer for that thread.
 """
 
 import queue
@@ -29,14 +29,14 @@ class P2PMessage(Protocol):
 class AbortableP2P:
     """Messages of one rank in one group. One thread at a time waits for them.
 
-    It can stand in for the process group in which torch's pipelining sends and receives.
+    torch's pipelining can send and receive by this object in place of the process group.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self._waiter = AbortableWaiter(group)
         # On a GPU a wait is queued on the stream of the waiting thread, and returns at once.
-        self._takes_turns = device.type == "cpu"
+        self._waits_in_thread = device.type == "cpu"
         self._device = device
         self.takes_batches = takes_batches(group, device)
         """True if a rank's messages wait for each other unless they are posted as a batch."""
@@ -53,11 +53,11 @@ class AbortableP2P:
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> P2PMessage:
         """Begin to send the tensor, the only one of the list, to that rank of the group."""
-        return self._sent(self.group.send(tensors, to, tag))
+        return self._wrapped(self.group.send(tensors, to, tag))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> P2PMessage:
         """Begin to receive the tensor, the only one of the list, from that rank of the group."""
-        return self._sent(self.group.recv(tensors, source, tag))
+        return self._wrapped(self.group.recv(tensors, source, tag))
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = ()) -> None:
         """Send and receive tensors, each given with its destination or source rank.
@@ -70,7 +70,7 @@ class AbortableP2P:
     def begin(
         self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = (), tag: int = 0
     ) -> P2PMessage:
-        """Begin to send and receive; returns one message to wait for, which fails if any fails.
+        """Begin to send and receive. Returns one message for all; it fails if any of them fails.
 
         No message waits for another. Over NCCL, two ranks that send to each other without a batch
         would wait for ever once a message is longer than NCCL's buffers.
@@ -84,29 +84,29 @@ class AbortableP2P:
             return works
 
         if self.takes_batches:
-            return self._sent(batched(self.group, self._device, begin))
-        return self._sent(_All(begin()))
+            return self._wrapped(batched(self.group, self._device, begin))
+        return self._wrapped(_MessageList(begin()))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite the tensor with that of the group's rank `source`."""
         self._waiter.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def close(self) -> None:
-        """End the waiting thread; no message may be waited for afterwards. Quick; may be called
-        twice."""
+        """End the waiting thread: no message can be waited for afterwards. Does not block; may be
+        called twice."""
         if self._has_thread:
             self._orders.put(None)
             self._has_thread = False
 
-    def _sent(self, work: P2PMessage) -> P2PMessage:
-        return _Message(work, self._await) if self._takes_turns else work
+    def _wrapped(self, work: P2PMessage) -> P2PMessage:
+        return _Message(work, self._await) if self._waits_in_thread else work
 
     def _await(self, work: P2PMessage) -> None:
         if not self._has_thread:
             self._has_thread = True
             arguments = (self._orders,)
             threading.Thread(
-                target=_stand_in, args=arguments, name="shoal-p2p", daemon=True
+                target=_wait_for_orders, args=arguments, name="shoal-p2p", daemon=True
             ).start()
         completion = self._waiter.new_completion()
         self._orders.put((work, partial(self._waiter.complete, completion)))
@@ -118,8 +118,8 @@ class AbortableP2P:
             raise dist.DistBackendError(reason)
 
 
-def _stand_in(orders: "_Orders") -> None:
-    """Wait for one message after the other. Keeps no reference, as it would keep the group."""
+def _wait_for_orders(orders: "_Orders") -> None:
+    """Wait for one message after the other. Drops each message: it would keep the group alive."""
     while (order := orders.get()) is not None:
         work, end = order
         try:
@@ -135,7 +135,7 @@ _Orders = queue.SimpleQueue[tuple[P2PMessage, Callable[[str], None]] | None]
 Receives = Sequence[tuple[Tensor, int]]
 
 
-class _All:
+class _MessageList:
     """Several messages as one."""
 
     def __init__(self, messages: Sequence[P2PMessage]) -> None:

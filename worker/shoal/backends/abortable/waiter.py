@@ -56,9 +56,9 @@ class OngoingCollective:
 class AbortableWaiter:
     """Waiter for the work of a group, by completions that `abort` can set.
 
-    A write to a connection just after its reset can leave Gloo waiting until a collective's time
-    limit, with no connection left to shut down. `abort` frees the trainer from that wait; Gloo's
-    thread goes on waiting.
+    After a write to a connection that was just reset, Gloo may wait until the collective's time
+    limit, with no connection left to shut down. `abort` ends the trainer's wait; Gloo's thread
+    continues to wait.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, for_good: bool = False) -> None:
@@ -80,15 +80,15 @@ class AbortableWaiter:
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for the collective. Raises RuntimeError if it failed or was aborted."""
-        assert work is not None, "asked for asynchronously, by a rank of the group"
-        underway = self.begin(work)
+        assert work is not None, "begun with async_op=True, by a rank of the group"
+        ongoing = self.begin(work)
         try:
-            underway.wait()
+            ongoing.wait()
         finally:
             self.forget()
 
     def begin(self, work: dist.Work) -> "OngoingCollective":
-        """Return the collective for a later wait, so that others may begin meanwhile."""
+        """Return an object to wait for the collective later. Others may begin before that."""
         return OngoingCollective(work, self.completion_of(work))
 
     @property
@@ -103,10 +103,10 @@ class AbortableWaiter:
     def abort(self, reason: str) -> None:
         """End all waits for Gloo. Any thread."""
         if self._for_good:
-            # First: the loop below does not see waits that another thread begins meanwhile.
-            self._aborted = f"given up between two collectives: {reason}"
+            # Set first: the loop below does not see waits that another thread begins meanwhile.
+            self._aborted = f"the group was cut between two collectives: {reason}"
         for completion in list(self._pending):
-            self.complete(completion, f"gloo did not end what it did before the cut: {reason}")
+            self.complete(completion, f"gloo did not end the operation before the cut: {reason}")
 
     def new_completion(self) -> Completion:
         """Make a completion for the trainer to wait for. `complete` sets it."""
@@ -158,7 +158,7 @@ def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
     Raises RuntimeError if it failed, or if the group's waiters are aborted. For the trainer's
     thread.
     """
-    assert work is not None, "asked for asynchronously, by a rank of the group"
+    assert work is not None, "begun with async_op=True, by a rank of the group"
     if not can_be_cut(group):
         with waiting:
             work.wait()
@@ -174,7 +174,7 @@ def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
 
 
 def waiters_of(group: dist.ProcessGroup) -> list[AbortableWaiter]:
-    """The waiters of this group and of the groups made within it."""
+    """Return the waiters of this group and of the groups that were made within it."""
     with _lock:
         return list(_by_group.get(group, ()))
 
@@ -188,6 +188,6 @@ def add_subgroup(group: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
 
 def _whole(group: dist.ProcessGroup) -> dist.ProcessGroup:
     with _lock:
-        found = _wholes.get(group)
-    whole: dist.ProcessGroup | None = found() if found is not None else None
+        reference = _wholes.get(group)
+    whole: dist.ProcessGroup | None = reference() if reference is not None else None
     return group if whole is None else whole

@@ -1,7 +1,7 @@
 """Ranks that are threads of one process: torch.distributed without processes or sockets.
 
-For tests and notebooks. `run` starts such ranks, `seat` is the backend for members of a session.
-`meeting` has the state that ranks share, `worlds` torch's own state for each rank.
+For tests and notebooks. `run` starts such ranks; `seat` is the backend for members of a session.
+`meeting` has the state that ranks share; `worlds` keeps torch's own state for each rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -159,8 +159,8 @@ class _Receive(Pending):
             self._source = self._meeting.any_source(self._to, self._tag, timeout_s)
             self._number = self._meeting.expect(self._source, self._to, self._tag)
         assert self._number is not None
-        letter = (self._source, self._to, self._tag, self._number)
-        self._meeting.receive(letter, self._tensors[0], timeout_s)
+        message_key = (self._source, self._to, self._tag, self._number)
+        self._meeting.receive(message_key, self._tensors[0], timeout_s)
         self._received = True
 
     def is_completed(self) -> bool:
@@ -178,8 +178,8 @@ class _Receive(Pending):
 def _copy(source: Tensor, target: Tensor) -> None:
     if source.numel() != target.numel() or source.dtype != target.dtype:
         raise ValueError(
-            f"{tuple(source.shape)} {source.dtype} is handed in where "
-            f"{tuple(target.shape)} {target.dtype} is to come out"
+            f"an input of {tuple(source.shape)} {source.dtype} does not fit an output of "
+            f"{tuple(target.shape)} {target.dtype}"
         )
     target.copy_(source.view(target.shape))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 MAX_UNDELIVERED = 1024
-"""Number of undelivered messages from one rank to another, at which a further send waits."""
+"""Limit of undelivered messages from one rank to another; at this number, a further send waits."""
 
 Complete = Callable[[list[Any]], None]
 """Computes a collective from the ranks' inputs, by rank."""
@@ -51,17 +51,17 @@ class Hub:
         key = (name, tuple(ranks))
         with self.changed:
             forming = self._forming.setdefault(key, [])
-            # A rank may make a group of the same name again before the others made the first.
-            found = next((each for each in forming if rank not in each.joined), None)
-            if found is None:
-                found = Meeting(self, tuple(ranks))
-                forming.append(found)
-            found.joined.add(rank)
-            if len(found.joined) == len(found.ranks):
-                forming.remove(found)
+            # A rank may make another group of the same name before the other ranks made the first.
+            group = next((each for each in forming if rank not in each.joined), None)
+            if group is None:
+                group = Meeting(self, tuple(ranks))
+                forming.append(group)
+            group.joined.add(rank)
+            if len(group.joined) == len(group.ranks):
+                forming.remove(group)
                 if not forming:
                     del self._forming[key]
-            return found
+            return group
 
     def wait(
         self,
@@ -70,18 +70,19 @@ class Hub:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Return once `done`. `needed`: ranks of the job that have not done their part yet."""
+        """Return once `done()` is True. Raises DistBackendError if the job fails, a rank of
+        `needed()` has ended, or the time is over. `needed`: ranks that have not called yet."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
             while not done():
                 if self.failure:
                     raise dist.DistBackendError(f"{what} failed: {self.failure}")
-                if gone := self.ended.intersection(needed()):
-                    self.fail(f"{what} cannot be completed: {named(gone)} ended without it")
+                if ended_ranks := self.ended.intersection(needed()):
+                    self.fail(f"{what} cannot be completed: {named(ended_ranks)} ended without it")
                 elif (left_s := deadline_s - time.monotonic()) <= 0:
                     self.fail(
                         f"{what} was not completed within {timeout_s:g} s: "
-                        f"{named(needed()) or 'the job'} did not come"
+                        f"{named(needed()) or 'the job'} did not take part"
                     )
                 else:
                     self.changed.wait(left_s)
@@ -106,7 +107,7 @@ class Meeting:
         self.joined: set[int] = set()
         self._calls: dict[int, _Call] = {}
         self._numbers: Counter[int] = Counter()
-        self._mail: dict[tuple[int, int, int, int], Tensor] = {}
+        self._stored: dict[tuple[int, int, int, int], Tensor] = {}
         self._sent: Counter[tuple[int, int, int]] = Counter()
         self._expected: Counter[tuple[int, int, int]] = Counter()
         self._undelivered: Counter[tuple[int, int]] = Counter()
@@ -126,7 +127,7 @@ class Meeting:
                 return call
             del self._calls[number]
         try:
-            self._agree(call)
+            self._check_same_kind(call)
             with torch.no_grad():
                 complete([call.posted[index][1] for index in range(len(self.ranks))])
         except Exception as error:  # noqa: BLE001 - raised on every rank, by `finish`
@@ -149,19 +150,19 @@ class Meeting:
         if call.error is not None:
             raise dist.DistBackendError(f"{kind} failed: {call.error}") from call.error
 
-    def _agree(self, call: _Call) -> None:
+    def _check_same_kind(self, call: _Call) -> None:
         kinds = {kind for kind, _ in call.posted.values()}
         if len(kinds) > 1:
             calls = ", ".join(
                 f"rank {self.ranks[index]}: {kind}"
                 for index, (kind, _) in sorted(call.posted.items())
             )
-            raise ValueError(f"the ranks of a group do different things ({calls})")
+            raise ValueError(f"the ranks of a group called different operations ({calls})")
 
     # --- messages ---
 
     def send(self, source: int, to: int, tag: int, tensor: Tensor) -> None:
-        """Store a copy for the receiver. Waits if too many are undelivered."""
+        """Store a copy of the tensor for the receiver. Waits while MAX_UNDELIVERED are stored."""
         route = (source, to, tag)
         self.hub.wait(
             lambda: self._undelivered[source, to] < MAX_UNDELIVERED,
@@ -172,7 +173,7 @@ class Meeting:
         with self.hub.changed:
             if self.hub.failure:
                 raise dist.DistBackendError(f"send failed: {self.hub.failure}")
-            self._mail[(*route, self._sent[route])] = tensor.clone()
+            self._stored[(*route, self._sent[route])] = tensor.clone()
             self._sent[route] += 1
             self._undelivered[source, to] += 1
             self.hub.changed.notify_all()
@@ -186,15 +187,19 @@ class Meeting:
             return number
 
     def arrived(self, source: int, to: int, tag: int, number: int) -> bool:
-        return (source, to, tag, number) in self._mail
+        return (source, to, tag, number) in self._stored
 
-    def receive(self, letter: tuple[int, int, int, int], tensor: Tensor, timeout_s: float) -> None:
+    def receive(
+        self, message_key: tuple[int, int, int, int], tensor: Tensor, timeout_s: float
+    ) -> None:
         """Fill the tensor with the message. Raises if its size or dtype differs."""
-        source, to, _, _ = letter
+        source, to, _, _ = message_key
         what = f"recv from rank {self.ranks[source]}"
-        self.hub.wait(lambda: letter in self._mail, lambda: [self.ranks[source]], what, timeout_s)
+        self.hub.wait(
+            lambda: message_key in self._stored, lambda: [self.ranks[source]], what, timeout_s
+        )
         with self.hub.changed:
-            message = self._mail.pop(letter)
+            message = self._stored.pop(message_key)
             self._undelivered[source, to] -= 1
             self.hub.changed.notify_all()
         if message.shape.numel() != tensor.shape.numel() or message.dtype != tensor.dtype:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 def run_in_memory(
     body: Callable[..., T], world_size: int, *arguments: Any, timeout_s: float = 60.0
 ) -> list[T]:
-    """Run `body(*arguments)` on ranks that are threads; return its results by rank.
+    """Run `body(*arguments)` on ranks that are threads; return the results by rank.
 
     torch.distributed is initialised in each thread with a world of its own: `dist.get_rank()`,
     collectives, `new_group`, `init_device_mesh`, DDP, `fully_shard`, DTensor and pipelining work.
@@ -27,8 +27,8 @@ def run_in_memory(
     another rank.
 
     A rank that raises ends the waits of all others at once. The first error is raised here, with a
-    note that names the rank. Raises DeadlineExceeded if a rank then does not end within
-    `timeout_s`, because it waits for something other than a rank.
+    note that names the rank. Raises DeadlineExceeded if another rank does not end within
+    `timeout_s` after that, because it waits for something other than a rank.
 
     The ranks share torch's state of the process, above all its random generator. If a model has to
     be the same on all ranks, make it beforehand, and copy it in each rank.
@@ -57,7 +57,7 @@ class _Run:
         self._results: list[Any] = [None] * world_size
         self._errors: list[tuple[int, BaseException]] = []
         self._threads = [
-            threading.Thread(target=self._rank, args=(rank,), name=f"rank-{rank}", daemon=True)
+            threading.Thread(target=self._run_rank, args=(rank,), name=f"rank-{rank}", daemon=True)
             for rank in range(world_size)
         ]
 
@@ -85,7 +85,7 @@ class _Run:
                 raise DeadlineExceeded(
                     f"{named(running)} did not end within {self._timeout_s:g} s of a failure",
                     seen=hub.failure,
-                    fix="It waits for something other than another rank.",
+                    fix="In the body, wait for other ranks only.",
                 ) from (self._errors[0][1] if self._errors else None)
         for thread in self._threads:
             thread.join()
@@ -93,7 +93,7 @@ class _Run:
     def _num_running(self) -> int:
         return self._hub.world_size - len(self._hub.ended)
 
-    def _rank(self, rank: int) -> None:
+    def _run_rank(self, rank: int) -> None:
         try:
             open_world(self._hub, rank)
             try:

@@ -75,7 +75,7 @@ class InMemorySeat:
             hub.fail(self._reason)
 
     def check(self) -> None:
-        """Do nothing: an operation that a cut has ended raises."""
+        """Do nothing: an operation that was ended by a cut raises by itself."""
 
     def retire(self) -> None:
         with self._lock:
@@ -97,13 +97,13 @@ class InMemorySeat:
             _hubs[token] = hub = Hub(seat.world_size, seat.collective_s)
             self._store.set(_TOKEN, token)
             return hub
-        found = _hubs.get(bytes(self._store.get(_TOKEN)).decode())
-        if found is None:
+        hub = _hubs.get(bytes(self._store.get(_TOKEN)).decode())
+        if hub is None:
             raise dist.DistBackendError(
                 f"rank 0 of generation {seat.generation} has left, or is not in this process; "
                 'between processes use the backend "gloo"'
             )
-        return found
+        return hub
 
     def _raise_if_cut(self) -> None:
         with self._lock:

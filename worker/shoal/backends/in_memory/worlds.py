@@ -4,7 +4,7 @@ torch keeps its groups in two registries of the process: a table in Python and o
 thread is a rank of an in-memory job, the Python table is a proxy: a rank's thread sees its own
 table, and every other thread sees torch's. The C++ table is switched to torch's mode of one table
 per thread. DTensor's caches for a mesh must not be shared by ranks, so meshes of different worlds
-compare unequal. All this is undone when the last such thread ends.
+compare unequal. All these changes are undone when the last such thread ends.
 """
 
 import itertools
@@ -42,7 +42,7 @@ class RankWorld:
         self.pg_coalesce_state: dict[Any, Any] = {}
         self.comms: list[Any] = []
         self.pg_flight_recorder_hooks: dict[Any, Any] = {}
-        """Exists since torch 2.14."""
+        """A field of torch's table since 2.14."""
 
 
 class _ThreadWorld(threading.local):
@@ -52,17 +52,19 @@ class _ThreadWorld(threading.local):
 class _WorldOfThread:
     """Replacement of torch's table of groups.
 
-    A thread that is not a rank sees torch's own table and the groups of all ranks: so a thread that
-    a rank has started, to write a checkpoint for example, can use the rank's groups.
+    A thread that is not a rank sees torch's own table and the groups of all ranks. So a thread that
+    a rank has started, for example to write a checkpoint, can use the rank's groups.
     """
 
     def __getattr__(self, name: str) -> Any:
-        if _own.world is None and name in _BY_GROUP:
-            return ChainMap(getattr(_torchs, name), *[getattr(each, name) for each in list(_bound)])
-        return getattr(_own.world or _torchs, name)
+        if _current.world is None and name in _BY_GROUP:
+            return ChainMap(
+                getattr(_torch_table, name), *[getattr(each, name) for each in list(_bound)]
+            )
+        return getattr(_current.world or _torch_table, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(_own.world or _torchs, name, value)
+        setattr(_current.world or _torch_table, name, value)
 
 
 class _MeshWorld:
@@ -72,12 +74,12 @@ class _MeshWorld:
         return self if mesh is None else mesh.__dict__["_thread_id"]
 
     def __set__(self, mesh: Any, mark: int | None) -> None:
-        mesh.__dict__["_thread_id"] = _own.world.number if _own.world is not None else mark
+        mesh.__dict__["_thread_id"] = _current.world.number if _current.world is not None else mark
 
 
 _numbers = itertools.count(1)
-_own = _ThreadWorld()
-_torchs: Any = c10d.groups_table()
+_current = _ThreadWorld()
+_torch_table: Any = c10d.groups_table()
 _lock = threading.Lock()
 _bound: list[RankWorld] = []
 _BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
@@ -85,7 +87,7 @@ _BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to
 
 def own_world() -> RankWorld | None:
     """Return the world that this thread is bound to, or None."""
-    return _own.world
+    return _current.world
 
 
 def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
@@ -101,7 +103,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
         if not _bound:
             _install()
         _bound.append(world)
-        _own.world = world
+        _current.world = world
         # torch wraps the process' hook again at each call, and never removes the wrapper.
         hook = sys.excepthook
         try:
@@ -115,7 +117,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
 
 def unbind() -> None:
     """Destroy the groups of this thread's world and leave it. Does nothing if there is none."""
-    if _own.world is None:
+    if _current.world is None:
         return
     try:
         if dist.is_initialized():  # else the rank's own code has destroyed it
@@ -127,9 +129,9 @@ def unbind() -> None:
 
 
 def _release() -> None:
-    assert _own.world is not None, "only a bound thread is released"
-    _bound.remove(_own.world)
-    _own.world = None
+    assert _current.world is not None, "only a bound thread is released"
+    _bound.remove(_current.world)
+    _current.world = None
     if not _bound:
         _uninstall()
 
@@ -143,7 +145,7 @@ def _install() -> None:
 
 
 def _uninstall() -> None:
-    c10d.replace_groups_table(_torchs)
+    c10d.replace_groups_table(_torch_table)
     c10d.isolate_threads(False)
     dtensor.mark_meshes_by(None)
     dtensor.serialise_shape_derivation(False)

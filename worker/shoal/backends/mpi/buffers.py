@@ -31,7 +31,7 @@ _TYPES = {
     torch.uint8: MPI.UINT8_T,
     torch.bool: MPI.UINT8_T,
 }
-# MPI has no such numbers: these are reduced in single precision.
+# MPI has no type for these: they are reduced in single precision.
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -43,7 +43,7 @@ class StagedTensor:
             raise InvalidSpec(
                 "this reduction is not supported",
                 seen=f"{op} of {tensor.dtype}",
-                expected="sum, avg, product, min, max or bits, of a number that MPI knows",
+                expected="sum, avg, product, min, max, band, bor or bxor, of a dtype that MPI has",
             )
         self._tensor, self._divisor = tensor, size if op == _Op.AVG else 1
         self.op = _OPS[op]
@@ -103,7 +103,7 @@ def split_all(wholes: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> No
 
 
 def copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy results to the targets that were not contiguous, and so had copies."""
+    """Copy results to their targets, except results that MPI wrote to the target itself."""
     for source, target in zip(sources, targets, strict=True):
         if source is not target:
             target.copy_(source)

@@ -31,7 +31,7 @@ from shoal_proto.errors import InvalidSpec
 
 PLUGIN = "shoal_mpi"
 TIMEOUT_S = 1800.0
-"""The same as that of torch's own backends."""
+"""Default limit of each wait for another rank; the same as in torch's own backends."""
 
 
 def init_mpi(timeout_s: float = TIMEOUT_S) -> None:
@@ -82,14 +82,14 @@ class MpiGroup(CollectiveGroup):
 
     def reduce_each(self, tensors: list[Tensor], op: Any, root: int) -> dist.Work:
         staged = [StagedTensor(tensor, op, self.size()) for tensor in tensors]
-        here = self.rank() == root
+        is_root = self.rank() == root
         requests = [
             self._comm.Ireduce(MPI.IN_PLACE, each.numbers, each.op, root)
-            if here
+            if is_root
             else self._comm.Ireduce(each.numbers, None, each.op, root)
             for each in staged
         ]
-        return self._start("reduce", tensors, requests, lambda: deliver(staged if here else []))
+        return self._start("reduce", tensors, requests, lambda: deliver(staged if is_root else []))
 
     def broadcast_each(self, tensors: list[Tensor], root: int) -> dist.Work:
         flats = [tensor.contiguous() for tensor in tensors]
@@ -97,60 +97,60 @@ class MpiGroup(CollectiveGroup):
         return self._start("broadcast", tensors, requests, lambda: copy(flats, tensors))
 
     def all_gather_each(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work:
-        taken = [joined(parts, fill=False) for parts in outputs]
-        given = [tensor.contiguous() for tensor in inputs]
+        received = [joined(parts, fill=False) for parts in outputs]
+        sent = [tensor.contiguous() for tensor in inputs]
         requests = [
             self._comm.Iallgatherv(octets(tensor), vector(whole, parts))
-            for tensor, whole, parts in zip(given, taken, outputs, strict=True)
+            for tensor, whole, parts in zip(sent, received, outputs, strict=True)
         ]
         whole_outputs = [tensor for parts in outputs for tensor in parts]
         return self._start(
-            "all_gather", whole_outputs, requests, lambda: split_all(taken, outputs), given
+            "all_gather", whole_outputs, requests, lambda: split_all(received, outputs), sent
         )
 
     def gather_one(self, outputs: list[Tensor], tensor: Tensor, root: int) -> dist.Work:
-        taken, given = joined(outputs or [tensor.new_empty(0)], fill=False), tensor.contiguous()
-        into = vector(taken, outputs) if self.rank() == root else None
-        request = self._comm.Igatherv(octets(given), into, root)
-        return self._start("gather", outputs, [request], lambda: split(taken, outputs), given)
+        received, sent = joined(outputs or [tensor.new_empty(0)], fill=False), tensor.contiguous()
+        into = vector(received, outputs) if self.rank() == root else None
+        request = self._comm.Igatherv(octets(sent), into, root)
+        return self._start("gather", outputs, [request], lambda: split(received, outputs), sent)
 
     def scatter_one(self, output: Tensor, inputs: list[Tensor], root: int) -> dist.Work:
-        taken, given = output.contiguous(), joined(inputs or [output.new_empty(0)], fill=True)
-        handed_out = vector(given, inputs) if self.rank() == root else None
-        request = self._comm.Iscatterv(handed_out, octets(taken), root)
-        return self._start("scatter", [output], [request], lambda: copy([taken], [output]), given)
+        received, sent = output.contiguous(), joined(inputs or [output.new_empty(0)], fill=True)
+        scattered = vector(sent, inputs) if self.rank() == root else None
+        request = self._comm.Iscatterv(scattered, octets(received), root)
+        return self._start("scatter", [output], [request], lambda: copy([received], [output]), sent)
 
     def reduce_scatter_each(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
     ) -> dist.Work:
-        given = [StagedTensor(joined(parts, fill=True), op, self.size()) for parts in inputs]
-        taken = [StagedTensor(output, op, self.size()) for output in outputs]
+        sent = [StagedTensor(joined(parts, fill=True), op, self.size()) for parts in inputs]
+        received = [StagedTensor(output, op, self.size()) for output in outputs]
         requests = [
             self._comm.Ireduce_scatter(
                 whole.numbers, part.numbers, [each.numel() for each in parts], part.op
             )
-            for whole, part, parts in zip(given, taken, inputs, strict=True)
+            for whole, part, parts in zip(sent, received, inputs, strict=True)
         ]
-        return self._start("reduce_scatter", outputs, requests, lambda: deliver(taken), given)
+        return self._start("reduce_scatter", outputs, requests, lambda: deliver(received), sent)
 
     def exchange(self, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:
-        taken, given = joined(outputs, fill=False), joined(inputs, fill=True)
-        request = self._comm.Ialltoallv(vector(given, inputs), vector(taken, outputs))
-        return self._start("all_to_all", outputs, [request], lambda: split(taken, outputs), given)
+        received, sent = joined(outputs, fill=False), joined(inputs, fill=True)
+        request = self._comm.Ialltoallv(vector(sent, inputs), vector(received, outputs))
+        return self._start("all_to_all", outputs, [request], lambda: split(received, outputs), sent)
 
     def meet(self) -> dist.Work:
         return self._start("barrier", [], [self._comm.Ibarrier()], lambda: None)
 
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
-        given = tensor.contiguous()
-        request = self._comm.Isend(octets(given), to, tag)
-        return self._start("send", [tensor], [request], lambda: None, given)
+        sent = tensor.contiguous()
+        request = self._comm.Isend(octets(sent), to, tag)
+        return self._start("send", [tensor], [request], lambda: None, sent)
 
     def receive_one(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work:
-        taken = tensor.contiguous()
+        received = tensor.contiguous()
         origin = MPI.ANY_SOURCE if source is None else source
-        flight = self._world.launch([self._comm.Irecv(octets(taken), origin, tag)], taken)
-        return _Received(self, flight, taken, tensor)
+        flight = self._world.launch([self._comm.Irecv(octets(received), origin, tag)], received)
+        return _Received(self, flight, received, tensor)
 
     def _start(
         self,
@@ -160,7 +160,8 @@ class MpiGroup(CollectiveGroup):
         deliver: Callable[[], None],
         memory: Any = None,
     ) -> "_Requested":
-        # `deliver` refers to the memory that MPI writes, `memory` to that which it reads.
+        # Kept until the requests are complete: MPI writes to memory that `deliver` refers to, and
+        # reads from `memory`.
         flight = self._world.launch(requests, (deliver, memory))
         return _Requested(self, what, tensors, flight, deliver)
 
@@ -193,17 +194,20 @@ class _Requested(Pending):
 class _Received(_Requested):
     """Receive of a message. Checks its length, as MPI would accept a shorter message."""
 
-    def __init__(self, group: MpiGroup, flight: Flight, taken: Tensor, tensor: Tensor) -> None:
-        super().__init__(group, "recv", [tensor], flight, self._take)
-        self._taken, self._tensor = taken, tensor
+    def __init__(self, group: MpiGroup, flight: Flight, received: Tensor, tensor: Tensor) -> None:
+        super().__init__(group, "recv", [tensor], flight, self._deliver_checked)
+        self._received, self._tensor = received, tensor
 
-    def _take(self) -> None:
+    def _deliver_checked(self) -> None:
         status = self._flight.statuses[0]
-        came, wanted = status.Get_count(MPI.BYTE), self._taken.numel() * self._taken.element_size()
+        came, wanted = (
+            status.Get_count(MPI.BYTE),
+            self._received.numel() * self._received.element_size(),
+        )
         if came != wanted:
             reason = f"rank {status.Get_source()} sent {came} bytes, {wanted} are to be received"
             raise dist.DistBackendError(f"recv failed: {reason}")
-        copy([self._taken], [self._tensor])
+        copy([self._received], [self._tensor])
 
     def _source_rank(self) -> int:
         return self._flight.statuses[0].Get_source()
@@ -217,7 +221,7 @@ _world: MpiWorld | None = None
 def _create(options: Any, unused: Any) -> MpiGroup:
     """Make a group for torch: the default group, or one that `new_group` asked for."""
     if _world is None:
-        raise InvalidSpec(f"the backend {PLUGIN} is begun with shoal.init_mpi()")
+        raise InvalidSpec(f"the backend {PLUGIN} is initialised by shoal.init_mpi()")
     ranks = options.global_ranks_in_group
     communicator = _world.subset(ranks, options.group_id) if ranks else _world.data
     timeout_s = min(options.timeout.total_seconds(), _world.timeout_s)

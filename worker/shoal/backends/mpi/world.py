@@ -63,7 +63,7 @@ class MpiWorld:
         self._flights: list[Flight] = []
         self._lock = threading.Lock()
         self._previous_hook = sys.excepthook
-        sys.excepthook = self._tell_uncaught
+        sys.excepthook = self._report_uncaught
         atexit.register(self._leave)
 
     def wait(self, flight: Flight, what: str, timeout_s: float) -> None:
@@ -72,7 +72,7 @@ class MpiWorld:
         deadline_s = time.monotonic() + timeout_s
         tests, pause_s = 0, 1e-5
         while not flight.landed():
-            self._listen()
+            self._receive_control()
             if self.failure:
                 raise dist.DistBackendError(f"{what} failed: {self.failure}")
             if time.monotonic() > deadline_s:
@@ -97,16 +97,16 @@ class MpiWorld:
 
     def fail(self, reason: str) -> None:
         """Make every wait of every rank raise. The first reason is kept."""
-        self._listen()
+        self._receive_control()
         if self.failure:
             return
         self.failure = reason
-        self._tell_all(_FAILED, reason.encode()[:MAX_REASON_BYTES])
+        self._send_all(_FAILED, reason.encode()[:MAX_REASON_BYTES])
 
     def subset(self, ranks: Sequence[int], name: str) -> MPI.Intracomm:
-        """Create a communicator of these ranks; called by each of them, and by no other."""
+        """Create a communicator of these ranks. Collective among these ranks only."""
         tag = zlib.crc32(name.encode()) % 32768
-        # Its creation blocks without a deadline: first wait until all of the ranks are there.
+        # `Create_group` blocks without a deadline: first wait until all these ranks have called.
         nothing = bytearray(0)
         others = [rank for rank in ranks if rank != self.rank]
         requests = [self._setup.Irecv([nothing, MPI.BYTE], rank, tag) for rank in others]
@@ -117,7 +117,7 @@ class MpiWorld:
         chosen = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
         return self.data.Create_group(chosen, tag)
 
-    def _listen(self) -> None:
+    def _receive_control(self) -> None:
         status = MPI.Status()
         while (message := self._control.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
             text = bytearray(status.Get_count(MPI.BYTE))
@@ -127,12 +127,12 @@ class MpiWorld:
             else:
                 self.failure = self.failure or text.decode(errors="replace")
 
-    def _tell_all(self, kind: int, text: bytes) -> None:
+    def _send_all(self, kind: int, text: bytes) -> None:
         others = (rank for rank in range(self.size) if rank != self.rank)
         requests = [self._control.Isend([text, MPI.BYTE], rank, kind) for rank in others]
         self.launch(requests, text)
 
-    def _tell_uncaught(
+    def _report_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self._previous_hook(kind, error, trace)
@@ -140,16 +140,16 @@ class MpiWorld:
 
     def _leave(self) -> None:
         """End a failed job at exit: MPI's finalisation would wait for the other ranks."""
-        self._listen()
+        self._receive_control()
         if not self.failure:
             return  # mpi4py finalises
-        # First: once all have said that they are gone, one of them kills the others.
+        # Flush first: once all ranks have sent _GONE, one of them kills the others.
         sys.stdout.flush()
         sys.stderr.flush()
-        self._tell_all(_GONE, b"")
+        self._send_all(_GONE, b"")
         deadline_s = time.monotonic() + GOODBYE_S
         while len(self._gone) < self.size - 1 and time.monotonic() < deadline_s:
-            self._listen()
+            self._receive_control()
             time.sleep(_PAUSE_MAX_S)
         # Finalising would wait for operations that never end.
         MPI.COMM_WORLD.Abort(1)

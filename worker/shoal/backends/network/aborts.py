@@ -1,4 +1,4 @@
-"""Concurrent aborts of a generation's groups on a device.
+"""Aborts of a generation's groups on a device, made concurrently.
 
 `ProcessGroupNCCL::abort` waits for its communicators up to the group's limit, and then raises. The
 abort of one group may wait, in cudaFree, for a kernel of another group that waits for a lost peer
@@ -21,10 +21,10 @@ class Aborts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begun: list[tuple[Any, threading.Thread]] = []
-        """Aborted backends, kept so that no later one gets the same `id`, and their threads."""
+        """Aborted backends with their threads. Kept, so that no later backend has the same `id`."""
 
     def begin(self, backends: Iterable[Any]) -> None:
-        """Begin to abort those that are not aborted yet. Does not wait."""
+        """Begin to abort each backend for which no abort has begun. Does not wait."""
         with self._lock:
             known = {id(backend) for backend, _ in self._begun}
             for backend in backends:
@@ -39,11 +39,11 @@ class Aborts:
 
     def wait(self, limit_s: float) -> bool:
         """Wait for all aborts, at most `limit_s`; return True if they have ended."""
-        give_up_s = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + limit_s
         with self._lock:
             threads = [thread for _, thread in self._begun]
         for thread in threads:
-            thread.join(max(give_up_s - time.monotonic(), 0))
+            thread.join(max(deadline_s - time.monotonic(), 0))
         return not any(thread.is_alive() for thread in threads)
 
 

@@ -1,8 +1,9 @@
-"""Compact form of the addresses that Gloo's ranks announce, whose size does not grow with ranks.
+"""Compact encoding of the addresses that Gloo's ranks announce: short for any number of ranks.
 
-A rank announces its listener and, for each of N peers, the number of their connection: 8 N bytes,
-in which most numbers are one more than the previous one. As runs of equal differences they take a
-few bytes. Any other value is kept unchanged. The first byte of the result tells the form.
+A rank announces its listener and, for each of N peers, the number of the connection to that peer:
+8 N bytes. Most numbers are one more than the previous number, so they are stored as runs of equal
+differences. A value that this does not shorten is kept unchanged. The first byte of the result
+names the encoding.
 """
 
 import struct
@@ -16,18 +17,18 @@ from shoal_proto.errors import MalformedMessage
 Array = npt.NDArray[Any]
 
 _WORD_BYTES = 8
-_AS_IT_IS, _AS_RUNS = b"\0", b"\1"
+_UNCHANGED, _AS_RUNS = b"\0", b"\1"
 _REST = struct.Struct("<B")
-"""Number of bytes before the first word: words are aligned to the end of the value."""
+"""Format of the number of bytes before the first word: words are aligned to the value's end."""
 _RUNS = np.dtype([("difference", "<i8"), ("count", "<u4")])
 _EDGE_WORDS = 32
-"""Number of words kept at both ends of a run: more than a socket's address has."""
+"""Number of words kept at each end of a run: more than a socket's address has."""
 MAX_WORDS = 1 << 20
-"""Limit of a value, in words: that of a million ranks."""
+"""Limit of a value in words: enough for a million ranks."""
 
 
 def compact(value: bytes) -> bytes:
-    """Encode the value: at most one byte longer, and only a few bytes for an address."""
+    """Encode the value. The result is at most one byte longer, and short for an address."""
     rest = len(value) % _WORD_BYTES
     words = np.frombuffer(value, dtype="<i8", offset=rest)
     differences = np.diff(words, prepend=np.int64(0))
@@ -36,13 +37,13 @@ def compact(value: bytes) -> bytes:
     runs["difference"] = differences[starts]
     runs["count"] = counts
     packed = _AS_RUNS + _REST.pack(rest) + value[:rest] + runs.tobytes()
-    return packed if len(words) <= MAX_WORDS and len(packed) <= len(value) else _AS_IT_IS + value
+    return packed if len(words) <= MAX_WORDS and len(packed) <= len(value) else _UNCHANGED + value
 
 
 def expand(packed: bytes) -> bytes:
     """Decode what `compact` encoded. Raises MalformedMessage."""
     form, body = packed[:1], packed[1:]
-    if form == _AS_IT_IS:
+    if form == _UNCHANGED:
         return body
     if form != _AS_RUNS or not body:
         raise _malformed(packed)
@@ -80,5 +81,5 @@ def _runs(differences: Array) -> tuple[Array, Array]:
 
 def _malformed(packed: bytes) -> MalformedMessage:
     return MalformedMessage(
-        "a rank's address cannot be read", seen=repr(packed[:32]), expected="as `compact` writes it"
+        "a rank's address cannot be read", seen=repr(packed[:32]), expected="an encoded address"
     )

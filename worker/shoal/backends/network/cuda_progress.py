@@ -20,11 +20,11 @@ class DeviceEvent(Protocol):
 
 
 class DeviceProgress:
-    """Check, from time to time, if a device advances in the trainer's work. For one thread.
+    """Check whether a device advances in the trainer's work. For one thread.
 
-    A collective that waits for a lost peer never ends. A trainer that waits for the device then
-    hangs at any call, such as the script's own `loss.item()`, with its processor busy. The device
-    is stuck in that case; a script that hangs by itself leaves it idle.
+    A collective that waits for a lost peer never ends, and the device is stuck. A trainer that
+    waits for the device then hangs in any call, such as the script's own `loss.item()`, and its
+    processor looks busy. A script that hangs by itself leaves the device idle.
     """
 
     def __init__(self, record: Callable[[], DeviceEvent | None]) -> None:
@@ -36,13 +36,13 @@ class DeviceProgress:
         self._is_failed = False
 
     def stalled_since_s(self, now_s: float) -> float | None:
-        """Return the time of the check whose work the device has not finished yet; None if it has
-        finished."""
+        """Return the time of the check at which the last event was recorded, if the device has not
+        reached that event yet; else None. Called from time to time."""
         if self._is_failed:
             return None
         try:
             # A query from another thread must not disturb a thread that captures a graph.
-            with _capturing.excluded() as is_free:
+            with _capture_lock.excluded() as is_free:
                 if not is_free:
                     self._event = None
                     return None
@@ -50,15 +50,15 @@ class DeviceProgress:
                     self._event, self._since_s = self._record(), now_s
                     return None
         except RuntimeError as error:
-            # The trainer's own next call raises the failure.
+            # The trainer's next call on the device raises the failure.
             self._is_failed, self._event = True, None
             log.warning("device_not_watched", reason=str(error)[:300])
             return None
         return self._since_s
 
 
-class _Capturing:
-    """Exclusion of captures of CUDA graphs and calls that would invalidate them."""
+class _CaptureLock:
+    """Mutual exclusion between captures of CUDA graphs and calls that would invalidate them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class _Capturing:
 
 
 class _Excluded:
-    def __init__(self, owner: _Capturing) -> None:
+    def __init__(self, owner: _CaptureLock) -> None:
         self._owner = owner
 
     def __enter__(self) -> bool:
@@ -91,12 +91,12 @@ class _Excluded:
         self._owner._lock.release()
 
 
-_capturing = _Capturing()
+_capture_lock = _CaptureLock()
 
 
 def cuda_progress(device: torch.device) -> DeviceProgress:
     """Return the progress of the default stream of the trainer's GPU."""
-    _capturing.watch()
+    _capture_lock.watch()
 
     def record() -> DeviceEvent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

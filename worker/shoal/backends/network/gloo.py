@@ -1,11 +1,11 @@
 """Gloo groups that can be cut: collectives on the CPU that end when a peer is lost.
 
-Gloo cannot abort an operation. A peer that dies is noticed by its neighbours only, a peer that
-stops by nobody before the timeout, and a group with an operation that hangs cannot be destroyed. So
-a cut shuts down the group's own connections: waiting operations raise within milliseconds, and each
-member's failure spreads through the ring. A group that is still connecting may have no connection
-to shut down. If this member waits for a peer to connect to it, the cut connects to the member's own
-listener and hangs up.
+Gloo cannot abort an operation. If a peer dies, only its neighbours notice. If a peer is suspended,
+no rank notices before the timeout. And a group cannot be destroyed while an operation in it hangs.
+So `cut` shuts down the group's own connections: waiting operations raise within milliseconds, and
+each member's failure spreads through the ring. A group that is still connecting may have no
+connection to shut down, while this member waits for a peer to connect. `cut` then connects to the
+member's own listener, and closes that connection.
 """
 
 import socket
@@ -66,8 +66,8 @@ class GlooGroup:
     def __init__(
         self, seat: Seat, store: Store, live: LiveGloo | None = None, *, beside: str = ""
     ) -> None:
-        """`beside`: a further backend that torch makes for the group, such as "cuda:nccl", whose
-        operations the caller has to end."""
+        """`beside`: an additional backend that torch makes for the group, such as "cuda:nccl". The
+        caller has to end its operations."""
         self._backend = f"cpu:{PLUGIN},{beside}" if beside else PLUGIN
         self._seat = seat
         self._live = live
@@ -116,14 +116,14 @@ class GlooGroup:
     def cut(self, reason: str) -> None:
         started_s = time.perf_counter()
         with self._lock:
-            first = not self._reason
+            is_first = not self._reason
             self._reason = self._reason or reason or "the group was cut"
             connecting = self._connecting
         self._store.abort(self._reason)
         if connecting:
-            self._hang_up_on_itself()
+            self._end_accepting()
         connections = shut_connections(self._store.announced)
-        if first:
+        if is_first:
             log.debug(
                 "group_cut",
                 generation=self._seat.generation,
@@ -133,7 +133,7 @@ class GlooGroup:
             )
 
     def check(self) -> None:
-        """Do nothing: an operation that a cut has ended raises."""
+        """Do nothing: an operation that was ended by a cut raises by itself."""
 
     def retire(self) -> None:
         self.retire_group(dist.destroy_process_group)
@@ -141,9 +141,9 @@ class GlooGroup:
     def retire_group(
         self, forget: Callable[[], None], also: Iterable[dist.ProcessGroup] = ()
     ) -> None:
-        """Retire the group: `forget` removes groups from torch, `also` is freed with Gloo's."""
-        # Keep references before torch drops the group: if DDP's reducer had the last one, it would
-        # wait for Gloo's threads with the interpreter locked.
+        """Retire the group. `forget` removes groups from torch; those in `also` are freed too."""
+        # Keep references before torch drops the group: if DDP's reducer had the last reference, it
+        # would wait for Gloo's threads and hold the GIL meanwhile.
         groups, self._groups = [*self._groups, *also], []
         if self._is_default:
             self._is_default = False
@@ -157,8 +157,8 @@ class GlooGroup:
             self._live.drop()
 
     def _reconnect(self) -> Any | None:
-        """Return the previous generation's group, connected to the members of this one. None, on
-        all members alike, if they have to make a new group."""
+        """Return the previous generation's group, connected to the members of this generation.
+        None, on all members alike, if they have to make a new group."""
         if self._live is None:
             return None
         started_s = time.perf_counter()
@@ -173,7 +173,7 @@ class GlooGroup:
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
         make: Any = ProcessGroupGloo
-        # Sends and receives keep this timeout, so it cannot be the one for connecting.
+        # Sends and receives keep this timeout, so `_within_limit` limits the time for connecting.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
         addresses = AddressStore(store, rank, world_size)
         with self._within_limit():
@@ -207,10 +207,10 @@ class GlooGroup:
                 seen=self._reason,
             )
 
-    def _hang_up_on_itself(self) -> None:
-        """Connect to this member's own listener as if from each peer, and close.
+    def _end_accepting(self) -> None:
+        """Connect to this member's own listener in the name of each peer, and close.
 
-        A connection begins with the number of its pair; Gloo numbers pairs by rank.
+        Gloo reads the number of a pair first, which is the peer's rank.
         """
         for address in listening(self._store.announced):
             for rank in range(self._seat.world_size):

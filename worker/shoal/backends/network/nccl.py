@@ -1,6 +1,6 @@
 """NCCL groups: collectives between GPUs, cut by aborting their communicators.
 
-Tensors on the host go over Gloo in the same group: state between members, copies at peers, votes.
+Tensors on the host go over Gloo in the same group: transfers of state, peer checkpoints, votes.
 That part is a `GlooGroup`, as on CPUs. So a cut aborts NCCL's communicators and ends Gloo's
 connections.
 """
@@ -42,7 +42,7 @@ class StreamedDevice(Protocol):
     """torch's backend for the device: "nccl"."""
 
     def identity(self) -> str:
-        """Return an identity of the device, equal for two ranks exactly if they have one device."""
+        """Return an id of the device; two ranks have the same id only if they share the device."""
 
     def connect(self, group: dist.ProcessGroup, waiter: AbortableWaiter) -> None:
         """Create the group's communicator; see `communicators.connect`."""
@@ -132,11 +132,11 @@ class NcclGroup:
         return group
 
     def cut(self, reason: str) -> None:
-        # First: an aborted collective ends without an error, and `check` must know the reason.
+        # Set first: an aborted collective ends without an error, and `check` must know the reason.
         self._reason = self._reason or reason or "the group was cut"
         self._connecting.abort(self._reason)
         self._host.cut(self._reason)
-        # All groups, also those of meshes: waits in them have to end too.
+        # All groups, also those of device meshes: waits in them have to end too.
         self._aborts.begin(backends_on(self._kind))
 
     def check(self) -> None:
@@ -153,7 +153,7 @@ class NcclGroup:
         if not (self._reason or self._device.fault()):
             self._host.retire_group(dist.destroy_process_group, list(all_groups()))
             return
-        # Also groups made after the cut, and all groups if torch's watchdog has aborted one.
+        # Abort also groups made after the cut, and all groups if torch's watchdog has aborted one.
         self._aborts.begin(backends_on(self._kind))
         if not self._aborts.wait(ABORTED_S):
             log.warning(
@@ -170,14 +170,14 @@ class NcclGroup:
         self._host.keep_for_ever()
 
     def _check_unshared(self, group: dist.ProcessGroup) -> None:
-        """Raise InvalidSpec, on all ranks, if two ranks have one GPU: NCCL would fail in each
+        """Raise InvalidSpec, on all ranks, if two ranks share a GPU: NCCL would fail in each
         generation."""
         if group.size() == 1:
             return
-        own = torch.tensor(list(self._device.identity().encode().ljust(_ID_BYTES, b"\0")))
-        found = [torch.empty_like(own) for _ in range(group.size())]
-        self._connecting.wait(dist.all_gather(found, own, group=group, async_op=True))
-        gpus = [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
+        identity = torch.tensor(list(self._device.identity().encode().ljust(_ID_BYTES, b"\0")))
+        identities = [torch.empty_like(identity) for _ in range(group.size())]
+        self._connecting.wait(dist.all_gather(identities, identity, group=group, async_op=True))
+        gpus = [bytes(each.tolist()).rstrip(b"\0").decode() for each in identities]
         if len(set(gpus)) < len(gpus):
             meet_after_collective(group)
         check_unshared(gpus)

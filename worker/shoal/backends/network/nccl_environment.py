@@ -23,10 +23,10 @@ REQUIRED: Mapping[str, str] = {
     # A dump before an abort would make the trainer wait longer.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
-    # A report of all ranks through the store before an abort; made for a process that ends.
+    # A report of all ranks through the store before an abort; meant for a process that then ends.
     "TORCH_NCCL_DESYNC_DEBUG": "0",
-    # A device assertion on the first NaN, after which the process cannot use its GPU. With AMP a
-    # gradient that is not finite is normal.
+    # A device assertion at the first NaN: the process could not use its GPU any more. With AMP,
+    # gradients that are not finite are normal.
     "TORCH_NCCL_NAN_CHECK": "0",
     # Errors are sent to all ranks through the store; here the coordinator reports losses.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
@@ -71,26 +71,26 @@ _NUMBERS = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
 )
-"""Numbers that torch reads when it makes a group or a communicator, as it reads `_SWITCHES`. An
-invalid or empty value raises an error of NCCL in each generation, which would look like the loss of
-a peer."""
+"""Numbers that torch reads, like `_SWITCHES`, when it makes a group or a communicator. An invalid
+or empty value would raise an error of NCCL in each generation, which looks like the loss of a
+peer."""
 
 
 def require_survival(environment: MutableMapping[str, str]) -> None:
     """Set the required variables for groups made from now on; warn of values that are replaced.
 
-    Raises InvalidSpec if waits are set to block, as no abort could end the trainer's wait, and for
-    a value that torch cannot read.
+    Raises InvalidSpec for a value that torch cannot read, and if NCCL's waits are set to block: no
+    abort could then end the trainer's wait.
     """
     for name in (*_BLOCKING, *_SWITCHES, *_NUMBERS):
         if not environment.get(name, "empty").strip():
-            # An empty value is how images unset a variable.
+            # Images unset a variable by giving it an empty value.
             del environment[name]
     _check_readable(environment)
     for name in _BLOCKING:
         if environment.get(name, "0").lower() not in _OFF:
             raise InvalidSpec(
-                f"{name} is set: a wait for NCCL that blocks cannot be ended when a member is lost",
+                f"{name} is set: blocking waits for NCCL cannot be ended when a member is lost",
                 seen=f"{name}={environment[name]}",
                 expected="not set, or 0",
                 fix=f"Remove {name} from the environment of the image or the launcher.",
@@ -109,8 +109,8 @@ def require_survival(environment: MutableMapping[str, str]) -> None:
         log.warning(
             "nccl_environment_replaced",
             replaced=", ".join(replaced),
-            reason="torch would end a process that is to go on in the next generation, or keep it"
-            " waiting",
+            reason="torch would end a process that has to continue in the next generation, or keep"
+            " it waiting",
         )
 
 

@@ -10,13 +10,13 @@ import torch
 from shoal_proto.errors import InvalidSpec
 
 SHARES_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""Variable of NCCL 2.30 and newer; 1: several ranks may share a GPU."""
+"""Environment variable of NCCL 2.30 and newer; "1" lets several ranks share a GPU."""
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRank:
-    """Index of one worker among those that its launcher runs on this host."""
+    """Index of one worker among all workers that its launcher runs on this host."""
 
     rank: int = 0
     world_size: int = 1
@@ -33,9 +33,10 @@ class LocalRank:
     def check(
         self, index: int, num_visible: int, environment: Mapping[str, str] = os.environ
     ) -> None:
-        """Raise InvalidSpec if the model is on a GPU, of this index, that is not this worker's.
+        """Raise InvalidSpec if the model's GPU, at `index`, is not this worker's GPU.
 
-        A single GPU that no variable has selected is shared by all workers of the host.
+        Raises also if the host has too few GPUs for its workers. A single visible GPU, if no
+        variable hides others, is enough only if NCCL is configured to share it.
         """
         own = self.gpu(num_visible)
         is_hidden = any(environment.get(name) for name in _HIDES_GPUS)
@@ -67,8 +68,8 @@ def shares_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Raise InvalidSpec if two ranks have one GPU, which NCCL does not support. `gpus`: the
-    identity of each rank's GPU, by rank."""
+    """Raise InvalidSpec if two ranks share a GPU and NCCL is not configured for that. `gpus`: the
+    id of each rank's GPU, by rank."""
     by_gpu: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         by_gpu.setdefault(gpu, []).append(rank)
@@ -104,7 +105,7 @@ def own_gpu_used(local_rank: LocalRank) -> Iterator[None]:
 
 
 def check_gpu(local_rank: LocalRank, device: torch.device) -> None:
-    """Check the device of a model as `LocalRank.check`, and make it the current one for NCCL."""
+    """Check a model's device by `LocalRank.check`; make it the current device, as NCCL needs."""
     if device.type != "cuda":
         return
     index = torch.cuda.current_device() if device.index is None else device.index

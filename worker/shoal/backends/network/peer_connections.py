@@ -1,9 +1,9 @@
 """Check if the other ranks of a Gloo group are still connected.
 
-A collective whose peer has hung up ends with an error, usually within milliseconds. But a write to
-a connection just after its reset can leave Gloo waiting until a collective's time limit, with no
-connection left to shut down. The end of a generation frees the trainer from that wait. Another
-thread that waits, such as one that writes a checkpoint, checks the connections instead.
+If a peer closes its connections, a collective usually raises within milliseconds. But after a write
+to a connection that was just reset, Gloo may wait until the collective's time limit, with no
+connection left to shut down. The end of a generation ends such a wait of the trainer. Any other
+thread, such as one that writes a checkpoint, checks the connections itself while it waits.
 """
 
 import threading
@@ -23,14 +23,14 @@ from shoal_proto.errors import GenerationBroken
 
 LOOK_EVERY_S = 0.5
 STUCK_AFTER_S = 5.0
-"""Time by which a collective has failed after a rank has hung up, unless it is stuck."""
+"""Time by which a collective fails after a rank has closed a connection, unless it is stuck."""
 
 _stores: weakref.WeakKeyDictionary[Any, AddressStore] = weakref.WeakKeyDictionary()
 """Stores by Gloo group of this process, with the addresses that the group's ranks announced."""
 
 
 def connected_by(gloo: Any, addresses: AddressStore) -> None:
-    """Note the store in which the ranks of this Gloo group have found each other."""
+    """Register the store in which the ranks of this Gloo group announced their addresses."""
     _stores[gloo] = addresses
 
 
@@ -45,14 +45,14 @@ class PeerConnections:
 
     def wait(self, work: dist.Work) -> None:
         """Wait for the collective. Raises RuntimeError if it failed, and GenerationBroken if it
-        does not end although a rank has hung up."""
+        does not end although a rank has closed its connection."""
         ended = threading.Event()
         work.get_future().add_done_callback(_setting(ended))
         while not ended.wait(LOOK_EVERY_S):
-            self._look()
+            self._check_connected()
         work.wait()
 
-    def _look(self) -> None:
+    def _check_connected(self) -> None:
         now_s = time.monotonic()
         if count_connected(self._addresses.announced) >= self._group.size() - 1:
             self._lost_s = None
@@ -61,7 +61,7 @@ class PeerConnections:
         if now_s - self._lost_s > STUCK_AFTER_S:
             retired.keep_for_ever([self._group])
             raise GenerationBroken(
-                "a collective did not end though a rank of its group has hung up",
+                "a collective did not end although a rank of its group has closed its connection",
                 seen=f"not all {self._group.size()} connected for {STUCK_AFTER_S:g} s",
             )
 

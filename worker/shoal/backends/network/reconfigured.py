@@ -1,12 +1,12 @@
 """One Gloo group that is reconnected in each generation, by torch's own `reconfigure`.
 
-The agreed generation defines the group's members, their order and its number. Each member writes
-its handle to the generation's store. With the handles of all ranks the group reconnects. Then each
-member reports its outcome in the store, and the generation uses the group only if all members
-succeeded. Otherwise all of them make a new group.
+The agreed generation defines the group's number and the order of its members. Each member writes
+its group's handle to the generation's store, and reconnects its group by the handles of all ranks.
+Then each member writes its outcome to the store, and the generation uses the group only if all
+members succeeded. Otherwise all of them make a new group.
 
-torch's handle for Gloo is the rank and the number of the group's last generation. It is unique
-among the members of a generation if a new group begins with its member's rank in that generation.
+torch's handle for Gloo consists of the group's rank and number in its last generation. Handles are
+unique within a generation because a new group is made with its member's rank in that generation.
 """
 
 import weakref
@@ -41,11 +41,11 @@ class LiveGloo:
         self._store = _CurrentStore(HashStore())
         self._live: list[ReconfigurableGloo] = []
         """One group or none; `_free` empties the list."""
-        # Freeing joins the group's threads, so neither the trainer nor the exit may do it.
+        # Freeing joins the group's threads: neither the trainer nor the process' exit may do it.
         weakref.finalize(self, _free, self._live)
 
     def connect(self, seat: Seat, store: Store) -> Any | None:
-        """Return Gloo's group, connected for this seat; None, on all members, if one member failed.
+        """Return Gloo's group, connected for this seat; None, on all members, if a member failed.
 
         Raises GenerationBroken if the store is aborted meanwhile.
         """
@@ -71,19 +71,20 @@ class LiveGloo:
         return self._live[0].gloo
 
     def drop(self) -> None:
-        """Drop the group, in which an operation may never end; the next generation makes one."""
+        """Drop the group, as an operation in it may never end. The next generation makes a new
+        group."""
         _free(self._live)
 
     def _handle(self, seat: Seat) -> str:
         address, timeout_s = seat.address, seat.collective_s
         if self._live:
-            # A new listener for each generation shows a cut which connections belong to it.
+            # A new listener for each generation: `cut` finds the generation's connections by it.
             self._live[0].renew(address=address, timeout_s=timeout_s)
         else:
-            made = ReconfigurableGloo(
+            group = ReconfigurableGloo(
                 self._store, seat.rank, seat.world_size, address=address, timeout_s=timeout_s
             )
-            self._live.append(made)
+            self._live.append(group)
         return self._live[0].handle()
 
     def _reconfigure(self, seat: Seat, handles: list[bytes], messages: "_GroupMessages") -> bytes:
@@ -98,7 +99,7 @@ class LiveGloo:
             raise
         except (RuntimeError, ShoalError) as error:
             failure = _failed(error)
-            # Otherwise ranks would wait for this rank's address until the limit.
+            # Without it, the other ranks would wait for this rank's address until the limit.
             messages.set(reconfigured_address_key(seat.generation, seat.rank), failure)
             return failure
         return b""
@@ -147,7 +148,7 @@ class _Addresses(AddressStore):
 
     def _address(self, key: str, value: bytes) -> bytes:
         if bytes(value).startswith(_FAILED):
-            raise RuntimeError(f"a peer gave up: {bytes(value).decode(errors='replace')}")
+            raise RuntimeError(f"a peer's reconnection {bytes(value).decode(errors='replace')}")
         return super()._address(key, value)
 
 

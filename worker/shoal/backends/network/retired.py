@@ -1,9 +1,9 @@
-"""Gloo groups of past generations, kept until no operation runs in them and they are freed.
+"""Gloo groups of past generations, freed once no operation runs in them.
 
 Freeing a group waits for its threads, and so for their current operations. An operation that was
-cut in the middle of a write may never end, and nothing reports that. So neither the trainer nor the
-exit of the process frees a group. A separate thread frees each group: it waits with the interpreter
-unlocked, for 10 ms or for ever.
+cut in the middle of a write may never end, and nothing reports that. So a group is not freed by the
+trainer or at the exit of the process, but by a separate thread, which releases the GIL while it
+waits: for 10 ms or for ever.
 """
 
 import atexit
@@ -18,11 +18,11 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RETIRED_S = 1.0
-"""Time after which an old group's threads are idle, and its peers have finished with it."""
+"""Delay before a group is freed: its threads are then idle, and its peers no longer need it."""
 EXIT_S = 2.0
 """Time for which the exit of the process waits for operations that do not end."""
 
-_hurry = threading.Event()
+_free_at_once = threading.Event()
 _threads: list[threading.Thread] = []
 
 
@@ -34,8 +34,8 @@ def retire(groups: list[Any]) -> None:
 
 
 def keep_for_ever(groups: Iterable[Any]) -> None:
-    """Never free these groups, as freeing would wait for an operation that does not end. Rare;
-    costs memory and a thread."""
+    """Never free these groups, as freeing would wait for an operation that does not end. Rarely
+    needed; costs memory and a thread."""
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -45,21 +45,21 @@ def free_now(limit_s: float) -> bool:
     waiting = [each for each in _threads if each.is_alive()]
     if not waiting:
         return True
-    give_up_s = time.monotonic() + limit_s
-    _hurry.set()
+    deadline_s = time.monotonic() + limit_s
+    _free_at_once.set()
     for thread in waiting:
-        thread.join(max(give_up_s - time.monotonic(), 0))
-    _hurry.clear()
+        thread.join(max(deadline_s - time.monotonic(), 0))
+    _free_at_once.clear()
     return not any(each.is_alive() for each in waiting)
 
 
 def _free(groups: list[Any]) -> None:
-    _hurry.wait(RETIRED_S)
+    _free_at_once.wait(RETIRED_S)
     groups.clear()
 
 
 def _at_exit() -> None:
-    # Otherwise the interpreter would free them at its end, and wait without a limit.
+    # Otherwise the interpreter would free the groups when it ends, and wait without a limit.
     if not free_now(EXIT_S):
         log.warning("groups_not_freed", reason=f"an operation did not end within {EXIT_S:g} s")
 

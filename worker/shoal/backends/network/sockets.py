@@ -1,9 +1,9 @@
 """Search for the sockets of this process that carry a group's connections.
 
-A connection belongs to a group exactly if one of its two ends is a listener that a member of the
-group announced. No list of sockets is kept, which could become stale. A descriptor is inspected
-only through a duplicate: that stays the same socket even if the owner closes its descriptor and the
-kernel reuses the number.
+A connection belongs to a group if and only if one of its two ends is a listener that a member of
+the group announced. No list of sockets is kept: it could become stale. A descriptor is inspected
+only through a duplicate, which refers to the same socket even if the owner closes its descriptor
+and the kernel reuses the number.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _ESTABLISHED = 1
-"""State of a connection in the first byte of `tcp(7)`'s TCP_INFO."""
+"""First byte of TCP_INFO (`tcp(7)`) for a connection that neither side has closed."""
 
 
 def socket_address_bytes(family: int, address: tuple[str, int]) -> bytes:
@@ -96,6 +96,6 @@ def _state(connection: socket.socket) -> int:
 
 def _ends(connection: socket.socket) -> list[bytes]:
     ends = [connection.getsockname()[:2]]
-    with contextlib.suppress(OSError):  # not connected yet: its own end alone decides
+    with contextlib.suppress(OSError):  # not connected yet: it has only its own end
         ends.append(connection.getpeername()[:2])
     return [socket_address_bytes(connection.family, end) for end in ends]

@@ -1,4 +1,4 @@
-"""Stores that Gloo uses in place of its generation's store, to which they forward."""
+"""Stores that Gloo uses in place of its generation's store; they forward calls to that store."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -97,11 +97,11 @@ class AnnouncingStore(Store):
 
 
 class AddressStore(AnnouncingStore):
-    """Store for Gloo's bring-up that waits for the addresses of all ranks in one call, not n.
+    """Store for Gloo's bring-up: it waits for the addresses of all ranks in one call, not in n.
 
-    Gloo sets PREFIX/RANK, and then waits for PREFIX/0, PREFIX/1, ... and reads each. The first wait
-    is extended to all of them; an inner store that keeps awaited values answers the reads without
-    calls. Other keys are forwarded unchanged.
+    Gloo sets PREFIX/RANK, and then waits for PREFIX/0, PREFIX/1, ... and reads each value. The
+    first of these waits is extended to all of these keys. An inner store that keeps awaited values
+    then answers the reads without calls. Other keys are forwarded unchanged.
     """
 
     def __init__(self, inner: Any, rank: int, world_size: int) -> None:
@@ -109,7 +109,7 @@ class AddressStore(AnnouncingStore):
         self._rank, self._world_size = rank, world_size
         self._awaited: list[str] = []
         self._prefixes: set[str] = set()
-        self._there = False
+        self._has_addresses = False
 
     def set(self, key: str, value: Any) -> None:
         prefix, _, last = key.rpartition("/")
@@ -120,7 +120,7 @@ class AddressStore(AnnouncingStore):
         self._inner.set(key, compact(kept))
         self._prefixes.add(prefix)
         self._awaited = [f"{prefix}/{rank}" for rank in range(self._world_size)]
-        self._there = False
+        self._has_addresses = False
 
     def get(self, key: str) -> bytes:
         return self._keep(self._address(key, self._inner.get(key)))
@@ -136,8 +136,8 @@ class AddressStore(AnnouncingStore):
         return expand(bytes(value)) if is_compact else value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        own = set(keys) <= set(self._awaited)
-        if own and self._there:
+        are_addresses = set(keys) <= set(self._awaited)
+        if are_addresses and self._has_addresses:
             return
-        super().wait(self._awaited if own else keys, timeout)
-        self._there = own
+        super().wait(self._awaited if are_addresses else keys, timeout)
+        self._has_addresses = are_addresses

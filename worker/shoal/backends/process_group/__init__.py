@@ -1,1 +1,1 @@
-"""Interface of all backends, and a process group in Python that needs few methods."""
+"""Interface of all backends, and a process group in Python with few methods to implement."""

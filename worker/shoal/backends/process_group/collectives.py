@@ -1,8 +1,8 @@
 """A process group in Python, with torch's many names for collectives mapped to a few methods.
 
-torch 2.13 calls a group by old and new names, with one tensor or with lists, in place or not. A
-subclass implements the eleven methods under "for the transport"; all other methods are here, and
-also counts of the bytes moved.
+torch 2.13 calls a group's methods by old and new names, with one tensor or with lists, in place or
+not. A subclass implements the eleven methods under "for the transport"; all other methods are here.
+The bytes moved are counted.
 """
 
 from abc import abstractmethod
@@ -31,7 +31,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
-    """See the module. Tensors reach a transport detached and contiguous, lists by rank."""
+    """See the module. A transport gets tensors detached from autograd, and lists by rank."""
 
     def __init__(self, rank: int, size: int, name: str, timeout_s: float) -> None:
         super().__init__(rank, size)
@@ -220,7 +220,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
                 "the parts of all ranks do not make up the whole",
                 seen=f"a whole of {whole.numel()} elements, {num_ranks} parts of {size}",
                 expected=f"a whole of {size * num_ranks} elements",
-                fix="Hand uneven parts in as a list of tensors.",
+                fix="Pass uneven parts as a list of tensors.",
             )
         flat = whole.view(-1)
         return [flat[rank * size : (rank + 1) * size] for rank in range(num_ranks)]
@@ -230,7 +230,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
         num_rows, num_ranks = len(tensor), self.size()
         if not sizes and num_rows % num_ranks:
             raise ShapeMismatch(
-                "rows cannot be dealt out evenly",
+                "rows cannot be divided evenly among the ranks",
                 seen=f"{num_rows} rows for {num_ranks} ranks",
                 fix="Give the number of rows for each rank.",
             )
@@ -252,7 +252,7 @@ def counts(group: dist.ProcessGroup | None = None) -> dict[str, Count]:
 
 
 def reset_counts(group: dist.ProcessGroup | None = None) -> None:
-    """Begin to count anew, for a group or for all of this rank's groups."""
+    """Set the counts of a group, or of all of this rank's groups, to zero."""
     for each in _counting(group):
         each.counts = {}
 

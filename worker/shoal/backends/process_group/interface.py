@@ -68,7 +68,7 @@ class Backend(Protocol):
 
     name: str
     is_watched: bool
-    """True if the session's own watch detects hangs, and not the transport's limits."""
+    """True if the session's own watch detects hangs; otherwise the transport's limits do."""
 
     def group(self, seat: Seat, store: Store) -> Group: ...
 
@@ -82,7 +82,7 @@ class Backend(Protocol):
 
 
 class _NoBackend:
-    """Backend of a strategy that was given none; it makes no groups."""
+    """Backend of a strategy for which none was set; it makes no groups."""
 
     name = "none"
     is_watched = False
@@ -106,10 +106,10 @@ def refuse_default_group() -> None:
         backend = dist.get_backend()
         if backend.startswith("shoal"):
             raise InvalidSpec(
-                "another session of this process trains still",
+                "another session of this process is still training",
                 seen=f"its default process group, of the backend {backend}",
                 expected="one session at a time",
-                fix="Leave the `with` block of the one before the first batch of the other.",
+                fix="Leave the `with` block of that session before the first batch of this one.",
             )
         raise InvalidSpec(
             "torch.distributed has a default process group already",

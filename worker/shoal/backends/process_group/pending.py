@@ -1,4 +1,4 @@
-"""Operations in progress of a process group in Python."""
+"""Works (`dist.Work`) of a process group that is written in Python."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Pending(dist.Work):
-    """Operation in progress. Its future completes on the thread that asks for it."""
+    """Operation in progress. A thread that asks for its future completes the operation."""
 
     def __init__(self, tensors: Sequence[Tensor], timeout_s: float) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class Pending(dist.Work):
         return self._tensors
 
     def get_future(self) -> Any:
-        # Callbacks of a future run on the thread that completes it, and may communicate. So the
-        # future is complete when returned: its callbacks run on their own rank's thread.
+        # A future's callbacks run on the thread that completes it, and may communicate. So the
+        # future is complete when it is returned: callbacks then run on the thread of this rank.
         future: Any = torch.futures.Future()
         self.finish(self._timeout_s)
         future.set_result(self._tensors)

@@ -23,7 +23,7 @@ _FOLDS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
-    """Reduce one tensor of each rank; every rank would get the same bits.
+    """Reduce the ranks' tensors, in the order of ranks: the same bits, whichever rank does it.
 
     Raises InvalidSpec for an unsupported reduction, ValueError if shapes or dtypes differ.
     """
@@ -38,7 +38,7 @@ def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
     for part in parts:
         if part.shape != first.shape or part.dtype != first.dtype:
             raise ValueError(
-                f"ranks hand in {tuple(first.shape)} {first.dtype} "
+                f"the ranks' tensors differ: {tuple(first.shape)} {first.dtype} "
                 f"and {tuple(part.shape)} {part.dtype}"
             )
     total = first.clone()

@@ -1,4 +1,4 @@
-"""Transport of a group's tensors on the host, by its name in torch's table of groups."""
+"""Predicates about a group's transport for tensors on the host, by torch's table of groups."""
 
 import functools
 
@@ -11,7 +11,7 @@ PLUGIN = "shoal_gloo"
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """True if torch's Gloo carries the group's tensors on the host, under either name."""
+    """True if Gloo carries the group's tensors on the host, under torch's name or Shoal's."""
     return _host_transport(group) in ("gloo", PLUGIN)
 
 
@@ -22,7 +22,7 @@ def can_be_cut(group: dist.ProcessGroup) -> bool:
 
 
 def _host_transport(group: dist.ProcessGroup) -> str:
-    # torch does not know every group in Python.
+    # torch's table may not have a group that is written in Python.
     if isinstance(group, CollectiveGroup):
         return ""
     return _transports(dist.get_backend_config(group)).get("cpu", "")

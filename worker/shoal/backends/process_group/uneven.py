@@ -20,11 +20,11 @@ def all_gather_uneven(
 
     Raises ShapeMismatch if this rank's own output does not have its tensor's size.
     """
-    own = outputs[dist.get_rank(group)]
-    if own.numel() != tensor.numel():
+    own_output = outputs[dist.get_rank(group)]
+    if own_output.numel() != tensor.numel():
         raise ShapeMismatch(
-            "a rank's output has not the size of its tensor",
-            seen=f"{own.numel()} elements",
+            "a rank's output does not have the size of its tensor",
+            seen=f"{own_output.numel()} elements",
             expected=f"{tensor.numel()} elements",
         )
     all_to_all_uneven(outputs, [tensor] * len(outputs), group)
@@ -34,12 +34,12 @@ def all_to_all_uneven(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
     """Fill `outputs[rank]` with that rank's `inputs[own rank]`."""
-    given = torch.cat([part.reshape(-1) for part in inputs])
+    sent = torch.cat([part.reshape(-1) for part in inputs])
     sizes = [part.numel() for part in outputs]
-    taken = given.new_empty(sum(sizes))
-    dist.all_to_all_single(taken, given, sizes, [part.numel() for part in inputs], group=group)
+    received = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(received, sent, sizes, [part.numel() for part in inputs], group=group)
     with torch.no_grad():
-        for output, part in zip(outputs, torch.split(taken, sizes), strict=True):
+        for output, part in zip(outputs, torch.split(received, sizes), strict=True):
             output.copy_(part.view(output.shape))
 
 

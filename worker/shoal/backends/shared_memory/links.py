@@ -1,4 +1,4 @@
-"""Connections that notify ranks with shared memory of the loss of a rank.
+"""Connections between ranks that share memory: they notify a rank when another is lost.
 
 Shared memory does not show that a peer has died. So each rank has a connection to rank 0, and a
 thread waits for its end. A rank that leaves in order sends `LEAVING` first. A connection that ends
@@ -17,8 +17,8 @@ LEAVING = b"L"
 
 
 class PeerSockets:
-    """Owner of a rank's connections: rank 0 has one to each other rank, another rank one to rank
-    0."""
+    """Connections of one rank: rank 0 has a connection to each other rank, any other rank has one
+    to rank 0."""
 
     def __init__(
         self, connections: Sequence[socket.socket], on_lost: Callable[[str], None]
@@ -72,15 +72,15 @@ def _await_lost(
     while by_descriptor:
         for descriptor, _ in poll.poll():
             try:
-                word = by_descriptor[descriptor].recv(1)
+                message = by_descriptor[descriptor].recv(1)
             except OSError:
-                word = b""
+                message = b""
             poll.unregister(descriptor)
             del by_descriptor[descriptor]
-            if word != LEAVING:
-                tell = on_lost()
-                if tell is not None:
-                    tell("a rank on this machine is gone")
+            if message != LEAVING:
+                callback = on_lost()
+                if callback is not None:
+                    callback("a rank on this machine is gone")
                 return
 
 

@@ -25,7 +25,7 @@ _STORES_IN_ORDER = platform.machine() == "x86_64"
 
 
 def head_bytes(world_size: int) -> int:
-    """Bytes that meetings need, rounded up to whole pages."""
+    """Return the number of bytes that meetings need, rounded up to whole pages."""
     semaphores = _num_rounds(world_size) * world_size * SEMAPHORE_BYTES
     return whole_pages(semaphores + world_size * (2 * _WORD_BYTES + NOTE_BYTES))
 
@@ -53,20 +53,20 @@ class SharedMemory:
         self.data = data
         """The caller's part of the memory."""
         words = memoryview(head)[rounds * world_size * SEMAPHORE_BYTES :].cast("Q")
-        # Two sets of words: a rank may be at the next meeting while another still reads this one's.
+        # Two sets of words: a rank may be at the next meeting while another reads this one's words.
         self._words = words[:world_size], words[world_size : 2 * world_size]
         self._processors = Processors(words[2 * world_size : 3 * world_size], rank)
-        all_of_them = _semaphores(head, rounds * world_size)
-        self._rounds = [all_of_them[r * world_size : (r + 1) * world_size] for r in range(rounds)]
+        semaphores = _semaphores(head, rounds * world_size)
+        self._rounds = [semaphores[r * world_size : (r + 1) * world_size] for r in range(rounds)]
         self._limit_s = limit_s
-        self._have_one_each = world_size <= len(os.sched_getaffinity(0))
+        self._has_processor_each = world_size <= len(os.sched_getaffinity(0))
         """True if there is a processor for each rank."""
         self._num_met = self._num_awaited = 0
         self._lock = threading.Lock()
         self._reason = ""
         self._links: PeerSockets | None = None
-        self._left: Callable[[], None] | None = None
-        self._further: tuple[Semaphore, ...] = ()
+        self._on_left: Callable[[], None] | None = None
+        self._other_semaphores: tuple[Semaphore, ...] = ()
 
     @property
     def num_met(self) -> int:
@@ -78,10 +78,10 @@ class SharedMemory:
         """Number of meetings and of other waits so far. Any thread."""
         return self._num_met + self._num_awaited
 
-    def watch(self, links: PeerSockets, left: Callable[[], None]) -> None:
-        """Set the connections to peers. `left` is called once this rank has left, after its last
+    def watch(self, links: PeerSockets, on_left: Callable[[], None]) -> None:
+        """Set the connections to peers. `on_left` is called once this rank has left, after its last
         write."""
-        self._links, self._left = links, left
+        self._links, self._on_left = links, on_left
 
     def meet(self, word: int = 0) -> Sequence[int]:
         """Wait for all ranks; return their words, by rank. `word`: at most 64 bits.
@@ -96,17 +96,17 @@ class SharedMemory:
         self._raise_if_over()
         self._words[self._num_met % 2][self.rank] = word
         if self._rounds:
-            if self._have_one_each:
+            if self._has_processor_each:
                 self._processors.part()
             self._post(0)
 
     def await_others(self, *, sign: int = 0) -> Sequence[int]:
         """Complete the meeting that `arrive` began.
 
-        `sign`: the word of all ranks in this meeting, different from that two meetings ago. Once
-        all have arrived, a rank may continue and leave, which cuts the meeting for ranks that have
-        not woken up yet. A rank that finds the signs of all ranks then completes the meeting too,
-        if the processor keeps stores in order.
+        `sign`: the word that every rank writes in this meeting; it differs from the sign two
+        meetings earlier. Once all ranks have arrived, a rank may continue and leave, which cuts the
+        meeting for ranks that have not woken up yet. Such a rank completes the meeting all the same
+        if it reads the sign from every rank and the processor keeps stores in order.
         """
         words = self._words[self._num_met % 2]
         self._num_met += 1
@@ -125,7 +125,7 @@ class SharedMemory:
     def wake_from(self, semaphores: Sequence[Semaphore]) -> None:
         """Register semaphores for `wait_for`, so that `cut` ends waits for them too."""
         with self._lock:
-            self._further = tuple(semaphores)
+            self._other_semaphores = tuple(semaphores)
 
     def wait_for(self, semaphore: Semaphore) -> None:
         """Wait until another rank has posted the semaphore. Raises as `meet`."""
@@ -136,25 +136,25 @@ class SharedMemory:
     def _wait(self, semaphore: Semaphore, deadline_s: float) -> None:
         self._raise_if_over()
         with waiting:
-            came = self._comes(semaphore, deadline_s)
+            is_posted = self._await_post(semaphore, deadline_s)
         self._raise_if_over()
-        if not came:
-            self.cut(f"not all of them came within {self._limit_s:g} s")
+        if not is_posted:
+            self.cut(f"not all ranks arrived within {self._limit_s:g} s")
             raise GenerationBroken(
                 "ranks no longer share memory",
-                seen=f"not all {self.world_size} came",
+                seen=f"not all {self.world_size} ranks arrived",
                 expected=f"within {self._limit_s:g} s",
             )
 
-    def _comes(self, semaphore: Semaphore, deadline_s: float) -> bool:
-        if not self._have_one_each:
+    def _await_post(self, semaphore: Semaphore, deadline_s: float) -> bool:
+        if not self._has_processor_each:
             return semaphore.wait(deadline_s)
         self._processors.part()
         if semaphore.comes_soon(deadline_s):
             return True
-        came = semaphore.wait(deadline_s)
+        is_posted = semaphore.wait(deadline_s)
         self._processors.part()
-        return came
+        return is_posted
 
     def _post(self, number: int) -> None:
         """Post to the rank that waits for this rank in round `number`."""
@@ -168,7 +168,7 @@ class SharedMemory:
             self._reason = reason
         for semaphores in self._rounds:
             semaphores[self.rank].post()
-        for semaphore in self._further:
+        for semaphore in self._other_semaphores:
             semaphore.post()
         if self._links is not None:
             self._links.cut()
@@ -183,9 +183,9 @@ class SharedMemory:
             self._reason = self._reason or "this rank has left"
         if self._links is not None:
             self._links.close()
-        left, self._left = self._left, None
-        if left is not None:
-            left()
+        on_left, self._on_left = self._on_left, None
+        if on_left is not None:
+            on_left()
 
 
 def _num_rounds(world_size: int) -> int:

@@ -23,7 +23,7 @@ _NUM_SETS = 2
 
 
 class SharedMessages:
-    """Exchange as one rank sees it. All ranks call the same methods in the same order. For one
+    """One rank's view of the exchange. All ranks call the same methods in the same order. For one
     thread, except `cut`."""
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
@@ -31,7 +31,7 @@ class SharedMessages:
         self._num_words = num_words
         self._rank, self._world_size = group.rank(), group.size()
         self._message: torch.Tensor | None = None
-        self._alone: list[int] = []
+        self._own_words: list[int] = []
         """The words sent, if there is no other rank."""
         self._work: dist.Work | None = None
         self._memory: SharedMemory | None = None
@@ -55,8 +55,8 @@ class SharedMessages:
         return self._memory
 
     def share(self, beside_bytes: int = 0) -> None:
-        """Send words through memory from now on, if all ranks can share it. Collective; raises as
-        the group's collectives. `beside_bytes`: additional memory for the caller.
+        """Send words through shared memory from now on, if all ranks can share memory. Collective;
+        raises as the group's collectives do. `beside_bytes`: additional memory for the caller.
         """
         assert self._group is not None, "not closed"
         self.may_share = False
@@ -83,7 +83,7 @@ class SharedMessages:
             memory.arrive(_sign_of(memory))
             return
         if self._world_size == 1:
-            self._alone = list(words)
+            self._own_words = list(words)
             return
         message = torch.zeros(self._world_size, len(words), dtype=torch.int64)
         message[self._rank] = torch.tensor(words, dtype=torch.int64)
@@ -102,7 +102,7 @@ class SharedMessages:
             values = self._values[start : start + self._world_size * count].tolist()
             return [values[at : at + count] for at in range(0, len(values), count)]
         if self._world_size == 1:
-            return [self._alone]
+            return [self._own_words]
         message, self._message = self._message, None
         assert message is not None, "sent before"
         work, self._work = self._work, None
@@ -114,7 +114,7 @@ class SharedMessages:
     def forget(self) -> None:
         """Discard words that were sent and not received, on all ranks alike."""
         if self.has_sent and self._memory is not None:
-            # Other ranks could not tell these words from the next ones.
+            # The other ranks cannot distinguish these words from the next ones.
             self._memory.cut("values were sent and not received")
         self.has_sent = False
         self._message = self._work = None

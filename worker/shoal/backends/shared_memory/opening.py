@@ -1,9 +1,9 @@
 """Set-up of shared memory between the ranks of a group, if all of them are on one machine.
 
-Rank 0 creates the memory and sends its descriptors to the others over a socket, whose name and key
-it has sent in a collective of the group. Either all ranks share the memory or none does. Memory
-that all ranks kept from the previous generation is reused, see `regions`. But the memory for
-meetings is new each time, since a late `cut` of a past generation posts in the old one.
+Rank 0 creates the memory and sends its descriptors to the other ranks over a Unix socket. It has
+announced the socket's name and key in a collective of the group. Either all ranks share the memory
+or none does. Memory that all ranks kept from the previous generation is reused, see `regions`. But
+the memory for meetings is always new: a late `cut` of a past generation posts to the old one.
 """
 
 import hashlib
@@ -34,19 +34,19 @@ from shoal_client.connection.transport import transport_of
 log = structlog.get_logger(__name__)
 
 OPEN_S = 2.0
-"""Time within which all ranks must have the memory; otherwise none of them uses it."""
+"""Time within which all ranks must have mapped the memory; otherwise no rank uses it."""
 MAX_SILENT = 256
 """Limit of connections without a complete greeting, above which the oldest is closed."""
 _HOST_BYTES, _NAME_BYTES = 32, 32
 _GREETING = struct.Struct("=I32s")
-_HANDED = struct.Struct(f"=Q{ID_BYTES}s")
-"""The region's size and id, sent with two descriptors: the meetings' memory and the region."""
+_REGION = struct.Struct(f"=Q{ID_BYTES}s")
+"""The region's size and id, sent with the descriptors of the meetings' memory and of the region."""
 _DONE, _AGREED = b"D", b"A"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """State of one rank once the memory is open."""
+    """Memory and connections of one rank after the set-up."""
 
     head: mmap.mmap
     region: MemoryRegion
@@ -56,12 +56,12 @@ class _Opened:
 def share_memory(
     group: dist.ProcessGroup, num_bytes: int, limit_s: float, kept: KeptRegions | None = None
 ) -> SharedMemory | None:
-    """Share memory of this size among all ranks of the group, and memory for meetings. None, on all
-    ranks alike, if they are not on one machine, or if that has no such memory. Collective.
+    """Return memory of this size that all ranks of the group share. Collective.
 
-    `limit_s`: time limit of each meeting. `kept`: its first region is reused, with its old
-    contents, if all ranks have it; at `close` it receives this memory's region. Raises RuntimeError
-    as the group's collectives do, and InvalidSpec for an unknown SHOAL_TRANSPORT.
+    Returns None, on all ranks alike, if they are not on one machine, or if the machine has no such
+    memory. `limit_s`: time limit of each meeting. `kept`: its first region is reused, with its old
+    contents, if all ranks have that region; `close` adds the memory's region to `kept`. Raises
+    RuntimeError as the group's collectives do, and InvalidSpec for an unknown SHOAL_TRANSPORT.
     """
     old = kept.take() if kept is not None else None
     opened = None
@@ -80,40 +80,40 @@ def share_memory(
         group.size(),
         limit_s,
     )
-    left = region.close if kept is None else partial(kept.keep, region)
-    memory.watch(PeerSockets(opened.connections, memory.cut), left)
+    on_left = region.close if kept is None else partial(kept.keep, region)
+    memory.watch(PeerSockets(opened.connections, memory.cut), on_left)
     return memory
 
 
 def _open(group: dist.ProcessGroup, num_bytes: int, old: MemoryRegion | None) -> _Opened | None:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     with ExitStack() as stack:
-        listener, name = _named(stack) if rank == 0 else (None, bytes(_NAME_BYTES))
-        words = _gathered(group, _host() + name + (old.region_id if old is not None else NO_REGION))
-        hosts = {word[:_HOST_BYTES] for word in words}
-        name = words[0][_HOST_BYTES:-ID_BYTES]
-        if len(hosts) > 1 or not any(name) or not any(words[0][:_HOST_BYTES]):
+        listener, name = _new_listener(stack) if rank == 0 else (None, bytes(_NAME_BYTES))
+        items = _gather(group, _host() + name + (old.region_id if old is not None else NO_REGION))
+        hosts = {message[:_HOST_BYTES] for message in items}
+        name = items[0][_HOST_BYTES:-ID_BYTES]
+        if len(hosts) > 1 or not any(name) or not any(items[0][:_HOST_BYTES]):
             return None
-        if len({word[-ID_BYTES:] for word in words}) > 1:
+        if len({message[-ID_BYTES:] for message in items}) > 1:
             old = None
         try:
             if listener is not None:
-                return _share(listener, name, world_size, _region_for(num_bytes, old))
+                return _serve(listener, name, world_size, _region_for(num_bytes, old))
             return _receive(name, rank, old)
         except (OSError, _Refused) as error:
             log.warning("no_shared_memory", rank=rank, num_bytes=num_bytes, reason=repr(error))
             return None
 
 
-def _gathered(group: dist.ProcessGroup, word: bytes) -> list[bytes]:
-    own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+def _gather(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
+    own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     gathered = [torch.empty_like(own) for _ in range(group.size())]
     wait_abortable(dist.all_gather(gathered, own, group=group, async_op=True), group)
     return [bytes(each.tolist()) for each in gathered]
 
 
 def _region_for(num_bytes: int, old: MemoryRegion | None) -> MemoryRegion:
-    """Return the old region, which all ranks have, if it can be reused; else a new one."""
+    """Return the old region, which all ranks have, if it can be reused; else a new region."""
     if old is not None and old.suits(num_bytes) and old.is_deserted():
         old.enter()
         return old
@@ -125,8 +125,8 @@ class _Refused(Exception):
 
 
 def _host() -> bytes:
-    """Return bytes that are equal exactly for processes that can share memory; zeros if this
-    process cannot."""
+    """Return an id that two processes have in common only if they can share memory; zeros if this
+    process cannot share memory."""
     if not available() or transport_of(None) != "auto":
         return bytes(_HOST_BYTES)
     try:
@@ -138,8 +138,8 @@ def _host() -> bytes:
     return hashlib.sha256(machine + f"{namespace} {os.getuid()}".encode()).digest()
 
 
-def _named(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
-    """Return a listening socket and its unguessable name; zeros if the system has no such names."""
+def _new_listener(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
+    """Return a listening Unix socket and its random name; None and zeros if that is impossible."""
     name = secrets.token_bytes(_NAME_BYTES)
     try:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -152,11 +152,11 @@ def _named(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
 
 
 def _address(name: bytes) -> str:
-    # The first half only: any process can list socket names, so the whole name is the key.
+    # Only half of the name, as any process can list sockets by name: the whole name is the key.
     return f"\0shoal-ranks-{name[: _NAME_BYTES // 2].hex()}"
 
 
-def _share(listener: socket.socket, name: bytes, world_size: int, region: MemoryRegion) -> _Opened:
+def _serve(listener: socket.socket, name: bytes, world_size: int, region: MemoryRegion) -> _Opened:
     deadline_s = time.monotonic() + OPEN_S
     with ExitStack() as stack:
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
@@ -164,17 +164,17 @@ def _share(listener: socket.socket, name: bytes, world_size: int, region: Memory
         os.ftruncate(descriptor, head_bytes(world_size))
         head = mmap.mmap(descriptor, head_bytes(world_size))
         initialise(head, world_size)
-        handed = _HANDED.pack(region.num_bytes, region.region_id), [descriptor, region.descriptor]
+        message = _REGION.pack(region.num_bytes, region.region_id), [descriptor, region.descriptor]
         by_rank: dict[int, socket.socket] = {}
         with _Greetings(listener, name) as greetings:
             while len(by_rank) < world_size - 1:
                 rank, connection = greetings.next(deadline_s)
                 stack.enter_context(connection)
-                connection.settimeout(_left(deadline_s))
-                socket.send_fds(connection, [handed[0]], handed[1])
+                connection.settimeout(_remaining_s(deadline_s))
+                socket.send_fds(connection, [message[0]], message[1])
                 by_rank[rank] = connection
         for connection in by_rank.values():
-            connection.settimeout(_left(deadline_s))
+            connection.settimeout(_remaining_s(deadline_s))
             if _read(connection, 1) != _DONE:
                 raise _Refused("a rank could not map the memory")
         for connection in by_rank.values():
@@ -206,7 +206,7 @@ class _Greetings:
     def next(self, deadline_s: float) -> tuple[int, socket.socket]:
         """Return the next rank and its connection. Raises TimeoutError after the deadline."""
         while time.monotonic() < deadline_s:
-            for ready, _ in self._selector.select(_left(deadline_s)):
+            for ready, _ in self._selector.select(_remaining_s(deadline_s)):
                 if ready.fileobj is self._listener:
                     self._accept()
                     continue
@@ -217,7 +217,7 @@ class _Greetings:
                         self._forget(connection)
                         return rank, connection
                     self._refuse(connection, "another key")
-        raise TimeoutError("not all ranks came for the memory")
+        raise TimeoutError("not all ranks asked for the memory")
 
     def _accept(self) -> None:
         try:
@@ -226,7 +226,7 @@ class _Greetings:
             return  # The connection is gone already.
         connection.setblocking(False)
         if len(self._received) >= MAX_SILENT:
-            self._refuse(next(iter(self._received)), "silent, with too many others")
+            self._refuse(next(iter(self._received)), "no greeting yet, and too many connections")
         self._received[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ)
 
@@ -241,13 +241,13 @@ class _Greetings:
             self._refuse(connection, repr(error))
             return False
         if not piece:
-            self._refuse(connection, "it hung up")
+            self._refuse(connection, "closed before its greeting")
             return False
         self._received[connection] = received + piece
         return len(received) + len(piece) == _GREETING.size
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
-        # If this was a rank, its loss shows at the deadline.
+        # If it was a rank's connection, the set-up ends without shared memory at the deadline.
         log.warning("greeting_refused", reason=reason)
         self._forget(connection)
         connection.close()
@@ -260,17 +260,17 @@ class _Greetings:
 def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
     deadline_s = time.monotonic() + OPEN_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        # The kernel's time limit: with Python's own, a full backlog would be an error at once.
+        # The kernel's limit: with Python's timeout, `connect` would fail at once on a full backlog.
         limit = struct.pack("@ll", int(OPEN_S), int(OPEN_S % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.connect(_address(name))
         connection.settimeout(OPEN_S)
         connection.sendall(_GREETING.pack(rank, name))
-        data, descriptors, _, _ = socket.recv_fds(connection, _HANDED.size, 2)
+        data, descriptors, _, _ = socket.recv_fds(connection, _REGION.size, 2)
         try:
-            if len(data) < _HANDED.size or len(descriptors) < 2:
+            if len(data) < _REGION.size or len(descriptors) < 2:
                 raise _Refused("rank 0 hung up")
-            num_bytes, region_id = _HANDED.unpack(data)
+            num_bytes, region_id = _REGION.unpack(data)
             head = mmap.mmap(descriptors[0], 0)
             if old is not None and old.region_id == region_id:
                 old.enter()
@@ -281,9 +281,9 @@ def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
             for descriptor in descriptors:
                 os.close(descriptor)
         connection.sendall(_DONE)
-        connection.settimeout(_left(deadline_s))
+        connection.settimeout(_remaining_s(deadline_s))
         if _read(connection, 1) != _AGREED:
-            raise _Refused("rank 0 decided against it")
+            raise _Refused("rank 0 did not confirm that all ranks have the memory")
         return _Opened(head=head, region=region, connections=[connection.dup()])
 
 
@@ -297,6 +297,6 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return read
 
 
-def _left(deadline_s: float) -> float:
-    """Return the time left for a socket's timeout: never 0, which would mean non-blocking."""
+def _remaining_s(deadline_s: float) -> float:
+    """Return the remaining time as a socket's timeout: never 0, which would mean non-blocking."""
     return max(deadline_s - time.monotonic(), 0.001)

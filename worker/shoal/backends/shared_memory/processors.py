@@ -1,13 +1,13 @@
-"""Placement of ranks on processors, so that ranks that wait for each other do not share one.
+"""Placement of ranks on processors: ranks that wait for each other do not share a processor.
 
-A kernel often wakes a rank on the processor of the rank that woke it, although another processor is
-free: above all in a virtual machine, where a sleeping processor does not count as free (its host
-may have given it away). Both ranks then take turns for some milliseconds, until the kernel balances
-the load: a step of a two-stage pipeline took 17.5 ms, and 15.5 ms with the ranks kept apart.
+The kernel often wakes a rank on the processor of the rank that woke it, although another processor
+is free. This is common in virtual machines: an idle processor may not count as free there, as its
+host may have given it away. Both ranks then take turns for some milliseconds, until the kernel
+balances the load: a step of a two-stage pipeline took 17.5 ms, and 15.5 ms on two processors.
 
-So each rank notes its processor, and moves if another rank has noted the same one. It is not
-pinned: the kernel may move it again at once. An affinity mask that the user has set is respected;
-without one, the rank may also use processors that its cpuset gets later.
+So each rank notes its processor, and moves if another rank has noted the same processor. The rank
+is not pinned: the kernel may move it again at once. An affinity mask that the user has set is kept.
+Without a mask, the rank may also use processors that its cpuset gets later.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ from collections.abc import Collection
 
 NOTE_BYTES = 8
 _ALL = b"\xff" * 1024
-"""A bit for each of at most 8,192 processors in Linux."""
+"""Affinity mask with all bits set: Linux has at most 8,192 processors."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Processors:
-    """Processors of the ranks that share a memory, for one rank. For one thread at a time."""
+    """One rank's view of the processors that the ranks use. For one thread at a time."""
 
     def __init__(self, notes: memoryview, rank: int) -> None:
         """`notes`: shared memory with 64 bits for each rank, 0 at first."""
@@ -31,8 +31,8 @@ class Processors:
         self._may_move = True
 
     def part(self) -> None:
-        """Note this thread's processor. If another rank noted the same one, move to a processor
-        that no rank noted, if there is one."""
+        """Note this thread's processor. If another rank has noted the same processor, move to one
+        that no rank has noted, if there is any."""
         number = int(_libc.sched_getcpu())
         self._notes[self._rank] = _note_of(number)
         if self._notes.tolist().count(_note_of(number)) == 1:
@@ -47,22 +47,22 @@ class Processors:
         if not free:
             return
         to = self._last_alone if self._last_alone in free else _next(number, free)
-        # Before the move, so that the other rank does not move too.
+        # Noted before the move, so that the other rank does not move too.
         self._notes[self._rank] = _note_of(to)
         try:
             _move_within(allowed, to)
         except OSError:
-            # Some sandboxes forbid it. Moving only saves time.
+            # Some sandboxes forbid moves. The rank stays: moving only saves time.
             self._may_move = False
 
 
 def _move_within(allowed: set[int], to: int) -> None:
-    """Move to the processor, and restore the allowed ones, even if a signal handler raises."""
+    """Move to the processor, then restore the mask `allowed`, even if a signal handler raises."""
     try:
         os.sched_setaffinity(0, {to})
     finally:
-        # Since 6.2 Linux keeps the mask that was asked for. If that were `allowed`, a thread that
-        # had no mask could not use processors that its cpuset gets later.
+        # Since version 6.2 Linux keeps the mask that was asked for. If only `allowed` were asked
+        # for, a thread without a mask could not use processors that its cpuset gets later.
         _ask_for_all()
         if os.sched_getaffinity(0) != allowed:
             os.sched_setaffinity(0, allowed)

@@ -1,8 +1,8 @@
 """Memory that the ranks of one machine share, kept from one generation for the next.
 
 New memory is expensive: the kernel clears each page when it is first touched, and every process
-maps it. That takes 22 ms of processor time for 38 MB, while all members wait. Members that train on
-after a loss already share memory.
+maps it. That takes 22 ms of processor time for 38 MB, while all members wait. Members that survive
+a loss already share memory, so they reuse it.
 
 A process of an old generation may have been stopped in the middle of writing, and continue later.
 So a process that may write holds a lock, which the kernel releases when the process ends. Memory is
@@ -21,7 +21,7 @@ NO_REGION = bytes(ID_BYTES)
 _FLOCK = struct.Struct("@hhqqi")
 """glibc's `struct flock`: type, whence, start, length, process."""
 _WORTH_KEEPING = 0.5
-"""Minimum share of a region that has to be needed; otherwise a smaller one is made."""
+"""Minimum part of a region that must be in use; below it, a smaller region is made."""
 
 
 class MemoryRegion:
@@ -30,17 +30,17 @@ class MemoryRegion:
     def __init__(self, descriptor: int, region_id: bytes, num_bytes: int) -> None:
         """Map the memory of the descriptor, which the caller still owns. Raises OSError."""
         self.region_id = region_id
-        # Opened anew: a lock belongs to the file description, and each process needs its own.
-        self._own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        self._finalizer = weakref.finalize(self, os.close, self._own)
-        # mmap keeps a duplicate of the descriptor: of `_own`, as the lock of the received one is
-        # the sender's.
-        self.mapped = mmap.mmap(self._own, num_bytes)
+        # Opened again: a lock belongs to a file description, and each process needs its own.
+        self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
+        # mmap keeps a duplicate of its descriptor. A duplicate of the received descriptor would
+        # keep the sender's lock after the sender has ended.
+        self.mapped = mmap.mmap(self._descriptor, num_bytes)
         self.enter()
 
     @classmethod
     def made(cls, num_bytes: int) -> "MemoryRegion":
-        """Make a new region. Raises OSError if the system gives no memory."""
+        """Make a new region. Raises OSError if the system has no memory for it."""
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, num_bytes)
@@ -51,7 +51,7 @@ class MemoryRegion:
     @property
     def descriptor(self) -> int:
         """Descriptor to send to other processes; this object still owns it."""
-        return self._own
+        return self._descriptor
 
     @property
     def num_bytes(self) -> int:
@@ -71,8 +71,8 @@ class MemoryRegion:
 
     def is_deserted(self) -> bool:
         """True if no other process may write."""
-        found: int = _FLOCK.unpack(self._lock(fcntl.F_OFD_GETLK, fcntl.F_WRLCK))[0]
-        return found == fcntl.F_UNLCK
+        kind: int = _FLOCK.unpack(self._lock(fcntl.F_OFD_GETLK, fcntl.F_WRLCK))[0]
+        return kind == fcntl.F_UNLCK
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed once nothing refers to it. May be called
@@ -80,7 +80,7 @@ class MemoryRegion:
         self._finalizer()
 
     def _lock(self, command: int, kind: int) -> bytes:
-        return fcntl.fcntl(self._own, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
+        return fcntl.fcntl(self._descriptor, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
 
 
 class KeptRegions:

@@ -4,10 +4,10 @@ Writes before a post are visible to reads after the wait, on any processor. A pr
 long takes no processor time and does not hold the interpreter.
 
 Ranks that depend on each other wait for about 0.1 ms at a time. A rank that sleeps meanwhile is
-often woken on the processor of the rank that woke it, and both share it while another is idle. A
-step of a two-stage pipeline took 9.2 ms on two processors, and 5.2 ms if both ranks spin for a
-moment before they sleep, with less processor time in all. With more ranks than processors, spinning
-would only delay the others.
+often woken on the processor of the rank that woke it, and both share this processor while another
+is idle. A step of a two-stage pipeline took 9.2 ms on two processors. It took 5.2 ms, and less
+processor time in all, when both ranks polled for a moment before they slept. With more ranks than
+processors, polling would only delay the other ranks.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ SEMAPHORE_BYTES = 64
 """A cache line; glibc's `sem_t` has 32 bytes."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _NANOSECONDS = 1_000_000_000
-_LOOKS_S = 0.0003
+_POLL_S = 0.0003
 """Time for which a waiting process polls, yielding the processor in between, before it sleeps."""
 
 
@@ -49,7 +49,7 @@ class Semaphore:
             raise OSError(ctypes.get_errno(), "sem_post failed")
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait until `deadline_s` of `time.monotonic()`; return True if it was posted."""
+        """Wait until `deadline_s` of `time.monotonic()`; return True if a post ended the wait."""
         until_ns = int(deadline_s * _NANOSECONDS)
         limit = _Timespec(until_ns // _NANOSECONDS, until_ns % _NANOSECONDS)
         while _libc.sem_clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(limit)):
@@ -61,9 +61,9 @@ class Semaphore:
         return True
 
     def comes_soon(self, deadline_s: float) -> bool:
-        """Wait for a moment, without sleeping; return True if it was posted. Called before `wait`
-        if there is a processor for each rank."""
-        soon_s = min(time.monotonic() + _LOOKS_S, deadline_s)
+        """Poll for a moment, without sleeping; return True if the semaphore was posted. Called
+        before `wait` if there is a processor for each rank."""
+        soon_s = min(time.monotonic() + _POLL_S, deadline_s)
         while _libc.sem_trywait(self._address):
             if time.monotonic() > soon_s:
                 return False

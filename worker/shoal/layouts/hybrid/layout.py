@@ -127,7 +127,7 @@ class HybridLayout(Layout):
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Average over the ranks that have the same stage and the same split."""
+        """Average gradients over the ranks with the same stage and the same split."""
         self.world.exchanges.completes()
         self._inner.reduce()
         if self.plan.mesh.data > 1:
@@ -170,7 +170,7 @@ class HybridLayout(Layout):
 
 
 class _OneStage(Layout):
-    """Layout of the whole model on each rank, split or not."""
+    """Layout of the whole model as one stage, which a tensor group may split."""
 
     non_finite_check: NonFiniteCheck
 
@@ -243,8 +243,8 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
 def align(parameters: Sequence[nn.Parameter], ranks: TensorGroup) -> None:
     """Broadcast the gradients of unsplit parameters from the first rank of a tensor group.
 
-    The ranks' gradients differ only by kernels that add in no fixed order, or by different
-    hardware, but that is enough for copies to drift apart over many steps.
+    The ranks' gradients differ only because kernels add in no fixed order, or because hardware
+    differs. Over many steps that is enough for copies to drift apart.
     """
     whole = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
     for bucket in buckets(whole):

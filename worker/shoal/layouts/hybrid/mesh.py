@@ -12,11 +12,11 @@ class MeshShape:
     """Sizes of a mesh of ranks. Ranks are numbered along `tensor` first, along `pipeline` last."""
 
     pipeline: int
-    """Stages that the layers are cut into."""
+    """Number of stages that the layers are cut into."""
     data: int
-    """Copies that take different samples."""
+    """Number of copies, which take different samples."""
     tensor: int
-    """Ranks that each layer is split over."""
+    """Number of ranks that each layer is split over."""
 
     @property
     def world_size(self) -> int:
@@ -43,7 +43,7 @@ class FixedSizes:
     data: int | None = None
     tensor: int | None = None
     max_rank_bytes: int | None = None
-    """Limit of what one rank holds of parameters, gradients and optimizer state together."""
+    """Limit of parameters, gradients and optimizer state together on one rank."""
 
     def __post_init__(self) -> None:
         sizes = ("pipeline", "data", "tensor", "max_rank_bytes")
@@ -81,7 +81,7 @@ class ModelFacts:
 def mesh_for(world_size: int, facts: ModelFacts, fixed: FixedSizes) -> MeshShape:
     """Choose the mesh for a world size.
 
-    Candidates use every rank, have the fixed sizes and suit the model. Of these:
+    Candidates use every rank, have the fixed sizes and suit the model. The choice among them:
 
     1. with `max_rank_bytes`: a mesh within that limit, with the most copies (the fewest bytes sent
        per step); if no mesh is within the limit, the mesh that exceeds it least;

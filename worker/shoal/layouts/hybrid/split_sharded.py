@@ -84,7 +84,7 @@ class SplitShardedLayout(ShardedLayout):
         offsets, sizes = [0] * parameter.ndim, list(parameter.shape)
         if isinstance(parameter, DTensor):
             (placement,) = parameter.placements
-            assert isinstance(placement, Shard), "what is split is cut along one dimension"
+            assert isinstance(placement, Shard), "a split parameter is cut along one dimension"
             _narrow(offsets, sizes, placement.dim, self._column, self.plan.degree)
         _narrow(offsets, sizes, 0, self._row, self.world.world_size // self.plan.degree)
         return Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
@@ -131,8 +131,8 @@ class SplitShardedLayout(ShardedLayout):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce as the base, then broadcast the gradients of unsplit parameters from the first
-        rank of each tensor group: see `align` in `hybrid/layout.py`. Raises as the base.
+        """Reduce as `ShardedLayout` does, then broadcast the gradients of unsplit parameters from
+        the first rank of each tensor group: see `align` in `hybrid/layout.py`.
         """
         super().reduce()
         self.non_finite_check.found(

@@ -1,4 +1,4 @@
-"""Pipeline layout: each rank holds a stage of the model, and micro-batches pass through all."""
+"""Pipeline layout: each rank holds a stage of the model; micro-batches pass through all stages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class ScheduleSpec:
 
     schedule: str = "1f1b"
     microbatches: int = 4
-    """Number of parts of a batch; if it does not divide the batch, the next smaller one that
+    """Number of parts of a batch; if it does not divide the batch, the next smaller number that
     does."""
 
 
@@ -65,7 +65,7 @@ class PipelineLayout(Layout):
             prepare(self.stage.model)
         materialise(self.stage.model, world.device)
         world.exchanges.is_compared = True
-        self.stage.pass_buffers = PassBuffers(self.stage.model, self._tell)
+        self.stage.pass_buffers = PassBuffers(self.stage.model, self._report_refusal)
         self._schedule = schedule
         self._runners: dict[str, PipelineRunner] = {}
         self._words = SharedMessages(self._near.group, 1)
@@ -111,7 +111,7 @@ class PipelineLayout(Layout):
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
-        """See the base. Returns the last stage's loss on all ranks of the pipeline."""
+        """See the base class. Returns the last stage's loss on all ranks of the pipeline."""
         completes = self.completes and not self.faults_are_own
         with self._gradients.of_pass(self._complete, completes=completes):
             return self._pass(inputs, targets, loss_function, weight)
@@ -127,7 +127,7 @@ class PipelineLayout(Layout):
         )
         try:
             runner = self._runner_for(step_inputs)
-            loss = runner.forward_backward(step_inputs, self._way_of(runner))
+            loss = runner.forward_backward(step_inputs, self._transport_of(runner))
         except BaseException:
             # The schedule still holds the state of the failed pass.
             self._forget_runners()
@@ -139,7 +139,7 @@ class PipelineLayout(Layout):
         return loss
 
     def _broadcast_loss(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
-        """Broadcast the last stage's loss; after it, all ranks have completed the pass."""
+        """Broadcast the last stage's loss. When it returns, all ranks have completed the pass."""
         words, self._num_passes = self._words, self._num_passes + 1
         if self._num_passes > 1 and words.may_share:
             self._share(runner)
@@ -163,7 +163,7 @@ class PipelineLayout(Layout):
         self._words.send_values([runner.sent_bytes])
         return [row[0] for row in self._words.receive_values()]
 
-    def _way_of(self, runner: PipelineRunner) -> AbortableP2P | StageLanes:
+    def _transport_of(self, runner: PipelineRunner) -> AbortableP2P | StageLanes:
         """Choose the transport of the pass that begins: shared memory or point to point. Collective
         in a runner's first pass after shared memory was set up."""
         if self._lanes is None:
@@ -198,8 +198,8 @@ class PipelineLayout(Layout):
             del self._runners[next(iter(self._runners))]
         return runner
 
-    def _tell(self, refusal: InvalidSpec) -> None:
-        """Send a refusal to the other stages, which wait for this one and do not know of it."""
+    def _report_refusal(self, refusal: InvalidSpec) -> None:
+        """Send a refusal to the other stages, which wait for this one and have not seen it."""
         self.world.exchanges.report_refusal(refusal)
 
     def _tied(self) -> dict[str, nn.Parameter]:
@@ -253,7 +253,7 @@ class PipelineLayout(Layout):
 
 
 class _Whole(nn.Module):
-    """Stand-in for the user's model on each rank."""
+    """Module that the script calls in place of the user's model."""
 
     def __init__(self, layout: PipelineLayout) -> None:
         super().__init__()
@@ -272,13 +272,13 @@ def _needs_forward_backward() -> InvalidSpec:
         "a pipeline computes forward and backward passes in one",
         seen="a call of the model with gradients, or session.backward(loss)",
         expected="loss = session.forward_backward(batch, loss_function)",
-        fix="In a step call session.forward_backward; to evaluate, call the model within"
-        " torch.no_grad(), on all ranks alike.",
+        fix="In a step, call session.forward_backward. To evaluate, call the model within"
+        " torch.no_grad() on all ranks.",
     )
 
 
 def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours) -> None:
-    """Sum the gradient over these stages, this one included; it stays None if none has one."""
+    """Sum the gradient over these stages, this one included; None if no stage has a gradient."""
     own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     local = own.to_local() if isinstance(own, DTensor) else own
     # The last element is a flag: this stage has a gradient.
@@ -290,7 +290,7 @@ def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours)
     near.p2p.exchange(
         [(packed, stage) for stage, _ in others], [(part, stage) for stage, part in others]
     )
-    # In the order of the stages, so that all ranks get the same bits.
+    # Summed in the order of the stages, so that all ranks get the same bits.
     total = torch.stack(list(parts.values())).sum(dim=0)
     if not total[-1]:
         parameter.grad = None

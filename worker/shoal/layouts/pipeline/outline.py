@@ -1,8 +1,8 @@
 """A model's forward pass as a chain of layers, cut into stages.
 
-The forward pass is traced with torch.fx down to the layers and no further: inside a layer the
-user's own code runs, with the shapes, modes and randomness of the moment. No example input is
-needed, and one trace serves every world size.
+The forward pass is traced with torch.fx down to the layers and no further: a layer runs the user's
+own code at each call, with its actual shapes, modes and random numbers. No example input is needed,
+and one trace serves every world size.
 
 A trace has three kinds of values. *Inputs* are known to every stage, as all stages get the same
 samples. Values that follow from inputs, parameters and shapes alone are *repeatable*: each stage
@@ -116,13 +116,13 @@ class Flow:
 
     def uses(self) -> list[set[str]]:
         """Return the names of the modules and tensors that each segment needs."""
-        found: list[set[str]] = [set() for _ in self.names]
+        used: list[set[str]] = [set() for _ in self.names]
         repeated: list[set[fx.Node]] = [set() for _ in self.names]
         for node in self._graph.nodes:
             if node in self._segment:
                 segment = self._segment[node]
-            elif node.op == "output" and found:
-                segment = len(found) - 1
+            elif node.op == "output" and used:
+                segment = len(used) - 1
             else:
                 continue
             # Repeatable nodes count for each segment that needs them.
@@ -130,12 +130,12 @@ class Flow:
             while needed:
                 each = needed.pop()
                 if each.op in ("call_module", "get_attr"):
-                    found[segment].add(str(each.target))
+                    used[segment].add(str(each.target))
                 for source in each.all_input_nodes:
                     if source not in self._segment and source not in repeated[segment]:
                         repeated[segment].add(source)
                         needed.append(source)
-        return found
+        return used
 
     def cut(self, stage_of: Sequence[int], stage: int) -> fx.Graph:
         at = {node: stage_of[segment] for node, segment in self._segment.items()}

@@ -1,9 +1,9 @@
 """Buffers that a forward pass changes, if a stage runs it once for each micro-batch.
 
 One process changes such buffers once per pass. So each micro-batch begins with the values from
-before the pass. If all micro-batches leave the same values, as power iterations of weights do
-(spectral norm), these equal those of one process. If the values depend on the samples, or on their
-number, no order of micro-batches equals one process, and the pass is refused.
+before the pass. If all micro-batches compute the same new values, as power iterations of weights do
+(spectral norm), one process computes them too. If the values depend on the samples, or on their
+number, no order of micro-batches gives those of one process, and the pass is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,15 +53,15 @@ class PassBuffers:
         check."""
         self._changing: set[int] = set()
         """Indices of buffers that passes are known to change, even if no write was counted."""
-        self._left: dict[str, _Values] = {}
+        self._first_values: dict[str, _Values] = {}
         """Values after each operation of the first micro-batch of the pass."""
         self._at: str | None = None
-        """The operation after which the buffers had their present values; None: those from before
-        the pass."""
+        """Operation of the first micro-batch whose values the buffers now have; None: the values
+        from before the pass."""
 
     def begin(self) -> None:
         """Save the values of the buffers when a pass begins."""
-        self._left, self._at = {}, None
+        self._first_values, self._at = {}, None
         if not self._keys:
             return
         present = self._present()
@@ -80,51 +80,51 @@ class PassBuffers:
 
     @contextmanager
     def of_micro_batch(self, pass_kind: str) -> Iterator[None]:
-        """Surround a forward or backward of one micro-batch. Raises InvalidSpec if it leaves
-        buffers with other values than the first micro-batch did."""
+        """Return a context for a forward or backward of one micro-batch. Raises InvalidSpec if it
+        leaves buffers with other values than the first micro-batch did."""
         if not self._keys:
             yield
             return
-        self._go_to(FORWARD if pass_kind == BACKWARD else None)
+        self._restore(FORWARD if pass_kind == BACKWARD else None)
         yield
-        left, first = self._changed(), self._left.get(pass_kind)
+        values, first = self._changed(), self._first_values.get(pass_kind)
         if first is None:
-            passed = self._left.get(FORWARD)
+            passed = self._first_values.get(FORWARD)
             # A backward without recomputation leaves the forward's values: nothing to restore.
-            first = left if passed is None or self._differing(passed, left) else passed
-            self._left[pass_kind] = first
+            first = values if passed is None or self._differing(passed, values) else passed
+            self._first_values[pass_kind] = first
         else:
-            self._compare(first, left, "one micro-batch, and another value by another")
-        self._at = FORWARD if first is self._left[FORWARD] else pass_kind
+            self._compare(first, values, "one micro-batch, and another value after the next")
+        self._at = FORWARD if first is self._first_values[FORWARD] else pass_kind
 
-    def probe(self, of_one: Callable[[], _T], of_two: Callable[[], object]) -> _T:
+    def probe(self, run_one: Callable[[], _T], run_two: Callable[[], object]) -> _T:
         """Find the buffers that a pass over one micro-batch changes; return the pass' result.
         Raises InvalidSpec if a pass over two micro-batches at once leaves other values. Changes are
         not undone."""
         self.begin()
-        returned = of_one()
-        left = self._changed(closely=True)
-        self._changing |= left.keys()
-        if left:
-            self._put({})
+        returned = run_one()
+        values = self._changed(closely=True)
+        self._changing |= values.keys()
+        if values:
+            self._overwrite({})
             try:
-                of_two()
+                run_two()
             except Exception as error:
                 error.add_note(
-                    "This was a pass over the samples of two micro-batches at once, to see whether"
-                    f" what it leaves in buffers depends on how many there are: {self._named(left)}"
+                    "This was a pass over the samples of two micro-batches at once, to test if the"
+                    f" number of samples changes buffers: {self._named(values)}"
                 )
                 raise
-            found = self._changed(closely=True)
-            self._changing |= found.keys()
-            self._compare(left, found, "one micro-batch, and another by the samples of two")
+            of_both = self._changed(closely=True)
+            self._changing |= of_both.keys()
+            self._compare(values, of_both, "one micro-batch, and another value after two")
         return returned
 
-    def _go_to(self, pass_kind: str | None) -> None:
-        """Restore the values that the first micro-batch left after this operation; None: those
-        from before the pass."""
+    def _restore(self, pass_kind: str | None) -> None:
+        """Restore the values that this operation left in the first micro-batch; None: those from
+        before the pass."""
         if self._at != pass_kind:
-            self._put({} if pass_kind is None else self._left[pass_kind])
+            self._overwrite({} if pass_kind is None else self._first_values[pass_kind])
             self._at = pass_kind
 
     def _present(self) -> list[Tensor | None]:
@@ -132,7 +132,7 @@ class PassBuffers:
 
     def _are_as_begun(self, present: list[Tensor | None]) -> bool:
         """True if no buffer was written since the pass began, and none is known to change without
-        a count. Quick, as most stages have only constant buffers such as masks."""
+        a counted write. Quick, as most stages have only constant buffers such as masks."""
         return (
             not self._changing
             and all(map(is_, present, self._buffers))
@@ -142,10 +142,10 @@ class PassBuffers:
     def _changed(self, *, closely: bool = False) -> _Values:
         """Return the values that differ from those at the beginning of the pass; `closely`: also
         find writes that torch does not count."""
-        found: dict[int, Tensor] = {}
+        changed: dict[int, Tensor] = {}
         present = self._present()
         if not closely and self._are_as_begun(present):
-            return found
+            return changed
         for index, now in enumerate(present):
             buffer = self._buffers[index]
             if now is None or buffer is None:
@@ -156,12 +156,12 @@ class PassBuffers:
                 or index in self._changing
                 or (closely and not _same(now, self._copies[index]))
             ):
-                found[index] = now.detach().clone()
-        return found
+                changed[index] = now.detach().clone()
+        return changed
 
     @torch.no_grad()
-    def _put(self, values: _Values) -> None:
-        """Write these values into their buffers, and those from before the pass into all others."""
+    def _overwrite(self, values: _Values) -> None:
+        """Write these values into their buffers, and values from before the pass into the rest."""
         present = self._present()
         if not values and self._are_as_begun(present):
             return
@@ -183,7 +183,7 @@ class PassBuffers:
 
     def _compare(self, first: _Values, second: _Values, by: str) -> None:
         if differing := self._differing(first, second):
-            refusal = _refusal(self._named(differing), f"one value left by {by}")
+            refusal = _refusal(self._named(differing), f"one value after {by}")
             self._refuse(refusal)
             raise refusal
 
@@ -203,10 +203,10 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _refusal(names: str, seen: str) -> InvalidSpec:
     return InvalidSpec(
-        f"a forward pass computes buffers from its samples, but a pipeline passes these in"
+        f"a forward pass computes buffers from its samples, but a pipeline computes with"
         f" micro-batches: {names}",
         seen=seen,
-        expected="buffers that do not depend on which samples a pass has, or how many: then they"
-        " are equal to those of one process, with one pass over the whole batch",
-        fix="microbatches=1; or compute it after the step, with session.all_reduce.",
+        expected="buffers that depend neither on the samples of a pass nor on their number, so"
+        " that they equal those of one process, with one pass over the whole batch",
+        fix="Use microbatches=1, or compute the buffers after the step with session.all_reduce.",
     )

@@ -38,7 +38,7 @@ class Neighbours:
         described = [[name_of(t.dtype), list(t.shape), t.requires_grad] for t in tensors]
         length, text = _text(described, self.device)
         contents = [tensor.detach().contiguous() for tensor in tensors] if values else []
-        # One message after the other: each tells the receiver which one follows.
+        # One message after the other: each tells the receiver the size of the next.
         for each in (length, text, *contents):
             self.p2p.exchange([(each, to)])
 
@@ -96,7 +96,7 @@ def _described(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, _PLAIN):
         return {"value": leaf}
     raise InvalidSpec(
-        "the outputs of the model cannot be given to the other stages",
+        "the outputs of the model cannot be sent to the other stages",
         seen=type(leaf).__name__,
         expected="tensors, numbers and text in tuples, lists and dicts",
     )

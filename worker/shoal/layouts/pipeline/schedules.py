@@ -100,17 +100,17 @@ class PipelineRunner:
         self._torch_stage: Any = torch_stage
         # The loss is scaled instead: gradients of earlier passes must not be scaled again.
         self._schedule = pipelining.schedule(
-            kind, torch_stage, count, loss_fn=_as_it_is, scale_grads=False
+            kind, torch_stage, count, loss_fn=_identity, scale_grads=False
         )
 
-    def forward_backward(self, step_inputs: StepInputs, way: AbortableP2P | StageLanes) -> Tensor:
-        """Add this stage's gradients; returns the mean loss on the last stage, 0 on the others.
-        `way`: the transport of messages.
+    def forward_backward(self, step_inputs: StepInputs, p2p: AbortableP2P | StageLanes) -> Tensor:
+        """Add this stage's gradients, with messages over `p2p`. Returns the mean loss on the last
+        stage, 0 on the others.
 
         Errors of the user's code or of the group are raised unwrapped.
         """
         self._step_inputs = step_inputs
-        self._torch_stage.p2p = way
+        self._torch_stage.p2p = p2p
         self._losses.clear()
         self._buffers.begin()
         rows = torch.arange(step_inputs.num_samples)
@@ -119,7 +119,7 @@ class PipelineRunner:
         try:
             pipelining.run(self._schedule, rows=rows, target=target)
         except RuntimeError as error:
-            # torch wraps what a stage raises in a RuntimeError of its own.
+            # torch raises the error of a stage as the cause of a RuntimeError.
             wrapped = error.__cause__
             if wrapped is None:
                 raise
@@ -155,7 +155,7 @@ class PipelineRunner:
         return tuple(output.contiguous() for output in outputs)
 
     def micro_batch(self, pass_kind: str) -> AbstractContextManager[None]:
-        """Surround a forward or backward of one micro-batch of a pass."""
+        """Return a context for a forward or backward of one micro-batch of a pass."""
         return self._buffers.of_micro_batch(pass_kind) if self._count > 1 else nullcontext()
 
     def rows_of(self, microbatch: int) -> tuple[int, int]:
@@ -174,7 +174,7 @@ class PipelineRunner:
 
     def _probe(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Return tensors of the shapes that the stage receives and sends, found by one forward
-        pass; stages after the first compute with zeros.
+        pass. Stages after the first compute it with zeros.
 
         Side effects of the pass (statistics in buffers, random numbers drawn) are undone.
         """
@@ -184,14 +184,14 @@ class PipelineRunner:
             given = near.receive(source=stage.index - 1, values=False)
         start, stop = self.rows_of(0)
 
-        def of_one() -> Any:
+        def run_one() -> Any:
             return self.compute(given, start, stop)
 
-        def of_two() -> Any:
+        def run_two() -> Any:
             return self.compute([_twice(each, stop) for each in given], start, 2 * stop)
 
-        with _undone(stage.model, near.device):
-            outputs = self._buffers.probe(of_one, of_two) if self._count > 1 else of_one()
+        with _side_effects_undone(stage.model, near.device):
+            outputs = self._buffers.probe(run_one, run_two) if self._count > 1 else run_one()
         if self.is_last:
             return given, [torch.zeros(1, device=near.device)]
         near.send(outputs, to=stage.index + 1, values=False)
@@ -199,9 +199,9 @@ class PipelineRunner:
 
 
 class _PlacedStage(pipelining.UncheckedStage):
-    """Stage of torch's pipelining with abortable messages, and with the randomness of its own
-    samples in each backward: forwards of later micro-batches have begun by then, but activation
-    checkpointing must draw the same numbers again as in its own forward."""
+    """Stage of torch's pipelining with abortable messages. For activation checkpointing, a backward
+    draws the random numbers of its micro-batch's own forward again, although forwards of later
+    micro-batches have drawn others meanwhile."""
 
     runner: PipelineRunner
     p2p: AbortableP2P | StageLanes
@@ -239,22 +239,22 @@ class _Part(nn.Module):
 
     def __init__(self, runner: PipelineRunner) -> None:
         super().__init__()
-        self.__dict__["_rounds"] = runner
+        self.__dict__["_runner"] = runner
 
     def forward(self, *activations: Tensor, rows: Tensor) -> Any:
-        runner: PipelineRunner = self.__dict__["_rounds"]
+        runner: PipelineRunner = self.__dict__["_runner"]
         start, stop = int(rows[0]), int(rows[-1]) + 1
         with runner.micro_batch(FORWARD):
             outputs = runner.compute(activations, start, stop)
         return runner.loss_of(outputs, start, stop) if runner.is_last else outputs
 
 
-def _as_it_is(loss: Tensor, rows: Tensor) -> Tensor:
+def _identity(loss: Tensor, rows: Tensor) -> Tensor:
     return loss
 
 
 def _twice(tensor: Tensor, num_samples: int) -> Tensor:
-    """Make a stand-in for the activations of twice as many samples."""
+    """Repeat activations, to replace those of twice as many samples."""
     of_samples = tensor.ndim and tensor.shape[0] == num_samples
     return torch.cat([tensor, tensor]) if of_samples else tensor
 
@@ -264,7 +264,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _undone(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _side_effects_undone(model: nn.Module, device: torch.device) -> Iterator[None]:
     tables = [(table, dict(table)) for part in model.modules() if (table := buffer_table(part))]
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
@@ -280,8 +280,8 @@ def _undone(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _not_a_tensor(stage: int, value: Any) -> InvalidSpec:
     return InvalidSpec(
-        f"what stage {stage} hands to the next is no tensor",
+        f"stage {stage} sends the next stage something that is not a tensor",
         seen=type(value).__name__,
         expected="layers that return tensors where the model is cut",
-        fix="Let each layer return one tensor, or name other places in split_at.",
+        fix="Let each layer return one tensor, or name other layers in split_at.",
     )

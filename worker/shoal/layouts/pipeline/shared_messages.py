@@ -1,9 +1,9 @@
 """Messages between the stages of a pipeline in a pass, through shared memory.
 
 Over Gloo a message goes through the kernel, and through a further thread at each end. Here a stage
-copies it into memory that its neighbour reads, and posts a semaphore. The memory has room for all
-messages of a pass, and a barrier follows each pass: so no stage waits for room, and a message is
-overwritten only after it was read.
+copies it into memory that its neighbour reads, and posts a semaphore. The memory is large enough
+for all messages of a pass, and a barrier follows each pass: so no stage waits for free memory, and
+a message is overwritten only after it was read.
 """
 
 import ctypes
@@ -27,13 +27,13 @@ _WORD_BYTES = 8
 
 
 def bytes_of(tensors: Iterable[Tensor], count: int) -> int:
-    """Bytes needed for `count` micro-batches of these tensors."""
+    """Return the bytes needed for `count` micro-batches of these tensors."""
     return count * sum(_HEAD_BYTES + _aligned(tensor.nbytes) for tensor in tensors)
 
 
 def lanes_bytes(sent_bytes: Sequence[int]) -> int:
-    """Bytes needed for a pass in which each stage sends `sent_bytes` to the next, and as much
-    back; 0 if more than `MAX_BYTES`."""
+    """Return the bytes needed for a pass in which each stage sends `sent_bytes` to the next, and
+    as much back; 0 if more than `MAX_BYTES`."""
     lanes = 2 * sum(sent_bytes)
     return _head_bytes(len(sent_bytes)) + lanes if lanes <= MAX_BYTES else 0
 
@@ -55,12 +55,12 @@ class SharedLanes:
             for semaphore in self._semaphores:
                 semaphore.initialise()
         memory.wake_from(self._semaphores[2 * memory.rank : 2 * memory.rank + 2])
-        # No rank posts earlier.
+        # No rank posts before all semaphores are initialised.
         memory.meet()
 
     def lanes(self, sent_bytes: Sequence[int]) -> "StageLanes | None":
-        """Make lanes for passes in which each stage sends `sent_bytes` forward; None, on all ranks
-        alike, if the memory is too small."""
+        """Make lanes for passes in which each stage sends `sent_bytes` forward; None, on all
+        ranks, if the memory is too small."""
         needed = lanes_bytes(sent_bytes)
         if not 0 < needed <= len(self._bytes):
             return None
@@ -106,35 +106,35 @@ class _Lane:
     def begin(self) -> None:
         """Begin a pass; all messages of the last one have been received."""
         self._next = self._start
-        self._num_known = self._num_there = 0
+        self._num_awaited = self._num_arrived = 0
 
     def send(self, tensor: Tensor) -> None:
-        at, view = self._take(tensor)
+        at, view = self._advance(tensor)
         self._lanes.words[at // _WORD_BYTES] = tensor.nbytes
         view.copy_(tensor.detach())
         self._semaphore.post()
 
     def receive(self, tensor: Tensor) -> P2PMessage:
         """Return the next message, to be awaited."""
-        at, view = self._take(tensor)
-        self._num_known += 1
-        return _Awaited(self, (at, view), self._num_known, tensor)
+        at, view = self._advance(tensor)
+        self._num_awaited += 1
+        return _Awaited(self, (at, view), self._num_awaited, tensor)
 
     def fill(self, number: int, at: int, view: Tensor, tensor: Tensor) -> None:
         """Wait for the message of this number, and copy it into the tensor."""
-        while self._num_there < number:
+        while self._num_arrived < number:
             self._lanes.memory.wait_for(self._semaphore)
-            self._num_there += 1
+            self._num_arrived += 1
         num_bytes = self._lanes.words[at // _WORD_BYTES]
         if num_bytes != tensor.nbytes:
             raise InternalError(
-                "a stage of the pipeline sent something else than the next one expects",
+                "a stage of the pipeline sent a message of another size than the next one expects",
                 seen=f"{num_bytes} bytes",
                 expected=f"{tensor.nbytes} bytes",
             )
         tensor.detach().copy_(view)
 
-    def _take(self, like: Tensor) -> tuple[int, Tensor]:
+    def _advance(self, like: Tensor) -> tuple[int, Tensor]:
         """Advance to the next message; return the offset of its header, and its content."""
         at = self._next
         self._next = at + _HEAD_BYTES + _aligned(like.nbytes)
@@ -154,11 +154,11 @@ class _Lane:
 class _Awaited:
     """A message to this rank that has not been received yet."""
 
-    def __init__(self, lane: _Lane, where: tuple[int, Tensor], number: int, tensor: Tensor) -> None:
-        self._lane, self._where, self._number, self._tensor = lane, where, number, tensor
+    def __init__(self, lane: _Lane, slot: tuple[int, Tensor], number: int, tensor: Tensor) -> None:
+        self._lane, self._slot, self._number, self._tensor = lane, slot, number, tensor
 
     def wait(self) -> None:
-        self._lane.fill(self._number, *self._where, self._tensor)
+        self._lane.fill(self._number, *self._slot, self._tensor)
 
 
 class _Sent:
@@ -172,7 +172,7 @@ _SENT = _Sent()
 
 
 class StageLanes:
-    """Lanes of one rank for the passes of one schedule. As `AbortableP2P`, it stands in for the
+    """Lanes of one rank for the passes of one schedule. As `AbortableP2P`, it replaces the
     process group in which torch's pipelining sends and receives."""
 
     group_name = "shared memory"

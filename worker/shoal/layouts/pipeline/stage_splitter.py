@@ -1,7 +1,7 @@
 """Cut of a model into stages that cost nearly the same.
 
-Every rank cuts by itself, and all must cut alike: so each choice depends only on the model, the
-number of stages and the costs.
+Every rank computes the cut by itself, and all must get the same one: so each choice depends only on
+the model, the number of stages and the costs.
 """
 
 from bisect import bisect_right
@@ -17,7 +17,7 @@ def balanced(costs: Sequence[int], num_stages: int) -> list[int]:
     """Return the stage of each layer, with the costliest stage as cheap as possible.
 
     A stage is a run of consecutive layers; none is empty. Costs are non-negative integers, at least
-    one for each stage. Among equal solutions, earlier stages get more.
+    one for each stage. Among equal solutions, earlier stages get more layers.
     """
     low, high = max(costs), sum(costs)
     while low < high:
@@ -59,7 +59,7 @@ class StageSplitter:
         self._closed: set[str] = set()
 
     def outline(self, model: nn.Module, num_stages: int) -> Outline:
-        """Return the coarsest outline with parts for all stages. Raises InvalidSpec if none has."""
+        """Return the coarsest outline with a part for each stage; InvalidSpec if there is none."""
         if not self._outlines:
             self._outlines.append(Outline(model, _opened_first(model, self._split_at or ())))
         for outline in self._outlines:
@@ -95,14 +95,16 @@ class StageSplitter:
             return list(range(len(names)))
         starts = [0]
         for cut in self._split_at:
-            found = [i for i, name in enumerate(names) if name == cut or name.startswith(cut + ".")]
-            if not found:
+            matches = [
+                i for i, name in enumerate(names) if name == cut or name.startswith(cut + ".")
+            ]
+            if not matches:
                 raise InvalidSpec(
                     f"the model cannot be cut before {cut!r}",
                     seen=f"split_at={list(self._split_at)}",
                     expected=f"names among {_some(names)}",
                 )
-            starts.append(found[0])
+            starts.append(matches[0])
         return sorted(set(starts))
 
     def _num_parts(self, outline: Outline) -> int:
@@ -133,13 +135,13 @@ class StageSplitter:
             if self._split_at is None
             else f"{num_parts} parts by split_at={list(self._split_at)}",
             expected=f"at least one for each of {num_stages} ranks",
-            fix=f"Train with at most {num_parts} ranks, or strategy 'hybrid', which gives the"
-            " pipeline fewer.",
+            fix=f"Train with at most {num_parts} ranks, or use strategy 'hybrid', whose"
+            " pipeline has fewer stages than ranks.",
         )
 
 
 def _opened_first(model: nn.Module, split_at: Collection[str]) -> set[str]:
-    """Names of modules to trace into from the start: containers, modules with a ModuleList, and
+    """Name the modules to trace into from the start: containers, modules with a ModuleList, and
     modules that contain a layer named in `split_at`."""
     opened: set[str] = set()
     for name, part in model.named_modules():

@@ -30,10 +30,10 @@ class Stage:
     """Set once the module has its memory."""
 
     def __init__(self, model: nn.Module, outline: Outline, stage_of: Sequence[int], index: int):
-        """Take ownership of the model, and delete what this stage does not need from it.
+        """Take ownership of the model, and delete the parts that this stage does not need.
 
-        The first stage keeps what no stage uses. Raises InvalidSpec for a persistent buffer that
-        two stages hold, in two modules or in one that both call: its copies would diverge.
+        The first stage keeps the parts that no stage uses. Raises InvalidSpec if two stages hold
+        one persistent buffer, in one module or in two: its copies would diverge.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model
@@ -59,7 +59,7 @@ class Stage:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Present parameters of this stage, by their names in the user's model."""
+        """Current parameters of this stage, by their names in the user's model."""
         return {
             self.names[name]: parameter
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
@@ -87,8 +87,7 @@ class Stage:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Bind the arguments of a call of the model to names, as `run` takes them.
 
-        Raises InvalidSpec for an input that the trace has fixed to its default, if given another
-        value.
+        Raises InvalidSpec if an input that the trace has fixed to its default gets another value.
         """
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}
@@ -133,10 +132,10 @@ def _stages_of(tensor: str, uses: Sequence[Collection[str]]) -> list[int]:
 
 def _holders(model: nn.Module, uses: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]:
     canonical = _canonical(model)
-    found: dict[str, set[int]] = {}
+    holders: dict[str, set[int]] = {}
     for name, _ in _tensors(model):
-        found.setdefault(canonical[name], set()).update(_stages_of(name, uses))
-    return {name: tuple(sorted(stages)) or (0,) for name, stages in found.items()}
+        holders.setdefault(canonical[name], set()).update(_stages_of(name, uses))
+    return {name: tuple(sorted(stages)) or (0,) for name, stages in holders.items()}
 
 
 def _unused(model: nn.Module, uses: Sequence[Collection[str]]) -> set[str]:
@@ -178,8 +177,8 @@ def _kept_by_several(first: str, name: str) -> InvalidSpec:
         what,
         seen=name,
         expected="a layer with buffers, such as BatchNorm, in one stage only",
-        fix="Give each place a layer and buffer of its own, or split_at= that keeps them together;"
-        " a constant may be shared if it is registered with persistent=False.",
+        fix="Use a layer with its own buffer for each call, or a split_at= that leaves all calls in"
+        " one stage. A constant may be shared if it is registered with persistent=False.",
     )
 
 

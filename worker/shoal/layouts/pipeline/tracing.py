@@ -18,11 +18,11 @@ from shoal_proto.errors import InvalidSpec
 
 # fx replaces nn.Module's methods for the whole process while it traces.
 _tracing = threading.Lock()
-_OF_THE_TRACER = re.compile(
+_TRACER_ATTRIBUTES = re.compile(
     r"_(tensor_constant|torchbind_obj|opaque_obj|script_object|\w+_constant_)"
 )
 """Prefixes of the attributes that fx's tracer adds to the model, for constants of the graph."""
-# They take sizes, not tensors, so torch does not dispatch to a proxy among their arguments.
+# Functions that take sizes, not tensors: torch does not dispatch to a proxy among their arguments.
 _CREATORS = ("arange", "empty", "full", "ones", "zeros")
 
 
@@ -34,18 +34,18 @@ def trace(model: nn.Module, opened: Collection[str], training: bool) -> fx.Graph
     tracer = _Tracer(opened)
     with _tracing, _creators_traced(), _mode(model, training), uncompiled(model):
         try:
-            with _left_alone(model):
+            with _assignments_refused(model):
                 return tracer.trace(model)
         except InvalidSpec:
             raise
         except Exception as error:
-            # Any class: the user's code has computed with proxies.
+            # The user's code, which has computed with proxies, may raise any class.
             raise InvalidSpec(
                 f"the forward pass of {type(model).__name__} cannot be cut into stages",
                 seen=f"{type(error).__name__}: {error}",
                 expected="a forward pass that calls its layers one after the other, for all"
                 " values and shapes of its inputs",
-                fix="Move what depends on values or shapes into a layer, or make the model an"
+                fix="Move code that depends on values or shapes into a layer, or make the model an"
                 " nn.Sequential.",
             ) from error
 
@@ -113,12 +113,12 @@ def signature(model: nn.Module) -> dict[str, Any]:
     Every input but the first is fixed to its default, if it has one: a trace follows only one
     branch of `if mask is not None`.
     """
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        found[parameter.name] = parameter.default if found else inspect.Parameter.empty
-    return found
+        inputs[parameter.name] = parameter.default if inputs else inspect.Parameter.empty
+    return inputs
 
 
 def _positional(model: nn.Module) -> list[str]:
@@ -141,7 +141,7 @@ def _creators_traced() -> Iterator[None]:
             proxies = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Proxy)]
             if not proxies:
                 return original(*args, **kwargs)
-            # The proxy's own tracer: another thread may be tracing too.
+            # Use the proxy's own tracer: another thread may be tracing too.
             return proxies[0].tracer.create_proxy("call_function", original, args, kwargs)
 
         return create
@@ -156,7 +156,7 @@ def _creators_traced() -> Iterator[None]:
 
 
 @contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
+def _assignments_refused(model: nn.Module) -> Iterator[None]:
     """Undo assignments of the traced forward pass to attributes of modules. Raises InvalidSpec if
     there were any: passes of a stage would not repeat them.
     """
@@ -171,7 +171,7 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for prefix, table, kept in before:
-            kept |= {k: each for k, each in table.items() if _OF_THE_TRACER.match(k)}
+            kept |= {k: each for k, each in table.items() if _TRACER_ATTRIBUTES.match(k)}
             changed = [k for k in table.keys() | kept.keys() if table.get(k) is not kept.get(k)]
             if changed:
                 assigned += (prefix + key for key in sorted(changed))
@@ -181,10 +181,10 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
         raise InvalidSpec(
             f"the forward pass of {type(model).__name__} cannot be cut into stages",
             seen=f"it assigns {', '.join(assigned[:5])}",
-            expected="attributes and buffers that only layers assign, in their own forward: between"
-            " layers nothing but values goes from stage to stage",
-            fix="Move what counts or keeps something into a layer, which then does so once for each"
-            " micro-batch.",
+            expected="attributes and buffers that only layers assign, in their own forward: stages"
+            " send each other nothing but the values between layers",
+            fix="Move code that counts or keeps something into a layer: the layer runs it once for"
+            " each micro-batch.",
         )
 
 

@@ -14,7 +14,7 @@ from shoal.torch_private.fsdp import DefaultAllGather
 
 
 class SharedMemoryAllGather(DefaultAllGather):
-    """All-gather in the shared slots; as torch's own if there are none, or they are too small."""
+    """All-gather in shared slots; torch's own if there are no slots or they are too small."""
 
     def __init__(self, slots: SharedSlots | None, number: int = 0) -> None:
         """`number`: index of the group of parameters in the model."""
@@ -23,8 +23,8 @@ class SharedMemoryAllGather(DefaultAllGather):
         """Order check for ranks that gather over Gloo or on a device."""
 
     def release(self) -> None:
-        """Drop the slots; later gathers are torch's own. Modules refer to this object in reference
-        cycles, which would keep the memory until Python's next collection of cycles."""
+        """Drop the slots; later gathers are torch's own. Reference cycles of modules would keep the
+        memory until Python's next collection of cycles."""
         self._slots = self.order = None
 
     def finish(self) -> None:
@@ -51,7 +51,7 @@ class SharedMemoryAllGather(DefaultAllGather):
         slots = self._slots
         gathering = slots.gather(output_tensor, self._number) if slots is not None else None
         if gathering is not None:
-            # Whatever `async_op`: torch waits for the work before it copies from the output.
+            # Ignores `async_op`: torch waits for the work before it copies from the output.
             return gathering
         if self.order is not None:
             self.order.check(to_gather(self._number))

@@ -24,7 +24,7 @@ from shoal.torch_private.tensors import pytree
 
 
 class GroupPasses:
-    """Counter of forward calls of one group's modules that backward has not passed yet."""
+    """Counter of a group's forward calls through which backward has not passed yet."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._state: Any = state_of(modules[0])
@@ -38,12 +38,12 @@ class GroupPasses:
     def begin(self) -> None:
         """Begin a step: discard calls without a backward, such as those with unused outputs."""
         self._num_open = 0
-        self._blind = False
+        self._blind = False  # True after a call that was not counted
 
     def ended(self) -> None:
         """Note that backward has passed through one call of a module of the group."""
         self._num_open -= 1
-        # If blind, further gradients may come unnoticed: torch's callback at the end reduces.
+        # If blind, more gradients may come unnoticed: torch's callback at the end reduces.
         if not self._num_open and not self._blind:
             self._group.post_backward()
 

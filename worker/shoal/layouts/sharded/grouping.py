@@ -15,8 +15,8 @@ from shoal_proto.errors import InvalidSpec
 MIN_GROUP_BYTES = 1 << 20
 MOST_FULL_GROUPS = 24
 """Number of groups of minimum size that would hold the whole model: the minimum size grows with the
-model. The last group under a parent may have half of it, so at worst there are 48 groups and the
-rest."""
+model. The last group under a parent may have half that size, so at worst there are 48 groups and
+the rest."""
 LARGE_BYTES = 32 << 20
 """Limit of the minimum size: groups of this size are worth a collective, however many there are."""
 
@@ -93,14 +93,14 @@ class _Cut:
         self._model = model
         self._least_bytes = least_bytes
         self._bytes_of: dict[nn.Module, int] = {}
-        self._left = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._ungrouped = {id(parameter): name for name, parameter in model.named_parameters()}
         paths: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             paths.setdefault(id(parameter), []).append(name)
         self._shared = {key: found for key, found in paths.items() if len(found) > 1}
 
     def groups(self) -> list[list[str]]:
-        """Paths of the modules of each group."""
+        """Return the paths of each group's modules."""
         return self._cut("", self._model)
 
     def group(self, paths: list[str]) -> ModuleGroup:
@@ -108,7 +108,7 @@ class _Cut:
         names, num_bytes = [], 0
         for path in paths:
             for parameter in self._model.get_submodule(path).parameters():
-                name = self._left.pop(id(parameter), None)
+                name = self._ungrouped.pop(id(parameter), None)
                 if name is not None:
                     names.append(name)
                     num_bytes += parameter.nbytes
@@ -118,24 +118,24 @@ class _Cut:
         """Find groups below the module; parameters in none of them go to the rest."""
         if self._stays_whole(module):
             return []
-        found: list[list[str]] = []
+        groups: list[list[str]] = []
         run: list[str] = []
         for child_path, child, is_block in self._parts(path, module):
             num_bytes = self._num_bytes(child)
             if not num_bytes:
                 continue
             if not self._is_closed(child_path, child):
-                # A parameter in it is used elsewhere too, and has to go to the rest.
-                found += self._close(run) + self._cut(child_path, child)
+                # A parameter of the child is also used elsewhere, so it has to go to the rest.
+                groups += self._close(run) + self._cut(child_path, child)
                 run = []
             elif num_bytes < self._least_bytes:
                 run.append(child_path)
                 if self._size_of(run) >= self._least_bytes:
-                    found, run = [*found, run], []
+                    groups, run = [*groups, run], []
             else:
-                found += self._close(run) + self._large(child_path, child, is_block)
+                groups += self._close(run) + self._large(child_path, child, is_block)
                 run = []
-        return found + self._close(run)
+        return groups + self._close(run)
 
     def _large(self, path: str, module: nn.Module, is_block: bool) -> list[list[str]]:
         if self._stays_whole(module) or (is_block and self._least_bytes):
@@ -143,9 +143,9 @@ class _Cut:
         below = self._cut(path, module)
         own = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
         grouped = sum(self._size_of(paths) for paths in below)
-        left = self._num_bytes(module) - grouped
+        rest_bytes = self._num_bytes(module) - grouped
         # The remaining parameters get a group of their own if they are large enough.
-        worth = left >= self._least_bytes if self._least_bytes else own > 0
+        worth = rest_bytes >= self._least_bytes if self._least_bytes else own > 0
         return [*below, [path]] if worth else below
 
     def _close(self, run: list[str]) -> list[list[str]]:
@@ -200,6 +200,6 @@ def _check_dtypes(group: ModuleGroup, parameters: Mapping[str, nn.Parameter]) ->
         raise InvalidSpec(
             f"the group {group.title} has parameters of several dtypes",
             seen=", ".join(f"{name}: {dtype}" for dtype, name in dtypes.items()),
-            expected="one dtype for all that requires a gradient",
-            fix="Make the model with one dtype; param_dtype='bf16' computes in another one.",
+            expected="one dtype for all parameters that require a gradient",
+            fix="Make the model with one dtype; param_dtype='bf16' lets it compute in bfloat16.",
         )

@@ -30,17 +30,17 @@ def to_sum(number: int) -> int:
 
 
 class LayerOrder:
-    """Check by messages, on one rank."""
+    """Order check by messages before each operation."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         names: Sequence[str],
-        tell: Callable[[InvalidSpec], None] = lambda refusal: None,
+        report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None,
     ) -> None:
-        """`names`: of the parameter groups, by number. `tell`: see
-        `LayerExchanges.report_refusal`."""
-        self._group, self._names, self._tell = group, names, tell
+        """`names`: names of the parameter groups, by number. `report_refusal`: see
+        `LayerExchanges`."""
+        self._group, self._names, self._report_refusal = group, names, report_refusal
 
     def check(self, exchange: int) -> None:
         """Raise InvalidSpec, on all ranks, unless all are about to run this operation. Collective.
@@ -49,25 +49,25 @@ class LayerOrder:
         ring would take one latency for each rank.
         """
         own = torch.full((self._group.size(),), exchange, dtype=torch.int64)
-        words = torch.empty_like(own)
-        work = dist.all_to_all_single(words, own, group=self._group, async_op=True)
+        exchanged = torch.empty_like(own)
+        work = dist.all_to_all_single(exchanged, own, group=self._group, async_op=True)
         wait_abortable(work, self._group)
-        operations = words.tolist()
+        operations = exchanged.tolist()
         if len(set(operations)) > 1:
             meet_after_collective(self._group)
             ranks = dist.get_process_group_ranks(self._group)
             refusal = different_layers(ranks, operations, self._names)
-            self._tell(refusal)
+            self._report_refusal(refusal)
             raise refusal
 
 
 class NotedOrder:
-    """Check for devices, by records: a message before each collective would stall their stream. A
-    rank that has waited for long compares the records.
+    """Order check by records, for devices: a message before each collective would stall the
+    device's stream. A rank that has waited for long compares the records.
     """
 
     def __init__(self, exchanges: LayerExchanges, names: Sequence[str]) -> None:
-        """`names`: of the parameter groups, by number."""
+        """`names`: names of the parameter groups, by number."""
         self._sites = [exchanges.site(f"the layer of {name}", what="weights") for name in names]
 
     def check(self, exchange: int) -> None:
@@ -89,16 +89,16 @@ def different_layers(
     by_rank = zip(ranks, operations, strict=True)
     return InvalidSpec(
         "the members computed with different layers at the same time",
-        seen="; ".join(f"rank {rank}: {_in_words(exchange, names)}" for rank, exchange in by_rank),
+        seen="; ".join(f"rank {rank}: {_text(exchange, names)}" for rank, exchange in by_rank),
         expected="the same layers in the same order in each pass on every member: they gather"
-        " and reduce these together",
-        fix="Call a layer that a member's samples do not need with none of them (inputs[:0]),"
-        " and, where gradients are computed, add its sum to the loss; or use"
+        " and reduce each layer together",
+        fix="If a member's samples do not need a layer, call it with no samples (inputs[:0]) and,"
+        " in training, add the sum of its outputs to the loss; or use"
         " shoal.DDP(find_unused_parameters=True) or shoal.Zero1(find_unused_parameters=True).",
     )
 
 
-def _in_words(exchange: int, names: Sequence[str]) -> str:
+def _text(exchange: int, names: Sequence[str]) -> str:
     if exchange == PASSES_END:
         return "done with its forward passes"
     number, is_sum = divmod(exchange, 2)

@@ -161,14 +161,14 @@ class ShardedLayout(Layout):
         for group in grouping.groups:
             modules = [model.get_submodule(path) for path in group.modules]
             fully_shard(modules if len(modules) > 1 else modules[0], **settings)
-            self._reduce_by_spreading(modules[0], group.parameters)
+            self._set_reduction(modules[0], group.parameters)
             if len(modules) > 1:
                 self._passes.append(GroupPasses(modules))
         # The rest stays gathered: backward needs it first, right after forward.
         settings["reshard_after_forward"] = False
         first = next(model.parameters())
         fully_shard(model, **{**settings, "mp_policy": _policy(options, first.dtype)})
-        self._reduce_by_spreading(model, grouping.rest.parameters)
+        self._set_reduction(model, grouping.rest.parameters)
 
     def _share(self, options: ShardedOptions) -> SharedSlots | None:
         """Choose how ranks gather and sum: in shared memory if all are on one machine, over Gloo,
@@ -188,9 +188,9 @@ class ShardedLayout(Layout):
             self.world.kept_regions,
         )
         names = [reduction.parameter for reduction in self._reductions.values()]
-        order = LayerOrder(rows, names, self._tell) if slots is None else None
+        order = LayerOrder(rows, names, self._report_refusal) if slots is None else None
         if slots is not None:
-            slots.names, slots.report_refusal = names, self._tell
+            slots.names, slots.report_refusal = names, self._report_refusal
             slots.ranks = dist.get_process_group_ranks(rows)
         for number, head in enumerate(heads):
             gathering = SharedMemoryAllGather(slots, number)
@@ -204,8 +204,8 @@ class ShardedLayout(Layout):
         return slots
 
     def _note_order(self) -> None:
-        """Record all-gathers and sums on a device: ranks that skip different layers would wait for
-        each other there, again in each new generation."""
+        """Record all-gathers and sums on a device, to detect ranks that skip different layers: they
+        would wait for each other, and again in each new generation."""
         exchanges = self.world.exchanges
         if not exchanges.peers:
             exchanges.among(range(self.world.world_size))
@@ -223,16 +223,16 @@ class ShardedLayout(Layout):
         if copies is None or self.world.device.type != "cpu" or not is_gloo(copies):
             return
         names = [each.parameter for each in self._reductions.values()]
-        order = LayerOrder(copies, names, self._tell)
+        order = LayerOrder(copies, names, self._report_refusal)
         for reduction in self._reductions.values():
             reduction.orders.append(order)
 
-    def _tell(self, refusal: InvalidSpec) -> None:
-        """Send a refusal to ranks of other groups, which wait and do not know of it."""
+    def _report_refusal(self, refusal: InvalidSpec) -> None:
+        """Send a refusal to ranks of other groups, which wait and have not seen it."""
         if self._groups:
             self.world.exchanges.report_refusal(refusal)
 
-    def _reduce_by_spreading(self, module: Any, names: Sequence[str]) -> None:
+    def _set_reduction(self, module: Any, names: Sequence[str]) -> None:
         if names:
             reduction = NanPropagatingReduceScatter(names[0])
             reduction.number = len(self._reductions)
@@ -293,8 +293,8 @@ class ShardedLayout(Layout):
 
     def check(self) -> None:
         """Raise on all ranks if a rank's own gradients are not finite: NonFiniteGradient on that
-        rank, which leaves, and GenerationBroken on the others. NonFiniteGradient on all if the rank
-        is not known, and only on the ranks that see it if a sum overflowed."""
+        rank, which leaves, and GenerationBroken on the others. If the rank is not known, all raise
+        NonFiniteGradient. If a sum overflowed, only the ranks that see it raise."""
         fault = name_of_fault(self._parameters) or self._given_fault()
         if not fault:
             # A loss that is not finite makes gradients NaN, unless nothing was reduced.
@@ -320,8 +320,8 @@ class ShardedLayout(Layout):
         return own or super().overflowed() or bool(self._given_fault())
 
     def _given_fault(self) -> str:
-        """Name a parameter whose gradients are not finite, as found by reductions of which this
-        rank may hold no rows; empty if there is none. Waits for the device once."""
+        """Name a parameter whose summed gradients are not finite, by the flags of reductions;
+        empty if there is none. Waits for the device once."""
         reductions = self._reductions.values()
         looks = [(each.parameter, look) for each in reductions for look in each.given_finite]
         if not looks:
@@ -333,7 +333,7 @@ class ShardedLayout(Layout):
     def _was_spread(self, name: str) -> bool:
         """True if the fault was spread to all ranks as NaN, so that all of them find it."""
         gradient: Any = self._parameters[name].grad
-        # An overflow of the sum leaves infinities instead, and seldom everywhere.
+        # An overflow of the sum leaves infinities instead, and seldom in all elements.
         return gradient is None or bool(gradient.to_local().isnan().all())
 
     def stepped(self) -> None:
@@ -370,10 +370,10 @@ class ShardedLayout(Layout):
         changed = [part for part in self._fsdp_parameters if not is_as_gathered(part)]
         if changed:
             names = {id(parameter): name for name, parameter in self._parameters.items()}
-            found = sorted(names[id(part.sharded_param)] for part in changed)
+            written = sorted(names[id(part.sharded_param)] for part in changed)
             raise InvalidSpec(
                 f"a forward pass has written to weights, in step {self.step} or before it",
-                seen=f"writes to {', '.join(found[:5])}, where a pass has only a temporary copy",
+                seen=f"writes to {', '.join(written[:5])}, where a pass has only a temporary copy",
                 expected="writes between passes, when a member has its own part of the weights",
                 fix="Move or clip weights outside of forward(); or use"
                 " strategy 'ddp' or 'zero1', whose members have the whole weights.",
@@ -407,14 +407,14 @@ class ShardedLayout(Layout):
 def _lay_rows_in_order(model: nn.Module) -> None:
     """Make parameters contiguous, as fully_shard cuts rows from contiguous memory; the script may
     have made the model channels_last, for example. Parameters are on the meta device."""
-    made: dict[int, nn.Parameter] = {}
+    contiguous: dict[int, nn.Parameter] = {}
     for part in model.modules():
         table = parameter_table(part)
         for name, parameter in table.items():
             if parameter is not None and not parameter.is_contiguous():
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 own = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                table[name] = made.setdefault(id(parameter), own)
+                table[name] = contiguous.setdefault(id(parameter), own)
 
 
 def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) -> int:
@@ -453,6 +453,6 @@ def _refuse_to_pass_by(ours: Callable[[], bool], name: str, _: Tensor) -> None:
             "a loss computed with parameters that are sharded over the members",
             seen=f"{name} by itself, outside of a forward pass of the model",
             expected="a loss of what the model's forward() returns",
-            fix="Compute what the loss needs of parameters in forward(), or use weight_decay;"
+            fix="Compute terms of the loss from parameters in forward(), or use weight_decay;"
             " strategies 'ddp' and 'zero1' leave parameters whole.",
         )

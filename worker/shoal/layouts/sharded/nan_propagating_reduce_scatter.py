@@ -49,7 +49,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         self.forget()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for whole gradients, and next for this rank's part of their sum."""
+        """Return memory for whole gradients; at the next call, for this rank's part of the sum."""
         if self.ours is not None and not self.ours():
             raise bare_backward()
         whole = self._filled() if self._filled is not None else None
@@ -66,11 +66,11 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
     def forget(self) -> None:
         """Discard the results of the last step."""
         self.own = False
-        """True if this rank's own gradients were not finite. Always False on a GPU: to know would
-        mean to wait for it."""
+        """True if this rank's own gradients were not finite. Always False on a GPU, as reading the
+        result would wait for the GPU."""
         self.given_finite: list[Tensor] = []
-        """Flags of a blind rank, one for each pass: True if its part of the sum is finite. On the
-        device, as a read waits for all work queued there."""
+        """Flags of a blind rank, one for each pass: True if its part of the sum is finite. They
+        stay on the device, as reading them waits for all work queued there."""
 
     def __call__(
         self,
@@ -93,7 +93,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         else:
             work = super().__call__(output_tensor, input_tensor, group, op, async_op)
         if self.copies is not None:
-            assert not async_op, "fully_shard waits for what it reduces"
+            assert not async_op, "fully_shard reduces without async_op"
             average(output_tensor, self.copies)
         if self.blind:
             self.given_finite.append(_largest(output_tensor).isfinite())

@@ -8,11 +8,11 @@ of the sum in between.
 
 A slot is reused only when no rank uses it any more. torch may keep gathered weights for longer than
 the next collective: so each rank announces at each barrier which slots it still uses, and all ranks
-choose the next slot by that. All ranks have read the slots of a sum by the next barrier.
+choose the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
 
 A slot does not say whose rows it has. So at each barrier ranks also compare digests of what they
-have gathered and summed so far: if a rank has skipped a layer, all know it at the next barrier,
-before any computes with rows of another layer.
+have gathered and summed so far: if a rank has skipped a layer, all detect it at the next barrier,
+before any rank computes with rows of another layer.
 """
 
 import weakref
@@ -37,7 +37,7 @@ NUM_SUMMED = 2
 _ELSEWHERE = NUM_GATHERED
 _LAST_BITS = 16
 """Bits of the last operation, as numbered in `layer_order`."""
-_SO_FAR = (1 << 44) - 1
+_MASK = (1 << 44) - 1
 """Mask of the digest that fits into a message beside the last operation and the slots in use."""
 _ODD = 1_000_003
 """Odd factor of the digest: digests that differ stay different under equal operations."""
@@ -65,13 +65,13 @@ class SharedSlots:
         self._uses: list[weakref.ref[memoryview] | None] = [None] * NUM_GATHERED
         self._used_anywhere = 0
         self._num_sums = 0
-        self._so_far = self._last = 0
+        self._digest = self._last = 0
         """Digest of this rank's operations and their slots, and the last operation: the same on all
         ranks at each barrier."""
 
     @property
     def memory(self) -> SharedMemory:
-        """The whole memory. Others may use it only between steps, when no slot is in use."""
+        """The whole memory. Other code may use it only between steps, when no slot is in use."""
         return self._memory
 
     @classmethod
@@ -83,8 +83,8 @@ class SharedSlots:
         limit_s: float,
         kept: KeptRegions | None = None,
     ) -> "SharedSlots | None":
-        """Open slots for whole tensors of at most these sizes; None, on all ranks alike, if they
-        cannot share memory. Collective. `limit_s`, `kept`: see `share_memory`."""
+        """Open slots for whole tensors of at most these sizes; None, on all ranks, if they cannot
+        share memory. Collective. `limit_s`, `kept`: see `share_memory`."""
         gathered_bytes, summed_bytes = whole_pages(gathered_bytes), whole_pages(summed_bytes)
         each = dist.get_world_size(group) * NUM_SUMMED
         size = NUM_GATHERED * gathered_bytes + each * summed_bytes
@@ -93,7 +93,7 @@ class SharedSlots:
 
     def to_gather(self, num_bytes: int) -> memoryview | None:
         """Reserve a slot for an all-gather that `gather` completes, for as long as anything refers
-        to the returned memory. None, on all ranks alike, if no slot is free or large enough."""
+        to the returned memory. None, on all ranks, if no slot is free and large enough."""
         free = [slot for slot in range(NUM_GATHERED) if not self._used_anywhere >> slot & 1]
         if not free or not 0 < num_bytes <= self._gathered_bytes:
             return None
@@ -105,19 +105,19 @@ class SharedSlots:
         return data
 
     def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
-        """Return the work to wait for before other ranks' parts are read. None, on all ranks alike,
-        if the output is not memory of `to_gather`: the caller gathers by other means."""
+        """Return the work to wait for before other ranks' parts are read. None, on all ranks, if
+        `output` is not from `to_gather`. `number`: index of the parameter group."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
-        self._did(to_gather(number), slot)
+        self._note(to_gather(number), slot)
         if slot != _ELSEWHERE:
             return SlotGather(self)
         self.meet()
         return None
 
     def to_sum(self, num_bytes: int) -> Tensor | None:
-        """Return memory for this rank's addend of a sum, to be written until `reduce_scatter` and
-        not to be read afterwards. None if the sum is too large."""
+        """Return memory for this rank's addend of a sum; None if the sum is too large. It may be
+        written until `reduce_scatter`, and not read afterwards."""
         if num_bytes > self._summed_bytes:
             return None
         start = self._start_of(self._memory.rank)
@@ -125,9 +125,8 @@ class SharedSlots:
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, added in the
-        order of ranks. False, on all ranks alike, if `whole` is too large. `number`: of the
-        parameter group."""
-        self._did(to_sum(number), 0)
+        order of ranks. False, on all ranks, if `whole` is too large. `number`: see `gather`."""
+        self._note(to_sum(number), 0)
         mine = self.to_sum(whole.nbytes)
         if mine is None:
             return False
@@ -165,43 +164,43 @@ class SharedSlots:
     def finish(self) -> None:
         """End forward passes that no backward follows. Raises as `meet` if another rank's forward
         passes go on."""
-        self._did(PASSES_END, 0)
+        self._note(PASSES_END, 0)
         self.meet()
 
-    def _did(self, exchange: int, slot: int) -> None:
+    def _note(self, exchange: int, slot: int) -> None:
         self._last = exchange & ((1 << _LAST_BITS) - 1)
-        self._so_far = (self._so_far * _ODD + (self._last + 1) * (_ELSEWHERE + 1) + slot) & _SO_FAR
+        self._digest = (self._digest * _ODD + (self._last + 1) * (_ELSEWHERE + 1) + slot) & _MASK
 
     def meet(self) -> None:
         """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
 
-        Raises GenerationBroken as `SharedMemory.meet`; InvalidSpec, on all ranks, if they have not
-        gathered and summed the same so far.
+        Raises GenerationBroken as `SharedMemory.meet`; InvalidSpec, on all ranks, if their
+        gathers and sums so far differ.
         """
         in_use = 0
         for number, use in enumerate(self._uses):
             if use is not None and use() is not None:
                 in_use |= 1 << number
-        own = (self._so_far << _LAST_BITS | self._last) << NUM_GATHERED
-        words = self._memory.meet(own | in_use)
-        if len({word >> NUM_GATHERED for word in words}) > 1:
+        own = (self._digest << _LAST_BITS | self._last) << NUM_GATHERED
+        messages = self._memory.meet(own | in_use)
+        if len({message >> NUM_GATHERED for message in messages}) > 1:
             meet_before_leaving(self._memory.meet, GenerationBroken)
-            operations = [_exchange_number(word >> NUM_GATHERED) for word in words]
+            operations = [_exchange_number(message >> NUM_GATHERED) for message in messages]
             refusal = different_layers(self.ranks, operations, self.names)
             self.report_refusal(refusal)
             raise refusal
         self._used_anywhere = 0
-        for word in words:
-            self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
+        for message in messages:
+            self._used_anywhere |= message & ((1 << NUM_GATHERED) - 1)
 
 
-def _exchange_number(word: int) -> int:
-    last = word & ((1 << _LAST_BITS) - 1)
+def _exchange_number(message: int) -> int:
+    last = message & ((1 << _LAST_BITS) - 1)
     return last if last != PASSES_END & ((1 << _LAST_BITS) - 1) else PASSES_END
 
 
 class SlotGather(dist.Work):
-    """All-gather that is complete after the next barrier of the ranks, whatever that is for."""
+    """All-gather that is complete after the ranks' next barrier, whichever call makes it."""
 
     def __init__(self, slots: SharedSlots) -> None:
         super().__init__()
@@ -209,7 +208,7 @@ class SlotGather(dist.Work):
         self._began = slots.num_met
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for a barrier, with the time limit of `SharedMemory.meet`; raises as that does."""
+        """Wait for a barrier, with the time limit of `SharedMemory.meet`; raises as `meet`."""
         if self._slots.num_met == self._began:
             self._slots.meet()
         return True

@@ -15,9 +15,9 @@ from shoal.torch_private.compiling import eager
 class SplitAttention(nn.MultiheadAttention):
     """Attention in which a rank computes its own heads and its summand of the output projection.
 
-    The packed input projection is cut into even runs of rows, which are not whole heads: so its
-    outputs are gathered, and each rank keeps those of its heads. B samples, T target and S source
-    positions, H own heads of width D, E embedding.
+    The packed input projection is cut into even runs of rows, which are not whole heads. So
+    outputs are gathered, and each rank keeps those of its heads. Shapes: B samples, T target and S
+    source positions, H own heads of width D, E embedding.
     """
 
     rows: Cut
@@ -107,16 +107,16 @@ class SplitAttention(nn.MultiheadAttention):
         self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, num_sources: int
     ) -> Tensor | None:
         """Combine the masks that are added to the scores of this rank's heads."""
-        found = None
+        mask = None
         if attn_mask is not None:
-            found = _additive(attn_mask, query.dtype)
-            if found.dim() == 3:
-                found = found.view(query.shape[0], self.num_heads, *found.shape[1:])
-                found = self.heads.own(found, 1)
+            mask = _additive(attn_mask, query.dtype)
+            if mask.dim() == 3:
+                mask = mask.view(query.shape[0], self.num_heads, *mask.shape[1:])
+                mask = self.heads.own(mask, 1)
         if padding is not None:
             padded = _additive(padding, query.dtype).view(-1, 1, 1, num_sources)
-            found = padded if found is None else found + padded
-        return found
+            mask = padded if mask is None else mask + padded
+        return mask
 
     def _shown(self, weights: Tensor | None, average: bool, batched: bool) -> Tensor | None:
         """Gather the attention weights of all heads, in the form that the caller asked for."""

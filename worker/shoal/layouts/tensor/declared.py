@@ -28,33 +28,33 @@ class _Attention:
 def declared_regions(model: nn.Module, degree: int) -> Mapping[str, Region]:
     """Find the attention modules that can be split by whole heads over `degree` ranks; by name.
 
-    Left out, and so split module by module with gathered outputs, are those with: a number of heads
-    (also of keys and values) that `degree` does not divide; dropout on attention weights, whose
-    masks would differ from one process; parameters or buffers beside those of the linear modules,
-    as their gradients would be of some heads only; attention weights among the outputs.
+    An attention module is left out, and split linear module by linear module with gathered outputs,
+    if `degree` does not divide its numbers of heads; if it has dropout on attention weights, as
+    masks would differ from one process; if it has parameters or buffers outside the linear modules,
+    as their gradients would cover some heads only; or if it returns attention weights.
     """
     modules = dict(model.named_modules())
     return {
-        name: Region(columns=tuple(sorted(found.columns)), row=found.rows[0], dropouts=())
-        for name, found in _attentions(modules).items()
-        if _divides(modules[name], found, degree)
+        name: Region(columns=tuple(sorted(linears.columns)), row=linears.rows[0], dropouts=())
+        for name, linears in _attentions(modules).items()
+        if _can_be_split(modules[name], linears, degree)
     }
 
 
 def _attentions(modules: Mapping[str, nn.Module]) -> Mapping[str, _Attention]:
-    found: defaultdict[str, _Attention] = defaultdict(_Attention)
+    by_parent: defaultdict[str, _Attention] = defaultdict(_Attention)
     plans = list(_plans(modules))
     for path, module in modules.items():
         if type(module) is nn.Linear:
             styles = {plan[key] for plan in plans for key in plan if _matches(key, path)}
             parent, _, own = path.rpartition(".")
             if styles == {_COLUMN}:
-                found[parent].columns.append(own)
+                by_parent[parent].columns.append(own)
             elif styles == {_ROW}:
-                found[parent].rows.append(own)
+                by_parent[parent].rows.append(own)
     return {
         name: each
-        for name, each in found.items()
+        for name, each in by_parent.items()
         if len(each.rows) == 1 and each.columns and isinstance(_head_dim(modules[name]), int)
     }
 
@@ -69,8 +69,8 @@ def _plans(modules: Mapping[str, nn.Module]) -> Iterator[Mapping[str, str]]:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """True if the pattern fits the end of the path. It has "*" for the numbers of blocks, and lacks
-    the leading names if the plan belongs to an inner model."""
+    """True if the pattern fits the end of the path. Patterns have "*" for the numbers of blocks,
+    and lack the leading names if the plan belongs to an inner model."""
     general = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{path}")
     return general.endswith(f".{pattern}")
 
@@ -79,18 +79,18 @@ def _head_dim(attention: nn.Module) -> object:
     return getattr(attention, "head_dim", None)
 
 
-def _divides(attention: nn.Module, found: _Attention, degree: int) -> bool:
+def _can_be_split(attention: nn.Module, linears: _Attention, degree: int) -> bool:
     head_dim = _head_dim(attention)
     assert isinstance(head_dim, int)
-    linear = {name: attention.get_submodule(name) for name in (*found.columns, *found.rows)}
-    own = {id(p) for module in linear.values() for p in module.parameters()}
+    modules = {name: attention.get_submodule(name) for name in (*linears.columns, *linears.rows)}
+    own = {id(p) for module in modules.values() for p in module.parameters()}
     if any(id(p) not in own for p in attention.parameters()) or list(attention.buffers()):
         return False
     config = getattr(attention, "config", None)
     if getattr(attention, "attention_dropout", 0.0) or getattr(config, "output_attentions", False):
         return False
-    widths = {name: linear[name].out_features for name in found.columns}
+    widths = {name: modules[name].out_features for name in linears.columns}
     whole = all(
         isinstance(width, int) and width % (head_dim * degree) == 0 for width in widths.values()
     )
-    return whole and linear[found.rows[0]].in_features == max(widths.values())  # type: ignore[type-var]
+    return whole and modules[linears.rows[0]].in_features == max(widths.values())  # type: ignore[type-var]

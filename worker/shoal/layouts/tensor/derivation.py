@@ -1,7 +1,7 @@
 """Derivation of a tensor plan for a transformer, or any model of linear and embedding modules.
 
-Modules are split only if that is correct whatever the model does with them: pairs with only
-elementwise operations between them, torch's own attention, attention whose model declares it, and
+Modules are split only if the result is correct for every use of them. These are pairs with only
+elementwise operations in between, torch's own attention, attention whose model declares it, and
 single modules whose outputs are gathered. All else stays whole, and the plan says why.
 """
 
@@ -57,10 +57,10 @@ def derive(
     """
     if degree < 1:
         raise InvalidSpec("a model cannot be split", seen=f"degree {degree}", expected="1 or more")
-    found = _Derivation(
+    derivation = _Derivation(
         model, degree, overrides or {}, min_split_bytes, all_have_parts=all_have_parts
     )
-    plan = found.plan()
+    plan = derivation.plan()
     if not sequence or degree == 1:
         return plan
     return replace(plan, sequence=sequence_blocks(model, {e.module: e for e in plan.entries}))
@@ -101,7 +101,7 @@ class _Derivation:
         ordered = [self._entries[name] for name in self._modules if name in self._entries]
         return TensorPlan(degree=self._degree, entries=tuple(self._count(e) for e in ordered))
 
-    # --- what the user said ---
+    # --- overrides of the user ---
 
     def _read(self, overrides: Mapping[str, str]) -> dict[str, str]:
         chosen: dict[str, str] = {}
@@ -137,18 +137,18 @@ class _Derivation:
             raise InvalidSpec(
                 f"module {name!r} cannot be split over {self._degree} ranks",
                 seen=reason,
-                expected="something to split",
-                fix="Say 'whole', or leave it out of the plan.",
+                expected="a module with a part for each rank",
+                fix="Use 'whole', or leave the module out of the plan.",
             )
 
-    # --- what cannot be split, and what must be the same ---
+    # --- modules that cannot be split, and tied modules ---
 
     def _unsplittable(self) -> Iterator[tuple[str, str]]:
         for name, module in self._modules.items():
             if self._chosen.get(name) == WHOLE:
                 yield name, "as given"
             elif type(module) not in STYLES:
-                yield name, f"no way to split a {type(module).__name__} is known"
+                yield name, f"a {type(module).__name__} cannot be split"
             elif reason := odd(module):
                 yield name, reason
 
@@ -166,7 +166,7 @@ class _Derivation:
             splits = all(
                 styles[n] and n not in self._entries and self._fits(n, styles[n]) for n in names
             )
-            # All alike: a tensor cut in one module and whole in another would be two parameters.
+            # Treat all alike: a tensor cut in one module and whole in another would become two.
             splits = splits and any(self._is_big(name) for name in names)
             for name in names:
                 others = ", ".join(other for other in names if other != name)
@@ -176,8 +176,8 @@ class _Derivation:
                     self._whole(name, f"tied to {others}, which cannot be cut in the same way")
 
     def _bound_together(self) -> Iterator[list[str]]:
-        """Yield lists of modules that must be cut alike: those with a parameter in common, directly
-        or through a third module. In the order of the model."""
+        """Yield, in the order of the model, lists of modules that must be cut alike: those with a
+        parameter in common, directly or through a third module."""
         groups = {name: {name} for name in self._modules}
         for owners in self._owners.values():
             joint = set().union(*(groups[self._cutter(name)] for name, _ in owners))
@@ -208,14 +208,17 @@ class _Derivation:
         for region in [declared] if declared else regions(self._modules[parent]):
             columns = [prefix + name for name in region.columns]
             row, masks = prefix + region.row, [prefix + name for name in region.dropouts]
-            if not (self._free(row, ROW) and all(self._free(name, COLUMN) for name in columns)):
+            if not (
+                self._can_be_paired(row, ROW)
+                and all(self._can_be_paired(name, COLUMN) for name in columns)
+            ):
                 continue
             if not all(self._has_one_name(name) for name in masks):
                 continue
             weights = (self._modules[name].weight for name in (*columns, row))
             num_bytes = sum(w.nbytes for w in weights if isinstance(w, Tensor))
-            asked = any(name in self._chosen for name in (*columns, row))
-            if num_bytes < self._min_bytes and not asked:
+            is_override = any(name in self._chosen for name in (*columns, row))
+            if num_bytes < self._min_bytes and not is_override:
                 continue
             for name in columns:
                 self._split(name, COLUMN, f"its outputs go on to {row}", paired=True)
@@ -228,7 +231,7 @@ class _Derivation:
                     module=name, style=MASK, why=f"before {row}", parts={}, width=width
                 )
 
-    def _free(self, name: str, style: str) -> bool:
+    def _can_be_paired(self, name: str, style: str) -> bool:
         return (
             name not in self._entries
             and self._has_one_name(name)
@@ -237,19 +240,19 @@ class _Derivation:
         )
 
     def _has_one_name(self, name: str) -> bool:
-        """True if the module has no second name: by that it might be called outside the pair."""
+        """True if the module has no second name, by which others might call it."""
         return name in self._modules and name not in self._shared
 
     def _alone(self, name: str) -> None:
         module = self._modules[name]
-        asked = self._chosen.get(name)
-        style = asked or STYLES[type(module)][0]
+        override = self._chosen.get(name)
+        style = override or STYLES[type(module)][0]
         reason = self._too_small(module, style)
         if self._degree == 1:
             self._whole(name, "there is one rank")
         elif reason:
             self._whole(name, reason)
-        elif not asked and not self._is_big(name):
+        elif not override and not self._is_big(name):
             self._whole(name, f"smaller than {self._min_bytes} bytes")
         elif style == HEADS:
             self._split(name, style, "each rank has whole heads")
@@ -280,9 +283,9 @@ class _Derivation:
             return f"{size} is fewer than {self._degree} ranks"
         has_last = size > (self._degree - 1) * -(-size // self._degree)
         lacks = self._all_have_parts and not has_last
-        return f"of {size}, {self._degree} ranks do not all get a part" if lacks else ""
+        return f"{size} elements leave one of {self._degree} ranks without a part" if lacks else ""
 
-    # --- writing it down ---
+    # --- entries of the plan ---
 
     def _split(self, name: str, style: str, why: str, *, paired: bool = False) -> None:
         dims = CUT_DIMS[type(self._modules[name]), style]

@@ -1,13 +1,13 @@
 """Collectives of ranks that compute layers together: all-reduce, all-gather, broadcast and so on.
 
-Over Gloo each call is a collective whose end a Gloo thread hands to the trainer through the
-interpreter. Ranks of one machine instead write their values into memory that all can read, and pass
-one barrier (`meet`); then each reads what it needs. A rank may begin the next collective while
-another still reads the values of this one, but the one after that only when all have come to the
-next: so two sets of buffers alternate.
+Over Gloo each collective ends on a Gloo thread, which wakes the trainer through the interpreter.
+Ranks of one machine instead write their values into memory that all can read, and pass one barrier
+(`meet`); then each reads what it needs. A rank may begin the next collective while another still
+reads the values of this one. It passes the next one's barrier only when all ranks have reached it,
+so two sets of buffers, used in turn, are enough.
 
 A value does not say which layer it belongs to. `LayerExchanges` records the layers for which a rank
-communicates, and if values in memory differ in size.
+communicates, and differences in size between values in memory.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ from shoal.torch_private.c10d import reduce_scatter_single, timeout_of
 from shoal_proto.errors import GenerationBroken
 
 SLOT_BYTES = 4 * 1024 * 1024
-"""Limit of one rank's value; larger ones go over Gloo. Unwritten pages take no memory."""
+"""Limit of one rank's value; larger values go over Gloo. Unwritten pages take no memory."""
 NUM_SETS = 2
 _SIZE_BITS = 40
 
 
 class TensorGroup:
-    """Tensor group of one rank. All ranks call the same methods in the same order, on one thread
+    """A rank's tensor group. All ranks call the same methods in the same order, on one thread
     except `cut` and `num_met`. Raises the group's errors; GenerationBroken after `release`."""
 
     def __init__(
@@ -66,7 +66,7 @@ class TensorGroup:
         self._num_steps += 1
 
     def _share(self) -> None:
-        group = self._of_generation()
+        group = self._open_group()
         limit_s = timeout_of(group, self._device)
         num_bytes = NUM_SETS * self.size * SLOT_BYTES
         self._memory = memory = share_memory(group, num_bytes, limit_s)
@@ -78,17 +78,17 @@ class TensorGroup:
 
     @property
     def num_met(self) -> int:
-        """Number of barriers in memory so far. Any thread."""
+        """Number of barriers in memory so far. Thread-safe."""
         memory = self._memory
         return memory.num_met if memory is not None else 0
 
     def set_exchange(self, exchange: int) -> None:
-        """Set the number, of an `ExchangeSite`, of the next collective."""
+        """Set the number of the next collective, as its `ExchangeSite` gave it."""
         self._exchange_number = exchange
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Return the sum over the ranks; in shared memory it is added in the order of ranks."""
-        rows = self._written(value)
+        rows = self._shared_rows(value)
         if rows is not None:
             return torch.sum(rows, 0, dtype=value.dtype).view(value.shape)
         total = value.clone(memory_format=torch.contiguous_format)
@@ -96,8 +96,8 @@ class TensorGroup:
         return total
 
     def all_gather(self, own: Tensor) -> Sequence[Tensor]:
-        """Return each rank's value, all of one shape; to be read before the next collective."""
-        rows = self._written(own)
+        """Return each rank's value, all of one shape, valid until the next collective."""
+        rows = self._shared_rows(own)
         if rows is not None:
             return rows.view(self.size, *own.shape).unbind()
         parts = [own.new_empty(own.shape) for _ in range(self.size)]
@@ -106,7 +106,7 @@ class TensorGroup:
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         """Return the sum over the ranks of this rank's part; `parts` has a part for each rank."""
-        rows = self._written(parts)
+        rows = self._shared_rows(parts)
         if rows is not None:
             mine = rows.view(self.size, *parts.shape)[:, self.rank]
             return torch.sum(mine, 0, dtype=parts.dtype)
@@ -125,12 +125,12 @@ class TensorGroup:
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors, of one dtype, with those of the first rank."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        rows = self._written(flat)
+        rows = self._shared_rows(flat)
         if rows is not None:
             flat = rows[0]
         else:
             self._await(dist.broadcast, flat, group_src=0)
-        _spread(flat, tensors)
+        _copy_parts(flat, tensors)
 
     @torch.no_grad()
     def sum_packed(self, tensors: Sequence[Tensor]) -> None:
@@ -138,10 +138,10 @@ class TensorGroup:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            _spread(self.all_reduce(flat), alike)
+            _copy_parts(self.all_reduce(flat), alike)
 
     def cut(self, reason: str) -> None:
-        """See `SharedMemory.cut`. Any thread."""
+        """See `SharedMemory.cut`. Thread-safe."""
         self._reason = reason
         memory = self._memory
         if memory is not None:
@@ -156,18 +156,18 @@ class TensorGroup:
         if memory is not None:
             memory.close()
 
-    def _of_generation(self) -> dist.ProcessGroup:
+    def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:
-            raise GenerationBroken("layers of a generation that is over were called")
+            raise GenerationBroken("a layer was called after its generation had ended")
         return self._group
 
     def _await(self, collective: Any, *tensors: Any, **options: Any) -> None:
-        group = self._of_generation()
+        group = self._open_group()
         wait_abortable(collective(*tensors, group=group, async_op=True, **options), group)
 
-    def _written(self, value: Tensor) -> Tensor | None:
-        """Share values in memory: return one flat row for each rank, to be read before the next
-        collective. None, on all ranks alike, if the value has to go over the group."""
+    def _shared_rows(self, value: Tensor) -> Tensor | None:
+        """Share values in memory: return one flat row for each rank, valid until the next
+        collective. None, on all ranks, if the value has to go over the group."""
         memory = self._memory
         if memory is None:
             return None
@@ -186,12 +186,12 @@ class TensorGroup:
 
     def _meet(self, memory: SharedMemory, size: int) -> None:
         """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
-        Raises GenerationBroken as `SharedMemory.meet`. If ranks come for different layers, or with
+        Raises GenerationBroken as `SharedMemory.meet`. If ranks meet for different layers, or with
         values of different sizes, this is recorded, and refused when records are compared."""
-        word = self._exchange_number << _SIZE_BITS | size
-        words = memory.meet(word)
-        if any(each != word for each in words):
-            same = all(each >> _SIZE_BITS == self._exchange_number for each in words)
+        message = self._exchange_number << _SIZE_BITS | size
+        messages = memory.meet(message)
+        if any(each != message for each in messages):
+            same = all(each >> _SIZE_BITS == self._exchange_number for each in messages)
             self._exchanges.differ(size if same else None)
 
 
@@ -219,7 +219,7 @@ class LayerGroup:
         self.ranks.set_exchange(self.site.gradient() if backward else self.site.value())
 
 
-def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+def _copy_parts(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))

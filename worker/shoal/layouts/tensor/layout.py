@@ -37,12 +37,12 @@ _Known = dict[int, nn.Parameter]
 
 
 def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: TensorGroup) -> None:
-    """Split the module in place by a plan, over a mesh of one dimension. `ranks`: its ranks.
+    """Split the module in place by a plan, over a mesh of one dimension. `ranks`: the mesh's ranks.
 
     Does not communicate. Parameters may be on the meta device; real ones must be the same on all
     ranks. Split parameters become DTensors, all else is unchanged. Afterwards, if all ranks have
     the same inputs, a forward pass gives each rank the whole outputs, and a backward pass gives
-    each rank the gradients of what it holds.
+    each rank the gradients of its own parameters.
     """
     assert mesh.size() == plan.degree, "the plan is for the mesh"
     known: _Known = {}
@@ -58,7 +58,7 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: Te
             part.use_nested_tensor = False
 
 
-def _meet_among(ranks: TensorGroup, module: nn.Module) -> None:
+def _set_groups(ranks: TensorGroup, module: nn.Module) -> None:
     """Give modules that have split themselves the same groups as modules split by a plan."""
     for name, part in module.named_modules():
         for key, value in list(vars(part).items()):
@@ -85,8 +85,8 @@ class _Split(ParallelStyle):
         return module
 
     def _cut(self, module: nn.Module, path: str, dim: int, mesh: DeviceMesh) -> None:
-        where, _, key = path.rpartition(".")
-        owner = module.get_submodule(where)
+        parent, _, key = path.rpartition(".")
+        owner = module.get_submodule(parent)
         whole = parameter_table(owner)[key]
         if whole is None:
             return
@@ -103,8 +103,8 @@ def take_part(module: nn.Module, entry: PlanEntry, ranks: TensorGroup) -> Mappin
     Returns the dimension along which each parameter is to be cut, by name.
     """
     # KeyedDropout is a subclass of Dropout.
-    made = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
-    kind = made, entry.style
+    base = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
+    kind = base, entry.style
     _APPLY[kind](module, ranks.of_layer(entry.module), entry)
     return CUT_DIMS[kind]
 
@@ -180,12 +180,12 @@ class TensorLayout(Layout):
         world.exchanges.among(range(world.world_size))
         self._ranks = TensorGroup(world.group, world.device, world.exchanges)
         parallelise(module, mesh, plan, self._ranks)
-        # Each rank computes these with its own positions: their gradients have to be summed.
+        # Gradients of these parameters cover this rank's positions only: they have to be summed.
         self._summed = summed_parameters(module, plan.sequence)
         spread_positions(module, plan.sequence, self._ranks)
         if isinstance(module, SelfSplittingModule):
             module.split_over(mesh)
-            _meet_among(self._ranks, module)
+            _set_groups(self._ranks, module)
         materialise(module, world.device)
         self._parameters = dict(module.named_parameters())
         world.exchanges.align(self._parameters)
@@ -226,8 +226,8 @@ class TensorLayout(Layout):
     def reduce(self) -> None:
         """Broadcast the gradients of whole parameters from the first rank.
 
-        The ranks' gradients differ only by kernels that add in no fixed order, or by different
-        hardware, but that is enough for copies to drift apart over many steps.
+        The ranks' gradients differ only because kernels add in no fixed order, or because hardware
+        differs. Over many steps that is enough for copies to drift apart.
         """
         self._gradients.finish(self._complete)
         if self.world.world_size == 1:

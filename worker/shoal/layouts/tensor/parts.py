@@ -4,7 +4,7 @@ Outside a split region every value is the same on all ranks of the group. A valu
 region has its gradient summed over the ranks; a value that leaves it is gathered or summed.
 Parameters are DTensors, but computations use this rank's local parts: so sizes need not be
 divisible, and plain kernels run. torch.compile skips these modules: a DTensor in a graph would be
-compiled anew in each generation, which has a new mesh.
+compiled anew in each generation, as the mesh is new.
 
 (M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """
@@ -180,13 +180,13 @@ class VocabEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         weight = local(self.weight)
         if not self.cut.size:
-            nothing = weight.sum() + weight.new_zeros((*input.shape, self.embedding_dim))
-            return summed(nothing, self.cut)
+            zeros = weight.sum() + weight.new_zeros((*input.shape, self.embedding_dim))
+            return summed(zeros, self.cut)
         row = input - self.cut.start
         foreign = (row < 0) | (row >= self.cut.size)
         padding = self._own_padding()
-        found = F.embedding(row.masked_fill(foreign, 0), weight, padding)
-        return summed(found.masked_fill(foreign.unsqueeze(-1), 0), self.cut)
+        own = F.embedding(row.masked_fill(foreign, 0), weight, padding)
+        return summed(own.masked_fill(foreign.unsqueeze(-1), 0), self.cut)
 
     def _own_padding(self) -> int | None:
         if self.padding_idx is None:

@@ -80,7 +80,7 @@ class SequenceRole(StrEnum):
     """Role of a module in a block in which each rank computes its positions of a sequence."""
 
     BLOCK = "block"
-    """Takes and returns whole values; inside it, the positions of its inputs are spread."""
+    """Takes and returns whole values; inside, the positions of its inputs are spread over ranks."""
     NORM = "norm"
     """Computes this rank's positions, so the gradients of its parameters are summed over ranks."""
     DROPOUT = "dropout"
@@ -90,7 +90,7 @@ class SequenceRole(StrEnum):
     """Sums its output over ranks and keeps this rank's positions. The gradient of its bias is
     summed over ranks, as for a norm."""
     AROUND = "around"
-    """Takes all positions; those of its output are spread."""
+    """Takes all positions; the positions of its output are spread over ranks."""
 
 
 _SHOWN: Mapping[SequenceRole, str] = {

@@ -102,7 +102,7 @@ def _known(parent: nn.Module) -> list[Region] | None:
 
 
 def children_of(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that the parent itself calls; a ModuleList's modules in its place."""
+    """Yield the modules that the parent itself calls; in place of a ModuleList, its modules."""
     for name, part in child_table(parent).items():
         if type(part) is nn.ModuleList:
             yield from children_of(part, f"{prefix}{name}.")
@@ -110,19 +110,19 @@ def children_of(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
             yield prefix + name, part
 
 
-class _Stand(nn.Module):
-    """Stand-in for a child that records its calls and their arguments."""
+class _Recorder(nn.Module):
+    """Replacement for a child module; records calls and their arguments."""
 
     def __init__(self, name: str, original: nn.Module, tracer: GraphAppendingTracer) -> None:
         super().__init__()
-        self.__dict__["_stands_for"] = (name, original, tracer)
+        self.__dict__["_recorded"] = (name, original, tracer)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        name, _, tracer = self.__dict__["_stands_for"]
+        name, _, tracer = self.__dict__["_recorded"]
         return tracer.create_proxy("call_module", name, arguments, named)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__dict__["_stands_for"][1], name)
+        value = getattr(self.__dict__["_recorded"][1], name)
         if isinstance(value, Tensor | nn.Module) or callable(value):
             # The parent uses a part of the child without calling it: a split would break that.
             raise AttributeError(name)
@@ -135,34 +135,34 @@ def _shadow(parent: nn.Module, tracer: GraphAppendingTracer) -> nn.Module:
     return copy_with_tables(
         parent,
         buffers={name: None if buffer is None else buffer.clone() for name, buffer in buffers},
-        children=dict(_stands(parent, "", tracer)),
+        children=dict(_recorders(parent, "", tracer)),
     )
 
 
-def _stands(
+def _recorders(
     parent: nn.Module, prefix: str, tracer: GraphAppendingTracer
 ) -> Iterator[tuple[str, nn.Module | None]]:
     for name, part in child_table(parent).items():
         if type(part) is nn.ModuleList:
-            inner = dict(_stands(part, f"{prefix}{name}.", tracer))
-            stood = nn.ModuleList()
-            child_table(stood).update(inner)
-            yield name, stood
+            inner = dict(_recorders(part, f"{prefix}{name}.", tracer))
+            replaced = nn.ModuleList()
+            child_table(replaced).update(inner)
+            yield name, replaced
         else:
-            yield name, part if part is None else _Stand(prefix + name, part, tracer)
+            yield name, part if part is None else _Recorder(prefix + name, part, tracer)
 
 
 def traces(parent: nn.Module) -> Iterator[fx.Graph]:
     """Trace forward with symbols: in training and evaluation, with and without optional arguments.
 
     torch.fx's own tracer patches nn.Module for the whole process while it traces, which other
-    threads would notice. Stand-ins for the children need no patch.
+    threads would notice. Replaced children need no patch.
     """
-    taken = inspect.signature(parent.forward).parameters.values()
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken):
+    inputs = inspect.signature(parent.forward).parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inputs):
         return
-    required = [p for p in taken if p.default is p.empty]
-    chosen = [required] if len(required) == len(taken) else [required, list(taken)]
+    required = [p for p in inputs if p.default is p.empty]
+    chosen = [required] if len(required) == len(inputs) else [required, list(inputs)]
     for training, given in itertools.product((True, False), chosen):
         graph = fx.Graph()
         tracer = GraphAppendingTracer(graph)
@@ -197,9 +197,9 @@ def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
     columns: list[str] = []
     entered: set[fx.Node] = set()
     dropouts: list[str] = []
-    ahead = [row.args[0]]
-    while ahead:
-        node = ahead.pop()
+    pending = [row.args[0]]
+    while pending:
+        node = pending.pop()
         if node in inside:
             continue
         inside[node] = None
@@ -208,7 +208,7 @@ def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
             columns.append(str(node.target))
             entered |= set(node.all_input_nodes)
         elif is_elementwise_node(node, module):
-            ahead += node.all_input_nodes
+            pending += node.all_input_nodes
             dropouts += [str(node.target)] if type(module) in DROPOUTS else []
         else:
             return None

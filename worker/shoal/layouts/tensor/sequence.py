@@ -2,7 +2,7 @@
 
 Norms, dropout and residual sums compute each position from that position alone. So each rank takes
 its part of the last dimension but one. An all-gather before a split layer and a reduce-scatter
-after it replace the all-reduce of tensor parallelism, of which they are the two halves.
+after it replace the all-reduce of tensor parallelism: together they send as much.
 (V. Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4.2.)
 """
 
@@ -23,8 +23,8 @@ from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
 DIM = -2
-"""The dimension of the sequence, or whichever is the last before the features: its positions are
-computed independently of each other."""
+"""The dimension before the features, usually the sequence: its positions are computed
+independently of each other."""
 
 
 class Positions:
@@ -53,7 +53,7 @@ def _gather(own: Tensor, cut: Cut, *, backward: bool = False) -> Tensor:
     if own.shape[DIM] != cut.size:
         raise InvalidSpec(
             "positions of one pass were used in another",
-            seen=f"{own.shape[DIM]} of them on this rank",
+            seen=f"{own.shape[DIM]} positions on this rank",
             expected=f"{cut.size}",
             fix="For sequences of several lengths in a step, run one backward pass after each"
             " forward.",
@@ -63,8 +63,8 @@ def _gather(own: Tensor, cut: Cut, *, backward: bool = False) -> Tensor:
     padded = rows.new_zeros((widest, *rows.shape[1:]))
     padded[: cut.size].copy_(rows)
     parts = cut.group.all_gather(padded, backward=backward)
-    found = torch.cat([p[:size] for p, size in zip(parts, cut.sizes, strict=True)])
-    return found.movedim(0, DIM).contiguous()
+    whole = torch.cat([p[:size] for p, size in zip(parts, cut.sizes, strict=True)])
+    return whole.movedim(0, DIM).contiguous()
 
 
 def _sum_and_scatter(summand: Tensor, cut: Cut, *, backward: bool = False) -> Tensor:
@@ -78,7 +78,7 @@ def _sum_and_scatter(summand: Tensor, cut: Cut, *, backward: bool = False) -> Te
 
 
 def _own(whole: Tensor, cut: Cut) -> Tensor:
-    # A copy: a view would keep the memory of the whole.
+    # A copy, as a view would keep the memory of the whole.
     return cut.own(whole, DIM).clone(memory_format=torch.contiguous_format)
 
 
@@ -137,8 +137,8 @@ class _Leave(torch.autograd.Function):
 
 
 def _apply(function: Any, value: Tensor, positions: Positions) -> Tensor:
-    found: Tensor = function.apply(value, positions.cut)
-    return found
+    result: Tensor = function.apply(value, positions.cut)
+    return result
 
 
 class SequenceColumnLinear(ColumnLinear):
@@ -196,15 +196,15 @@ def spread_positions(
 
 
 def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> frozenset[str]:
-    """Names of the parameters whose gradients come from this rank's positions only."""
-    found = set()
+    """Name the parameters whose gradients come from this rank's positions only."""
+    names = set()
     for entry in entries:
         module = model.get_submodule(entry.module)
         if entry.role == SequenceRole.NORM:
-            found |= {f"{entry.module}.{name}" for name, _ in module.named_parameters()}
+            names |= {f"{entry.module}.{name}" for name, _ in module.named_parameters()}
         elif entry.role == SequenceRole.ROW and parameter_table(module).get("bias") is not None:
-            found.add(f"{entry.module}.bias")
-    return frozenset(found)
+            names.add(f"{entry.module}.bias")
+    return frozenset(names)
 
 
 def summands_of(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> list[Tensor]:
@@ -266,13 +266,13 @@ def _leaving(function: Any, positions: Positions) -> Any:
                 expected=f"{length} in the last dimension but one",
                 fix="Distribute without sequence=True.",
             )
-        found = _apply(function, first, positions)
-        return (found, *others) if isinstance(output, tuple) else found
+        changed = _apply(function, first, positions)
+        return (changed, *others) if isinstance(output, tuple) else changed
 
     return leave
 
 
-def _made(kind: Any) -> Callable[[Any, SequenceEntry, Positions], None]:
+def _with_class(kind: Any) -> Callable[[Any, SequenceEntry, Positions], None]:
     def apply(module: Any, entry: SequenceEntry, positions: Positions) -> None:
         module.__class__ = kind
         module.positions = positions
@@ -283,8 +283,8 @@ def _made(kind: Any) -> Callable[[Any, SequenceEntry, Positions], None]:
 _ROLES: Mapping[SequenceRole, Callable[[Any, SequenceEntry, Positions], None]] = {
     SequenceRole.BLOCK: _block,
     SequenceRole.NORM: lambda module, entry, positions: None,
-    SequenceRole.DROPOUT: _made(SequenceDropout),
-    SequenceRole.COLUMN: _made(SequenceColumnLinear),
-    SequenceRole.ROW: _made(SequenceRowLinear),
+    SequenceRole.DROPOUT: _with_class(SequenceDropout),
+    SequenceRole.COLUMN: _with_class(SequenceColumnLinear),
+    SequenceRole.ROW: _with_class(SequenceRowLinear),
     SequenceRole.AROUND: _around,
 }

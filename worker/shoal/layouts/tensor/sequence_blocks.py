@@ -1,9 +1,9 @@
 """Finder of blocks in which each rank can compute only its positions of the sequence.
 
-A block takes a value and returns one of the same positions. Its forward, as run with symbols, has
-only four kinds of operations: those that compute each position by itself (norms, dropout,
+A block takes a value and returns a value with the same positions. Its forward, run with symbols,
+has only four kinds of operations: those that compute each position by itself (norms, dropout,
 elementwise operations), pairs of split layers, inner blocks, and modules that take all positions,
-such as attention. If there are others, or forward cannot be traced, the module is no block.
+such as attention. A module with other operations, or that cannot be traced, is no block.
 """
 
 import operator
@@ -42,7 +42,7 @@ _TORCH: Mapping[type[nn.Module], Mapping[str, tuple[int | str, ...]]] = {
 def sequence_blocks(model: nn.Module, plan: Mapping[str, PlanEntry]) -> tuple[SequenceEntry, ...]:
     """Find the outermost blocks with a norm or dropout and a column; return entries for them and
     their modules. `plan`: the model's tensor plan, by module."""
-    found: list[SequenceEntry] = []
+    entries: list[SequenceEntry] = []
     blocks: list[str] = []
     shared = _shared(model)
     for name, module in model.named_modules():
@@ -56,8 +56,8 @@ def sequence_blocks(model: nn.Module, plan: Mapping[str, PlanEntry]) -> tuple[Se
             and SequenceRole.COLUMN in roles
         ):
             blocks.append(name)
-            found += [SequenceEntry(module=name, role=SequenceRole.BLOCK, block=name), *inner]
-    return tuple(found)
+            entries += [SequenceEntry(module=name, role=SequenceRole.BLOCK, block=name), *inner]
+    return tuple(entries)
 
 
 def check_has_blocks(plan: TensorPlan) -> None:
@@ -67,13 +67,13 @@ def check_has_blocks(plan: TensorPlan) -> None:
             "no block of the model can be spread by positions",
             seen="sequence=True",
             expected="blocks of norms, dropout, residual sums, split layers and attention, whose"
-            " forward can be followed; see docs/tensor-parallel.md",
+            " forward can be traced; see docs/tensor-parallel.md",
             fix="Distribute without sequence=True.",
         )
 
 
 def _shared(model: nn.Module) -> frozenset[int]:
-    """Ids of modules and parameters that are used in several places: a change for one place changes
+    """Ids of modules and parameters that are used in several places: a change for one use changes
     all of them."""
     modules = [module for _, module in model.named_modules(remove_duplicate=False)]
     parameters = [
@@ -95,15 +95,15 @@ class _Kind(Enum):
     OWN = auto()
     """This rank's positions."""
     PART = auto()
-    """This rank's features, of all positions: between a column and its row."""
+    """This rank's features at all positions: between a column and its row."""
 
 
 class _NoBlock(Exception):
-    """Raised if an operation of a module needs other positions, which are not gathered for it."""
+    """Raised if a module turns out not to be a block."""
 
 
 class _Block:
-    """A module under examination: is it a block?"""
+    """Test if a module is a block."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class _Block:
         self._found: dict[str, SequenceEntry] = {}
 
     def entries(self) -> list[SequenceEntry] | None:
-        """Return the entries of its modules; None if it is no block."""
+        """Return the entries of the module's children; None if the module is no block."""
         if _has_hooks(self._module):
             return None  # Hooks would see only this rank's positions.
         try:
@@ -156,7 +156,7 @@ class _Block:
     def _note(self, name: str, role: SequenceRole, takes: tuple[int | str, ...] = (0,)) -> None:
         """Add an entry. Raises _NoBlock for a module that is used elsewhere too."""
         child = self._module.get_submodule(name)
-        # Here a gradient comes from some positions, elsewhere from all: they cannot be added.
+        # In a block a gradient covers some positions, elsewhere all: the two cannot be added.
         own = child.parameters() if role in (SequenceRole.NORM, SequenceRole.ROW) else ()
         if any(id(each) in self._shared for each in (child, *own)):
             raise _NoBlock
@@ -186,7 +186,7 @@ class _Block:
                 kinds[node] = self._of_function(node, kinds)
         around = {e.module for e in self._found.values() if e.role == SequenceRole.AROUND}
         users = [f"{self._path}.{user.target}".lstrip(".") for user in first.users]
-        # If all users of the input need all its positions, as an embedding does, it is no block.
+        # If all users of the input need all its positions, as an embedding does, there is no block.
         if all(user in around for user in users):
             raise _NoBlock
 

@@ -12,7 +12,7 @@ from shoal.state.shards import Json
 from shoal_proto.errors import RegisteredStateDiffers
 
 TOLERANCE = 1e-5
-"""Relative difference that is allowed: instruction sets of hosts round sums differently."""
+"""Relative difference that is allowed: hosts with other instruction sets round sums differently."""
 UNTRAINED = -1
 """Step number for members without state of the job, which are compared with one another."""
 MAX_SHOWN = 120
@@ -29,10 +29,10 @@ def compare(
     if len(members) == 1:
         return
     text = json.dumps([step, own], sort_keys=True)
-    words = gather_if_different(text.encode(), group)
-    if words is None:
+    messages = gather_if_different(text.encode(), group)
+    if messages is None:
         return
-    states = [json.loads(word) for word in words]
+    states = [json.loads(message) for message in messages]
     by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
     for member, (at_step, held) in zip(members, states, strict=True):
         if held is not None:
@@ -50,7 +50,7 @@ def difference(holders: Mapping[str, Any]) -> tuple[str, dict[str, str]] | None:
     for other in others:
         path = _first_path_that_differs(own, other, ())
         if path is not None:
-            shown = {name: _at(held, path) for name, held in holders.items()}
+            shown = {name: _value_at(held, path) for name, held in holders.items()}
             return ".".join(path), shown
     return None
 
@@ -63,15 +63,15 @@ def _differs(step: int, found: tuple[str, dict[str, str]]) -> RegisteredStateDif
     holders: dict[str, list[str]] = {}
     for member, value in shown.items():
         holders.setdefault(value, []).append(member)
-    words = "; ".join(f"{value} by {', '.join(who[:8])}" for value, who in holders.items())
+    text = "; ".join(f"{value} by {', '.join(names[:8])}" for value, names in holders.items())
     return RegisteredStateDiffers(
         f"the members' state of {name!r} differs "
         + ("before the first step" if step == UNTRAINED else f"after step {step}"),
-        seen=f"{inside}: {words}",
+        seen=f"{inside}: {text}",
         expected="the same on every member: a count of one member alone is not part of the"
         " job's state",
         fix="Change it with the same values on all members, in the step or `if step.committed`;"
-        " of a metric, register the sum over members.",
+        " for a metric, register the sum over members.",
         details=shown,
     )
 
@@ -98,7 +98,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _at(held: Any, path: tuple[str, ...]) -> str:
+def _value_at(held: Any, path: tuple[str, ...]) -> str:
     for key in path:
         if isinstance(held, dict):
             held = held.get(key)

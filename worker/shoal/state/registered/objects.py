@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 MAX_OBJECTS = 32
 MAX_TENSOR_BYTES = 4 * 1024**3
-"""Limit for all objects together. The state is copied at each step, so that it can be undone."""
+"""Limit for all objects together. The state is copied at each step, so that steps can be undone."""
 GROUPS = "param_groups"
 """Name of the settings of the optimizer's groups in the state: schedulers change them."""
 KINDS = "registered_kinds"
@@ -62,11 +62,10 @@ class CapturedState:
 
 
 class RegisteredState:
-    """Registered objects of one session. If a step is undone, each object is restored to its state
-    when the script asked for that step's batch: the last committed step, and the script's changes
-    after it.
+    """Registered objects of one session; false while nothing is registered.
 
-    False while nothing is registered.
+    If a step is undone, each object is restored to its state at the time when the script asked for
+    that step's batch: after the last committed step and the script's later changes.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class RegisteredState:
         self._optimizer: Optimizer | None = None
         self._committed: CapturedState | None = None
         self._is_attempt = False
-        """True from the start of a step until it is committed: `_committed` is the valid state."""
+        """True from the start of a step to its commit: `_committed` is then the valid state."""
         self._deferred: list[Callable[[], object]] = []
 
     def __bool__(self) -> bool:
@@ -90,7 +89,7 @@ class RegisteredState:
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == GROUPS:
             raise InvalidSpec(
-                "a name that state cannot be registered under",
+                "state cannot be registered under this name",
                 seen=repr(name),
                 expected=f"session.register(name, object), with a name of 1 to 64 letters, digits,"
                 f" - and _, and not {GROUPS!r}",
@@ -114,8 +113,9 @@ class RegisteredState:
                 f"nothing of {name!r} would be carried: its state_dict() is empty",
                 seen=type(registered).__name__,
                 expected="a module with parameters, or with persistent buffers",
-                fix="A metric of torchmetrics: metric.persistent(True) and sync_on_compute=False,"
-                " and update it alike on all members; or session.evaluate, which sums over them.",
+                fix="For a metric of torchmetrics, set metric.persistent(True) and"
+                " sync_on_compute=False, and update it in the same way on all members. Or use"
+                " session.evaluate, which sums over members.",
             )
         if len(self._objects) == MAX_OBJECTS:
             raise InvalidSpec("too many registered objects", expected=f"at most {MAX_OBJECTS}")
@@ -163,7 +163,7 @@ class RegisteredState:
         self._deferred.append(call)
 
     def stepped(self) -> None:
-        """Make the deferred calls, which belong to this step, as the optimizer has stepped."""
+        """Make the calls that were deferred in this step, after the optimizer has stepped."""
         while self._deferred:
             self._deferred.pop(0)()
 
@@ -172,7 +172,7 @@ class RegisteredState:
         self._is_attempt = False
 
     def undo(self) -> None:
-        """Undo the step; the next `restore` undoes the script's changes since."""
+        """Undo the step; the next `restore` undoes the script's changes after this."""
         self._deferred.clear()
         self._is_attempt = True
         self.restore()
@@ -196,12 +196,12 @@ class RegisteredState:
         missing = sorted(self._objects.keys() - captured.values.keys())
         if missing:
             raise InvalidSpec(
-                "there is no state for what the script has registered",
+                "there is no state for an object that the script has registered",
                 seen=f"nothing under {', '.join(map(repr, missing))}",
                 expected="the state of every registered object, as of the same step",
-                fix="A checkpoint that was written without it cannot be continued with it: load its"
-                " weights into the model before session.distribute, and write to another"
-                " directory (docs/checkpoints.md).",
+                fix="A job cannot resume from a checkpoint that was written without the object:"
+                " load the checkpoint's weights into the model before session.distribute, and"
+                " write to another directory (docs/checkpoints.md).",
             )
         self._check_kinds(captured)
         self._load(captured)
@@ -220,16 +220,16 @@ class RegisteredState:
                     fix="Register it under another name, in a run that begins with the weights of"
                     " the checkpoint and writes to another directory (docs/checkpoints.md).",
                 )
-        if left := sorted(captured.kinds.keys() - self._objects.keys()):
+        if unregistered := sorted(captured.kinds.keys() - self._objects.keys()):
             log.warning(
                 "registered_state_left_behind",
-                names=", ".join(left),
+                names=", ".join(unregistered),
                 seen="state in the checkpoint of objects that the script does not register",
             )
 
     def comparable(self, *, with_tensors: bool) -> dict[str, Json]:
-        """Return what must be the same on all members, by name: plain values, and figures of the
-        tensors."""
+        """Return the values that must be the same on all members, by name: plain values, and
+        figures that describe the tensors."""
         now = self.current()
         found: dict[str, Json] = {}
         for name in self._objects:
@@ -271,14 +271,14 @@ class RegisteredState:
                 raise InvalidSpec(
                     f"{name!r} has a tensor on the meta device",
                     seen=path,
-                    expected="tensors with memory, as far as state is registered",
+                    expected="tensors with memory in all registered state",
                     fix="Make it from a model on the host, or after session.distribute(...).",
                 )
         tensors |= {f"{name}/{path}": tensor for path, tensor in own.items()}
 
     def _check_shapes(self, captured: CapturedState) -> None:
-        """Raise InvalidSpec if a tensor has changed its shape or dtype since the last step, or is
-        gone: copies and checkpoints of all steps must agree."""
+        """Raise InvalidSpec if a tensor has changed its shape or dtype since the last step, or does
+        not exist any more: copies and checkpoints of all steps must agree."""
         for key, before in (self._committed.tensors if self._committed is not None else {}).items():
             now = captured.tensors.get(key)
             if now is None or now.shape != before.shape or now.dtype != before.dtype:
@@ -305,9 +305,9 @@ class RegisteredState:
                 raise
             except Exception as error:
                 raise InvalidSpec(
-                    f"{name!r} does not take the state that another one of its kind had",
+                    f"{name!r} does not take the state that an object of its class had",
                     seen=f"{type(error).__name__}: {error}",
-                    expected="load_state_dict(state) to take what state_dict() gave",
+                    expected="load_state_dict(state) that takes the result of state_dict()",
                 ) from error
         if self._optimizer is not None and GROUPS in captured.values:
             settings = put_together(captured.values[GROUPS], _of(GROUPS, captured.tensors))
@@ -357,7 +357,7 @@ def into_state(state: State, captured: CapturedState) -> State:
 
 
 def of_state(state: State) -> tuple[State, CapturedState]:
-    """Split a state into the rest and the registered state that `into_state` added."""
+    """Split a state into the state before `into_state` and the registered state that it added."""
     rest = {name: t for name, t in state.tensors.items() if not name.startswith(REGISTERED)}
     own = {
         name.removeprefix(REGISTERED): t
@@ -404,8 +404,8 @@ def _outline(tensor: Tensor) -> str:
 
 
 def _figures(tensor: Tensor) -> list[Json]:
-    """Return figures that show if tensors differ: shape and dtype, the sum of magnitudes, and sums
-    that depend on signs and on positions.
+    """Return figures by which tensors are compared: shape and dtype, the sum of magnitudes, and
+    sums that depend on signs and on positions.
 
     Each sum is about as large as the sum of magnitudes, so that rounding is small relative to it.
     """

@@ -5,9 +5,9 @@ each member's round as it arrives, not for the mean of all; no member waits for 
 et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135). A member
 continues from the values right after its own push, which include other members' pushes.
 
-- The optimizer is the member's own, with its state: any of torch's, stepped in the member.
+- Each member steps its own optimizer, any of torch's, and keeps its state.
 - A round's samples count once its push is acknowledged. If a member is lost, its work since its
-  last push is lost with it, and others train on those samples.
+  last push is lost too, and other members train on the samples again.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,13 +44,13 @@ class AsyncDiLoCo(AsyncSGD):
         compression: str | Compression | None = None,
     ) -> None:
         """A round is `every_steps` steps, fewer if samples run out: members share each epoch of the
-        data evenly, and no round is longer than two such shares. Each member's push takes an outer
-        step of its own.
+        data evenly, and no round is longer than two such shares. The servers take one outer
+        step for each member's push.
 
-        `staleness`: the treatment of rounds that other members have pushed since. "damp" slows the
+        `staleness`: the effect of rounds that other members have pushed meanwhile. "damp" slows the
         outer step down by their number, momentum first, so that the settings of "diloco" suit
-        several members; "scale" divides its rate by their number; with "none" `outer_lr` and
-        `outer_momentum` have to be chosen for the number of members.
+        several members; "scale" divides the rate by their number; "none" ignores them, so
+        `outer_lr` and `outer_momentum` have to be chosen for the number of members.
 
         `compression`: compresses the changes of a round, as for `shoal.DiLoCo`.
 
@@ -58,7 +58,7 @@ class AsyncDiLoCo(AsyncSGD):
         """
         if staleness not in KINDS:
             raise InvalidSpec(
-                "stale rounds cannot be treated so",
+                "no such treatment of stale rounds",
                 seen=repr(staleness),
                 expected=f"one of {', '.join(map(repr, KINDS))}",
             )
@@ -121,8 +121,8 @@ class AsyncDiLoCo(AsyncSGD):
         """Push the round's change, and continue from the servers' new values."""
         if not self._steps_of_round:
             return
-        gone = {n: self._began[n] - _on_host(p) for n, p in self._shared.values.parameters.items()}
-        self._count(self._push(gone))
+        diff = {n: self._began[n] - _on_host(p) for n, p in self._shared.values.parameters.items()}
+        self._count(self._push(diff))
         self._began, self._steps_of_round = {}, 0
         while self._unacknowledged:
             self._unacknowledged.pop(0)()

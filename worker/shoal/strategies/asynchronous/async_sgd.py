@@ -7,7 +7,7 @@ optimizer object are sent with every push, unless a schedule was given to the st
 
 - The optimizer skips a parameter that has no gradient in a step, as `torch.optim` does: no weight
   decay, no momentum, no step counted. Changes by other members still arrive.
-- Stale gradients, whose values others have changed since: see `staleness_policy.py`.
+- Stale gradients, computed on values that others have changed since: see `staleness_policy.py`.
 - Buffers, such as running means, are not shared: each member keeps its own.
 - Training starts from the values of rank 0 of the first generation. If that member is lost before
   it has created all shards, another member creates the rest, from its own initial values.
@@ -75,8 +75,8 @@ LEVELS = ("applied", "replicated", "durable")
 MAX_REDONE = 16
 """Limit of how often a member takes a refused step again on fresh values."""
 BEGINNING_UPDATES = 100
-"""Limit of the updates in a member's first values up to which it watches the loss: a member that
-joins later does not know the loss at first."""
+"""A member whose first values include this many updates does not watch the loss: it joined too late
+to know the initial loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class PushOptions:
 
 
 def level(acknowledge: str) -> Acknowledgement.ValueType:
-    """The level of this name. Raises InvalidSpec if there is none."""
+    """Return the level of this name. Raises InvalidSpec if there is none."""
     name = f"ACKNOWLEDGEMENT_{acknowledge.upper()}"
     if acknowledge not in LEVELS:
         raise InvalidSpec(
@@ -178,7 +178,6 @@ class StepRefusals:
         self._snapshot.check_whole(step)
 
     def mark_taken(self) -> None:
-        """Note that the step was taken."""
         self.shards, self.num_redone = frozenset(), 0
         if self._snapshot.is_open:
             self._snapshot.settle()
@@ -189,10 +188,10 @@ class StepRefusals:
         if self.may_redo:
             raise refusal
         raise StalePush(
-            f"step {step} was refused as too stale again and again",
+            f"step {step} was refused as too stale too many times",
             seen=f"{self.num_redone} times, at last with {refusal.seen}",
             expected=refusal.expected,
-            fix="Raise reject_above, or let this member have smaller batches.",
+            fix="Raise reject_above, or give this member smaller batches.",
         )
 
 
@@ -219,8 +218,8 @@ class AsyncSGD(LeasingStrategy):
         """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `StalenessClock`.
 
         `staleness`: "damp", "none", "scale", "compensate" or "reject", see
-        `staleness_policy.py`; `reject_above` is a number of updates, with any of these, and
-        `compensation` is lambda_0, or lambda if it is not `adaptive`.
+        `staleness_policy.py`; `reject_above`: number of updates above which a gradient is
+        refused, with any of these. `compensation`: lambda_0, or lambda if not `adaptive`.
 
         `schedule`: one of torch's schedules of the distributed optimizer. It follows the number of
         updates of all members together; the script does not step it. The servers step it if they
@@ -234,9 +233,9 @@ class AsyncSGD(LeasingStrategy):
         `compression`: compresses gradients for a slow network, as for `shoal.DDP`. The part that
         compression leaves out is added to later gradients. See docs/compression.md.
 
-        `lost_wait_s`: if every server of a shard is gone, the time that a step waits for one to
-        come back with its journal; it counts before the shard is declared lost too, which may take
-        15 minutes. After that time the step raises StateLost; by default at once.
+        `lost_wait_s`: if every server of a shard is gone, the time that a step waits for a server
+        to come back with its journal. It includes the time until the shard is declared lost, which
+        may take 15 minutes. After it the step raises StateLost; by default at once.
 
         `loss_must_fall`: raise TrainingFailed after the last sample if the loss is not lower than
         at first. A loss that is not finite is always an error. Do not set it if the loss need not
@@ -380,7 +379,7 @@ class AsyncSGD(LeasingStrategy):
             is_broken=is_broken,
         )
         self._has_state = True
-        # Only now: first values have the time limit of a bring-up.
+        # Set only now: first values have the time limit of a bring-up.
         client.wait_for_lost(self._options.lost_wait_s)
         self._tables.wait_for_lost(self._options.lost_wait_s)
         # New shards have version 1.
@@ -391,7 +390,7 @@ class AsyncSGD(LeasingStrategy):
         self._cut_generation = max(self._cut_generation, generation)
 
     def abandon(self) -> None:
-        """Do nothing: this member holds nothing of a generation."""
+        """Do nothing: this member has no state of a generation."""
 
     def begin_step(self) -> None:
         self._shared.gradients.forget()
@@ -485,7 +484,7 @@ class AsyncSGD(LeasingStrategy):
         return result
 
     def _begin_anew(self, result: PushResult) -> NoReturn:
-        """Pull fresh values and raise StalePush, after some shards refused the step."""
+        """Pull fresh values and raise StalePush, after some shards have refused the step."""
         self._refusals.refused(result.stale, self._step)
         self._counts.rejected()
         self._refresh()
@@ -497,7 +496,7 @@ class AsyncSGD(LeasingStrategy):
     def finish(self) -> None:
         """Get the present values: after the last sample, the job's final ones."""
         self._clock.rest()
-        # Embedding rows looked up from here on are the present ones too.
+        # Embedding rows that are looked up from here on are the present ones too.
         self._tables.begin_step()
         self._refresh()
 

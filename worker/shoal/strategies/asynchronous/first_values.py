@@ -16,8 +16,8 @@ log = structlog.get_logger(__name__)
 PATIENCE_SHARE = 0.25
 """Share of the time limit after which any member creates values that are still missing."""
 LOOK_S = 0.5
-"""Interval at which a member that waits for servers asks again, and a member that waits for its
-first values checks if its generation broke."""
+"""Interval at which a member that waits asks for servers again, or checks if its generation
+broke."""
 
 
 def await_servers(
@@ -25,7 +25,7 @@ def await_servers(
 ) -> None:
     """Place the job's shards, as soon as there is a parameter server to hold them.
 
-    Raises NoServers after `limit_s` without a server, GenerationBroken, and errors of the call.
+    Raises NoServers after `limit_s` without a server, GenerationBroken, and the errors of placing.
     """
     began_s = time.monotonic()
     waits = False
@@ -71,8 +71,8 @@ def first_values(
 ) -> None:
     """Pull the job's values into `values`; create them from `values` if no other member does.
 
-    `creates`: create them at once. Raises ShardNotReady after `limit_s`, GenerationBroken, and the
-    errors with which the servers refuse the optimizer.
+    `creates`: create them at once if they are missing. Raises ShardNotReady after `limit_s`,
+    GenerationBroken, and the errors with which the servers refuse the optimizer.
     """
     now_s = time.monotonic()
     create_at_s = now_s if creates else now_s + PATIENCE_SHARE * limit_s

@@ -13,19 +13,19 @@ from shoal_proto.errors import DtypeMismatch, NonFiniteGradient
 def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str, Tensor]:
     """Return the gradients by name, on the host and contiguous; missing ones are left out.
 
-    Raises DtypeMismatch or NonFiniteGradient before any part of the step is sent, as a server
-    would.
+    Raises DtypeMismatch or NonFiniteGradient, as a server would, before any part of the step is
+    sent.
     """
-    found = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
-    for name, gradient in found.items():
+    gradients = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
+    for name, gradient in gradients.items():
         dtype = parameters[name].dtype
         if gradient.layout != torch.strided or gradient.dtype != dtype:
             raise DtypeMismatch(
-                f"the gradient of parameter {name} is of another kind than the parameter",
+                f"the gradient of parameter {name} has another dtype or layout than the parameter",
                 seen=f"{gradient.dtype}, {gradient.layout}",
                 expected=f"{dtype}, {torch.strided}",
             )
-    for name in _non_finite(found):
+    for name in _non_finite(gradients):
         raise NonFiniteGradient(
             f"the gradient of parameter {name} is not finite in step {step}",
             seen="NaN or Inf",
@@ -33,11 +33,11 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
             fix="Look for a division by zero, or lower the learning rate.",
             details={"parameter": name, "step": str(step)},
         )
-    return on_host(found)
+    return on_host(gradients)
 
 
 def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
-    """Names of the gradients with NaN or Inf.
+    """Name the gradients with NaN or Inf.
 
     A sum is finite only if all its terms are, and is much cheaper than a check of each gradient. If
     the sum is not finite, each gradient is checked, since finite numbers may have overflowed.

@@ -24,8 +24,8 @@ FIX = (
     " docs/parameter-server.md, Staleness."
 )
 BLOW_UP = 4.0
-"""Ratio of the first window's mean to its first loss above which the loss rose within it: later
-losses are then compared with the first loss."""
+"""Ratio of the first window's mean to its first loss. Above it the loss rose within the window, and
+later losses are compared with the first loss."""
 PATIENCE_UPDATES = 200
 """Number of updates of all members before which a finite loss is not reported."""
 _IN_WORDS = {
@@ -66,7 +66,7 @@ class Stagnation:
 
 
 class LossWatch:
-    """Comparison of a member's mean losses by window; finds if they do not fall."""
+    """Comparison of a member's mean loss in each window with that of the first window."""
 
     def __init__(self) -> None:
         self._first: float | None = None

@@ -63,13 +63,13 @@ def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> Optimi
         kind = "adamw" if decoupled.pop() else "adam"
     # "initial_lr", as the schedule may have changed "lr" for the first step already.
     rate = "lr" if schedule is None else "initial_lr"
-    travels = schedule is not None and not FollowedSchedule.follows(schedule)
+    is_known = schedule is not None and not FollowedSchedule.follows(schedule)
     if schedule is not None:
         _check_beginning(schedule, optimizer)
     return OptimizerSpec(
         kind=kind,
         groups=[_hyper_parameters(group, float(group[rate])) for group in groups],
-        schedule=to_schedule(schedule) if schedule is not None and travels else None,
+        schedule=to_schedule(schedule) if schedule is not None and is_known else None,
     )
 
 
@@ -84,8 +84,8 @@ def _check_new(optimizer: Optimizer) -> None:
                 seen=f"{type(optimizer).__name__} with {', '.join(_held(state))},"
                 " of its own steps or from load_state_dict",
                 expected="a new optimizer: the parameter servers begin without state",
-                fix="Make a new one; to continue a job on parameter servers, restore a snapshot of"
-                " it (`shoal restore`). `ddp` takes the state over.",
+                fix="Make a new one; to continue a job on parameter servers, restore its snapshot"
+                " (`shoal restore`). `ddp` takes the state over.",
             )
 
 
@@ -112,8 +112,8 @@ def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
 
 
 def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None:
-    """Raise InvalidSpec if a hyper-parameter differs from that on the servers, except learning
-    rates: only those are sent with pushes."""
+    """Raise InvalidSpec if a hyper-parameter differs from that on the servers. Learning rates may
+    differ: they are sent with pushes."""
     for index, (known, now) in enumerate(zip(spec.groups, to_spec(optimizer).groups, strict=True)):
         now.lr = known.lr
         if now == known:
@@ -181,10 +181,10 @@ def _check_beginning(schedule: LRScheduler, optimizer: Optimizer) -> None:
     if schedule.optimizer is not optimizer or begun != 0:
         raise InvalidSpec(
             "the schedule does not begin with this training",
-            seen="another optimizer's"
+            seen="a schedule of another optimizer"
             if schedule.optimizer is not optimizer
             else f"{begun} steps taken with it",
-            expected="one of the optimizer that is distributed, not stepped yet",
+            expected="a schedule of the distributed optimizer that has not been stepped",
         )
 
 

@@ -28,7 +28,7 @@ from shoal_proto.errors import NonFiniteGradient
 from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
-Left = dict[tuple[str, int], Tensor]
+Residuals = dict[tuple[str, int], Tensor]
 """Residuals by parameter and offset of the block."""
 
 
@@ -36,8 +36,8 @@ Left = dict[tuple[str, int], Tensor]
 class _InFlight:
     """Residuals of one shard's blocks, before and after a push in progress."""
 
-    before: Left
-    after: Left
+    before: Residuals
+    after: Residuals
 
 
 class PushCompressor:
@@ -45,7 +45,7 @@ class PushCompressor:
 
     def __init__(self, compression: Compression) -> None:
         self._encoder = compression.push_encoder()
-        self._left: Left = {}
+        self._residuals: Residuals = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._sent_bytes = self._plain_bytes = 0
         self._step = (0, 0)
@@ -56,8 +56,8 @@ class PushCompressor:
         gradients: Mapping[str, Tensor],
         only: Collection[int] | None = None,
     ) -> EncodedPush:
-        """Encode the gradients of every shard, or `only` of these; those that compression would not
-        make smaller are left out.
+        """Encode the gradients of every shard, or `only` of these. A shard that compression would
+        not make smaller is left out.
 
         `gradients`: on the host, contiguous and finite. Raises NonFiniteGradient, before anything
         is sent, for a gradient that the codec cannot represent.
@@ -96,40 +96,40 @@ class PushCompressor:
         dtype = gradients[blocks[0].parameter].dtype
         keys = [(block.parameter, block.offset) for block in blocks]
         sizes = [block.num_elements for block in blocks]
-        # The residual of float64 must not be rounded away.
+        # Added up in float64, if the gradients have it, to keep the residual exact.
         total = torch.cat([_part(gradients, block) for block in blocks])
         total = total if dtype == torch.float64 else total.float()
         for key, values in zip(keys, torch.split(total, sizes), strict=True):
-            if key in self._left:
-                values.add_(self._left[key])
-        made = self._encoder.encode(total.float(), blocks)
+            if key in self._residuals:
+                values.add_(self._residuals[key])
+        coded = self._encoder.encode(total.float(), blocks)
         self._plain_bytes += total.numel() * dtype.itemsize
-        if made.data.nbytes >= total.numel() * dtype.itemsize:
+        if coded.data.nbytes >= total.numel() * dtype.itemsize:
             # Sent uncompressed; the residual waits for a later push.
             self._sent_bytes += total.numel() * dtype.itemsize
             return None
-        self._sent_bytes += made.data.nbytes
-        applied = made.decoded.to(dtype)
-        _check(applied, blocks, made.codec)
-        after: Left = {}
+        self._sent_bytes += coded.data.nbytes
+        applied = coded.decoded.to(dtype)
+        _check(applied, blocks, coded.codec)
+        after: Residuals = {}
         if self._encoder.keeps_residuals:
             after = dict(zip(keys, torch.split(total.sub_(applied), sizes), strict=True))
-        before = {key: self._left.pop(key) for key in keys if key in self._left}
+        before = {key: self._residuals.pop(key) for key in keys if key in self._residuals}
         self._in_flight[shard.shard_id] = _InFlight(before=before, after=after)
-        return EncodedGradient(made.codec, made.data.view(torch.uint8).numpy().data)
+        return EncodedGradient(coded.codec, coded.data.view(torch.uint8).numpy().data)
 
     def _applied(self, shard_id: int) -> None:
         # May be called twice, if a push that was applied had to be resent.
         in_flight = self._in_flight.pop(shard_id, None)
         if in_flight is not None:
-            self._left |= in_flight.after
+            self._residuals |= in_flight.after
 
     def refused(self, shard_ids: Iterable[int]) -> None:
         """Restore the residuals of these shards, which did not apply the push."""
         for shard_id in shard_ids:
             in_flight = self._in_flight.pop(shard_id, None)
             if in_flight is not None:
-                self._left |= in_flight.before
+                self._residuals |= in_flight.before
 
     def metrics(self) -> Mapping[str, float]:
         """Return the bytes of gradients in the last push and in all pushes, and the last push's

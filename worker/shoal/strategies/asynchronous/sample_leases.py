@@ -18,11 +18,11 @@ ASK_AGAIN_S = 0.5
 """Interval of requests while the coordinator has no range for this member, whose trainer still has
 samples."""
 TALK_EACH_S = 2.0
-"""Longest time without a request: the answer says if this member must give back samples, for
-members that have joined."""
+"""Longest time without a request: an answer may ask this member to give back samples, for members
+that have joined."""
 MAX_HELD_RANGES = 96
 """Number of held ranges at which no more are requested until some are acknowledged. Coordinators
-refuse 128."""
+refuse 128 or more."""
 REPORT_WITHIN_S = 3.0
 LOOK_UP_EACH_S = 1.0
 
@@ -32,7 +32,7 @@ class Leases:
     epochs.
 
     A thread leases ranges ahead and reports completed ones. While there is no range, because others
-    still train on theirs or no coordinator answers, the iterator yields None now and then.
+    still train on theirs or no coordinator answers, it yields None each `LOOK_UP_EACH_S`.
     """
 
     def __init__(self, samples: SampleClient, batch_size: int, *, round_batches: int = 1) -> None:
@@ -70,8 +70,8 @@ class Leases:
         with self._changed:
             span = self._take()
             if span is None:
-                # May last long, if others still train or no coordinator answers. The trainer gets
-                # None now and then, so that it can follow changes of members meanwhile.
+                # There may be no range for long, if others train or no coordinator answers. The
+                # trainer gets None meanwhile, so that it can follow changes of members.
                 self._has_none = False
                 self._changed.wait_for(self._has_news, timeout=LOOK_UP_EACH_S)
                 span = self._take()
@@ -91,14 +91,14 @@ class Leases:
         return over or self._has_none or self._reserve.num_ready > 0
 
     def done(self, trained: SampleRange) -> None:
-        """Report the range as completed: its step can no longer be lost. Any thread."""
+        """Report the range as completed: its step can no longer be lost. Thread-safe."""
         with self._changed:
             self._done.append(trained)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Report completed ranges and give back the others. If no coordinator answers in time, only
-        logs it."""
+        """Report completed ranges and give back the others. Logs a warning if no coordinator
+        answers in time."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -107,7 +107,7 @@ class Leases:
             if self._thread.is_alive():
                 log.warning("samples_not_reported", reason="the coordinator does not answer")
                 return
-        completed, reserve = self._done, self._own(self._given_back + self._reserve.all())
+        completed, reserve = self._done, self._reserve_of(self._given_back + self._reserve.all())
         if self._is_exhausted or not (completed or reserve.given_back):
             return
         try:
@@ -120,7 +120,7 @@ class Leases:
     def _lease(self) -> None:
         try:
             while self._is_due():
-                self._ask()
+                self._request()
         except Exception as error:  # noqa: BLE001 - raised where the trainer asks for samples
             with self._changed:
                 self._error = error
@@ -130,7 +130,7 @@ class Leases:
         """Wait until there is something to request or report, at most `TALK_EACH_S`; False if
         leasing is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._has_to_say, TALK_EACH_S)
+            self._changed.wait_for(lambda: self._is_over or self._has_message, TALK_EACH_S)
             return not self._is_over
 
     @property
@@ -142,17 +142,17 @@ class Leases:
         return self._reserve.lacking > 0
 
     @property
-    def _has_to_say(self) -> bool:
+    def _has_message(self) -> bool:
         return bool(self._done or self._given_back) or self._wants_more
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         lease = self._samples.coordinators.persist(
             self._attempt, waits_for="samples", gives_up=lambda: self._is_closed
         )
         with self._changed:
-            self._booked(lease)
+            self._apply(lease)
             if lease.range is None and self._wants_more:
-                # The other members hold the remaining samples, or this one its share of them.
+                # Other members hold the remaining samples, or this member holds its share of them.
                 self._changed.wait_for(
                     lambda: self._is_over or bool(self._done),
                     lease.retry_after_s if self._is_waiting else ASK_AGAIN_S,
@@ -164,12 +164,12 @@ class Leases:
         with self._changed:
             done, self._done = self._done, []
             back, self._given_back = self._given_back, []
-            wanted, reserve = self._reserve.lacking, self._own(back)
+            wanted, reserve = self._reserve.lacking, self._reserve_of(back)
             if len(self._samples.held) >= MAX_HELD_RANGES:
                 wanted = 0
         return self._samples.lease(wanted, done, reserve=reserve)
 
-    def _own(self, given_back: list[SampleRange]) -> Reserve:
+    def _reserve_of(self, given_back: list[SampleRange]) -> Reserve:
         not_begun = self._reserve.num_ready + size_of(given_back)
         return Reserve(
             num_samples=self._reserve.wanted,
@@ -179,7 +179,7 @@ class Leases:
             begins_per_s=self._reserve.begins_per_s,
         )
 
-    def _booked(self, lease: SampleLease) -> None:
+    def _apply(self, lease: SampleLease) -> None:
         self._is_exhausted, self._has_none = lease.exhausted, lease.range is None
         self._reserve.lost(lease.not_held)
         if lease.range is not None:

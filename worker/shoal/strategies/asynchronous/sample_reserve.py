@@ -19,12 +19,12 @@ PACE_WINDOW_S = 30.0
 MAX_LEASE_SAMPLES = 1 << 20
 """Limit of the samples in one request; coordinators lease no more at a time."""
 MAX_RANGES = 64
-"""Number of ranges in the reserve at which no more are requested. Coordinators refuse more than
-128 held ranges."""
+"""Number of ranges in the reserve at which no more are requested. Coordinators refuse 128 held
+ranges or more."""
 
 
 class Pace:
-    """Samples trained on per second, without times of waiting: mostly of the last half minute."""
+    """Samples trained on per second, mostly in the last half minute; waiting does not count."""
 
     def __init__(self) -> None:
         self._num_samples = 0.0
@@ -66,7 +66,7 @@ class SampleReserve:
 
     @property
     def _least(self) -> int:
-        """Samples of two rounds: the present one and the next."""
+        """Number of samples of two rounds: the present one and the next."""
         return 2 * self._round_samples
 
     @property
@@ -105,8 +105,8 @@ class SampleReserve:
 
     def beyond_share(self, share: int, num_held: int) -> list[SampleRange]:
         """Remove and return the newest ranges, which are to be given back. `share`: the number of
-        samples that this member may hold, so that the others have theirs; 0 if unknown. `num_held`:
-        the number that it holds, begun ones included."""
+        samples that this member may hold, so that others have their shares; 0 if unknown.
+        `num_held`: the number that it holds, begun ones included."""
         self._share = share or self._least
         surplus = min(num_held - self._share, self.num_ready)
         return self._taken_from_the_end(surplus - surplus % self.step_samples) if share else []

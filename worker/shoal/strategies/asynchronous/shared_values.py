@@ -41,8 +41,8 @@ class SharedValues:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raises InvalidSpec or DtypeMismatch for parameters that cannot be shared."""
         refuse_hidden_ties(model)
-        found = _trained(model, optimizer)
-        self.parameters = {name: parameter for name, (parameter, _) in found.items()}
+        trained = _trained(model, optimizer)
+        self.parameters = {name: parameter for name, (parameter, _) in trained.items()}
         self.schema = [
             ParameterSpec(
                 name=name,
@@ -50,7 +50,7 @@ class SharedValues:
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 group=group,
             )
-            for name, (parameter, group) in found.items()
+            for name, (parameter, group) in trained.items()
         ]
         self._slots = {
             name: ParameterSlot(parameter) for name, parameter in self.parameters.items()
@@ -64,7 +64,7 @@ class SharedValues:
         return {name: slot.bytes() for name, slot in self._slots.items()}
 
     def present(self) -> Buffers:
-        """Return the present values, to be used at once."""
+        """Return the present values, to be read at once."""
         views = self.writable()
         staged = self._staged()
         copy_to_host([copy for copy, _ in staged], [own for _, own in staged]).wait()
@@ -89,7 +89,7 @@ class SharedValues:
 def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, int]]:
     """Return the optimizer's parameters by their names in the model, each with its group index."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found: dict[str, tuple[nn.Parameter, int]] = {}
+    trained: dict[str, tuple[nn.Parameter, int]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names.get(parameter)
@@ -106,8 +106,8 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Param
                     seen=str(parameter.dtype),
                     expected=", ".join(map(str, DTYPES)),
                 )
-            found[name] = (parameter, index)
-    return found
+            trained[name] = (parameter, index)
+    return trained
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -7,7 +7,7 @@
   pulled that round's values. So every member's push of round n is applied before any pull of round
   n + 1, and all members compute each round on the same values.
 
-No member waits for one that is lost, drained or without samples.
+No member waits for a member that is lost, drained or without samples.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ MAX_BOUND = 1 << 20
 
 
 class StalenessClock:
-    """Clock that decides when one member's steps may begin. For the trainer's thread."""
+    """Clock that decides when one member's steps may begin. Used on the trainer's thread."""
 
     def __init__(self, consistency: str = "async", bound: int | None = None) -> None:
         """Raises InvalidSpec. `bound`: in rounds, for `ssp` only; 4 by default."""
@@ -102,6 +102,5 @@ class StalenessClock:
         return {"round": float(self._clock.round)} if self._clock is not None else {}
 
     def close(self) -> None:
-        """Close the connection."""
         if self._coordinators is not None:
             self._coordinators.close()

@@ -157,7 +157,7 @@ class HSDP(FSDP):
                 "shard is out of range",
                 seen=str(shard),
                 expected="2 or more",
-                fix="Whole copies on each member are strategy 'ddp'.",
+                fix="For a whole copy on each member use strategy 'ddp'.",
             )
         self.shard = shard
         super().__init__(**options)

@@ -55,7 +55,7 @@ class FSDPTensor(FSDP):
                 "strategy 'fsdp-tensor' has no option to say that an optimizer is elementwise",
                 seen="elementwise_optimizer=True",
                 expected="one of torch's own optimizers that treats each element separately",
-                fix="Use 'fsdp' or 'tensor', which take it.",
+                fix="Use 'fsdp' or 'tensor', which have this option.",
             )
         if options.get("cpu_offload"):
             raise InvalidSpec(

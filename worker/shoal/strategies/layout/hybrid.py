@@ -147,7 +147,7 @@ class Hybrid(LayoutStrategy):
         stages = layout.plan.mesh.pipeline if isinstance(layout, HybridLayout) else 1
         if stages == 1:
             return ""
-        return "stages, of which the last one computes the loss of one micro-batch after the other"
+        return "stages: the last one computes the loss of one micro-batch after the other"
 
     def options(self) -> Mapping[str, str]:
         chosen = {

@@ -36,7 +36,7 @@ class StageSplit:
             )
         if balance == "time" and example is None:
             raise InvalidSpec(
-                "stages cannot be balanced by time without something to measure with",
+                "stages cannot be balanced by time without inputs to measure them with",
                 seen="no example",
                 expected="the inputs of a micro-batch",
                 fix="Give example=, for instance the first inputs of the dataset, stacked.",
@@ -92,11 +92,11 @@ class Pipeline(LayoutStrategy):
     model within torch.no_grad(), each with the same inputs, and all get the outputs.
 
     `schedule`: "1f1b", or "gpipe", which keeps the activations of the whole batch. `microbatches`:
-    number of equal parts of a batch; if it does not divide the batch, the next smaller one that
-    does. `balance`: stages have nearly the same "bytes" of parameters, or the same "time", measured
-    by the first member on `example`, inputs as large as a micro-batch. `split_at`: names of the
-    only layers before which the model may be cut. `per_parameter_optimizer`: see `Zero1`. `copies`
-    and `copy_every_steps`: see `LayoutStrategy`.
+    number of equal parts of a batch; if it does not divide the batch, the next smaller number
+    that does. `balance`: stages have nearly the same "bytes" of parameters, or the same "time",
+    measured by the first member on `example`, inputs as large as a micro-batch. `split_at`: names
+    of the only layers before which the model may be cut. `per_parameter_optimizer`: see `Zero1`.
+    `copies` and `copy_every_steps`: see `LayoutStrategy`.
     """
 
     name = "pipeline"
@@ -147,7 +147,7 @@ class Pipeline(LayoutStrategy):
         return super().gradients_lack() or "gradients of the layers that this member has"
 
     def gathers_lack(self) -> str:
-        return "stages, of which the last one computes the loss of one micro-batch after the other"
+        return "stages: the last one computes the loss of one micro-batch after the other"
 
     def options(self) -> Mapping[str, str]:
         chosen = {

@@ -78,8 +78,7 @@ class LayoutStrategy(SynchronousStrategy):
         """
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
-        """Raise InvalidSpec if the model cannot be laid out for this world size. Quick; any
-        thread."""
+        """Raise InvalidSpec if the model cannot be laid out for this size. Quick; thread-safe."""
 
     def refuses(self, world_size: int) -> str:
         try:
@@ -126,7 +125,7 @@ class LayoutStrategy(SynchronousStrategy):
         return self._fields
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
-        # Before the parameters of a layout replace the script's own.
+        # Check before the parameters of a layout replace the script's own.
         refuse_parameter_hooks(self._meta_model.model)
         super().trains_on(samples, order)
 
@@ -157,7 +156,7 @@ class LayoutStrategy(SynchronousStrategy):
         source, _ = receivers_of(generation)
         if not held and not self._has_state and world.rank == source:
             held.append(into_shard(self._meta_model.initial(), self._registered.current()))
-        state_shard = self._found(generation, group, held, binding)
+        state_shard = self._newest_state(generation, group, held, binding)
         binding.fill(state_shard)
         self._registered.adopt(of_shard(state_shard))
         take_modes(self._proxy, binding.layout.plain)
@@ -198,17 +197,17 @@ class LayoutStrategy(SynchronousStrategy):
         return self._checkpoints.samples.carried(own)
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
-        """Return the state of `_collect` within a step, without what the script has changed in it.
+        """Return, within a step, the state of `_collect` without the script's changes in the step.
 
         Raises GenerationBroken as `StepSnapshot.as_begun`.
         """
         with self._transaction.snapshot.as_begun(binding.held) as changed:
             own = self._collect(binding)
-        found = ((MODEL + name, tensor) for name, tensor in changed.items())
-        shards = {key: replace(own.shards[key], tensor=t) for key, t in found if key in own.shards}
+        paths = ((MODEL + name, tensor) for name, tensor in changed.items())
+        shards = {key: replace(own.shards[key], tensor=t) for key, t in paths if key in own.shards}
         return replace(own, shards={**own.shards, **shards})
 
-    def _found(
+    def _newest_state(
         self,
         generation: Generation,
         group: dist.ProcessGroup,
@@ -243,7 +242,7 @@ class LayoutStrategy(SynchronousStrategy):
     def cut(self, generation: int) -> None:
         super().cut(generation)
         if self._generation_group.has_cut(self._generation_group.number):
-            # Gloo may hold a message of a cut group until its limit: do not wait for it.
+            # Gloo may keep a message of a cut group until its time limit: do not wait for it.
             self._peer_checkpoints.interrupt()
             # Read in this order: the trainer sets `_binding` before it clears `_filling`.
             filling, binding = self._filling, self._binding
@@ -312,13 +311,13 @@ class LayoutStrategy(SynchronousStrategy):
         if self._binding is None:
             raise InvalidSpec(
                 f"a model of strategy {self.name} has no weights outside a generation",
-                expected="forward passes from the first batch on, on all members alike",
+                expected="forward passes on all members, from the first batch on",
             )
         return self._binding.layout
 
     def begin_step(self) -> None:
         layout, binding = self._layout(), self._binding
-        assert binding is not None, "it has the layout"
+        assert binding is not None, "it holds the layout"
         binding.gradients.forget()
         layout.step = self.step
         layout.looks_for_faults = self._registered.scaler is None
@@ -345,13 +344,13 @@ class LayoutStrategy(SynchronousStrategy):
         if layout.looks_for_faults and not waits:
             check_loss(loss, self.step)
         with self._transaction.weighing():
-            self._aim(self._transaction.chosen)
+            self._activate(self._transaction.chosen)
             if layout.looks_for_faults and waits:
                 layout.note_loss(loss)
             layout.backward(loss, weight)
 
-    def _aim(self, optimizers: frozenset[str]) -> Layout:
-        """Return the layout; of several models, activate those that these optimizers train."""
+    def _activate(self, optimizers: frozenset[str]) -> Layout:
+        """Activate these optimizers' models, if there are several; return the layout."""
         layout = self._layout()
         if isinstance(layout, SeveralLayouts):
             layout.active = self._transaction.models(optimizers)
@@ -372,8 +371,8 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
         """Reduce and check the gradients that these optimizers use; return the layouts."""
-        layout = self._aim(optimizers)
-        assert isinstance(layout, SeveralLayouts), "one that is alone is not updated early"
+        layout = self._activate(optimizers)
+        assert isinstance(layout, SeveralLayouts), "only several optimizers are updated early"
         layout.reduce()
         if not layout.synchronised():
             raise not_reduced(self.step, layout.unreached, type(self).__name__)
@@ -396,13 +395,13 @@ class LayoutStrategy(SynchronousStrategy):
         self._begin()
         layout = self._layout()
 
-        def seen(outputs: Any, expected: Any) -> Tensor:
+        def noted(outputs: Any, expected: Any) -> Tensor:
             loss = loss_function(outputs, expected)
             if layout.looks_for_faults and not is_on_host(loss):
                 layout.note_loss(loss)
             return loss
 
-        given = loss_function if layout.shares_loss else seen
+        given = loss_function if layout.shares_loss else noted
         with self._transaction.weighing():
             loss = layout.forward_backward(inputs, targets, given, weight)
         if layout.looks_for_faults and (layout.shares_loss or is_on_host(loss)):
@@ -410,7 +409,7 @@ class LayoutStrategy(SynchronousStrategy):
         return loss
 
     def _reduce(self) -> Layout:
-        layout = self._aim(self._transaction.due)
+        layout = self._activate(self._transaction.due)
         if not self._reduced:
             check = layout.non_finite_check
             if check is None:
@@ -427,9 +426,9 @@ class LayoutStrategy(SynchronousStrategy):
         """Settle as `_settle`. If possible, the members' votes also carry whether their gradients
         are finite."""
         votes = self._transaction.votes
-        says_all = layout.faults_are_own and layout.looks_for_faults
+        may_vote = layout.faults_are_own and layout.looks_for_faults
         # Not possible if weighted losses' gradients still have to be scaled.
-        if not says_all or votes.weights.are_own:
+        if not may_vote or votes.weights.are_own:
             self._settle()
             return
         check.look(layout.parameters)
@@ -445,7 +444,7 @@ class LayoutStrategy(SynchronousStrategy):
         return clip(layout, max_norm)
 
     def _clip_chosen(self, max_norm: float) -> Tensor:
-        """Clip the gradients of the chosen optimizers' parameters, of several optimizers."""
+        """Clip the gradients of the chosen optimizers' parameters, if there are several."""
         layout = self._gradients_of(self._transaction.take("session.clip_grad_norm"))
         self._transaction.agree_on(OptimizerAction.CLIP)
         own = {id(each) for each in self._transaction.parameters(self._optimizer)}
@@ -473,7 +472,7 @@ class LayoutStrategy(SynchronousStrategy):
             if not overflowed:
                 local_step.step(self._optimizer)
             layout.stepped()
-            # Again, for the layout's own messages: half an update is no valid state.
+            # Check again, for the layout's own messages: half an update is no valid state.
             self._generation_group.check()
         self.position.inspection.inspect(self._optimizer, lambda: binding.collect(self.step))
         if self.step == 1 or self._checkpoints.due(self.step):
@@ -504,13 +503,13 @@ class LayoutStrategy(SynchronousStrategy):
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole model on the host, the same on every member. Collective."""
         binding, group = self._binding, self.group
-        assert binding is not None, "it has the group"
+        assert binding is not None, "there is a generation"
         self._transaction.snapshot.settle_buffers()
         return binding.whole_model(self.step, group)
 
     def weights(self) -> HeldWeights:
         binding, _ = self._binding, self.group
-        assert binding is not None, "there is a group"
+        assert binding is not None, "there is a generation"
         self._transaction.snapshot.settle_buffers()
         return held_in(
             binding.layout,

@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 class TensorParallel(LayoutStrategy):
     """Strategy "tensor", on torch's DTensor and parallelize_module.
 
-    The plan is derived anew for each world size. `plan`: overrides of it, patterns of module names
+    The plan is derived anew for each world size. `plan`: overrides, from patterns of module names
     to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules and
     pairs with smaller weights stay whole on every member. `sequence=True`: between split
     layers of a block each member computes only its positions of the sequence.

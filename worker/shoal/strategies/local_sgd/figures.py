@@ -66,7 +66,7 @@ class OuterLoopFigures:
     def _collectives(self) -> tuple[Collective, ...]:
         averaged = [b for kind in (self._stepped(), self._means()) for _, _, b in _packed(kind)]
         counters = [b.nbytes for b in self._buffers.values() if not has_mean(b)]
-        found = (("all_reduce", averaged), ("broadcast", counters))
+        sizes_by_kind = (("all_reduce", averaged), ("broadcast", counters))
         return tuple(
             Collective(
                 kind=kind,
@@ -75,19 +75,19 @@ class OuterLoopFigures:
                 num_bytes=sum(sizes),
                 every_steps=self._every_steps,
             )
-            for kind, sizes in found
+            for kind, sizes in sizes_by_kind
             if sizes
         )
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], list[Tensor], int]]:
     """Group tensors into messages: (names, tensors, bytes in fp32 or wider)."""
-    found = []
+    messages = []
     for names in buckets(tensors):
         own = [tensors[name] for name in names]
         num_bytes = sum(_elements(tensor) * summing_dtype(tensor).itemsize for tensor in own)
-        found.append((names, own, num_bytes))
-    return found
+        messages.append((names, own, num_bytes))
+    return messages
 
 
 def _elements(tensor: Tensor) -> int:

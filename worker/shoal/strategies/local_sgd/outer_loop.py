@@ -1,6 +1,6 @@
 """The end of a round of members that step their own replicas: all agree on one state again.
 
-Each member has started the round from the same parameters, and taken its own steps on its own
+All members started the round from the same parameters, and each took its own steps on its own
 samples. Their changes are averaged, and an outer step leads from the common state to the next one.
 """
 
@@ -55,7 +55,6 @@ class OuterLoop:
 
     @property
     def has_agreed(self) -> bool:
-        """True if a state was agreed on."""
         return self._agreed is not None
 
     @property
@@ -119,7 +118,7 @@ class OuterLoop:
         self.state.restore(State(step=given.step, tensors=own, values=values))
         self.agree(given.step)
         self._velocity = {
-            # Copied, to the device of its parameter.
+            # Copied to the device of its parameter.
             name.removeprefix(_OUTER): tensor.to(self._device_of(name), copy=True)
             for name, tensor in given.tensors.items()
             if name.startswith(_OUTER)
@@ -131,7 +130,7 @@ class OuterLoop:
         velocity = {}
         for path, tensor in self._velocity.items():
             shaped = tensor.view_as(_real(self.agreed.tensors[path]))
-            velocity[_kept_as(path)] = TensorShard.whole(shaped)
+            velocity[_velocity_path(path)] = TensorShard.whole(shaped)
         return replace(held, shards={**held.shards, **velocity})
 
     def adopt(self, state_shard: StateShard) -> None:
@@ -143,11 +142,11 @@ class OuterLoop:
         self.state.adopt(replace(state_shard, shards=own))
         self.agree(state_shard.step)
         self._velocity = {
-            path: state_shard.shards[_kept_as(path)]
+            path: state_shard.shards[_velocity_path(path)]
             .tensor.reshape(-1)
             .to(parameter.device, copy=True)
             for path, parameter in self._parameters().items()
-            if _kept_as(path) in state_shard.shards
+            if _velocity_path(path) in state_shard.shards
         }
 
     def _device_of(self, outer: str) -> torch.device:
@@ -194,13 +193,13 @@ class OuterLoop:
     def _parameters(self) -> dict[str, Tensor]:
         """Return the parameters that the optimizer may have changed, by name in a state."""
         stepped = {p for group in self._optimizer.param_groups for p in group["params"]}
-        found = self._model.named_parameters()
-        return {f"parameter/{name}": p.detach() for name, p in found if p in stepped}
+        named = self._model.named_parameters()
+        return {f"parameter/{name}": p.detach() for name, p in named if p in stepped}
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return buffers with a mean, such as running statistics: the mean covers all samples."""
-        found = self._model.named_buffers()
-        return {f"buffer/{name}": b.detach() for name, b in found if has_mean(b)}
+        named = self._model.named_buffers()
+        return {f"buffer/{name}": b.detach() for name, b in named if has_mean(b)}
 
     def _written(
         self, stepped: Mapping[str, Tensor], group: dist.ProcessGroup
@@ -208,12 +207,12 @@ class OuterLoop:
         """Return parameters that are not in the optimizer but were written to by the script, on any
         member: a teacher's moving average, for example. Collective if there are parameters that are
         not in the optimizer."""
-        found = ((f"parameter/{name}", p.detach()) for name, p in self._model.named_parameters())
-        others = {name: p for name, p in found if name not in stepped and has_mean(p)}
+        named = ((f"parameter/{name}", p.detach()) for name, p in self._model.named_parameters())
+        others = {name: p for name, p in named if name not in stepped and has_mean(p)}
         if not others:
             return {}
         before = self.agreed.tensors
-        # Most are frozen, and so not sent. Compared as bytes, as a NaN differs from itself.
+        # Most are frozen, and not sent. They are compared as bytes, as a NaN differs from itself.
         flags = torch.tensor(
             [not as_bytes(p).equal(as_bytes(before[name])) for name, p in others.items()]
         )
@@ -224,8 +223,8 @@ class OuterLoop:
         }
 
     def _share_counters(self, group: dist.ProcessGroup) -> None:
-        """Broadcast integer buffers, which have no mean, from the first rank: it had the most
-        samples."""
+        """Broadcast integer buffers, which have no mean, from the first rank, which had the
+        most samples."""
         for buffer in self._model.buffers():
             if not has_mean(buffer):
                 self.waiter.wait(
@@ -278,7 +277,7 @@ class OuterLoop:
             _move(other, before[name], means[name])
 
 
-def _kept_as(path: str) -> str:
+def _velocity_path(path: str) -> str:
     return f"{OPTIM}{path.removeprefix('parameter/')}{_VELOCITY}"
 
 

@@ -2,7 +2,7 @@
 
 A round ends when the number of steps is a multiple of `every_steps`, at the last step, when a
 checkpoint is due, and when the generation stops by agreement. A round that ends early for a joiner
-is valid, with weights to match, so that no steps are rolled back. If a member is lost in a round,
+counts with the steps taken in it, so that none is rolled back. If a member is lost in a round,
 its work in it is lost too, and the survivors' replicas differ. So all members roll back to the end
 of the last round and train on the same samples again; each sample counts once in the agreed steps.
 """
@@ -100,7 +100,7 @@ class LocalSGD(SynchronousStrategy):
     Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767. A member's
     weight is its share of the round's batches, averaged over its steps. The model's running
     statistics are averaged with the parameters. Each member keeps its own optimizer state; a joiner
-    starts with another member's.
+    starts with a copy of another member's.
 
     A committed step may be rolled back until its round ends, so `session.step_number` may decrease
     after a loss: let a learning rate depend on it, not on a counter of the script's own.
@@ -125,7 +125,7 @@ class LocalSGD(SynchronousStrategy):
         self._outer = _PLAIN
         self._compression = None if compression is None else find_compression(compression)
         self._round = Round()
-        self._is_meeting = False
+        self._is_ending_round = False
         self._rank = 0
         self._watching: list[RemovableHandle] = []
 
@@ -155,10 +155,10 @@ class LocalSGD(SynchronousStrategy):
 
     def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.PlannableStrategy`; changes count as uncompressed."""
-        found = OuterLoopFigures(
+        figures = OuterLoopFigures(
             subject, self._every_steps, keeps_velocity=bool(self._outer.momentum)
         )
-        return found.plan(self.name, uncompressed(self._compression))
+        return figures.plan(self.name, uncompressed(self._compression))
 
     def fields(self) -> Mapping[str, str]:
         return self._fields
@@ -204,7 +204,7 @@ class LocalSGD(SynchronousStrategy):
 
     def _hand_over(self, leaving: Collection[int]) -> None:
         if self._process_group is not None:
-            self._meet(self._process_group)
+            self._end_round(self._process_group)
 
     def close(self) -> None:
         with ExitStack() as releases:
@@ -214,20 +214,20 @@ class LocalSGD(SynchronousStrategy):
             releases.callback(super().close)
 
     def abandon(self) -> None:
-        moved = self._transaction.in_step
+        in_step = self._transaction.in_step
         super().abandon()
         self._round.give_up()
-        if self._outer_loop.has_agreed and (moved or self.step != self._outer_loop.agreed.step):
+        if self._outer_loop.has_agreed and (in_step or self.step != self._outer_loop.agreed.step):
             try:
-                if self._is_meeting:
+                if self._is_ending_round:
                     # The round may have ended on another member: then its weights are taken later.
                     self._outer_loop.set_aside(self.step)
                 self._outer_loop.go_back()
             except (ShapeMismatch, DtypeMismatch) as error:
                 # The script has changed the model's dtype or shape: the next step refuses that.
-                log.debug("not_gone_back", reason=str(error)[:300])
+                log.debug("round_not_rolled_back", reason=str(error)[:300])
             self._transaction.step = self._outer_loop.agreed.step
-        self._is_meeting = False
+        self._is_ending_round = False
 
     # --- steps ---
 
@@ -271,16 +271,16 @@ class LocalSGD(SynchronousStrategy):
         )
         self._round.stepped(acknowledged)
         if self._checkpoints.due(self.step) or self.step % self._every_steps == 0:
-            self._meet(group)
-        # With the first rank's optimizer state, as a joiner would get it.
+            self._end_round(group)
+        # A checkpoint has the first rank's optimizer state, as a joiner would get it.
         self._checkpoints.write(self.step, self._outer_loop.state_shard, lambda _: self._rank == 0)
 
-    def _meet(self, group: dist.ProcessGroup) -> None:
+    def _end_round(self, group: dist.ProcessGroup) -> None:
         """End the round, if it has any steps. Collective."""
         num_steps = self.step - self._outer_loop.agreed.step
         if not num_steps:
             return
-        self._is_meeting = True
+        self._is_ending_round = True
         self._transaction.settle_round(self._round.applied, self._round.conflict)
         with self._generation_group.judging():
             self._outer_loop.synchronise(
@@ -289,12 +289,12 @@ class LocalSGD(SynchronousStrategy):
                 group,
                 self._generation_group.check,
             )
-        self._is_meeting = False
+        self._is_ending_round = False
         self._round.end()
 
     def finish(self) -> None:
         if self._process_group is not None:
-            self._meet(self._process_group)
+            self._end_round(self._process_group)
         super().finish()
 
     # --- state ---

@@ -15,7 +15,7 @@ _Table = dict[str, Tensor | None]
 
 
 class StepBuffers:
-    """The buffers of a model that a step may change, as forward passes do."""
+    """The buffers of a model, which forward passes of a step may change."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
@@ -25,7 +25,7 @@ class StepBuffers:
         """Number of buffers of all modules at the last walk over the modules."""
         self._tables: list[tuple[_Table, frozenset[str]]] = []
         """Tables with transient buffers (not in the model's state_dict), and their names in it."""
-        self._passing: Mapping[int, str] = {}
+        self._names_by_id: Mapping[int, str] = {}
         """Names of transient buffers in the model, by the buffer's id."""
         self._refusal: InvalidSpec | None = None
 
@@ -36,11 +36,11 @@ class StepBuffers:
             raise self._refusal
         # A walk over the modules of a model takes longer than all else at the beginning of a step.
         if self._model is not model:
-            self._look_at(model)
+            self._scan(model)
         elif sum(map(len, self._all_tables)) != self._num_buffers:
             # The script has added a buffer to a module, or removed one.
             self.lasting.settle()
-            self._look_at(model)
+            self._scan(model)
         self.lasting.settle()
         transient = [
             each
@@ -50,13 +50,13 @@ class StepBuffers:
         ]
         return self.lasting.buffers, transient
 
-    def _look_at(self, model: nn.Module) -> None:
+    def _scan(self, model: nn.Module) -> None:
         self._model, self.lasting = model, LastingBuffers(model)
         parts = [(buffer_table(part), transient_buffers(part)) for part in model.modules()]
         self._all_tables = [table for table, _ in parts]
         self._num_buffers = sum(map(len, self._all_tables))
         self._tables = [(table, frozenset(names)) for table, names in parts if names]
-        self._passing = {
+        self._names_by_id = {
             id(buffer): f"{path}.{name}" if path else name
             for path, part in model.named_modules()
             for name in transient_buffers(part)
@@ -65,16 +65,16 @@ class StepBuffers:
 
     def names_of(self, buffers: Iterable[Tensor]) -> list[str]:
         """Return the names of those buffers that are transient ones of the model."""
-        return [self._passing[id(each)] for each in buffers if id(each) in self._passing]
+        return [self._names_by_id[id(each)] for each in buffers if id(each) in self._names_by_id]
 
     def forget(self) -> None:
-        """Release the model too. If `settle` refuses a buffer, the next step raises the error."""
+        """Release the model. If `settle` refuses a buffer, the next step raises the error."""
         try:
             self.lasting.settle()
         except InvalidSpec as refusal:
             self._refusal = refusal
         self._model, self.lasting = None, LastingBuffers(None)
-        self._all_tables, self._tables, self._passing = [], [], {}
+        self._all_tables, self._tables, self._names_by_id = [], [], {}
         self._num_buffers = 0
 
 
@@ -99,7 +99,7 @@ class LastingBuffers:
         self.buffers = list({id(buffer): buffer for buffer in self._entries}.values())
 
     def settle(self) -> None:
-        """Copy the value of each replacement into the original buffer, and put that back.
+        """Copy the value of each replacement into the original buffer, and put the original back.
 
         Raises InvalidSpec if a replacement has another shape or dtype: joiners have the original.
         """
@@ -111,7 +111,7 @@ class LastingBuffers:
         given: dict[int, Tensor | None] = {}
         for name, buffer, now in zip(self._names, self._entries, present, strict=True):
             if given.setdefault(id(buffer), now) is not now:
-                raise _refusal(name, now, "the same one in all its places in the model")
+                raise _refusal(name, now, "the same tensor wherever the model uses it")
             if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
                 raise _refusal(name, now, f"{_outline(buffer)}, as it was before")
         values = [given[id(buffer)] for buffer in self.buffers]
@@ -130,7 +130,7 @@ def _refusal(name: str, seen: Tensor | None, expected: str) -> InvalidSpec:
         f"another tensor replaced a module's buffer {name!r}",
         seen="nothing" if seen is None else _outline(seen),
         expected=expected,
-        fix="Make it with its final size, and write to it in place.",
+        fix="Create the buffer with its final size, and write to it in place.",
     )
 
 

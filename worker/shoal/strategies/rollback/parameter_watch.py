@@ -15,12 +15,12 @@ from shoal.torch_private.dtensor import all_local
 from shoal.torch_private.tensors import all_writes, num_writes
 
 EVERY_STEPS, NUM_TURNS = 4, 7
-"""Elements are compared every `EVERY_STEPS` steps, those of one in `NUM_TURNS` parameters at a
-time. The number of turns is a prime, as scripts may write at regular intervals."""
+"""Elements are compared every `EVERY_STEPS` steps, each time those of 1/`NUM_TURNS` of the
+parameters. The number of turns is a prime, as scripts may write at regular intervals."""
 NUM_ELEMENTS = 4
 """Maximum number of compared elements of a parameter."""
 EVERY_STEPS_ON_GPU = 64
-"""Interval on devices for which a comparison waits, in place of `EVERY_STEPS`."""
+"""`EVERY_STEPS` for parameters on a GPU, as a comparison waits for the GPU."""
 
 
 def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -38,9 +38,9 @@ class OwnParts:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        found = {name: each for name, each in parameters.items() if _is_plain(each)}
-        cut = {name: each for name, each in found.items() if isinstance(each, DTensor)}
-        whole = {name: each for name, each in found.items() if name not in cut}
+        plain = {name: each for name, each in parameters.items() if _is_plain(each)}
+        cut = {name: each for name, each in plain.items() if isinstance(each, DTensor)}
+        whole = {name: each for name, each in plain.items() if name not in cut}
         self.parameters: Mapping[str, Tensor] = {**whole, **cut}
         self._whole, self._cut = list(whole.values()), list(cut.values())
         self._counted = [*self._whole, *self._cut]
@@ -75,9 +75,9 @@ class ParameterWatch:
     """Finder of the parameters that were written to since `mark`.
 
     torch counts writes, except writes through `.data` and those of `torch._foreach` functions to
-    DTensors. So some elements are compared too: of all parameters if the answer has to be certain
-    (`closely`), else of some parameters in some steps. On a GPU, where comparing waits, these are
-    few.
+    DTensors. So some elements are compared too: those of all parameters if the answer has to be
+    certain (`closely`), else those of some parameters in some steps. On a GPU, where a comparison
+    waits, they are compared less often.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -95,14 +95,14 @@ class ParameterWatch:
 
     def changed(self, *, closely: bool) -> set[str]:
         """Return the names of the parameters that were written to."""
-        found: set[str] = set()
+        changed: set[str] = set()
         now = self._own.num_writes()
         if now != self._num_writes:
-            found = self._own.differing(now, self._num_writes)
+            changed = self._own.differing(now, self._num_writes)
         if closely or self._num_steps % EVERY_STEPS == 0:
             for samples in self._samples:
-                found |= samples.changed(self._turn(samples, closely=closely))
-        return found
+                changed |= samples.changed(self._turn(samples, closely=closely))
+        return changed
 
     def _turn(self, samples: "_Samples", *, closely: bool) -> slice:
         """Return the slice of parameters that is compared now."""
@@ -155,8 +155,8 @@ class _Samples(ABC):
         if not names:
             return set()
         addresses = [each.data_ptr() for each in self._own.all()[turn]]
-        found = {n for n, one, other in zip(names, addresses, known, strict=True) if one != other}
-        return found | self._written(turn)
+        changed = {n for n, one, other in zip(names, addresses, known, strict=True) if one != other}
+        return changed | self._written(turn)
 
     @abstractmethod
     def _written(self, turn: slice) -> set[str]:
@@ -222,5 +222,5 @@ def _elements(own: Tensor) -> Tensor:
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """True if the bits are equal; unlike for `equal`, a NaN equals itself."""
+    """True if the bits are equal; unlike in torch.equal, a NaN equals itself."""
     return one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))

@@ -29,7 +29,7 @@ class ParameterWrites:
     A script without such writes should not pay for copies. In the first steps all parameters are
     saved when a step begins, which covers scripts that write from the start. Later only parameters
     that the script has written to are saved; the others are watched for writes. The first write to
-    one of these cannot be undone; from the next step on, writes to it can.
+    a watched parameter cannot be undone; in later steps, writes to it can.
     """
 
     def __init__(self) -> None:
@@ -74,11 +74,11 @@ class ParameterWrites:
 
     def written(self, *, closely: bool) -> list[Tensor]:
         """Return the watched parameters that were written to. `closely`: see `ParameterWatch`."""
-        found = self._watch.changed(closely=closely) if self._is_watched else set()
-        if found:
-            self._names |= found
+        written = self._watch.changed(closely=closely) if self._is_watched else set()
+        if written:
+            self._names |= written
             self._is_planned = False
-        return [self._parameters[name] for name in found]
+        return [self._parameters[name] for name in written]
 
     def pause(self) -> None:
         """Note that the session is about to change parameters within the step."""
@@ -117,8 +117,8 @@ def _differing(parameters: Mapping[str, Tensor], copy_of: CopyOf) -> set[str]:
         part.eq(copy.to(part.device)).all() for part, copy in copies if copy is not None
     ]
     # Stacked, so that one read waits for all.
-    found = torch.stack([each.to(are_as_begun[0].device) for each in are_as_begun]).tolist()
-    return {name for name, is_as_begun in zip(parameters, found, strict=True) if not is_as_begun}
+    flags = torch.stack([each.to(are_as_begun[0].device) for each in are_as_begun]).tolist()
+    return {name for name, is_as_begun in zip(parameters, flags, strict=True) if not is_as_begun}
 
 
 class StateWrites:
@@ -147,7 +147,7 @@ class StateWrites:
         """Begin a step: note the state's objects. Returns the tensors to be saved."""
         contents = _contents_of(optimizers)
         if not are_same(contents, self._contents):
-            self._look(optimizers)
+            self._note_objects(optimizers)
             self._contents = contents
         self.resume()
         if not self._written:
@@ -155,15 +155,15 @@ class StateWrites:
         pairs = zip(self._keys, self._tensors, strict=True)
         return [each for key, each in pairs if key in self._written]
 
-    def _look(self, optimizers: Iterable[Optimizer]) -> None:
+    def _note_objects(self, optimizers: Iterable[Optimizer]) -> None:
         """Note the state's objects, as they differ from those at the last step."""
         self._begun = [
             (each, {parameter: dict(state) for parameter, state in each.state.items()})
             for each in optimizers
         ]
         states = [state for _, own in self._begun for state in own.values()]
-        found = [(k, v) for state in states for k, v in state.items() if isinstance(v, Tensor)]
-        self._keys, self._tensors = [key for key, _ in found], [each for _, each in found]
+        tensors = [(k, v) for state in states for k, v in state.items() if isinstance(v, Tensor)]
+        self._keys, self._tensors = [key for key, _ in tensors], [each for _, each in tensors]
         self._are_counted = not any(each.is_inference() for each in self._tensors)
 
     def _counts(self) -> list[int]:
@@ -177,9 +177,9 @@ class StateWrites:
         if now == self._num_writes:
             return []
         counts = zip(now, self._num_writes, strict=True)
-        found = [index for index, (count, before) in enumerate(counts) if count != before]
-        self._written |= {self._keys[index] for index in found}
-        return [self._tensors[index] for index in found]
+        written = [index for index, (count, before) in enumerate(counts) if count != before]
+        self._written |= {self._keys[index] for index in written}
+        return [self._tensors[index] for index in written]
 
     def resume(self) -> None:
         """Note that changes so far are not the script's."""
@@ -189,15 +189,15 @@ class StateWrites:
     def as_begun(self, copy_of: CopyOf) -> Iterator[None]:
         """Return a context with the state from when the step began."""
         present = [(each, dict(each.state)) for each, _ in self._begun]
-        _put(self._begun, copy_of)
+        _set_state(self._begun, copy_of)
         try:
             yield
         finally:
-            _put(present)
+            _set_state(present)
 
     def reinstall(self) -> None:
         """Put back the objects that were in the state when the step began."""
-        _put(self._begun)
+        _set_state(self._begun)
 
     def forget(self) -> None:
         """Release the optimizers' state."""
@@ -205,7 +205,7 @@ class StateWrites:
         self._num_writes = []
 
 
-def _put(
+def _set_state(
     states: Iterable[tuple[Optimizer, Mapping[Tensor, dict[str, Any]]]],
     copy_of: CopyOf = lambda _: None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Snapshot of a step: what the step writes, as of its beginning, so that it can be undone.
+"""Snapshot of what a step writes, as of the step's beginning, so that the step can be undone.
 
 Only the first few steps copy a whole model. Later ones save tensors that a step is known to write:
 buffers, and what the script has written to before. Other parameters and the optimizer's state are
@@ -58,8 +58,8 @@ class StepSnapshot:
         parameters: Mapping[str, Tensor],
         optimizers: Collection[Optimizer] = (),
     ) -> None:
-        """Begin a step. `parameters`: all that this member has, not gathered ones; the same mapping
-        in all steps of a generation. Raises InvalidSpec as `settle_buffers`."""
+        """Begin a step. `parameters`: all that this member holds, not gathered ones; the same
+        mapping in all steps of a generation. Raises InvalidSpec as `settle_buffers`."""
         lasting, transient = self._buffers.begin(model)
         written, fresh = self._parameters.begin(parameters)
         state = self._state.begin(optimizers)
@@ -76,7 +76,7 @@ class StepSnapshot:
     @contextmanager
     def updating(self, optimizers: Collection[Optimizer], held: Sequence[Tensor]) -> Iterator[None]:
         """Return a context in which these optimizers step within the step. `held`: the tensors of
-        their models that this changes on this member."""
+        their models that their step changes on this member."""
         self._note()
         self._saved.add([*held, *tensors_of(optimizers)])
         self._parameters.pause()
@@ -91,9 +91,9 @@ class StepSnapshot:
             raise InvalidSpec(
                 f"the model has changed buffers in step {step} that are not in its state_dict",
                 seen=", ".join(changed[:5]),
-                expected="buffers that change to be persistent: a member that joins, and a"
-                " generation that begins, have the others as the model was made with",
-                fix="register_buffer(name, tensor), without persistent=False; or strategy 'ddp'.",
+                expected="buffers that change to be persistent: a member that joins, and each new"
+                " generation, begin with the initial values of all others",
+                fix="Use register_buffer without persistent=False, or strategy 'ddp'.",
             )
 
     def settle_buffers(self) -> None:
@@ -104,8 +104,8 @@ class StepSnapshot:
         self._buffers.lasting.settle()
 
     def settle(self) -> None:
-        """End what can be undone: until `commit` the session itself changes the model. Raises
-        InvalidSpec as `settle_buffers`."""
+        """End the part of the step that can be undone: until `commit` the session changes the
+        model. Raises InvalidSpec as `settle_buffers`."""
         self._buffers.lasting.settle()
         self._note()
         if self.is_open:
@@ -113,7 +113,6 @@ class StepSnapshot:
         self.is_open = self.is_whole = False
 
     def commit(self) -> None:
-        """Note that the step is committed."""
         self._saved.end()
         self.is_whole = True
 
@@ -121,7 +120,7 @@ class StepSnapshot:
         """Undo the step, unless it is settled."""
         if not self.is_open:
             return
-        # Before the tensors are restored, which writes to them too.
+        # Note the script's writes first: restoring writes to the tensors too.
         self._note(closely=True)
         self.is_open = False
         self._saved.restore()
@@ -133,15 +132,15 @@ class StepSnapshot:
                 "step_not_undone",
                 seen="weights, or state of the optimizer, that the script wrote to for the first"
                 " time, in a step that did not happen",
-                hint="this member's weights are none that were committed: it takes those of another"
-                " member, of copies or of a checkpoint",
+                hint="this member's weights belong to no committed step: they are replaced by"
+                " those of another member, of copies or of a checkpoint",
             )
 
     def check_whole(self, step: int) -> None:
         """Raise StateLost if a failed step has left weights that belong to no committed step."""
         if not self.is_whole:
             raise StateLost(
-                f"step {step} was not taken, and its weights cannot be given back what they held",
+                f"step {step} was not taken, and its writes to weights cannot be undone",
                 seen="weights, or state of the optimizer, that the script wrote to for the first"
                 " time, in that step",
                 expected="writes from the first step on, or after a step",
@@ -151,7 +150,7 @@ class StepSnapshot:
     @contextmanager
     def as_begun(self, held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Return a context in which optimizers have their state from when the step began. It yields
-        copies, from then, of the held tensors that may have changed since.
+        copies, from that time, of the held tensors that may have changed since.
 
         Raises GenerationBroken if the script has written to a tensor that is not saved: this member
         no longer holds the state of the last committed step.
@@ -160,7 +159,7 @@ class StepSnapshot:
         if self._is_lost:
             raise GenerationBroken(
                 "the script has written to weights, or to the optimizer's state, for the first"
-                " time, in a step that other members keep a copy of"
+                " time, in a step whose first state has to be copied to other members"
             )
         copies = ((name, self._saved.copy_of(each)) for name, each in held.items())
         with self._state.as_begun(self._saved.copy_of):
@@ -176,9 +175,9 @@ class StepSnapshot:
 
 
 class SavedTensors:
-    """Copies of tensors from the beginning of a step, whose memory is reused in the next.
+    """Copies of tensors from the beginning of a step, whose memory is reused in the next step.
 
-    Of a tensor that is sharded over members, this member's part is copied.
+    If a tensor is sharded over members, this member's part is copied.
     """
 
     def __init__(self) -> None:
@@ -201,26 +200,26 @@ class SavedTensors:
         wanted = [*tensors, *spare]
         parts = own_parts(wanted)
         outlines = list(map(_OUTLINE, parts))
-        num_beside = len(wanted if self._have_memory(spare) else tensors)
+        num_on_device = len(wanted if self._have_memory(spare) else tensors)
         if spare or not are_same(wanted, self._tensors) or outlines != self._outlines:
             self._copies = [
-                self._memory_for(each, part, part.device if index < num_beside else HOST)
+                self._memory_for(each, part, part.device if index < num_on_device else HOST)
                 for index, (each, part) in enumerate(zip(wanted, parts, strict=True))
             ]
             self._tensors, self._outlines = wanted, outlines
             self._copy_by_id = dict(zip(map(id, wanted), self._copies, strict=True))
-        foreach_copy_(self._copies[:num_beside], parts[:num_beside])
-        copy_staged(self._copies[num_beside:], parts[num_beside:])
+        foreach_copy_(self._copies[:num_on_device], parts[:num_on_device])
+        copy_staged(self._copies[num_on_device:], parts[num_on_device:])
         kept = {id(each.tensor): each for each in self._constants}
         self._constants = [
             before
-            if (before := kept.get(id(each))) is not None and before.is_still_so()
+            if (before := kept.get(id(each))) is not None and before.is_valid()
             else _ConstantCopy(each)
             for each in constant
         ]
 
     def _have_memory(self, tensors: Sequence[Tensor]) -> bool:
-        """True if GPUs have memory for copies of the tensors that are not there yet."""
+        """True if the GPUs have memory for copies that are not on them yet."""
         num_bytes: Counter[torch.device] = Counter()
         for each, part in zip(tensors, own_parts(tensors), strict=True):
             copy = self.copy_of(each)
@@ -291,12 +290,12 @@ class _ConstantCopy:
         """True if a write that torch counted has changed the tensor."""
         return self._is_written() and not torch.equal(self.tensor, self._copy)
 
-    def is_still_so(self) -> bool:
+    def is_valid(self) -> bool:
         """True if the copy is known to equal the tensor."""
         is_counted = not is_on_host(self.tensor) and not self.tensor.is_inference()
         return is_counted and not self._is_written() and self.tensor.data_ptr() == self._address
 
     def restore(self) -> None:
         """Write the copy back into the tensor."""
-        if not self.is_still_so():
+        if not self.is_valid():
             self.tensor.detach().copy_(self._copy)

@@ -162,7 +162,7 @@ class DDP(SynchronousStrategy):
         elif generation.rank in receivers:
             state = receive(source, receivers, group)
             held, self._has_state = self._has_state, False
-            # `_has_state` is False meanwhile: the state is written in place, and may stay partial.
+            # `_has_state` is False meanwhile: a failure would leave the state partly written.
             self.restore(state)
             self._has_state = held
         if receivers or not self.position.is_shared:
@@ -223,7 +223,7 @@ class DDP(SynchronousStrategy):
         with self._transaction.weighing():
             replicas = self._replicas_of(self._transaction.chosen)
             loss = loss if weight == 1.0 else loss * weight
-            # With several models, only the gradients of those that the pass trains.
+            # With several models, compute only the gradients of those that the pass trains.
             inputs = self._transaction.training and [
                 parameter
                 for replica in replicas
@@ -274,7 +274,7 @@ class DDP(SynchronousStrategy):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         if self._transaction.has_own_weights or self._registered.scaler is not None:
-            # Gradients are sums, not means, until the members' votes have their losses' weights.
+            # Gradients are weighted sums, not means, until the vote has shown all losses' weights.
             self._settle()
         if self._transaction.training is None:
             whole: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
@@ -293,7 +293,7 @@ class DDP(SynchronousStrategy):
         replicas = self._replicas_of(self._transaction.due)
         if not all(replica.exchange.complete for replica in replicas):
             raise self._not_averaged(each.ddp.module for each in replicas)
-        # Before the check below: the vote travels while this member examines its gradients.
+        # Vote before the check below: the vote is sent while this member examines its gradients.
         self._transaction.votes.propose(idle=self._without_gradients())
         overflowed = False
         for replica in replicas:
@@ -303,7 +303,7 @@ class DDP(SynchronousStrategy):
             else:
                 overflowed = overflowed or not replica.exchange.has_finite_averages()
         self._settle()
-        # Before the optimizer steps: a failure here leaves the state of the last step.
+        # Share before the optimizer steps: a failure here leaves the state of the last step.
         for replica in self._replicas.values():
             replica.running.share(group)
         self._generation_group.check()

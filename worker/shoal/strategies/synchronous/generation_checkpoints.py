@@ -30,7 +30,7 @@ class GenerationCheckpoints:
     """One member's part in the job's checkpoints; does nothing if the script asked for none."""
 
     def __init__(self, position: ScriptPosition) -> None:
-        """`position`: has the step of a checkpoint that is written because a member leaves."""
+        """`position`: contains the step of a checkpoint that is written because a member leaves."""
         self._position = position
         self._checkpoints: CheckpointStore | None = None
         self.samples = TrainedSamples({}, None, moves=False)
@@ -52,7 +52,7 @@ class GenerationCheckpoints:
         self.samples = samples
 
     def join_writers(self, world_size: int) -> None:
-        """Collective: form the group in which the members write checkpoints, if they do."""
+        """Form the group in which members write checkpoints, if they write any. Collective."""
         if self._checkpoints is not None:
             self._checkpoints.join(world_size)
 
@@ -83,7 +83,7 @@ class GenerationCheckpoints:
                 " seen by all",
                 seen="; ".join(f"rank {rank}: {json.loads(e)}" for rank, e in enumerate(messages)),
                 expected="a complete checkpoint that every member sees",
-                fix="Run it with --fresh to start from step 0.",
+                fix="Run the job with --fresh to start from step 0.",
             )
         return None
 
@@ -91,7 +91,7 @@ class GenerationCheckpoints:
         """Read this member's part of the checkpoint of that step. `fresh`: an optimizer as the
         script has made it; its settings are compared with the checkpoint's.
 
-        Raises InvalidSpec if its step stands for other samples than in this job.
+        Raises InvalidSpec if that step corresponds to other samples than in this job.
         """
         assert self._checkpoints is not None
         state_shard, path = self._checkpoints.read(step, needs), self._checkpoints.location(step)
@@ -104,8 +104,8 @@ class GenerationCheckpoints:
                 path=path,
                 settings="; ".join(changed[:MAX_SETTINGS_NAMED]),
                 num_settings=len(changed),
-                hint="training goes on with those of the checkpoint; to train with others, set them"
-                " in the loop on every member, as optimizer.param_groups[0]['lr']"
+                hint="training continues with the checkpoint's settings; to use others, set them"
+                " in the loop on every member, such as optimizer.param_groups[0]['lr']"
                 " (docs/checkpoints.md)",
             )
         log.info("checkpoint_read", path=path, step=state_shard.step)
@@ -138,7 +138,7 @@ class GenerationCheckpoints:
 
     @property
     def written(self) -> WrittenCheckpoint | None:
-        """The newest checkpoint that was written. Any thread."""
+        """The newest checkpoint that was written. Thread-safe."""
         return self._checkpoints.written if self._checkpoints is not None else None
 
     def due(self, step: int) -> bool:

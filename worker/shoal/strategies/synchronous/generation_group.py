@@ -23,8 +23,8 @@ log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
-"""Time after a cut at which a collective is taken to be stuck: others end within milliseconds,
-these (Gloo) only at their limit."""
+"""Time after a cut at which a collective counts as stuck. After a cut most end within milliseconds,
+but some of Gloo's only at their time limit."""
 WARNED_AFTER_S = 10.0
 """Time after a cut at which the stack of a trainer that still holds the group is logged."""
 
@@ -51,7 +51,7 @@ class GenerationGroup:
         """The group from which a `_free_trainer` thread frees the trainer."""
 
     def connect(self, backend: Backend, generation: Generation, context: Context) -> Group:
-        """Return the group of a generation, not opened yet; cut already if that is over."""
+        """Return a generation's group, not opened yet; cut already if the generation is over."""
         me = generation.me
         peers = generation.record.roster.entries
         watched, limits = backend.is_watched, context.limits
@@ -69,8 +69,8 @@ class GenerationGroup:
             self._group = group = backend.group(seat, store)
             self.number = generation.number
             self._trainer, self._released = threading.get_ident(), threading.Event()
-            over = self._cut_up_to >= generation.number
-        if over:
+            is_over = self._cut_up_to >= generation.number
+        if is_over:
             group.cut(f"generation {generation.number} is over")
         return group
 
@@ -100,7 +100,7 @@ class GenerationGroup:
         return self._cut_up_to >= generation
 
     def cut(self, generation: int) -> None:
-        """Make waits in the group raise, unless the group is a later generation's. Any thread."""
+        """Make waits in the group raise, unless it is a later generation's. Thread-safe."""
         with self._lock:
             self._cut_up_to = max(self._cut_up_to, generation)
             group = self._group if self.number <= generation else None
@@ -145,7 +145,6 @@ class GenerationGroup:
             waiter.abort(reason)
 
     def release(self) -> None:
-        """Release the group, if there is one."""
         self._opened = None
         with self._lock:
             group, self._group, self._freeing = self._group, None, None
@@ -155,7 +154,7 @@ class GenerationGroup:
 
 
 class _Judging:
-    """Calls `check` after a block that raised NonFiniteGradient."""
+    """Context that calls `check` if its block has raised NonFiniteGradient."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -185,14 +184,14 @@ def check_same_step(
     """Raise InternalError unless all members of the generation are at this step. Collective.
     `memory`: used in place of the group if the members share it."""
     if memory is not None:
-        found = list(memory.meet(step))
+        by_rank = list(memory.meet(step))
     else:
         steps = torch.zeros(group.size(), dtype=torch.int64)
         steps[group.rank()] = step
         wait_abortable(dist.all_reduce(steps, group=group, async_op=True), group)
-        found = steps.tolist()
-    if len(set(found)) != 1:
+        by_rank = steps.tolist()
+    if len(set(by_rank)) != 1:
         raise InternalError(
             f"the members of generation {generation} are at different steps",
-            seen=f"{found} by rank",
+            seen=f"{by_rank} by rank",
         )

@@ -33,7 +33,7 @@ _COLLECTIVE_FOLDERS = tuple(
         *(_TORCH / "distributed", _TORCH / "nn" / "parallel"),
     )
 )
-"""Folders of code: a thread that does not run there waits for other ranks."""
+"""Folders of the code of collectives: a thread that stands still in it waits for other ranks."""
 _THREADING = threading.__file__
 _CPU_FIELDS = slice(11, 13)
 """Fields of /proc/PID/task/TID/stat after the name: user and system time, in ticks of 10 ms."""
@@ -67,7 +67,7 @@ class HangWatchConfig:
     """Cuts the group of the generation."""
     device_stalled_since_s: Callable[[float], float | None] = lambda now_s: None
     """Takes the present time; returns the time since which the device has been stuck in the
-    trainer's work, or None. A stuck device usually is in a collective, and so waits for others."""
+    trainer's work, or None. A stuck device is usually in a collective, and so waits for others."""
     report_wait: Callable[[float, float], None] = lambda waited_s, stood_s: None
     """Receives, at each look, the seconds for which the trainer has waited for others, in a step or
     between steps: without pauses, and in all. 0: the trainer does not wait."""
@@ -146,7 +146,7 @@ class HangWatch:
         self.sign()
 
     def hang_in(self, generation: int) -> str:
-        """Description of the hang found in this generation; else empty. Any thread."""
+        """Description of the hang found in this generation; else empty. Thread-safe."""
         number, reason = self._hang
         return reason if number == generation else ""
 
@@ -204,7 +204,7 @@ class HangWatch:
         if now_s - self._leaderless_since_s > self._config.leaderless_s:
             self._leaderless_since_s = None
             limit = f"{self._config.leaderless_s:g} s"
-            self._hung(generation, f"no coordinator was there for {limit} of the bring-up")
+            self._hung(generation, f"there was no coordinator for {limit} of the bring-up")
 
     def _waits_since_s(self, trainer: TrainerThread, now_s: float) -> float | None:
         """Return the time since which the trainer has waited for others; None if it does not."""
@@ -213,12 +213,12 @@ class HangWatch:
             return None
         waiters = waiters_of(trainer.group)
         self._count(waiters)
-        found = (
+        begins_s = (
             self._oldest_wait_s(waiters, now_s),
             self._blocked_since_s(trainer, now_s),
             self._config.device_stalled_since_s(now_s),
         )
-        return min((since_s for since_s in found if since_s is not None), default=None)
+        return min((since_s for since_s in begins_s if since_s is not None), default=None)
 
     def _count(self, waiters: Iterable[AbortableWaiter]) -> None:
         """Note if a collective or transfer has ended since the last look."""

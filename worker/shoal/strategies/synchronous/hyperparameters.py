@@ -18,7 +18,7 @@ Values = tuple[Mapping[str, Any], ...]
 """The hyperparameters of each group, by name."""
 
 KEPT_STEPS = 1024
-"""Number of steps whose hyperparameters are kept; copies at peers roll back by 20, by default."""
+"""Number of steps whose hyperparameters are kept: a rollback is by 20 at most, by default."""
 TOLERANCE = 1e-9
 """Relative tolerance: hosts with another libm compute a schedule with another last bit."""
 _CLIPPING = "max_norm of clip_grad_norm"
@@ -58,7 +58,7 @@ class Hyperparameters:
         if known is not None and len(seen) == len(known) and all(map(is_, seen, known)):
             # As in nearly every step; the conversion below takes ten times as long.
             return self._now
-        found = tuple(
+        values = tuple(
             {
                 key: _plain(value)
                 for key, value in group.items()
@@ -66,10 +66,10 @@ class Hyperparameters:
             }
             for group in groups
         )
-        lasting = all(_lasts(v) for g in groups for key, v in g.items() if key != "params")
-        self._seen = seen if lasting else None
-        if found != self._now:
-            self._now = found
+        fixed = all(_is_immutable(v) for g in groups for key, v in g.items() if key != "params")
+        self._seen = seen if fixed else None
+        if values != self._now:
+            self._now = values
         return self._now
 
     def failed(self, step: int) -> None:
@@ -85,8 +85,8 @@ class Hyperparameters:
         failed, self._failed = self._failed, None
         if failed is not None:
             step, values = failed
-            found = _changed(step, {"when it failed": values, "behind it": self.now()})
-            self._conflict = self._conflict or found
+            change = _changed(step, {"when it failed": values, "after that": self.now()})
+            self._conflict = self._conflict or change
 
     def conflict(self, step: int) -> str:
         """Return the reason why the step cannot be repeated as it was; "" if it can."""
@@ -125,28 +125,28 @@ def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
     fields = {
         (index, key) for groups in by_holder.values() for index, g in enumerate(groups) for key in g
     }
-    found = {}
+    differing = {}
     for index, key in sorted(fields):
         values = [_at(groups, index, key) for groups in (first, *others)]
         tolerance = _NORM_TOLERANCE if key == _CLIPPING else TOLERANCE
         if not all(_same(values[0], value, tolerance) for value in values[1:]):
             field = key if key == _CLIPPING else f"{key} of group {index}"
-            found[field] = dict(zip(by_holder, values, strict=True))
-    return found
+            differing[field] = dict(zip(by_holder, values, strict=True))
+    return differing
 
 
-def in_words(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Text of what `differences` found: "lr of group 0: 0.1 by a, b; 0.05 by c"."""
-    return ". ".join(f"{field}: {by_value(values)}" for field, values in found.items())
+def in_words(differing: Mapping[str, Mapping[str, Any]]) -> str:
+    """Text of the result of `differences`: "lr of group 0: 0.1 by a, b; 0.05 by c"."""
+    return ". ".join(f"{field}: {by_value(values)}" for field, values in differing.items())
 
 
 def _changed(step: int, versions: Mapping[str, Values]) -> str:
-    found = differences(versions)
+    differing = differences(versions)
     words = (
         f"{field} " + " and ".join(f"{value} {when}" for when, value in values.items())
-        for field, values in found.items()
+        for field, values in differing.items()
     )
-    return f"in step {step} {', '.join(words)}" if found else ""
+    return f"in step {step} {', '.join(words)}" if differing else ""
 
 
 def by_value(values: Mapping[str, Any], most: int = 8) -> str:
@@ -161,10 +161,10 @@ def by_value(values: Mapping[str, Any], most: int = 8) -> str:
     return "; ".join(parts)
 
 
-def _lasts(value: object) -> bool:
+def _is_immutable(value: object) -> bool:
     """True if the value is immutable."""
     if isinstance(value, tuple):
-        return all(map(_lasts, value))
+        return all(map(_is_immutable, value))
     return value is None or type(value) in (bool, int, float, str)
 
 

@@ -34,7 +34,7 @@ def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
 
 
 def found_by_any(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True on all ranks if `found` on any of them. Collective."""
+    """True on all ranks if `found` is True on any of them. Collective."""
     flag = torch.tensor([float(found)], device=device)
     if group.size() > 1:
         wait_abortable(dist.all_reduce(flag, group=group, async_op=True), group)

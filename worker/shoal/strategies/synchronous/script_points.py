@@ -1,10 +1,10 @@
 """Detection of members' scripts that wait for each other at different calls.
 
 Some calls must be made by all members. A member that makes one alone (`if session.is_first:
-session.evaluate(...)`) waits there for the others, while they wait for it in their next step. No
-member sees an error, and all would wait until a collective's limit. So a member that has waited for
-some time writes the point at which its script waits to the generation's store. A member that waits
-in such a call compares the points. Most waits are far shorter, and nothing is written.
+session.evaluate(...)`) waits in it, while the others wait for that member in their next step. No
+member sees an error, and all would wait until a collective's time limit. So a member that has
+waited for some time writes the point at which its script waits to the generation's store. A member
+that waits in such a call compares the points. Most waits are far shorter: nothing is written.
 """
 
 import json
@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 LOOK_AFTER_S = 2.0
 """Time after which a wait is examined."""
 LOOKS_WITHIN_LIMIT = 6
-"""Divisor of a short limit: a wait is examined after this part of it, to notify members in time."""
+"""Divisor of a short limit: the quotient replaces `LOOK_AFTER_S`, to notify members in time."""
 NEXT_LOOK = 1.25
 """Factor by which the intervals between looks into one wait grow."""
 READ_WITHIN_S = 10.0
@@ -70,8 +70,8 @@ class ScriptPoints:
         limit_s: float = math.inf,
         read_within_s: float = READ_WITHIN_S,
     ) -> None:
-        """`members`: names by rank. `exchanges`: this member's. `limit_s`: time after which a wait
-        ends the generation, and so the detection."""
+        """`members`: names by rank. `exchanges`: those of this member. `limit_s`: time after which
+        a wait ends the generation, and so the detection."""
         self._look_after_s = min(LOOK_AFTER_S, limit_s / LOOKS_WITHIN_LIMIT)
         self._exchanges = exchanges
         self._read_within_s = read_within_s
@@ -91,7 +91,7 @@ class ScriptPoints:
 
     def look(self, point: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
         """Examine a wait of the trainer at this point. `waited_s`: its duration without pauses;
-        `stood_s`: with pauses. True if the wait is in vain; all members know by then."""
+        `stood_s`: with pauses. True if the wait is endless; all members know it by then."""
         if self._found:
             return False
         try:
@@ -106,11 +106,11 @@ class ScriptPoints:
                 self._look_at_exchanges(stood_s)
         except ShoalError as error:
             # No coordinator, or the generation is over: other checks handle that.
-            log.debug("script_places_unknown", reason=str(error)[:200])
+            log.debug("script_points_unknown", reason=str(error)[:200])
         return bool(self._found)
 
     def refusal(self, generation: int) -> InvalidSpec | None:
-        """Return the script's error if a wait in that generation was in vain. Any thread."""
+        """Return the scripts' error if a wait in that generation was endless. Thread-safe."""
         if not self._found or generation != self._generation:
             return None
         if self._refusal is not None:
@@ -121,16 +121,16 @@ class ScriptPoints:
             "the members' scripts wait for each other at different points",
             seen=self._found,
             expected="the same calls in the same order on every member",
-            fix="session.evaluate, session.all_reduce and, under strategies that spread the model,"
-            " session.state_dict take all members: call them outside of `if session.is_first`, and"
-            " use what they return there. session.gather takes all members as often in each step."
-            " What one member does alone belongs into session.pause.",
+            fix="Call session.evaluate, session.all_reduce and, under strategies that spread the"
+            " model, session.state_dict on all members, outside of `if session.is_first`, and use"
+            " the results inside. Call session.gather equally often on all members in a step. Put"
+            " work of one member alone into session.pause.",
         )
 
     def report_refusal(self, refusal: InvalidSpec) -> None:
-        """Publish the error with which the trainer is about to leave to members that wait for it.
+        """Publish the error with which the trainer is about to leave, for members that wait for it.
         Returns once all members have read it, or after `read_within_s`."""
-        # From now on this member's watch looks for nothing.
+        # From now on this member's watch compares nothing.
         self._found, self._refusal = refusal.seen, refusal
         parts = {"what": refusal.what, "seen": refusal.seen}
         parts |= {"expected": refusal.expected, "fix": refusal.fix}
@@ -141,7 +141,7 @@ class ScriptPoints:
             self._store.set(_VERDICT, refusal.seen)
             self._await_all()
         except ShoalError as error:
-            log.debug("refusal_not_told", reason=str(error)[:200])
+            log.debug("refusal_not_published", reason=str(error)[:200])
 
     def _withdraw(self) -> None:
         self._store.delete_key(_POINT.format(self._rank))
@@ -152,10 +152,10 @@ class ScriptPoints:
             self._store.set(_POINT.format(self._rank), json.dumps(vars(point)))
             self._published = point
         if point.is_call:
-            self._look_around()
-        self._hear()
+            self._compare_points()
+        self._read_verdict()
 
-    def _hear(self) -> None:
+    def _read_verdict(self) -> None:
         """Adopt the finding of another member, if there is one."""
         if self._store.check([_VERDICT]):
             self._of_layers = self._store.check([_OF_LAYERS])
@@ -180,31 +180,31 @@ class ScriptPoints:
         if record is not None:
             self._store.set(_EXCHANGES.format(self._rank), json.dumps(vars(record)))
             self._compare_exchanges(exchanges.peers)
-        self._hear()
+        self._read_verdict()
 
     def _compare_exchanges(self, peers: Sequence[int]) -> None:
         keys = [_EXCHANGES.format(rank) for rank in peers]
         if not self._store.check(keys):
             return
-        words = [ExchangeRecord(**json.loads(word)) for word in self._store.multi_get(keys)]
+        records = [ExchangeRecord(**json.loads(each)) for each in self._store.multi_get(keys)]
         names = [self._members[rank] for rank in peers]
-        found = difference(dict(zip(names, words, strict=True)))
-        if found is not None:
+        differing = difference(dict(zip(names, records, strict=True)))
+        if differing is not None:
             self._store.set(_OF_LAYERS, "1")
-            self._store.set(_VERDICT, in_words(found))
+            self._store.set(_VERDICT, in_words(differing))
 
-    def _look_around(self) -> None:
+    def _compare_points(self) -> None:
         keys = [_POINT.format(rank) for rank in range(len(self._members))]
         if not self._store.check(keys):
             self._read = []
             return
-        points = [ScriptPoint(**json.loads(word)) for word in self._store.multi_get(keys)]
-        # Equal in two looks in a row: no member has moved in between.
+        points = [ScriptPoint(**json.loads(each)) for each in self._store.multi_get(keys)]
+        # If points are equal in two looks in a row, no member has moved in between.
         before, self._read = self._read, points
         together = len({(each.step, each.num_calls) for each in points}) == 1
         if together and points == before and len({each.what for each in points}) > 1:
-            words = zip(self._members, points, strict=True)
-            self._store.set(_VERDICT, "; ".join(f"{name}: {each.what}" for name, each in words))
+            by_member = zip(self._members, points, strict=True)
+            self._store.set(_VERDICT, "; ".join(f"{name}: {each.what}" for name, each in by_member))
 
     def _await_all(self) -> None:
         """Wait until all members have read the verdict: the first to leave ends the generation."""

@@ -6,7 +6,8 @@ confirmed the call, and knows that all others have the result. A member that has
 loses a peer in that collective returns too, unconfirmed: the beginning of the next generation shows
 if the others have the result.
 
-A script that wishes to stop says so in its vote on the next step, or when a generation begins.
+A member reports its script's wish to stop in its vote on the next step, or at the beginning of a
+generation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +65,7 @@ class ScriptPosition:
     inspection: StateInspection = field(default_factory=StateInspection, repr=False, compare=False)
     """Inspection of the optimizer's state after each step."""
     _wait: ScriptPoint | None = None
-    """The point at which the script waits for others, without the step."""
+    """The point at which the script waits for others; its `step` is not set."""
 
     def mark_wait(self, what: str, *, is_call: bool = False) -> None:
         """Note the point at which the script waits for others from now on, if it waits."""
@@ -82,7 +83,7 @@ class ScriptPosition:
             self._wait = before
 
     def point(self, step: int) -> ScriptPoint:
-        """Return the point at which the script waits, or one without description. Any thread."""
+        """Return the point at which the script waits, or one without description. Thread-safe."""
         wait = self._wait
         if wait is None or self.unconfirmed:
             return ScriptPoint(step=step, num_calls=self.num_calls, what="")
@@ -106,7 +107,6 @@ class ScriptPosition:
             self.checkpoint_at = None
 
     def stepped(self) -> None:
-        """Note that a step was committed."""
         self._wait = None
         self.num_calls, self.unconfirmed = 0, False
 

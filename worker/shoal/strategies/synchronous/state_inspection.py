@@ -61,11 +61,11 @@ class StateInspection:
     def raise_on_all(self, group: dist.ProcessGroup) -> None:
         """Raise one member's refusal on all members, if there is one. Collective."""
         own = self.refusal.to_dict() if self.refusal is not None else None
-        words = gather(json.dumps(own).encode(), group)
-        found = next((finding for finding in map(json.loads, words) if finding is not None), None)
-        if found is not None:
+        messages = gather(json.dumps(own).encode(), group)
+        refusal = next((each for each in map(json.loads, messages) if each is not None), None)
+        if refusal is not None:
             meet_after_collective(group)
-            raise ShoalError.from_dict(found)
+            raise ShoalError.from_dict(refusal)
 
 
 class _InspectedObjects:

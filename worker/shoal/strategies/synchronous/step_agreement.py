@@ -54,7 +54,6 @@ class StepCut:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step."""
         self.num_parts = 1
         self.is_agreed = False
         """True once all members have voted to cut this step in the same way."""
@@ -96,7 +95,6 @@ class StepWeights:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step."""
         self.own: float | None = None
         """The sum of this member's weights; None while its losses are weighted by samples."""
 
@@ -186,7 +184,7 @@ class StepAgreement:
         if self._cut.is_voted_on_first and not self._words.has_sent:
             self._cast(StepVote(parts=self._cut.num_parts))
             if self._cut.shares_samples:
-                self._hear_passes()
+                self._receive_ballots()
                 self._cut.is_agreed = True
 
     def announce(self) -> None:
@@ -197,14 +195,14 @@ class StepAgreement:
             is_cut = self._cut.num_parts > 1
             further = StepVote(passes=self._passes + 1)
             self._cast(StepVote(parts=self._cut.num_parts) if is_cut else further)
-            self._hear_passes()
+            self._receive_ballots()
             self._cut.is_agreed |= is_cut
 
     def passing(self) -> None:
         """Vote, as a backward pass begins. Raises as `announce`, before the pass sends anything."""
         self.exchange_parts()
         if self._words.has_sent:
-            self._hear_passes()
+            self._receive_ballots()
             self._cut.is_agreed = True
         self.announce()
         self._announced = False
@@ -219,7 +217,7 @@ class StepAgreement:
         mask = sum(1 << self._hyper.names.index(name) for name in optimizers)
         applied = self._applied() if action is OptimizerAction.UPDATE else ()
         self._cast(StepVote(action=action, optimizers=mask, hyperparameters=applied))
-        ballots = self._hear_passes()
+        ballots = self._receive_ballots()
         if need_whole_votes(ballots):
             self._compare(self._step)
 
@@ -272,13 +270,13 @@ class StepAgreement:
         else:
             ballots = [Ballot(*row) for row in rows]
             self.faults = [each.has(Flag.FAULTY) for each in ballots]
-            factor = self._count(ballots)
+            factor = self._settle_ballots(ballots)
         self._hyper.apply(self._step)
         self._cut.commit()
         return factor
 
-    def _count(self, ballots: Sequence[Ballot]) -> float:
-        """Return the factor of `settle` from ballots that are not all plain and equal."""
+    def _settle_ballots(self, ballots: Sequence[Ballot]) -> float:
+        """Return the factor of `settle` if ballots differ, or have flags or weights."""
         self._check_passes(ballots)
         stops = any(each.has(Flag.STOPS_BEFORE) for each in ballots)
         if need_whole_votes(ballots):
@@ -299,9 +297,9 @@ class StepAgreement:
 
     def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
         """Vote on the values applied in a round's local steps. `applied`: by step. `conflict`: see
-        `Hyperparameters`.
+        `Hyperparameters.conflict`.
 
-        Raises HyperparametersDiffer on all members if they differ.
+        Raises HyperparametersDiffer on all members if the values differ.
         """
         first, *later = _changes(applied)
         after = max(applied) + 1
@@ -316,7 +314,7 @@ class StepAgreement:
                 conflict=conflict,
             )
         )
-        ballots = self._hear_passes()
+        ballots = self._receive_ballots()
         if need_whole_votes(ballots):
             self._compare(first[0])
         if any(each.has(Flag.STOPS_BEFORE) for each in ballots):
@@ -335,7 +333,7 @@ class StepAgreement:
             self._digested = (applied, digest_of(applied))
         self._words.send_values(vote.ballot(self._digested[1] if applied else 0))
 
-    def _hear_passes(self) -> Sequence[Ballot]:
+    def _receive_ballots(self) -> Sequence[Ballot]:
         """Return all members' ballots. Raises UnequalPasses on all members if passes differ."""
         ballots = [Ballot(*row) for row in self._words.receive_values()]
         self._check_passes(ballots)
@@ -359,7 +357,7 @@ class StepAgreement:
         check_votes(dict(zip(self._members, votes, strict=True)), step, is_taken=is_taken)
 
     def cut(self, reason: str) -> None:
-        """Make this member's waits for votes raise. Any thread."""
+        """Make this member's waits for votes raise. Thread-safe."""
         self._words.cut(reason)
 
     def close(self) -> None:
@@ -369,8 +367,8 @@ class StepAgreement:
 
 def _changes(applied: Mapping[int, Values]) -> list[tuple[int, Values]]:
     """Return the first step, and the values, of each run of steps with the same values."""
-    found: list[tuple[int, Values]] = []
+    changes: list[tuple[int, Values]] = []
     for step, values in sorted(applied.items()):
-        if not found or found[-1][1] != values:
-            found.append((step, values))
-    return found
+        if not changes or changes[-1][1] != values:
+            changes.append((step, values))
+    return changes

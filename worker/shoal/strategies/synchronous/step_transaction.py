@@ -1,7 +1,7 @@
 """Transaction of a synchronous step: all members take the step, or it did not happen.
 
 It begins with a snapshot of what it may write. Members vote before each further pass, and on
-the step as a whole. With all votes in, the optimizer steps within `committing`. Until then
+the step as a whole. Once all votes are known, the optimizer steps within `committing`. Until then
 `roll_back` undoes the step: what the snapshot covers, registered objects, and wishes of the script.
 Random numbers need no undo, as each step seeds torch by its first sample. Hyperparameters of groups
 are restored with registered objects, else compared with those of the first attempt.
@@ -91,14 +91,13 @@ class StepTransaction:
 
     def begin(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         """Begin a step. Writes to the buffers of `model`, to `parameters` and to the optimizer's
-        state are undone if it fails; see `StepSnapshot.begin`."""
+        state are undone if the step fails; see `StepSnapshot.begin`."""
         self._sign()
         self.registered.attempt()
         self.position.mark_wait(f"session.step() after {self.step} steps")
         self.snapshot.begin(model, parameters, self._optimizers)
         self.begin_alone()
-        if self._votes is not None:
-            self._votes.begin(self.step)
+        self.votes.begin(self.step)
 
     def begin_alone(self) -> None:
         """Begin a step on which members do not vote: the strategy rolls back whole rounds."""
@@ -109,7 +108,7 @@ class StepTransaction:
     # --- passes ---
 
     def models(self, optimizers: frozenset[str]) -> frozenset[str]:
-        """The models that these optimizers train; a single model has the empty name."""
+        """Name the models that these optimizers train; a single model has the empty name."""
         return frozenset([""]) if self.training is None else self.training.models_of(optimizers)
 
     def take(self, call: str) -> frozenset[str]:
@@ -118,7 +117,7 @@ class StepTransaction:
             raise InvalidSpec(
                 f"{call} of an optimizer that has no gradients in this step",
                 seen=", ".join(sorted(missing)),
-                expected="session.backward(loss, optimizer=...) of it before",
+                expected="an earlier session.backward(loss, optimizer=...) for that optimizer",
             )
         return self.chosen
 
@@ -160,7 +159,7 @@ class StepTransaction:
     @property
     def has_own_weights(self) -> bool:
         """True if the script has given weights for this member's losses."""
-        return self._votes is not None and self._votes.weights.are_own
+        return self.votes.weights.are_own
 
     def check_weighted(self) -> None:
         """Raise InvalidSpec if the step had no backward pass of the session."""
@@ -174,9 +173,9 @@ class StepTransaction:
     @contextmanager
     def updating(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Iterator[None]:
         """Return a context in which the chosen ones of several optimizers step within the step,
-        with complete gradients. `held`: the tensors of their models that this changes on this
-        member."""
-        assert isinstance(optimizer, SeveralOptimizers), "one that is alone is not updated early"
+        with complete gradients. `held`: the tensors of their models that their step changes
+        on this member."""
+        assert isinstance(optimizer, SeveralOptimizers), "only several optimizers are updated early"
         optimizer.due = self.chosen
         parts = parts_due(optimizer)
         with self.snapshot.updating(parts, held):
@@ -193,8 +192,8 @@ class StepTransaction:
             self.votes.meet(action, self.chosen)
 
     def begin_part(self, index: int, num_parts: int) -> bool:
-        """See `StepAgreement.begin_part`. True outside a generation."""
-        return self._votes is None or self._votes.begin_part(index, num_parts)
+        """See `StepAgreement.begin_part`."""
+        return self.votes.begin_part(index, num_parts)
 
     def settle(self) -> float:
         """See `StepAgreement.settle`: from here on no member makes a further pass in this step.
@@ -204,16 +203,15 @@ class StepTransaction:
         return 1.0 if factor is None else factor / scale
 
     def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
-        """See `StepAgreement.settle_round`. Does nothing outside a generation."""
-        if self._votes is not None:
-            self._votes.settle_round(applied, conflict)
+        """See `StepAgreement.settle_round`."""
+        self.votes.settle_round(applied, conflict)
 
     # --- commit, or roll back ---
 
     @contextmanager
     def committing(self, optimizer: Optimizer, *, overflowed: bool = False) -> Iterator[None]:
-        """Return a context in which the optimizer steps, those that have gradients if there are
-        several; then the step is committed. An error within leaves no state of any committed step.
+        """Return a context in which the optimizer steps (of several, those that have gradients). At
+        its end the step is committed. After an error in it the state is that of no committed step.
 
         `overflowed`: the gradients overflowed, so that no optimizer steps; the loss scale is
         updated when the step is committed.
@@ -235,7 +233,7 @@ class StepTransaction:
         self.position.stepped()
 
     def roll_back(self) -> None:
-        """Undo the step in progress, if there is one. It is to be taken again."""
+        """Undo the step in progress, if there is one, so that it can be taken again."""
         if self.in_step:
             self._undo()
             self.position.undo(self.step)
@@ -255,7 +253,7 @@ class StepTransaction:
     # --- the end of a generation ---
 
     def cut(self, reason: str) -> None:
-        """Make this member's waits for votes raise. Any thread."""
+        """Make this member's waits for votes raise. Thread-safe."""
         votes = self._votes
         if votes is not None:
             votes.cut(reason)

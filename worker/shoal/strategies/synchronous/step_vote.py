@@ -27,7 +27,7 @@ from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, ShoalError, U
 
 MAX_IDLE_NAMED = 5
 _NAMED = 1 << 40
-"""Values of `passes` from here on are an action and its optimizers, not a number of passes."""
+"""Values of `passes` from this one on encode an action and its optimizers, not passes."""
 _ACTION_BITS = 16
 _BY_SAMPLES = -1.0
 """The `weight` of a ballot if losses are weighted by samples."""
@@ -124,7 +124,7 @@ class StepVote:
         return content if any(content) else ()
 
     def ballot(self, digest: int) -> Ballot:
-        """Return the ballot of this vote. `digest`: of `applied`, below 2**56."""
+        """Return the ballot of this vote. `digest`: that of `applied`, below 2**56."""
         flags = (
             Flag.CONFLICT * bool(self.conflict)
             | Flag.STOPS_BEFORE * self.stops_before
@@ -142,7 +142,6 @@ class StepVote:
         return -self.parts if self.parts else 2 * self.passes + self.is_last
 
     def encode(self) -> bytes:
-        """Encode the whole vote."""
         return json.dumps(vars(self), default=repr).encode()
 
     @classmethod
@@ -163,13 +162,13 @@ def agree(ballots: Sequence[Sequence[int]]) -> bool:
 def check_passes(ballots: Mapping[str, Ballot], step: int, optimizers: Sequence[str]) -> None:
     """Raise UnequalPasses unless all members make the same passes, or take the same action on the
     same optimizers. `optimizers`: all names, in the order of the bits."""
-    found = [each.passes for each in ballots.values()]
-    if found.count(found[0]) == len(found):
+    passes = [each.passes for each in ballots.values()]
+    if passes.count(passes[0]) == len(passes):
         return
     counts = {name: _passes_in_words(each.passes, optimizers) for name, each in ballots.items()}
-    if any(each >= _NAMED for each in found):
+    if any(each >= _NAMED for each in passes):
         raise UnequalPasses(
-            f"the members do different things with their optimizers in step {step}",
+            f"the members take different actions with their optimizers in step {step}",
             seen=by_value(counts),
             expected="the same backward passes and updates in the same order on every member",
             details=counts,
@@ -177,7 +176,7 @@ def check_passes(ballots: Mapping[str, Ballot], step: int, optimizers: Sequence[
     raise UnequalPasses(
         f"the members make different numbers of backward passes in step {step}",
         seen=by_value(counts),
-        expected="as many on every member: their gradients are summed up pass by pass",
+        expected="the same number on every member: gradients are summed pass by pass",
         fix="Cut each share into a number of parts that does not depend on its size, as `for"
         " part in batch.parts(4)` does, with the same number on every member"
         " (inputs.split(11) cuts 34 samples into 4 and 33 into 3, tensor_split(4) does not).",
@@ -213,8 +212,8 @@ def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = Tr
     refusal = next((each.refusal for each in votes.values() if each.refusal is not None), None)
     if refusal is not None:
         raise ShoalError.from_dict(dict(refusal))
-    found = [each.exchanges for each in votes.values()]
-    records = [None if each is None else ExchangeRecord(**each) for each in found]
+    exchanges = [each.exchanges for each in votes.values()]
+    records = [None if each is None else ExchangeRecord(**each) for each in exchanges]
     check_exchanges([each.layers for each in votes.values()], records, list(votes))
     if is_taken:
         _check_idle({name: each.idle for name, each in votes.items()}, step)
@@ -227,17 +226,17 @@ def _check_hyperparameters(votes: Mapping[str, StepVote], step: int) -> None:
         name, conflict = next(iter(conflicts.items()))
         raise _differ(
             "a step is taken again, with other hyperparameters than before",
-            seen=f"{conflict} (of {name})",
+            seen=f"{conflict} (on {name})",
             details=conflicts,
         )
     applied = {name: [(0, v.hyperparameters), *v.changes] for name, v in votes.items()}
     for after in sorted({after for each in applied.values() for after, _ in each}):
-        found = differences({name: _applied_at(each, after) for name, each in applied.items()})
-        if found:
+        differing = differences({name: _applied_at(each, after) for name, each in applied.items()})
+        if differing:
             raise _differ(
                 f"the members would apply different hyperparameters in step {step + after}",
-                seen=in_words(found),
-                details={field: by_value(values) for field, values in found.items()},
+                seen=in_words(differing),
+                details={field: by_value(values) for field, values in differing.items()},
             )
 
 
@@ -256,12 +255,12 @@ def _check_idle(idle: Mapping[str, Sequence[str]], step: int) -> None:
     raise InvalidSpec(
         f"the members computed with different parameters in step {step}",
         seen=f"without a gradient: {by_value(names)}",
-        expected="the same layers in each pass on every member: they gather and reduce these"
-        " together",
-        fix="Call a layer that a member's samples do not need with none of them (inputs[:0]),"
-        " and add its sum to the loss; or use shoal.DDP(find_unused_parameters=True) or"
-        " shoal.Zero1(find_unused_parameters=True). Where the script drops gradients"
-        " (parameter.grad = None), let it drop the same on every member.",
+        expected="the same layers in each pass on every member: they gather and reduce each"
+        " layer together",
+        fix="If a member's samples do not need a layer, call it with no samples (inputs[:0]), and"
+        " add the sum of its outputs to the loss; or use shoal.DDP(find_unused_parameters=True) or"
+        " shoal.Zero1(find_unused_parameters=True). If the script drops gradients"
+        " (parameter.grad = None), drop the same on every member.",
     )
 
 
@@ -298,9 +297,9 @@ def _weight_of(ballot: Ballot) -> float | None:
 def _differ(what: str, **parts: Any) -> HyperparametersDiffer:
     return HyperparametersDiffer(
         what,
-        expected="the same on every member in every step, also when it is taken again",
-        fix="Let session.register carry what they come from, as it does torch's schedulers, or set"
-        " them from batch.step before each step. What counts its own calls starts over on a member"
-        " that joins, and counts a step that is taken again twice (docs/loop.md).",
+        expected="the same on every member in every step, also when a step is taken again",
+        fix="Give session.register the object that sets them, such as one of torch's schedulers, or"
+        " set them from batch.step before each step. An object that counts its own calls starts"
+        " over on a member that joins, and counts a repeated step twice (docs/loop.md).",
         **parts,
     )

@@ -37,7 +37,7 @@ STORE_S = 2.0
 
 
 class SynchronousStrategy(Strategy):
-    """Base that forms the group of each generation, cuts it when a peer is lost, and releases it.
+    """Base class: forms the group of each generation, cuts it if a peer is lost, and releases it.
 
     A subclass builds the training: `_bring_up` makes it, `_release_training` drops it.
     """
@@ -102,7 +102,7 @@ class SynchronousStrategy(Strategy):
             self._watch.start()
 
     def num_moved(self) -> int:
-        """Count of transfers between members outside the group's collectives. Any thread."""
+        """Number of transfers between members outside the group's collectives. Thread-safe."""
         return 0
 
     def _report_wait(self, waited_s: float, stood_s: float) -> None:
@@ -175,7 +175,7 @@ class SynchronousStrategy(Strategy):
         )
 
     def batchnorm_members(self, *, has_samples: bool) -> BatchNormMembers | None:
-        """Return the members over whose samples BatchNorm normalises; None: each over its own."""
+        """Return the members over whose samples BatchNorm normalises; None: only this one."""
         if not self.syncs_batchnorm or self._process_group is None:
             return None
         return BatchNormMembers(self._process_group, has_samples)
@@ -221,7 +221,7 @@ class SynchronousStrategy(Strategy):
         self._set_stage(TrainerStage.AWAY)
         self._checkpoints.owed = False
         with ExitStack() as releases:
-            # Whatever raises, release the group: otherwise it blocks all later ones.
+            # Release the group after any error: otherwise it blocks all later ones.
             releases.callback(self._generation_group.release)
             releases.callback(self._release_training)
             releases.callback(self._transaction.leave)
@@ -367,14 +367,14 @@ class SynchronousStrategy(Strategy):
         group = self.group
         self.position.mark_wait("the end of its batches")
         if self.position.stop_at is not None:
-            reasons = [word.decode() for word in gather(self.position.reason.encode(), group)]
+            reasons = [each.decode() for each in gather(self.position.reason.encode(), group)]
             self.position.reason = next((reason for reason in reasons if reason), "")
         self._registered.restore()
         if self.state_is_spread:
             self.position.inspection.raise_on_all(group)
         self._check_registered()
         self.between_steps()
-        # Before any member leaves: each writes its part of the checkpoint, and hands over copies.
+        # Before any member leaves, each writes its part of the checkpoint, and hands over copies.
         self._checkpoints.conclude()
         self.hand_over()
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)

@@ -39,8 +39,8 @@ Begins = CopyUpToDate | ImageStart
 
 
 class CopyPhase(Enum):
-    HELD = "it follows its primary"
-    SETTLING = "received records are being applied: it is to be led here, or was until now"
+    HELD = "the copy follows its primary"
+    SETTLING = "received records are being applied: this server is to lead it, or led it until now"
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Copy:
     phase: CopyPhase = CopyPhase.HELD
 
     def is_of_other_content(self, new: ShardAssignment) -> bool:
-        """True if the shard was emptied, lost or restored since: the copy is useless."""
+        """True if the shard was emptied, lost or restored since, which makes the copy useless."""
         return self.content is ShardContent.PRESENT and new.content is not ShardContent.PRESENT
 
 
@@ -87,8 +87,8 @@ class Copies:
         self._me = me
         self._runs = runs
         self._held: dict[Key, Copy] = {}
-        self._coming: dict[Key, IncomingImage] = {}
-        self._asking: dict[Key, _PendingOffers] = {}
+        self._incoming: dict[Key, IncomingImage] = {}
+        self._pending: dict[Key, _PendingOffers] = {}
 
     def find(self, key: Key) -> Copy | None:
         return self._held.get(key)
@@ -113,10 +113,10 @@ class Copies:
         if self._held.pop(key, None) is None:
             return
         yield DropShard(key)
-        asking = self._asking.get(key)
-        if asking is not None and not asking.is_reading:
+        pending = self._pending.get(key)
+        if pending is not None and not pending.is_reading:
             # Offers that came while the copy settled need not wait any more.
-            asking.is_reading = True
+            pending.is_reading = True
             yield RefreshShardRecord(key)
 
     # --- requests of primaries ---
@@ -150,7 +150,9 @@ class Copies:
         peer: Holder,
         message: Offer | UpdateMessage | Begins,
     ) -> bool:
-        # An update names no run: it continues a copy whose run was checked at its begin.
+        """True if the record names the sender as the shard's primary of that epoch, and this
+        server as a holder."""
+        # An update names no run: the run was checked when the copy began.
         run = "" if isinstance(message, UpdateMessage) else message.run
         return (
             assignment is not None
@@ -162,8 +164,9 @@ class Copies:
     def _other_holders(
         self, message: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
     ) -> BackupRefused:
-        """The refusal of a sender that the record does not name as that epoch's primary, or for a
-        shard that it does not place here. Epochs of different runs cannot be compared."""
+        """The refusal of a sender that the record does not name as the shard's primary of that
+        epoch, or of a shard that it does not place here. Epochs of different runs are not
+        compared."""
         is_same_run = isinstance(message, UpdateMessage) or message.run in (
             "",
             self._runs.get(message.key),
@@ -179,35 +182,38 @@ class Copies:
         key = offer.key
         copy = self._held.get(key)
         if copy is not None and copy.phase is CopyPhase.SETTLING:
-            self._asking.setdefault(key, _PendingOffers()).offers.append((peer, link, offer))
+            self._pending.setdefault(key, _PendingOffers()).offers.append((peer, link, offer))
         elif self._may_tell(assignment, peer, offer):
             yield SendReply(peer, link, self._holds(peer, offer))
         else:
             # The primary may have a newer record than this server.
-            asking = self._asking.setdefault(key, _PendingOffers())
-            asking.offers.append((peer, link, offer))
-            if not asking.is_reading:
-                asking.is_reading = True
+            pending = self._pending.setdefault(key, _PendingOffers())
+            pending.offers.append((peer, link, offer))
+            if not pending.is_reading:
+                pending.is_reading = True
                 yield RefreshShardRecord(key)
 
     def _holds(self, peer: Holder, offer: Offer) -> Reply:
         key = offer.key
-        copy, coming = self._held.get(key), self._coming.get(key)
-        is_his = coming is not None and (coming.peer, coming.start.epoch) == (peer, offer.epoch)
+        copy, incoming = self._held.get(key), self._incoming.get(key)
+        is_from_peer = incoming is not None and (incoming.peer, incoming.start.epoch) == (
+            peer,
+            offer.epoch,
+        )
         return BackupState(
             key,
             offer.epoch,
             copy_epoch=copy.epoch if copy is not None else 0,
             born=copy.born if copy is not None else 0,
             version=copy.received if copy is not None else 0,
-            image=coming.start.image if coming is not None and is_his else 0,
-            next_chunk=coming.come if coming is not None and is_his else 0,
+            image=incoming.start.image if incoming is not None and is_from_peer else 0,
+            next_chunk=incoming.come if incoming is not None and is_from_peer else 0,
         )
 
     def known(self, key: Key, assignment: ShardAssignment | None) -> Iterator[Effect]:
         """Answer waiting offers: the newest record was read, or the copy has settled."""
-        asking = self._asking.pop(key, None)
-        for peer, link, offer in asking.offers if asking is not None else ():
+        pending = self._pending.pop(key, None)
+        for peer, link, offer in pending.offers if pending is not None else ():
             if self._may_tell(assignment, peer, offer):
                 yield from self._offered(peer, link, offer, assignment)
             else:
@@ -238,10 +244,10 @@ class Copies:
         assignment: ShardAssignment | None,
     ) -> Iterator[Effect]:
         """Accept a record that continues the copy, even if the newest assignment names another
-        primary: the sender may count sent records as received. Only a sender still named there gets
-        that answer."""
+        primary: the sender may count records as received once they are sent. The reply to a sender
+        that the assignment does not name is a refusal nevertheless."""
         key, copy = record.key, self._held.get(record.key)
-        may_tell = self._may_tell(assignment, peer, record)
+        is_named = self._may_tell(assignment, peer, record)
         if (
             copy is None
             or (copy.primary, copy.epoch) != (peer, record.epoch)
@@ -249,14 +255,14 @@ class Copies:
         ):
             refusal = BackupRefused(key, record.epoch, BackupRefusalReason.NO_COPY, str(copy))
             yield SendReply(
-                peer, link, refusal if may_tell else self._other_holders(record, assignment)
+                peer, link, refusal if is_named else self._other_holders(record, assignment)
             )
             return
         is_next = record.version == copy.received + 1
         if is_next:
             copy.received = record.version
         # Reply before the record is applied, which takes a while: a push waits for the reply.
-        if may_tell:
+        if is_named:
             received = RecordsReceived(key, record.epoch, copy.received)
             yield SendReply(peer, link, received, record.answer_may_wait)
         else:
@@ -267,15 +273,15 @@ class Copies:
     # --- images ---
 
     def _image(self, peer: Holder, link: int, start: ImageStart, data: Data) -> Iterator[Effect]:
-        key, coming = start.key, self._coming.get(start.key)
+        key, incoming = start.key, self._incoming.get(start.key)
         if (
-            coming is not None
-            and (coming.peer, coming.start.image) == (peer, start.image)
-            and coming.come == start.next_chunk
+            incoming is not None
+            and (incoming.peer, incoming.start.image) == (peer, start.image)
+            and incoming.come == start.next_chunk
         ):
-            coming.link = link
+            incoming.link = link
             # The sender has not been notified of chunks that were stored since the link broke.
-            yield SendReply(peer, link, ChunkReceived(key, start.image, coming.stored))
+            yield SendReply(peer, link, ChunkReceived(key, start.image, incoming.stored))
             return
         yield from self._forget_image(key)
         if start.next_chunk:
@@ -285,36 +291,37 @@ class Copies:
                 BackupRefused(key, start.epoch, BackupRefusalReason.NO_COPY, "no such image"),
             )
             return
-        self._coming[key] = IncomingImage(peer, link, start)
+        self._incoming[key] = IncomingImage(peer, link, start)
         yield AcceptRequest(start, data)
 
     def _chunk(self, peer: Holder, link: int, chunk: ImageChunk, data: Data) -> Iterator[Effect]:
-        coming = self._coming.get(chunk.key)
+        incoming = self._incoming.get(chunk.key)
         # Ignore chunks of an image that was dropped.
         if (
-            coming is not None
-            and (coming.peer, coming.link, coming.start.image) == (peer, link, chunk.image)
-            and chunk.index == coming.come
+            incoming is not None
+            and (incoming.peer, incoming.link, incoming.start.image) == (peer, link, chunk.image)
+            and chunk.index == incoming.come
         ):
-            coming.come += 1
+            incoming.come += 1
             yield AcceptRequest(chunk, data)
 
     def stored(self, key: Key, image: int, index: int) -> Iterator[Effect]:
-        coming = self._coming.get(key)
-        if coming is not None and coming.start.image == image:
-            coming.stored = index + 1
-            yield SendReply(coming.peer, coming.link, ChunkReceived(key, image, coming.stored))
+        incoming = self._incoming.get(key)
+        if incoming is not None and incoming.start.image == image:
+            incoming.stored = index + 1
+            yield SendReply(
+                incoming.peer, incoming.link, ChunkReceived(key, image, incoming.stored)
+            )
 
     def restored(
         self, key: Key, image: int, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
-        """Adopt a shard that was made from the image, if the record still names the sender as
-        primary."""
-        coming = self._coming.get(key)
-        if coming is None or coming.start.image != image:
+        """Adopt a shard built from the image, if the record still names the sender as primary."""
+        incoming = self._incoming.get(key)
+        if incoming is None or incoming.start.image != image:
             yield DropImage(key, image)
             return
-        start, peer, link = coming.start, coming.peer, coming.link
+        start, peer, link = incoming.start, incoming.peer, incoming.link
         copy = self._held.get(key)
         if assignment is None or not self._may_tell(assignment, peer, start):
             yield from self._forget_image(key)
@@ -325,10 +332,10 @@ class Copies:
             yield SendReply(
                 peer,
                 link,
-                BackupRefused(key, start.epoch, BackupRefusalReason.FAILED, "it is older"),
+                BackupRefused(key, start.epoch, BackupRefusalReason.FAILED, "the image is older"),
             )
         else:
-            del self._coming[key]
+            del self._incoming[key]
             self._held[key] = Copy(peer, start.epoch, start.born, start.version, assignment.content)
             yield AdoptImage(key, image, start.epoch, start.version)
             yield SendReply(peer, link, ImageInstalled(key, start.epoch, image, start.version))
@@ -336,11 +343,11 @@ class Copies:
     def failed(
         self, key: Key, image: int, why: BackupRefusalReason, detail: str
     ) -> Iterator[Effect]:
-        coming = self._coming.get(key)
-        if coming is not None and coming.start.image == image:
-            del self._coming[key]
+        incoming = self._incoming.get(key)
+        if incoming is not None and incoming.start.image == image:
+            del self._incoming[key]
             yield SendReply(
-                coming.peer, coming.link, BackupRefused(key, coming.start.epoch, why, detail)
+                incoming.peer, incoming.link, BackupRefused(key, incoming.start.epoch, why, detail)
             )
 
     def forget_unwanted_image(
@@ -348,13 +355,13 @@ class Copies:
     ) -> Iterator[Effect]:
         """Drop and refuse an image whose sender the record does not name. The sender may know of a
         later record that names it, and would otherwise wait for ever for an answer."""
-        coming = self._coming.get(key)
-        if coming is not None and not self._may_tell(assignment, coming.peer, coming.start):
+        incoming = self._incoming.get(key)
+        if incoming is not None and not self._may_tell(assignment, incoming.peer, incoming.start):
             yield from self._forget_image(key)
-            refusal = self._other_holders(coming.start, assignment)
-            yield SendReply(coming.peer, coming.link, refusal)
+            refusal = self._other_holders(incoming.start, assignment)
+            yield SendReply(incoming.peer, incoming.link, refusal)
 
     def _forget_image(self, key: Key) -> Iterator[Effect]:
-        coming = self._coming.pop(key, None)
-        if coming is not None:
-            yield DropImage(key, coming.start.image)
+        incoming = self._incoming.pop(key, None)
+        if incoming is not None:
+            yield DropImage(key, incoming.start.image)

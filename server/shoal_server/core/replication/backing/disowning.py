@@ -11,8 +11,8 @@ from shoal_server.core.shards.assignments import ShardAssignment, off_disk
 
 
 class Disowning:
-    """Removal of this server's disk from records. Shards led by a process of this server that may
-    be alive are left alone: it may have the disk, or be about to write the shard to it."""
+    """Removal of this server's disk from records, except for shards led by a process of this server
+    that may be alive: it may have the disk, or be about to write the shard to it."""
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self._me = me

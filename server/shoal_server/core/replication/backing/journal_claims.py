@@ -28,11 +28,11 @@ class JournalClaims:
         self._found: dict[Key, tuple[int, int] | None] = {}
         """Epoch and version of each shard that an earlier process left in the journal. None: this
         process led the shard and left it there."""
-        self._not_there: dict[Key, int] = {}
+        self._missing: dict[Key, int] = {}
         """Shards that were claimed and turned out not to be in the journal, with their epochs."""
         self._absences = ServerAbsences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
-        self._judged_s = -inf
+        self._listed_s = -inf
         self._longest_gap_s = limits.longest_gap_s
 
     def found(self, key: Key, epoch: int, version: int) -> None:
@@ -53,8 +53,8 @@ class JournalClaims:
 
     def known(self, key: Key, assignment: ShardAssignment) -> None:
         """Note the newest record of a shard, which may end the claim to it."""
-        if self._not_there.get(key, assignment.epoch) != assignment.epoch:
-            del self._not_there[key]
+        if self._missing.get(key, assignment.epoch) != assignment.epoch:
+            del self._missing[key]
         if not may_be_put_on_disk(assignment, self._me):
             self.take(key)
 
@@ -64,7 +64,7 @@ class JournalClaims:
 
     def not_there(self, key: Key, epoch: int) -> None:
         """Note that the journal lacks a shard that this server is to lead from it in that epoch."""
-        self._not_there[key] = epoch
+        self._missing[key] = epoch
 
     def seen(
         self,
@@ -80,14 +80,14 @@ class JournalClaims:
         away_s = self._absences.away_s(holders - present, now_s, asked_s=asked_s)
         long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)
         self._dead = ended | frozenset(long_gone)
-        self._judged_s = asked_s
+        self._listed_s = asked_s
 
     def revised(self, key: Key, a: ShardAssignment, now_s: float) -> ShardAssignment:
-        """The record that this server wants. Unchanged if the servers were last judged long ago: a
+        """The record that this server wants. Unchanged if the servers were last listed long ago: a
         process that counted as dead may be back."""
-        if key in self._not_there:
-            return not_on_disk(a, self._me, self._not_there[key])
-        if key not in self._found or now_s - self._judged_s > self._longest_gap_s:
+        if key in self._missing:
+            return not_on_disk(a, self._me, self._missing[key])
+        if key not in self._found or now_s - self._listed_s > self._longest_gap_s:
             return a
         found = self._found[key]
         if found is not None and is_older(a, *found):

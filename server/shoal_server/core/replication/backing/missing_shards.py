@@ -1,6 +1,6 @@
 """Shards that a record places on this server, which lacks them: a copy failed, before or while it
 took over. The record must then name a backup, or call the shard lost: as long as it names this
-server, no other leads the shard, not even from a disk that has it."""
+server, no other server leads the shard, not even from a disk that has it."""
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import Key

@@ -1,4 +1,4 @@
-"""Watch over the primaries of this server's copies, to succeed those without link or answer."""
+"""Watch over the primaries of this server's copies: finds primaries that do not answer."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,33 +23,33 @@ class _Silent:
 class PrimaryWatch:
     def __init__(self, probe_s: float) -> None:
         self._probe_s = probe_s
-        self._callers: defaultdict[Holder, set[int]] = defaultdict(set)
+        self._incoming_links: defaultdict[Holder, set[int]] = defaultdict(set)
         self._backed: defaultdict[Holder, set[Key]] = defaultdict(set)
         """Shards of which this server has a copy in step, by primary."""
         self._silent: dict[Holder, _Silent] = {}
 
     def came(self, peer: Holder, link: int) -> None:
-        self._callers[peer].add(link)
+        self._incoming_links[peer].add(link)
         self._silent.pop(peer, None)
 
     def left(self, peer: Holder, link: int) -> Iterator[Effect]:
-        self._callers[peer].discard(link)
-        if not self._callers[peer]:
-            del self._callers[peer]
-        yield from self._look(peer)
+        self._incoming_links[peer].discard(link)
+        if not self._incoming_links[peer]:
+            del self._incoming_links[peer]
+        yield from self._probe_if_silent(peer)
 
     def calls(self, peer: Holder, link: int) -> bool:
         """True if that link of the primary is still open."""
-        return link in self._callers.get(peer, ())
+        return link in self._incoming_links.get(peer, ())
 
     def links(self, peer: Holder) -> list[int]:
         """Open links from that primary to this server."""
-        return sorted(self._callers.get(peer, ()))
+        return sorted(self._incoming_links.get(peer, ()))
 
     def back(self, key: Key, primary: Holder) -> Iterator[Effect]:
         """Watch a primary from which this server may take over the shard."""
         self._backed[primary].add(key)
-        yield from self._look(primary)
+        yield from self._probe_if_silent(primary)
 
     def unback(self, key: Key, primary: Holder) -> None:
         keys = self._backed.get(primary)
@@ -59,8 +59,8 @@ class PrimaryWatch:
                 del self._backed[primary]
                 self._silent.pop(primary, None)
 
-    def _look(self, peer: Holder) -> Iterator[Effect]:
-        if peer in self._backed and peer not in self._callers and peer not in self._silent:
+    def _probe_if_silent(self, peer: Holder) -> Iterator[Effect]:
+        if peer in self._backed and peer not in self._incoming_links and peer not in self._silent:
             self._silent[peer] = _Silent()
             yield ProbePeer(peer)
 

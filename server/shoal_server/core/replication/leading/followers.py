@@ -6,17 +6,17 @@ from enum import Enum
 from shoal_server.core.processes import Holder
 
 NEARLY_LEVEL = 8
-"""Updates that a joiner may lack when pushes begin to wait for it."""
+"""Number of updates that a joiner may lack when pushes begin to wait for it."""
 MAX_ROUNDS = 3
 """Rounds of catching up after which pushes wait for a joiner even if it lacks more than that."""
 
 
 class FollowerPhase(Enum):
-    UNLINKED = "there is no link to it"
-    OFFERED = "it was asked what it has"
-    CONTINUING = "its copy is an earlier version of the shard led here"
-    IMAGE = "it waits for an image, or is getting one"
-    FOLLOWING = "it gets every push"
+    UNLINKED = "there is no link to the follower"
+    OFFERED = "the follower was asked for the state of its copy"
+    CONTINUING = "the follower's copy is an earlier version of the shard led here"
+    IMAGE = "the follower waits for an image, or is getting one"
+    FOLLOWING = "the follower gets every push"
 
 
 @dataclass(slots=True)
@@ -24,31 +24,31 @@ class Follower:
     holder: Holder
     phase: FollowerPhase = FollowerPhase.UNLINKED
     received: int = 0
-    """Version up to which its process has this epoch's records in memory; it may not have read the
-    last of them yet."""
+    """Version up to which the follower's process has this epoch's records in memory. The process
+    may not have read the last of them yet."""
     confirmed: int = 0
     """Version up to which the follower has confirmed all records."""
     counts: bool = False
-    """True if it is joining, and pushes wait for its acknowledgement."""
+    """True if the follower is joining and pushes wait for its acknowledgement."""
     is_admitting: bool = False
-    """True if a write is in progress that may put it in step."""
+    """True if a write is in progress that may put the follower in step."""
     image_version: int | None = 0
-    """Version of its image, after which records follow; None: there is no image yet."""
+    """Version of the follower's image, after which records follow; None: no image yet."""
     _goal: int = 0
-    """Version that it must reach, first to count, then to be put in step."""
+    """Version that the follower must reach, first to count, then to be put in step."""
     _rounds: int = 0
     _ahead: set[int] = field(default_factory=set)
-    """Versions in its process's memory beyond `received`; an earlier one may still be in
-    transit."""
+    """Versions beyond `received` in the memory of the follower's process; an earlier version may
+    still be in transit."""
 
     def begin(self, received: int, version: int) -> None:
-        """Start following: every later push is sent to it; `version`: the primary's own."""
+        """Start following: every later push is sent to the follower. `version`: the primary's."""
         self.phase = FollowerPhase.FOLLOWING
         self.note_received(received)
         self._goal, self._rounds = version, 0
 
     def needs_from(self, version: int) -> int:
-        """Version after which it needs records; `version`: the primary's own, now."""
+        """Version after which the follower needs records; `version`: the primary's at this time."""
         if self.phase is FollowerPhase.IMAGE and self.image_version is None:
             return version
         return max(self.confirmed, self.image_version or 0)
@@ -60,7 +60,7 @@ class Follower:
         self.counts = False
 
     def note_received(self, received: int) -> bool:
-        """Note its confirmation of all records up to a version; returns True if that is new."""
+        """Note that the follower confirmed all records up to a version; True if that is new."""
         if received <= self.confirmed:
             return False
         self.confirmed = received
@@ -78,7 +78,7 @@ class Follower:
         return self.received > before
 
     def _go_on(self) -> None:
-        """Raise `received` over versions in memory, as far as none is missing."""
+        """Raise `received` over the versions in memory, up to the first that is missing."""
         while self.received + 1 in self._ahead:
             self.received += 1
         self._ahead = {version for version in self._ahead if version > self.received}

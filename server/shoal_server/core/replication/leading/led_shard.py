@@ -34,7 +34,7 @@ from shoal_server.core.shards.shard_log import Record, ShardLog
 
 
 class HandoverPhase(Enum):
-    NONE = "it is led on"
+    NONE = "there is no handover"
     LEVELLING = "workers are notified and backups draw level, while pushes still come"
     STOPPING = "pushes are refused from now on"
     STOPPED = "nothing is applied any more"
@@ -63,7 +63,7 @@ class _Disk:
     version: int | None = None
     """Version up to which the journal has the whole shard; None: it does not have it."""
     reported: int = 0
-    """Version that the record must state."""
+    """Version on disk that the record must state."""
 
 
 class LedShard:
@@ -211,7 +211,7 @@ class LedShard:
             yield SetUnreplicated(self.key, self.log.num_bytes)
 
     def followed(self, links: tuple[tuple[Holder, int], ...]) -> Iterator[Effect]:
-        """Report the followers, if they have changed. `links`: those over which pushes are sent."""
+        """Report the followers, if they have changed. `links`: links that pushes are sent over."""
         followers = SetFollowers(self.key, bool(self.followers), links)
         if followers != self._followers:
             self._followers = followers
@@ -268,8 +268,7 @@ class LedShard:
             self.followers[holder].unlink()
 
     def hold_on_to(self, wanted: frozenset[Holder]) -> list[Follower]:
-        """Make the wanted holders the followers. Remove and return all others that are not
-        needed."""
+        """Make the wanted holders the followers. Remove and return others that are not needed."""
         self.lost &= set(self.assignment.holders[1:])
         gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
         for follower in gone:
@@ -345,8 +344,8 @@ class LedShard:
             case HandoverPhase.LEVELLING if not can:
                 self.handover.phase = HandoverPhase.NONE
             case HandoverPhase.STOPPED if not can and not self.handover.is_writing:
-                # The successor was lost: this server leads on. Not while a write may still hand the
-                # shard over: the successor would then lack the pushes applied since.
+                # The successor was lost: this server leads on. But not while a write may still hand
+                # the shard over: the successor would then lack the pushes applied since.
                 yield from self.keep_leading()
         # Stop pushes only once the backups have all of them: then there is little to wait for.
         is_due = self.handover.is_announced and now_s >= self.handover.stops_from_s

@@ -38,7 +38,7 @@ from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.shard_log import Record
 
 TOGETHER_S = 0.05
-"""Time within which handovers that become due are made together."""
+"""Handovers that become due within this time of each other are made together."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class LedShards:
         self._shards: dict[Key, LedShard] = {}
         self._last_image = 0
         self._disk_report_s = limits.disk_report_s
-        self._tells_disk_s = inf
+        self._reports_disk_s = inf
         """Time of the next write of the versions that shards have on disk."""
         self._announced_s = limits.announced_s
         self._hands_over_s = inf
@@ -93,7 +93,7 @@ class LedShards:
     # --- followers ---
 
     def follow_as_written(self, led: LedShard) -> Iterator[Effect]:
-        """Let exactly the record's other holders follow, except a joiner without memory."""
+        """Make exactly the record's other holders followers, except a joiner without memory."""
         joining = led.assignment.joining
         wanted = set(led.assignment.holders[1:]) - led.lost
         is_full = joining is not None and self.full.is_full(joining)
@@ -101,7 +101,7 @@ class LedShards:
             wanted.discard(joining)
         for follower in led.hold_on_to(frozenset(wanted)):
             yield from self._unfollow(led.key, follower.holder)
-        # A lost holder may be named again while it is still a follower, for a write in progress.
+        # A lost holder that a write in progress keeps as a follower may be named again.
         for holder in sorted(wanted):
             if not self.links.is_used(holder, led.key):
                 yield from self.links.use(holder, led.key)
@@ -225,7 +225,7 @@ class LedShards:
                 yield SendRequest(peer, link.number, request)
             return
         yield from link.images.drop(led.key)
-        # The follower's copy is useless; it counts again once the image is installed.
+        # The follower's copy is useless; the follower counts again once it has the image.
         follower.forget()
         link.images.add(led.key)
         yield from self._next_image(peer)
@@ -243,7 +243,7 @@ class LedShards:
             if self.full.refused(peer, reply.detail, now_s):
                 note = LogLine("copies_refused", peer=peer, detail=reply.detail)
                 touched.effects.append(note)
-            # Removed from the record, shards that wait may be given to a server with memory.
+            # Take the full server out of the records of waiting shards: others may have memory.
             for other in self._waiting_for(peer):
                 self._lose(touched, other, peer)
         else:
@@ -322,15 +322,15 @@ class LedShards:
         peer, touched = event.peer, TouchedShards()
         link = self.links.find(peer)
         assert link is not None
-        poison = link.images.broke()
+        failing = link.images.broke()
         followed = self.followed_by(peer)
         for led in followed:
             led.followers[peer].unlink()
             touched.effects += self.followed(led)
-        if poison is not None and poison in self._shards:
-            note = LogLine("copy_refused", poison, peer, "each link breaks under its image")
+        if failing is not None and failing in self._shards:
+            note = LogLine("copy_refused", failing, peer, "each link breaks under its image")
             touched.effects.append(note)
-            self._lose(touched, self._shards[poison], peer)
+            self._lose(touched, self._shards[failing], peer)
         if self.links.broke(event, now_s):
             self.full.forget(peer)
             touched.effects += self.links.end(peer)
@@ -342,7 +342,7 @@ class LedShards:
 
     @property
     def wakes_s(self) -> float:
-        return min(self.links.wakes_s, self.full.wakes_s, self._tells_disk_s, self._hands_over_s)
+        return min(self.links.wakes_s, self.full.wakes_s, self._reports_disk_s, self._hands_over_s)
 
     def advanced(self, led: LedShard, now_s: float) -> Iterator[Effect]:
         """Take the steps that are due for a shard."""
@@ -355,8 +355,8 @@ class LedShards:
         return [*self.full_again(now_s), *self.disk_news(now_s), *self._handovers_due(now_s)]
 
     def _handovers_due(self, now_s: float) -> list[LedShard]:
-        """Announced handovers, once one is due; those due within TOGETHER_S become due with it:
-        shards that move together make their workers pause only once."""
+        """All announced handovers, once one of them is due. Those due within TOGETHER_S become due
+        with it, so that workers pause only once for shards that move together."""
         if now_s < self._hands_over_s:
             return []
         self._hands_over_s = inf
@@ -369,17 +369,17 @@ class LedShards:
     def on_disk(self, led: LedShard, version: int, now_s: float) -> None:
         """Note the version up to which the journal has the shard."""
         led.on_disk(version)
-        self._tells_disk_s = min(self._tells_disk_s, now_s + self._disk_report_s)
+        self._reports_disk_s = min(self._reports_disk_s, now_s + self._disk_report_s)
 
     def disk_news(self, now_s: float) -> list[LedShard]:
         """Shards with a newer version on disk than in the record, if it is time to write that."""
-        if now_s < self._tells_disk_s:
+        if now_s < self._reports_disk_s:
             return []
-        self._tells_disk_s = inf
+        self._reports_disk_s = inf
         return [led for led in self._shards.values() if led.note_disk_version()]
 
     def full_again(self, now_s: float) -> list[LedShard]:
-        """Shards that servers whose pause is over must still get."""
+        """Shards that wait for a server whose pause is over."""
         due: list[LedShard] = []
         for peer in self.full.expired(now_s):
             shards = [led for led in self._shards.values() if led.assignment.joining == peer]

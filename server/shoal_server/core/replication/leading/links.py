@@ -15,9 +15,9 @@ from shoal_server.core.replication.protocol.messages import Key
 
 
 class LinkPhase(Enum):
-    OPENING = "it is being opened"
-    OPEN = "messages sent over it arrive, or it breaks"
-    BROKEN = "it is opened again a little later"
+    OPENING = "the link is being opened"
+    OPEN = "messages sent over the link arrive, or it breaks"
+    BROKEN = "the link is opened again a little later"
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class ReplicationLinks:
         return min((link.again_s for link in self._links.values()), default=inf)
 
     def due(self, now_s: float) -> Iterator[Effect]:
-        """Open broken links again whose pause is over."""
+        """Open the broken links whose pause is over."""
         for peer, link in list(self._links.items()):
             if link.again_s <= now_s:
                 yield self._opened_anew(peer)

@@ -19,8 +19,8 @@ class OutgoingImage:
     breaks: int = 0
     """Number of links that broke since the last chunk that arrived."""
     is_flowing: bool = False
-    """True if chunks are being sent. False while the link is opened, or the peer asked for its
-    state."""
+    """True if chunks are being sent. False while the link is being opened, and while the peer is
+    asked for its state."""
 
 
 class OutgoingImages:
@@ -105,8 +105,7 @@ class OutgoingImages:
             image.sent += 1
 
     def broke(self) -> Key | None:
-        """Note that the link broke. Return the current image's shard if too many links broke under
-        it."""
+        """Note that the link broke. Return the current image's shard if that happened too often."""
         image = self.current
         if image is None or not image.is_flowing:
             return None

@@ -1,5 +1,5 @@
-"""Effects of a server's core, executed in the order given; their outcomes return as events. Each
-carries all that its edge needs: an edge does not read the core."""
+"""Effects of a server's core, carried out in order. Each has all that its edge needs: an edge does
+not read the core. "Then `X`": once the effect is carried out, the edge submits the event `X`."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -29,15 +29,15 @@ class AckRefusalReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WriteShardRecord:
-    """Read the shard's newest record, submit it as `ShardRecordRead`, and replace it by the answer,
-    by compare-and-swap; do so as often as needed, then submit `ShardRecordWritten`."""
+    """Read the shard's newest record, submit it as `ShardRecordRead`, and replace it by the record
+    in the answer (compare-and-swap); repeat that until it succeeds; then `ShardRecordWritten`."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class ReviseShardRecord:
-    """Write this record in place of the one that was just read. Equal to it: write nothing."""
+    """Write this record in place of the one that was just read, unless both are equal."""
 
     key: Key
     assignment: ShardAssignment
@@ -101,8 +101,8 @@ class ResumePushes:
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """Refuse further pushes and keep the shard as a copy; then `CopySettled`. The refusals name
-    that epoch."""
+    """Refuse further pushes, with this epoch in the refusals, and keep the shard as a copy; then
+    `CopySettled`."""
 
     key: Key
     epoch: int
@@ -128,7 +128,7 @@ class SettleCopy:
 
 @dataclass(frozen=True, slots=True)
 class SetFollowers:
-    """Note which servers follow the shard that is led here; none do when that begins."""
+    """Note which servers follow a shard that this server leads; at first none do."""
 
     key: Key
     is_followed: bool
@@ -163,15 +163,15 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Send a request over a link that this server opened. The data of a chunk, and an image's
-    header, are those of the image that `MakeImage` asked for."""
+    """Send a request over a link that this server opened. The header of an image and the data of
+    its chunks are those of the image that `MakeImage` took."""
 
     peer: Holder
     link: int
     request: Request
     record: Record | None = None
-    """The record that an `UpdateMessage` announces. The core keeps it as long as a follower needs
-    it: one that is gone by the time of sending need not be sent."""
+    """The record that an `UpdateMessage` announces. The core keeps the record as long as a follower
+    needs it; if it is gone by the time of sending, it need not be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class CloseImage:
 
 @dataclass(frozen=True, slots=True)
 class AcceptRequest:
-    """Process the data of a received request, after those of all earlier ones.
+    """Process the data of a received request, after the data of all earlier requests.
 
     `UpdateMessage`: apply the record. `ImageStart`: allocate memory for the image; `ImageFailed` if
     there is not enough. `ImageChunk`: store the chunk; then `ChunkStored` or `ImageFailed`; the

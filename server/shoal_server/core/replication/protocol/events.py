@@ -1,4 +1,4 @@
-"""Events of a server's core. Times are its process's monotonic clock, in seconds."""
+"""Events of a server's core. Times are of its process's monotonic clock, in seconds."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ Token = Hashable
 class AckLevel(Enum):
     """Safety that an update must have before it is acknowledged."""
 
-    APPLIED = "its primary has applied it"
-    REPLICATED = "every backup in step has received it too"
-    DURABLE = "it is on disk as well"
+    APPLIED = "the primary has applied the update"
+    REPLICATED = "every backup in step has received the update too"
+    DURABLE = "the update is on disk as well"
 
 
 # --- the record, and etcd ---
@@ -37,8 +37,8 @@ class ShardAssigned:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordRead:
-    """The newest record was read for a write that `WriteShardRecord` asked for; answered by one
-    `ReviseShardRecord`."""
+    """The newest record was read for a write that `WriteShardRecord` asked for. The core answers
+    with one `ReviseShardRecord`."""
 
     key: Key
     assignment: ShardAssignment
@@ -54,14 +54,14 @@ class ShardRecordWritten:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordNotWritten:
-    """etcd refuses the write for good; `ShardRecordWritten` follows when a retry makes sense."""
+    """etcd refuses the write, and would again; `ShardRecordWritten` follows when a retry is due."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordRefreshed:
-    """The newest record was read, and came before in a `ShardAssigned`; or it could not be read."""
+    """The newest record was read and submitted as `ShardAssigned`, or it could not be read."""
 
     key: Key
 
@@ -119,8 +119,8 @@ class AckAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class VersionJournaled:
-    """This server's journal has the whole shard, up to this version. None: it no longer keeps the
-    shard, as the disk fails."""
+    """This server's journal has the whole shard, up to this version. None: the journal no longer
+    keeps the shard, because the disk fails."""
 
     key: Key
     version: int | None
@@ -282,8 +282,7 @@ class PeerProbed:
 
 @dataclass(frozen=True, slots=True)
 class JournalShardFound:
-    """The journal has a shard from an earlier process of this server, up to that version of that
-    epoch."""
+    """The journal has a shard of this epoch and version from an earlier process of this server."""
 
     key: Key
     epoch: int

@@ -123,9 +123,9 @@ class BackupRefusalReason(Enum):
     """Reason why a backup refuses a request."""
 
     OTHER_HOLDERS = "the record names other holders"
-    FULL = "it has no memory for it"
-    NO_COPY = "it has no copy that this continues"
-    FAILED = "it could not store it"
+    FULL = "the server has no memory for the copy"
+    NO_COPY = "the server has no copy that this continues"
+    FAILED = "the server could not store the copy"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,11 @@ class BoundedQueue(Generic[T]):
 
     @property
     def has_capacity(self) -> bool:
-        """True if there is room for one more, or the queue was ended."""
+        """True if there is room for one more item, or the queue was ended."""
         return len(self._items) < self._max_items or self._is_ended
 
     async def await_capacity(self) -> None:
-        """Return once there is room for one more."""
+        """Return once there is room for one more item, or the queue was ended."""
         while not self.has_capacity:
             self._taken.clear()
             await self._taken.wait()
@@ -54,7 +54,7 @@ class BoundedQueue(Generic[T]):
         self._taken.set()
 
     async def take(self, within_s: float) -> T | None:
-        """Return the next item; None if none comes within that time, or the queue was ended."""
+        """Return the next item; None if no item comes within that time, or the queue was ended."""
         if not self._items and not self._is_ended:
             self._put.clear()
             try:

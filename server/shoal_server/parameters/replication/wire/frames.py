@@ -22,16 +22,16 @@ from shoal_server.parameters.shard.record import UpdateRecord
 
 PIECE_BYTES = 2 * 1024 * 1024
 INLINE_BYTES = 128 * 1024
-"""A gradient of up to so many bytes is part of the message that announces it."""
+"""Size up to which a gradient is part of the message that announces it."""
 MAX_RECORD_BYTES = 8 * 1024**3
 PART_BYTES = 128
-"""Most memory that Python takes for a piece beside its bytes."""
+"""Bound on the memory that Python takes for a piece in addition to its bytes."""
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 BYTES = 4
 """Number of the field `bytes` in FollowRequest."""
 DECODER = pieces.PieceDecoder(BYTES, pb.FollowRequest.FromString)
 Arriving = pb.FollowRequest | pieces.OnlyPiece
-"""A message that comes in from a stream."""
+"""A message that is received from a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Piece:
 
     @property
     def checksum(self) -> int:
-        """Computed on access: for shared memory it is not used."""
+        """CRC-32 of the data, computed on access: data in shared memory are sent without it."""
         return crc32(self.data)
 
 
@@ -81,7 +81,7 @@ def of_record(
     answer_may_wait: bool = False,
 ) -> Iterator[Frame]:
     """Yield the messages that carry a push to a backup. A gradient of up to `inline_bytes` is part
-    of the first."""
+    of the first message."""
     data = memoryview(record.data)
     message = pb.FollowRequest()
     start = message.record
@@ -138,7 +138,7 @@ def of_digest(key: Key, epoch: int, digest: comparison.PieceDigest) -> pb.Follow
 
 
 def to_digest(message: pb.Digest) -> comparison.PieceDigest:
-    """Decode what `of_digest` encoded."""
+    """Decode a digest that `of_digest` encoded."""
     piece = comparison.DigestRange(
         part=message.part, start=message.start, stop=message.stop, row_ids=message.row_ids
     )
@@ -159,7 +159,7 @@ def serialize(frame: Frame) -> bytes:
 
 
 def checked(message: pb.Bytes | pieces.AnyPiece) -> pieces.Buffer:
-    """Return the bytes. Raises ChecksumMismatch if they differ from those that were sent."""
+    """Return the bytes of a message. Raises ChecksumMismatch if they have changed in transit."""
     verify("a piece of a shard for its backup", message.checksum, message.data)
     return message.data
 
@@ -170,15 +170,15 @@ class ArrivedRequest:
 
     request: Request
     push: pb.PushRecord | None = None
-    """The push of a record, without its gradient."""
+    """The push record of an update, without its gradient."""
     header: pb.CutHeader | None = None
     """The header of an image."""
     parts: Sequence[pieces.Buffer] = ()
     """The data of a record or of a chunk."""
     why_dropped: str = ""
-    """The reason if the data were dropped: no memory, or no such image is being received."""
+    """The reason for which the data were dropped; empty if they were not."""
     is_borrowed: bool = False
-    """True if the sender reuses the memory of a record's data once the next request is read: to
+    """True if the sender reuses the memory of a record's data once the next request is read. To
     keep the data for longer, use `owned`."""
 
     def owned(self) -> "ArrivedRequest":
@@ -186,7 +186,7 @@ class ArrivedRequest:
         return replace(self, parts=[bytes(part) for part in self.parts], is_borrowed=False)
 
     def record(self) -> UpdateRecord:
-        """Return the push with its gradient, whose pieces are joined."""
+        """Return the update record: the push with its gradient in one buffer."""
         assert self.push is not None
         data = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         return UpdateRecord(self.push, data)
@@ -197,27 +197,27 @@ class _Unfinished:
     arrived: ArrivedRequest
     left_bytes: int
     memory: Memory | None
-    """The memory in which data are counted; None: their memory was reserved before."""
+    """The memory that counts the data; None for a chunk, whose memory was reserved before."""
     parts: list[pieces.Buffer] = field(default_factory=list)
     held_bytes: int = 0
     """Bytes of the parts that are reserved in `memory`."""
     uncounted_bytes: int = 0
-    """Bytes not reserved yet: most records are complete before these reach the threshold. Data
-    within the announcing message are never dropped: their sender relies on that."""
+    """Bytes that are not reserved yet. Most records are complete before they reach the threshold.
+    Data within the announcing message are never dropped: the primary relies on that."""
     why_dropped: str = ""
     is_borrowed: bool = False
 
     def add(self, data: pieces.Buffer, *, is_lent: bool = False) -> None:
-        """Add data. Memory is reserved as data come, as announced data may never be sent.
-        `is_lent`: the sender reuses their memory soon, so they are copied unless they are a whole
-        record."""
+        """Add data. Memory is reserved only as data come, since announced data may never be sent.
+        `is_lent`: the sender reuses their memory soon. They are copied unless they are all data of
+        a record."""
         self.left_bytes -= len(data)
         if not data or self.why_dropped:
             return
         is_borrowed = is_lent and self.arrived.push is not None
         is_borrowed = is_borrowed and not (self.left_bytes or self.parts)
-        # A record that lies in shared memory in one piece takes no memory, and its sender relies on
-        # its receipt.
+        # A record in one piece of shared memory takes no memory of this server. It must not be
+        # dropped: its sender counts it as received.
         if not is_borrowed and not self._count(len(data) + PART_BYTES):
             return
         if is_borrowed:
@@ -227,13 +227,13 @@ class _Unfinished:
         self.parts.append(data)
 
     def announce(self) -> None:
-        """Count the start of an incomplete record: its row ids can be most of the message."""
+        """Count the memory of an incomplete record's first message: it may have many row ids."""
         if self.arrived.push is not None:
             self._count(self.arrived.push.ByteSize())
 
     def _count(self, num_bytes: int) -> bool:
-        """Reserve memory for more data, however they are cut into pieces. False if there is
-        none."""
+        """Reserve memory for more data, once the uncounted data reach the threshold. If there is no
+        memory, drop the data, and return False."""
         if self.memory is None:
             return True
         self.uncounted_bytes += num_bytes
@@ -249,7 +249,7 @@ class _Unfinished:
         return True
 
     def drop(self, why: str) -> None:
-        """Drop the data, and ignore the rest of them."""
+        """Drop the data, and ignore data that are still to come."""
         self.parts.clear()
         self.arrived = replace(self.arrived, push=None)
         self.why_dropped = why
@@ -274,12 +274,12 @@ class _Unfinished:
 
 
 class RequestAssembler:
-    """Assembles the messages of one stream. It holds at most one record or chunk, of the announced
-    size, and no more than there is memory for."""
+    """Assembles the messages of one stream into requests. Holds the data of at most one record or
+    chunk, in memory that is reserved."""
 
     def __init__(self, memory: Memory, is_coming: Callable[[Key, int], bool]) -> None:
-        """`is_coming`: True if the image with that number is being received. Its memory is
-        reserved; chunks of other images are dropped."""
+        """`is_coming`: returns True if the image with that number is being received, in memory that
+        is reserved. Chunks of other images are dropped."""
         self._memory = memory
         self._is_coming = is_coming
         self._open: _Unfinished | None = None
@@ -290,8 +290,7 @@ class RequestAssembler:
             self._open.drop("the stream is over")
 
     def take(self, request: Arriving) -> ArrivedRequest | None:
-        """Add a message; return the request that it completes. Raises MalformedMessage,
-        ChecksumMismatch."""
+        """Add a message; return a completed request. Raises MalformedMessage, ChecksumMismatch."""
         if isinstance(request, pieces.OnlyPiece):
             return self._add(checked(request.piece), is_lent=request.piece.is_shared)
         kind = request.WhichOneof("part")
@@ -299,9 +298,9 @@ class RequestAssembler:
             return self._add(checked(request.bytes))
         if self._open is not None:
             raise MalformedMessage(
-                "another record or chunk begins within one",
-                seen=f"{self._open.left_bytes} bytes short",
-                expected="all of its bytes first",
+                "a record or chunk begins before the previous one is complete",
+                seen=f"{self._open.left_bytes} missing bytes",
+                expected="all bytes of the previous one",
             )
         if kind == "record":
             return self._begin_record(request.record)
@@ -344,7 +343,7 @@ class RequestAssembler:
 
 
 def _small(request: pb.FollowRequest, kind: str) -> ArrivedRequest:
-    """Decode a request that is one message."""
+    """Decode a request that consists of one message."""
     if kind == "offer":
         offer = request.offer
         return ArrivedRequest(

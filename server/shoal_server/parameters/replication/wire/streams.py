@@ -35,33 +35,33 @@ log = structlog.get_logger(__name__)
 FOLLOW = "/shoal.v1.Replication/Follow"
 OPEN_S = 2.0
 INLINE_BYTES = 4 * 1024
-"""Largest record that is sent within its message if there is shared memory: a message is copied
-several times."""
+"""Size up to which a record's data are sent within its message if there is shared memory: a message
+is copied several times."""
 
 
 Keep = Callable[[memoryview], Callable[[], None]]
-"""Called with the memory in which a written record's data lie. Returns the function to call before
-that memory is used for anything else."""
+"""Function that is called with the memory in which a written record's data lie. It returns the
+function to call before that memory is used for anything else."""
 
 
 class PeerStream(Protocol):
     """A stream to another server; messages of one task arrive in order. `write` and `replies` raise
-    what broke the stream: a ShoalError, grpc.RpcError, or what grpcio raises for a call that is
-    over."""
+    the error that broke the stream: a ShoalError, grpc.RpcError, or an error that grpcio raises for
+    a call that is over."""
 
     inline_bytes: int
-    """Largest size at which a record's data are best written within its message."""
+    """Size up to which a record's data are best written within its message."""
 
     async def write(self, frame: Frame) -> None: ...
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy to shared memory the data of the record that may be written next. None if that is
-        not possible now."""
+        """Copy the data of the record that may be written next to shared memory, and return the
+        copy; None if that is not possible now."""
         ...
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:
-        """Write a record without waiting, if possible. True if all of it was written; otherwise
-        nothing was. `keep` is called if its data were copied to shared memory."""
+        """Write a whole record without waiting, if possible. False if nothing was written. `keep`
+        is called if the record's data were copied to shared memory."""
         ...
 
     def replies(self) -> AsyncIterator[FollowReply]:
@@ -69,8 +69,8 @@ class PeerStream(Protocol):
         ...
 
     def deliver(self, take: Callable[[FollowReply], None]) -> None:
-        """Pass replies to `take` without a turn of the event loop if possible, while `replies` is
-        waiting. What `take` raises, `replies` raises."""
+        """Pass replies to `take`, without a turn of the event loop if possible, while `replies` is
+        waiting. An error of `take` is raised by `replies`."""
         ...
 
     @property
@@ -82,8 +82,7 @@ class PeerStream(Protocol):
 
 @asynccontextmanager
 async def open_stream(address: str) -> AsyncIterator[PeerStream]:
-    """Open a stream to the server at `address`, closed at the end of the block. Raises
-    grpc.RpcError."""
+    """Open a stream to a server, for as long as the block runs. Raises grpc.RpcError."""
     async with open_aio_channel(address, SERVER_NAME, PEER_OPTIONS) as channel:
         stream = await _connect(channel, address)
         if stream is not None:
@@ -245,7 +244,7 @@ class BulkStream:
 
 
 def _placed(piece: Piece, at: int) -> bytes:
-    """The frame that announces a piece in shared memory at `at`."""
+    """Return the frame that announces a piece at offset `at` of the shared memory."""
     return bulk.header(
         FrameKind.PLACED,
         offset_bytes=piece.offset_bytes,
@@ -255,7 +254,7 @@ def _placed(piece: Piece, at: int) -> bytes:
 
 
 async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | None":
-    """Connect a bulk stream and begin it; None if only gRPC is possible. Raises grpc.RpcError."""
+    """Return a new bulk stream; None if only gRPC is possible. Raises grpc.RpcError."""
     offer: OpenBulkReply = await ReplicationStub(channel).OpenBulk(
         OpenFollowRequest(), timeout=OPEN_S
     )

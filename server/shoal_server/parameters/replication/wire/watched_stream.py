@@ -27,8 +27,8 @@ CALL_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.Interna
 class WatchedStream:
     """A stream with one task that writes and one that reads. Lives on the event loop.
 
-    The other end answers or beats regularly, however long its work takes: silence means that the
-    other end is dead, or the network is broken.
+    The other end sends answers or beats at short intervals, however long its work takes. So silence
+    means that the other end is dead, or that the network is broken.
     """
 
     def __init__(self, stream: PeerStream, address: str, timeouts: PeerTimeouts) -> None:
@@ -38,26 +38,24 @@ class WatchedStream:
         self._silence = Silence(timeouts)
         self._reads_to_end = False
         self.replied_s = 0.0
-        """Time of the last message of the other end, by the clock of the event loop; 0: none
-        came."""
+        """Time of the other end's last message, by the event loop's clock; 0 before the first."""
 
     async def greet(self, hello: pb.Hello) -> None:
-        """Send the first message of a stream, which names this server."""
+        """Send the stream's first message, which names this server."""
         await self._stream.write(pb.FollowRequest(hello=hello))
 
     async def send(self, frame: frames.Frame) -> None:
-        """Send a frame. Raises what broke the stream; see `PeerStream`."""
+        """Send a frame. Raises the error that broke the stream; see `PeerStream`."""
         self._silence.expect()
         await self._stream.write(frame)
 
     @property
     def inline_bytes(self) -> int:
-        """Largest size at which a record's data are best sent within its message."""
+        """Size up to which a record's data are best sent within its message."""
         return self._stream.inline_bytes
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy to shared memory the data of the record that may be sent next; see
-        `PeerStream.draft`."""
+        """See `PeerStream.draft`."""
         return self._stream.draft(data)
 
     def send_now(self, *of_record: frames.Frame, keep: Keep) -> bool:
@@ -68,19 +66,18 @@ class WatchedStream:
         return True
 
     async def beat(self) -> None:
-        """Send a beat, which is answered."""
+        """Send a beat. The other end answers it."""
         await self.send(pb.FollowRequest(beat=pb.FollowBeat()))
 
     async def replies(self) -> AsyncIterator[pb.FollowReply]:
-        """Yield the replies, except answers to beats and those passed to `deliver`'s function."""
+        """Yield the replies, except answers to beats and replies passed to `deliver`'s function."""
         async for reply in self._stream.replies():
             self._note_reply(reply)
             if reply.job:
                 yield reply
 
     def deliver(self, take: Callable[[pb.FollowReply], None]) -> None:
-        """Pass replies to `take` as soon as they come if possible, while `replies` is waiting. What
-        `take` raises, `replies` raises."""
+        """Pass replies, except answers to beats, to `take`; see `PeerStream.deliver`."""
 
         def noted(reply: pb.FollowReply) -> None:
             self._note_reply(reply)
@@ -91,8 +88,8 @@ class WatchedStream:
 
     @property
     def is_received(self) -> bool:
-        """True if all sent data count as received: they lie in the memory of the other process,
-        which has announced that it reads all of them, even if this process dies."""
+        """True if all sent data count as received. The data lie in the memory of the other process,
+        which has announced that it reads all of them even if this process dies."""
         return self._reads_to_end and self._stream.is_in_memory
 
     def _note_reply(self, reply: pb.FollowReply) -> None:
@@ -101,7 +98,7 @@ class WatchedStream:
         self._silence.note_message()
 
     async def carry(self, *work: Coroutine[Any, Any, None]) -> None:
-        """Run these tasks until one of them has ended, and end the others.
+        """Run these tasks until one of them has ended; then cancel the others.
 
         Raises ShoalError if the stream broke, or the other end was silent for too long.
         """
@@ -111,7 +108,7 @@ class WatchedStream:
         finally:
             await cancel(*tasks)
         errors = [error for task in done if (error := task.exception()) is not None]
-        # If the writer found the call over, the reader has the reason.
+        # If the writer has failed because the call is over, the reader has the reason.
         for error in sorted(errors, key=lambda error: not isinstance(error, ShoalError)):
             raise self._why(error)
 
