@@ -7,11 +7,10 @@ from shoal.state.shards import Needs, StateShard
 
 
 class WrittenCheckpoint(NamedTuple):
-    """A complete checkpoint."""
+    """A complete checkpoint, and the bytes that all ranks together have written for it."""
 
     step: int
     num_bytes: int
-    """Bytes that all ranks together have written for it."""
 
 
 class CheckpointStore(Protocol):

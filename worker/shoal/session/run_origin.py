@@ -46,9 +46,10 @@ def run_origin() -> RunOrigin:
     script, *arguments = [str(each) for each in sys.argv] or [""]
     commit, is_modified = _commit_of(script)
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
-    is_module = main is not None and main.name != "__main__"
-    name = ["-m", main.name.removesuffix(".__main__")] if is_module else [script]
-    command = command_line([*name, *arguments])
+    started = [script]
+    if main is not None and main.name != "__main__":
+        started = ["-m", main.name.removesuffix(".__main__")]
+    command = command_line([*started, *arguments])
     return RunOrigin(command=command, commit=commit, is_modified=is_modified)
 
 

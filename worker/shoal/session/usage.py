@@ -57,7 +57,8 @@ class UsageMeter:
 def memory_bytes() -> int:
     """Return the memory that torch holds on this process's GPU, or the memory of the process if it
     uses none."""
-    if torch.cuda.is_initialized() and (held := torch.cuda.memory_reserved()):
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_used and (held := torch.cuda.memory_reserved()):
         return held
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")

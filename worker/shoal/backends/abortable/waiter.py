@@ -17,11 +17,9 @@ Completion = torch.futures.Future[str]
 
 
 class WaitingTime(threading.local):
-    """Time for which the present thread has waited for other ranks or for servers, to show where a
-    step's time goes. A context for such a wait; does not nest."""
+    """Sum, by thread, of the times of waits for other ranks or servers. Contexts do not nest."""
 
     seconds = 0.0
-    _began_s = 0.0
 
     def __enter__(self) -> None:
         self._began_s = time.monotonic()
@@ -90,11 +88,6 @@ class AbortableWaiter:
     def begin(self, work: dist.Work) -> "OngoingCollective":
         """Return an object to wait for the collective later. Others may begin before that."""
         return OngoingCollective(work, self.completion_of(work))
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if any completion is pending. Any thread."""
-        return bool(self.pending())
 
     def pending(self) -> list[Completion]:
         """Completions that are not set yet. Any thread."""

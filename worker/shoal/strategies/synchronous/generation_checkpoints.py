@@ -128,8 +128,7 @@ class GenerationCheckpoints:
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds; return once it is written
         or has failed. Does nothing if that step's checkpoint is written already."""
-        written = self.written
-        if self._checkpoints is None or not step or (written and written.step == step):
+        if self._checkpoints is None or not step or (self.written and self.written.step == step):
             return
         self._checkpoints.leave()
         self._position.checkpoint_at = step
