@@ -97,13 +97,13 @@ class InMemorySeat:
             _hubs[token] = hub = Hub(seat.world_size, seat.collective_s)
             self._store.set(_TOKEN, token)
             return hub
-        hub = _hubs.get(bytes(self._store.get(_TOKEN)).decode())
-        if hub is None:
+        shared = _hubs.get(bytes(self._store.get(_TOKEN)).decode())
+        if shared is None:
             raise dist.DistBackendError(
                 f"rank 0 of generation {seat.generation} has left, or is not in this process; "
                 'between processes use the backend "gloo"'
             )
-        return hub
+        return shared
 
     def _raise_if_cut(self) -> None:
         with self._lock:
