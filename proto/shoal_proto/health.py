@@ -15,6 +15,8 @@ Amount = Annotated[float, Ge(0), Le(MAX_COUNT)]
 MAX_LOGGED = 32
 """Maximum number of names of logged values in a report."""
 LoggedName = Annotated[str, MinLen(1), MaxLen(100)]
+MAX_COMMAND = 4000
+"""Most characters of a command line in a report."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,38 @@ class Gauge:
     """Marks a figure that is exported to Prometheus, under this name."""
 
     name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOrigin:
+    """Command line and source of the script of a job."""
+
+    __pydantic_config__: ClassVar[Any] = {"use_attribute_docstrings": True}
+
+    command: Annotated[str, MaxLen(MAX_COMMAND)]
+    """Script and its arguments as for a shell. Values that look like secrets are shown as ***."""
+    commit: Annotated[str, MaxLen(64)] = ""
+    """Git commit of the working directory; empty if there is none, or git does not say."""
+    is_modified: bool | None = None
+    """True if files that git tracks differ from the commit, or git does not track the script; null
+    if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """Parts of the time from one step to the next, on average since the last report."""
+
+    __pydantic_config__: ClassVar[Any] = {"use_attribute_docstrings": True}
+
+    data_s: Amount | None = None
+    """Seconds of waiting for a batch to be loaded; null if the script loads batches itself."""
+    compute_s: Amount
+    """Seconds of a step's passes and update, without the exchange."""
+    exchange_s: Amount
+    """Seconds in which the step waited for other members or for parameter servers. Exchange that
+    runs beside the backward pass, or on a GPU, does not count."""
+    between_s: Amount
+    """Seconds of everything else: the script's own code between steps, changes of members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +72,8 @@ class CourseFigures:
     """Total number of steps of the job, if its members take them together."""
     checkpoint_step: Count | None = None
     """The step of the newest checkpoint that the member has helped to write."""
+    checkpoint_bytes: Count | None = None
+    """Bytes of that checkpoint, of all members together."""
     writes_checkpoints: bool | None = None
     """True if the script asked for checkpoints."""
     logged: Annotated[dict[LoggedName, tuple[Count, float]], MaxLen(MAX_LOGGED)] = field(
@@ -45,6 +81,8 @@ class CourseFigures:
     )
     """Step and newest value of each name that the script logged; reported by the member that writes
     to the trackers. "NaN" and "Infinity" (as text) are allowed."""
+    run: RunOrigin | None = None
+    """Command line and commit; reported by the same member."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +98,26 @@ class HealthFigures:
     """Newest loss. "NaN" and "Infinity" (as text) are allowed, and shown as reported."""
     step_time_s: Annotated[Amount | None, Gauge("shoal_member_step_duration_seconds")] = None
     """Seconds that a step takes."""
+    step_parts: StepParts | None = None
+    """Parts of the time from one step to the next."""
     samples_per_s: Annotated[Amount | None, Gauge("shoal_member_throughput_samples_per_second")] = (
         None
     )
     """Samples this member trains on in a second."""
     memory_bytes: Annotated[Count | None, Gauge("shoal_member_memory_bytes")] = None
-    """Memory in use: the device's, or the process's if it trains on the CPU."""
+    """Memory in use: what torch holds on the GPU, or the process's if it trains on the CPU."""
+    cpu_cores: Annotated[Amount | None, Gauge("shoal_member_cpu_cores")] = None
+    """Processors that the process used on average: 1.5 is one and a half. Processes that it has
+    started, as for loading, do not count."""
+    host_received_bytes_per_s: Annotated[
+        Amount | None, Gauge("shoal_member_host_received_bytes_per_second")
+    ] = None
+    """Bytes that the member's host receives in a second, for all its processes; without
+    loopback."""
+    host_sent_bytes_per_s: Annotated[
+        Amount | None, Gauge("shoal_member_host_sent_bytes_per_second")
+    ] = None
+    """Bytes that the member's host sends in a second, for all its processes; without loopback."""
     device: Annotated[str, MaxLen(100)] | None = None
     """Device that the member trains on: cpu, cuda:0 ..."""
     staleness_steps: Annotated[Amount | None, Gauge("shoal_member_staleness_steps")] = None
@@ -111,10 +163,13 @@ def _marked(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 __all__ = [
+    "MAX_COMMAND",
     "MAX_COUNT",
     "MAX_LOGGED",
     "CourseFigures",
     "HealthFigures",
+    "RunOrigin",
+    "StepParts",
     "gauges",
     "max_lengths",
 ]

@@ -46,6 +46,7 @@ def known() -> World:
     world.board.runs("digits", story())
     figures = {"generation": 4, "paused_s": 0.06, "lost_steps": 2, "staleness_steps": 1.0}
     figures |= {"step_time_s": 0.01, "samples_per_s": 10.0, "memory_bytes": 1}
+    figures |= {"cpu_cores": 1.0, "host_received_bytes_per_s": 1.0, "host_sent_bytes_per_s": 1.0}
     figures |= {"sent_bytes_per_step": 10, "compression_ratio": 2.0}
     world.board.report("digits", "w1", status_world.health("w1", **figures))
     world.board.snapshot_taken("digits", 1.0, "snapshot 1")

@@ -370,6 +370,8 @@ def _print_job(console: Console, job: Json) -> None:
     generation = summary["generation"] or "none yet"
     console.print(f"generation {generation}, step {summary['step']}, {bounds}", highlight=False)
     console.print(escape(summary["reason"]), style="dim", highlight=False)
+    if run := job.get("run"):
+        _print_run(console, run)
     if job["shards_error"]:
         console.print(f"its shards are not known: {escape(job['shards_error'])}", style="red")
     _print_members(console, job["members"])
@@ -380,6 +382,13 @@ def _print_job(console: Console, job: Json) -> None:
         _print_servers(console, job["shards"])
     for series in job.get("weights", ()):
         _print_weights(console, series)
+
+
+def _print_run(console: Console, run: Json) -> None:
+    """Print the command line of the job's script, and its commit."""
+    changed = ", modified" if run["is_modified"] else ""
+    commit = f"  (commit {run['commit'][:12]}{changed})" if run["commit"] else ""
+    console.print(f"runs {escape(run['command'] + commit)}", highlight=False, soft_wrap=True)
 
 
 def _print_weights(console: Console, series: Json) -> None:

@@ -103,7 +103,9 @@ class HistoryKeeper:
             log.warning("history_unreadable", job=job, key=stored.key, reason=str(error)[:300])
             return
         if kept.begun_unix_s == actor.job.tally.begun_s:
-            self._board.restore_history(job, kept.series, kept.changes, kept.extra_s, kept.logged)
+            self._board.restore_history(
+                job, kept.series, kept.changes, kept.extra_s, logged=kept.logged, run=kept.run
+            )
             self._kept[job] = stored.value
 
     async def _keep_one(self, actor: JobActor) -> None:
@@ -120,6 +122,7 @@ class HistoryKeeper:
                 changes=tuple(stories.changes),
                 extra_s=stories.extra_s,
                 logged=self._board.logged(job).view(),
+                run=self._board.run(job),
             )
         )
         if value == self._kept.get(job) or len(value) > MAX_BYTES:

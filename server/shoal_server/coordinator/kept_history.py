@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from shoal_proto.health import MAX_LOGGED
+from shoal_proto.health import MAX_LOGGED, RunOrigin
 from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, taken_apart
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
-from shoal_server.status.history.series import MAX_POINTS
 from shoal_server.status.history.stories import MAX_CHANGES
+from shoal_server.status.history.thinned import MAX_POINTS
 
 MAX_BYTES = 1 << 20
 MAX_INFLATED_BYTES = 16 * MAX_BYTES
@@ -31,6 +31,7 @@ class KeptHistory:
     changes: tuple[ChangeView, ...] = ()
     extra_s: float = 0.0
     logged: tuple[LoggedView, ...] = ()
+    run: RunOrigin | None = None
 
 
 _KEPT = TypeAdapter(KeptHistory)
@@ -76,7 +77,8 @@ def _series_problem(series: SeriesView) -> str:
     )
     lengths = {len(series.unix_s), *map(len, columns)}
     if len(lengths) > 1 or max(lengths) > MAX_POINTS:
-        return f"columns of {sorted(lengths)} intervals; expected equal lengths, at most 180"
+        expected = f"equal lengths, at most {MAX_POINTS}"
+        return f"columns of {sorted(lengths)} intervals; expected {expected}"
     if not all(map(_is_count, (*series.generation, *series.step))):
         return "steps or generations out of range"
     is_good = all(map(_is_time, (series.interval_s, *series.unix_s)))

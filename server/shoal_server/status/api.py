@@ -157,6 +157,12 @@ def _add_history(api: APIRouter, reading: StatusQueries) -> None:
         return reading.events(job, after, limit, details=details)
 
     @api.get("/jobs/{job}/history", summary="Charts", tags=["history"], responses=NOT_FOUND)
-    async def history(job: JobName) -> HistoryView:
+    async def history(
+        job: JobName,
+        last_s: Annotated[
+            float,
+            Query(ge=0, le=MAX_COUNT, description="Only the newest seconds, in short intervals."),
+        ] = 0,
+    ) -> HistoryView:
         """Loss, throughput, step times and staleness over the job's life, and its changes."""
-        return reading.history(job)
+        return reading.history(job, last_s)

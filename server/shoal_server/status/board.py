@@ -8,6 +8,7 @@ from typing import Literal
 
 import structlog
 
+from shoal_proto.health import CourseFigures, RunOrigin
 from shoal_server.core.membership.changes import ChangeSummary
 from shoal_server.status.history.logged import LoggedValues
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
@@ -48,11 +49,14 @@ class _Checkpoints:
     """True after the first report: later checkpoints are new when they are reported."""
     step: int = -1
     unix_s: float | None = None
+    num_bytes: int | None = None
 
-    def add(self, step: int | None, unix_s: float) -> None:
+    def add(self, course: CourseFigures, unix_s: float) -> None:
+        step = course.checkpoint_step
         if step is not None and step > self.step:
             # The first report may name an old checkpoint, whose age is not known.
             self.step, self.unix_s = step, unix_s if self.is_followed else None
+            self.num_bytes = course.checkpoint_bytes
         self.is_followed = True
 
 
@@ -71,6 +75,7 @@ class _JobBoard:
     logged: LoggedValues = field(default_factory=LoggedValues)
     snapshot_unix_s: float | None = None
     checkpoints: _Checkpoints = field(default_factory=_Checkpoints)
+    run: RunOrigin | None = None
 
     def replace(self, member_id: str, health: HealthView) -> _MemberHealth:
         """Start the record of a member's new process, and add the former one to the totals."""
@@ -181,10 +186,13 @@ class StatusBoard:
         series: SeriesView,
         changes: Sequence[ChangeView],
         extra_s: float,
+        *,
         logged: Sequence[LoggedView] = (),
+        run: RunOrigin | None = None,
     ) -> None:
         """Continue the history that an earlier leader stored."""
         board = self._board(job)
+        board.run = board.run or run
         board.logged.restore(logged)
         board.series.restore(series)
         board.stories.restore(changes, extra_s)
@@ -207,6 +215,11 @@ class StatusBoard:
         board = self._jobs.get(job)
         return board.checkpoints.unix_s if board else None
 
+    def checkpoint_bytes(self, job: str) -> int | None:
+        """Bytes of the newest checkpoint that was reported; None if none was."""
+        board = self._jobs.get(job)
+        return board.checkpoints.num_bytes if board else None
+
     def writes_checkpoints(self, job: str) -> bool | None:
         """True if a member of the job has reported that it writes checkpoints, False if all reports
         deny it, None without such a report."""
@@ -215,6 +228,11 @@ class StatusBoard:
         said = [each.writes_checkpoints for each in courses if each is not None]
         known = [each for each in said if each is not None]
         return any(known) if known else None
+
+    def run(self, job: str) -> RunOrigin | None:
+        """Command line and commit of the job's script; None if no member has reported them."""
+        board = self._jobs.get(job)
+        return board.run if board else None
 
     def logged(self, job: str) -> LoggedValues:
         """Values that the script of the job has logged."""
@@ -270,7 +288,8 @@ class StatusBoard:
             self._tell(job, board.stories.paused(pause))
         if health.course is not None:
             board.logged.add(health.course.logged)
-            board.checkpoints.add(health.course.checkpoint_step, self._clock())
+            board.checkpoints.add(health.course, self._clock())
+            board.run = health.course.run or board.run
         if health.loss is not None:
             board.last_loss = health.loss
         if health.loss is not None and health.step is not None:
@@ -287,7 +306,7 @@ class StatusBoard:
             board.gone_highest_step = board.gone_total_steps = 0
             board.last_loss = None
             board.stories, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
-            board.checkpoints = _Checkpoints()
+            board.checkpoints, board.run = _Checkpoints(), None
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
         """The member's latest report; None unless the process with that public id sent it."""

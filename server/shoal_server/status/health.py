@@ -17,8 +17,12 @@ EXAMPLE = {
     "step": 1200,
     "loss": 0.183,
     "step_time_s": 0.021,
+    "step_parts": {"data_s": 0.001, "compute_s": 0.015, "exchange_s": 0.005, "between_s": 0.0},
     "samples_per_s": 12190.5,
     "memory_bytes": 734003200,
+    "cpu_cores": 1.5,
+    "host_received_bytes_per_s": 1.2e8,
+    "host_sent_bytes_per_s": 1.1e8,
     "device": "cuda:0",
     "staleness_steps": 1.5,
     "sent_bytes_per_step": 52480,
@@ -30,8 +34,14 @@ EXAMPLE = {
     "course": {
         "num_steps": 56000,
         "checkpoint_step": 1000,
+        "checkpoint_bytes": 1258291200,
         "writes_checkpoints": True,
         "logged": {"accuracy": [1000, 0.97]},
+        "run": {
+            "command": "train.py --lr 0.1",
+            "commit": "0b7f1c526d4e4f0e9a550d2f4d1d3a110b7f1c52",
+            "is_modified": False,
+        },
     },
 }
 

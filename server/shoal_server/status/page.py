@@ -96,6 +96,9 @@ class PageJob(View):
     samples_per_s: float | None
     """Sum over the members that train."""
     mean_loss: float | None
+    least_exchange_s: float | None = None
+    """The shortest `exchange_s` of a member that trains; null for asynchronous jobs. The rest of
+    another member's `exchange_s` is a wait for members that came later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +253,7 @@ class PageMaker:
         speeds = [each.samples_per_s for each in training if each.samples_per_s is not None]
         losses = [each.loss for each in training if each.loss is not None]
         losses = [loss for loss in losses if math.isfinite(loss)]
+        exchanges = [each.step_parts.exchange_s for each in training if each.step_parts]
         return PageJob(
             detail=replace(detail, summary=summary, members=members),
             generations=self._timeline(job),
@@ -257,6 +261,7 @@ class PageMaker:
             slow=slow,
             samples_per_s=sum(speeds) if speeds else None,
             mean_loss=sum(losses) / len(losses) if losses else None,
+            least_exchange_s=min(exchanges, default=None) if job.synchronous else None,
         )
 
     def _timeline(self, job: JobView) -> tuple[PageGeneration, ...]:

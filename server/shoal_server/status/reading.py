@@ -12,11 +12,13 @@ from shoal_proto.errors import (
     UnknownJob,
     UnknownMember,
 )
+from shoal_proto.health import RunOrigin
 from shoal_proto.incarnation import public_id
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.health import HealthReport
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
 from shoal_server.status.history.series import Series
+from shoal_server.status.hyperparameters import hyperparameters
 from shoal_server.status.source import StatusSource
 from shoal_server.status.views import (
     OVER,
@@ -96,6 +98,8 @@ class CourseView(View):
     """Step of the newest checkpoint that members have reported."""
     checkpoint_unix_s: float | None = None
     """Time at which members reported that checkpoint; null if this coordinator took over later."""
+    checkpoint_bytes: int | None = None
+    """Bytes of that checkpoint, of all members together; null if unknown."""
     writes_checkpoints: bool | None = None
     """True if the members write checkpoints; null if no member has reported it."""
     snapshot_unix_s: float | None = None
@@ -124,6 +128,11 @@ class JobDetail(View):
     """Progress of the job."""
     weights: tuple[PublishedSeriesView, ...] = ()
     """The series of weights that the job publishes."""
+    run: RunOrigin | None = None
+    """Command line and git commit of its script; null if no member has reported them."""
+    hyperparameters: dict[str, str] = field(default_factory=dict)
+    """The agreed fields that decide what is trained, with the settings of the optimizer one by
+    one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +287,7 @@ class StatusQueries:
             eta_s=None if job.state in OVER else self._eta_s(job, progress, num_steps),
             checkpoint_step=board.highest(job.job, "checkpoint_step"),
             checkpoint_unix_s=board.checkpoint_unix_s(job.job),
+            checkpoint_bytes=board.checkpoint_bytes(job.job),
             writes_checkpoints=board.writes_checkpoints(job.job),
             snapshot_unix_s=board.snapshot_unix_s(job.job),
             logged=board.logged(job.job).newest(),
@@ -333,6 +343,8 @@ class StatusQueries:
             samples=self.source.samples(job.job),
             course=self._course(job, summary.step),
             weights=tuple(self.source.weights(job.job)),
+            run=self.board.run(job.job),
+            hyperparameters=hyperparameters(job.fields),
         )
 
     def member_detail(self, job: str, member: MemberView) -> MemberDetail:
@@ -388,15 +400,16 @@ class StatusQueries:
             )
         self.board.report(name, member_id, report.view(time.time()))
 
-    def history(self, name: str) -> HistoryView:
-        """The job's figures over time. Raises UnknownJob, NotLeader."""
+    def history(self, name: str, last_s: float = 0.0) -> HistoryView:
+        """The job's figures over time, or those of the newest `last_s` seconds. Raises UnknownJob,
+        NotLeader."""
         self.job(name)
         known = self.board.history(name)
         series = known[1] if known is not None else Series()
         return HistoryView(
-            series=series.view(),
+            series=series.view(last_s),
             changes=tuple(self.board.changes(name)),
-            logged=self.board.logged(name).view(),
+            logged=self.board.logged(name).view(series.step_before(last_s)),
         )
 
     def events(self, name: str, after: int, limit: int, *, details: bool = True) -> EventsView:

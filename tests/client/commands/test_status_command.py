@@ -12,7 +12,7 @@ from support.clusters.status_world import World
 
 from shoal_client.cli import main, parse
 from shoal_proto.errors import Unavailable, UnknownJob, UnknownMember
-from shoal_proto.health import CourseFigures
+from shoal_proto.health import CourseFigures, RunOrigin
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +135,21 @@ def test_who_is_not_there_is_the_servers_own_error(url: str) -> None:
         shoal("why", "w7", "--job", "digits", "--http", url)
     with pytest.raises(UnknownJob, match="one of digits"):
         shoal("status", "--job", "nope", "--http", url)
+
+
+def test_status_shows_what_a_job_runs(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its command line and commit; both are in the JSON, too."""
+    run = RunOrigin(command="train.py --lr 0.1", commit="5f" * 20, is_modified=True)
+    course = CourseFigures(run=run)
+    world.board.report("digits", "w0", status_world.health("w0", course=course))
+    assert main(["status", "--http", url]) == 0
+    assert "runs train.py --lr 0.1  (commit 5f5f5f5f5f5f, modified)" in capsys.readouterr().out
+    assert main(["status", "--http", url, "--json"]) == 0
+    (job,) = json.loads(capsys.readouterr().out)
+    assert job["run"]["command"] == "train.py --lr 0.1"
+    assert job["hyperparameters"]["global_batch"] == "256"
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:{port}", "nonsense", "http://[bad"])

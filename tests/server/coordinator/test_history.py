@@ -10,6 +10,7 @@ import structlog
 from support.clusters.coordinator_world import Served, served
 
 from shoal_client.membership.member_session import MemberSession
+from shoal_proto.health import CourseFigures, RunOrigin
 from shoal_proto.incarnation import public_id
 from shoal_server.coordinator.history import HistoryKeeper
 from shoal_server.coordinator.kept_history import read
@@ -18,6 +19,8 @@ from shoal_server.etcd.api import Delete, Put
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.views import HealthView
 
+RUN = RunOrigin(command="train.py --lr 0.1", commit="5f" * 20, is_modified=False)
+
 
 def keeper(world: Served) -> HistoryKeeper:
     """Return a second keeper; the coordinator's own writes nothing so early."""
@@ -25,7 +28,9 @@ def keeper(world: Served) -> HistoryKeeper:
     return HistoryKeeper(coordinator._store, coordinator.registry, coordinator.board)
 
 
-def report(world: Served, member: MemberSession, **figures: float) -> None:
+def report(
+    world: Served, member: MemberSession, course: CourseFigures | None = None, **figures: float
+) -> None:
     token = member.token
     health = HealthView(
         public_id=public_id(token.incarnation),
@@ -34,23 +39,26 @@ def report(world: Served, member: MemberSession, **figures: float) -> None:
         loss=figures.get("loss", 0.5),
         samples_per_s=100.0,
         step_time_s=figures.get("step_time_s", 0.01),
+        course=course,
     )
     world.coordinator.board.report("j", token.member_id, health)
 
 
 async def test_what_members_say_is_charted_and_goes_on_under_the_next_leader() -> None:
-    """Charts have loss, throughput, step times by rank, and the sequence of generations."""
+    """Charts have loss, throughput, step times by rank, the sequence of generations, and the job's
+    command and commit."""
     store = MemoryStore()
     async with served(store) as world:
         members = await world.training("a", "b")
         report(world, members[0], step=7, loss=0.25)
-        report(world, members[1], step=8, loss=0.75)
+        report(world, members[1], step=8, loss=0.75, course=CourseFigures(run=RUN))
         own = keeper(world)
         await own._take_up()
         own.read()
         await own.keep()
     async with served(store) as world:
         await keeper(world)._take_up()
+        assert world.coordinator.board.run("j") == RUN
         found = world.coordinator.board.history("j")
         assert found is not None
         stories, series = found

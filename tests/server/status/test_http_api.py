@@ -164,8 +164,9 @@ async def test_the_age_of_a_checkpoint_is_known_if_it_was_seen_to_come(
 
     assert (await course())["writes_checkpoints"] is None
     assert (await course(writes_checkpoints=False))["writes_checkpoints"] is False
-    first = await course(writes_checkpoints=True, checkpoint_step=100)
+    first = await course(writes_checkpoints=True, checkpoint_step=100, checkpoint_bytes=4096)
     assert first["writes_checkpoints"] is True
+    assert first["checkpoint_bytes"] == 4096
     assert isinstance(first["checkpoint_unix_s"], float)
     again = await course(checkpoint_step=100)
     assert again["checkpoint_unix_s"] == first["checkpoint_unix_s"]
@@ -175,6 +176,27 @@ async def test_the_age_of_a_checkpoint_is_known_if_it_was_seen_to_come(
     assert taken_over["checkpoint_step"] == 100
     assert taken_over["checkpoint_unix_s"] is None
     assert isinstance((await course(checkpoint_step=200))["checkpoint_unix_s"], float)
+
+
+async def test_a_job_shows_what_it_runs(world: World, http: httpx.AsyncClient) -> None:
+    """Command line and commit, from the member that reports for the job, also once that member has
+    left; and the agreed hyperparameters."""
+
+    async def detail() -> dict[str, object]:
+        answer: dict[str, object] = (await http.get("/api/v1/jobs/digits")).json()
+        return answer
+
+    assert (await detail())["run"] is None
+    run = {"command": "train.py --lr 0.1 --token ***", "commit": "5f" * 20, "is_modified": True}
+    report = {**REPORT, "course": {"run": run}}
+    assert (await http.post(HEALTH, json=report)).status_code == 204
+    assert (await http.post(HEALTH, json={**REPORT, "course": {}})).status_code == 204
+    world.change("digits", members=(), fields={"strategy": "ddp", "schema": "5f"})
+    shown = await detail()
+    assert (shown["run"], shown["hyperparameters"]) == (run, {"strategy": "ddp"})
+    long = {"course": {"run": {"command": "x" * 4001}}}
+    refused = await http.post(HEALTH, json={**REPORT, **long})
+    assert "at most 4000 characters" in body_of_error(refused, 422, "MalformedMessage")["expected"]
 
 
 async def test_a_step_that_is_wrong_does_not_stay(world: World, http: httpx.AsyncClient) -> None:

@@ -1,12 +1,14 @@
 """The live page in a real browser."""
 
+import re
+
 import pytest
 from playwright.async_api import Page, expect
 from support.clusters import status_world
 from support.clusters.status_world import World
 
 from shoal_proto.errors import Unavailable
-from shoal_proto.health import CourseFigures
+from shoal_proto.health import CourseFigures, RunOrigin, StepParts
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 from shoal_server.status.views import ProcessView, Readiness
@@ -116,10 +118,67 @@ async def test_a_job_without_a_checkpoint_says_so(
     await page.goto(f"{server.url}/?job=digits")
     saved = page.get_by_role("region", name="Saved")
     await expect(saved).to_contain_text(told)
-    written = CourseFigures(writes_checkpoints=True, checkpoint_step=1000)
+    written = CourseFigures(writes_checkpoints=True, checkpoint_step=1000, checkpoint_bytes=3 << 30)
     world.board.report("digits", "w0", status_world.health("w0", course=written))
     await expect(saved).to_contain_text("step 1,000, 200 steps ago, written ")
+    await expect(saved).to_contain_text(" ago, 3.0 GiB")
     await expect(saved).not_to_contain_text(told)
+
+
+async def test_a_job_shows_what_it_runs(world: World, server: StatusServer, page: Page) -> None:
+    """Its command line and commit under its name, its hyperparameters among the settings; a long
+    command line takes some lines, and is read whole by scrolling."""
+    run = RunOrigin(command="train.py --token *** --lr 0.1", commit="5f" * 20, is_modified=True)
+    course = CourseFigures(run=run)
+    world.board.report("digits", "w0", status_world.health("w0", course=course))
+    fields = {"strategy": "ddp", "global_batch": "96", "optimizer": "SGD(lr=0.1 parameters=4)"}
+    world.change("digits", fields={**fields, "schema": "5f" * 32})
+    await page.goto(f"{server.url}/?job=digits")
+    origin = page.locator(".origin")
+    await expect(origin).to_have_text("train.py --token *** --lr 0.1 commit 5f5f5f5f5f5f, modified")
+    await expect(page.get_by_role("region", name="Settings").locator("dt:visible")).to_have_text(
+        ["strategy", "global batch", "optimizer", "lr"]
+    )
+    long = RunOrigin(command=f"train.py {'--layer conv ' * 250}")
+    world.board.report("digits", "w0", status_world.health("w0", course=CourseFigures(run=long)))
+    command = origin.locator(".command")
+    await expect(command).to_have_attribute("tabindex", "0")
+    assert await command.evaluate("(n) => n.scrollHeight > n.clientHeight && n.clientHeight < 120")
+
+
+async def test_members_show_what_they_use(world: World, server: StatusServer, page: Page) -> None:
+    """Processors, and the traffic of the host; without a column for members that report none."""
+    await page.goto(f"{server.url}/?job=digits")
+    row = page.get_by_role("region", name="Members").get_by_role("row").nth(1)
+    await expect(row).to_contain_text("w0")
+    await expect(page.get_by_role("columnheader", name="Host's network")).to_have_count(0)
+    usage = {"cpu_cores": 1.503, "host_received_bytes_per_s": 3 << 20, "host_sent_bytes_per_s": 0}
+    world.board.report("digits", "w0", status_world.health("w0", **usage))
+    await expect(row).to_contain_text("1.5 cores")
+    await expect(row).to_contain_text("3.0 MiB/s in0 B/s out")
+
+
+async def test_members_show_where_a_steps_time_goes(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """The exchange takes as long as for the member that waits least; what others have beyond it is
+    waiting. The numbers are in the member's dialog, too."""
+    for name, compute_s, exchange_s in (("w0", 0.004, 0.003), ("w1", 0.006, 0.001)):
+        parts = StepParts(
+            data_s=0.001, compute_s=compute_s, exchange_s=exchange_s, between_s=0.0005
+        )
+        world.board.report("digits", name, status_world.health(name, step_parts=parts))
+    await page.goto(f"{server.url}/?job=digits")
+    rows = page.get_by_role("region", name="Members").get_by_role("row")
+    bars = [rows.nth(number).locator(".parts") for number in (1, 2)]
+    shown = (
+        "data 1 ms, computing 4 ms, exchange 1 ms, waiting for others 2 ms, between steps 0.5 ms"
+    )
+    await expect(bars[0]).to_have_accessible_name(shown)
+    await expect(bars[1]).to_have_accessible_name(re.compile("computing 6 ms.*others 0 ms"))
+    assert await bars[0].locator("i.compute").evaluate("(n) => n.style.width") == "47.1%"
+    await rows.nth(1).get_by_role("button", name="w0").click()
+    await expect(page.get_by_role("dialog", name="Member")).to_contain_text(shown)
 
 
 async def test_an_interrupted_job_shows_how_its_last_member_ended(

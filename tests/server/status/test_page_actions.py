@@ -14,7 +14,7 @@ from support.clusters import status_world
 from support.clusters.status_world import World
 
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.health import CourseFigures
+from shoal_proto.health import CourseFigures, RunOrigin, StepParts
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.access import tokens
 from shoal_server.status.access.guard import Guard
@@ -170,6 +170,8 @@ async def test_it_looks_as_it_did(world: World, page: Page, scheme: str, width: 
     world.shards_of["digits"] = status_world.shards(silent="ps1")
     world.samples_of["digits"] = status_world.samples()
     status_world.charted(world.board)
+    run = RunOrigin(command="train.py --lr 0.1 --token ***", commit="5f" * 20, is_modified=True)
+    parts = StepParts(data_s=0.001, compute_s=0.006, exchange_s=0.003, between_s=0.001)
     for name in ("w0", "w1", "w2"):
         for step in range(20):
             report = status_world.health(
@@ -179,8 +181,13 @@ async def test_it_looks_as_it_did(world: World, page: Page, scheme: str, width: 
                 step_time_s=0.01,
                 samples_per_s=640.0,
                 memory_bytes=3 << 30,
+                cpu_cores=1.25,
+                host_received_bytes_per_s=80 << 20,
+                host_sent_bytes_per_s=75 << 20,
+                step_parts=parts,
                 course=CourseFigures(
                     num_steps=2400,
+                    run=run,
                     logged={"accuracy": (60 * (step + 1), 1 - 1 / (step + 2))},
                 ),
             )

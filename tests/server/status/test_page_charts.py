@@ -141,6 +141,27 @@ async def test_a_range_shows_the_newest_part(
     assert 26_000 < await page.evaluate(first) < 28_000
 
 
+async def test_a_range_of_a_long_job_has_close_values(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """The last 15 minutes of six hours, with a value for each eight seconds; all of the hours again
+    when that is chosen."""
+    world.board.restore_history("digits", Series().view(), (), 0.0)
+    known = world.board.history("digits")
+    assert known is not None
+    begun_s = time.time() - 21_600
+    for second in range(0, 21_600, 8):
+        known[1].add(Reading(generation=3, step=second, losses=(1.0,)), begun_s + second)
+    await page.goto(f"{server.url}/?job=digits")
+    await expect(page.get_by_role("slider", name="Loss from 1 to 1 over 6 h")).to_have_count(1)
+    await page.get_by_role("button", name="15 min").click()
+    await expect(page.get_by_role("slider", name="Loss from 1 to 1 over 15 min")).to_have_count(1)
+    rows = "[...plots.values()].find((p) => p.chart.title === 'Loss').chart.lines[0].rows.length"
+    await page.wait_for_function(f"{rows} > 100")
+    await page.get_by_role("button", name="All", exact=True).click()
+    await expect(page.get_by_role("slider", name="Loss from 1 to 1 over 6 h")).to_have_count(1)
+
+
 async def test_a_chart_is_saved_as_csv_and_as_png(
     world: World, server: StatusServer, page: Page
 ) -> None:

@@ -334,7 +334,7 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
 
     def free() -> None:
         begun.wait(60)
-        while not replica.exchange.waiter.is_waiting:
+        while not replica.exchange.waiter.pending():
             begun.wait(0.01)
         replica.exchange.waiter.abort("the test said so")
 

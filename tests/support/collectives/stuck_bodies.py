@@ -94,4 +94,4 @@ def stuck_checkpoint(report: Report, path: str, rank: int, directory: str) -> No
     # The order of a member that leaves.
     group.retire()
     checkpoints.close()
-    report("closed", written=checkpoints.written_step)
+    report("closed", written=checkpoints.written and checkpoints.written.step)

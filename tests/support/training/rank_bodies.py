@@ -193,7 +193,7 @@ def freed(group: GlooGroup, process_group: dist.ProcessGroup) -> threading.Threa
     """Start a thread that aborts the trainer's wait once there is one; return the thread."""
 
     def free() -> None:
-        while not any(waiters.is_waiting for waiters in waiters_of(process_group)):
+        while not any(waiters.pending() for waiters in waiters_of(process_group)):
             time.sleep(0.01)
         group.keep_for_ever()
         for waiters in waiters_of(process_group):

@@ -196,6 +196,21 @@ def test_the_log_has_a_line_a_checkpoint(tmp_path):
     assert steps_in(tmp_path) == [2]
 
 
+def test_every_rank_knows_the_size_of_what_all_have_written(tmp_path):
+    """The page shows it beside the step."""
+    whole, found = trained("sgd"), []
+
+    def act(peers):
+        with Checkpoints(tmp_path, every_steps=1) as checkpoints:
+            checkpoints.offer(at(3, whole), peers)
+        found.append(checkpoints.written)
+
+    assert on_all(2, act) == [None, None]
+    files = (tmp_path / "step-00000003").glob("*.distcp")
+    num_bytes = sum(each.stat().st_size for each in files)
+    assert found == [(3, pytest.approx(num_bytes, rel=0.01))] * 2
+
+
 def test_a_rank_leaves_to_others_what_it_does_not_write(tmp_path):
     """The rank makes no copy of such entries. Entries that two ranks offer are written once all the
     same."""

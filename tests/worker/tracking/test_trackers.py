@@ -141,6 +141,11 @@ def test_it_is_on_the_page_and_in_metrics(cluster: LocalCluster) -> None:
         assert course["logged"] == {"accuracy": [last, 0.5], "broken": [last, "NaN"]}
         assert course["num_steps"] == last
         assert course["progress"] == 1.0
+        assert detail["run"]["command"]
+        assert (detail["hyperparameters"]["global_batch"], detail["hyperparameters"]["lr"]) == (
+            "24",
+            str(optimizer.param_groups[0]["lr"]),
+        )
         (accuracy, _) = http.get(f"/api/v1/jobs/{job}/history").json()["logged"]
         assert accuracy["steps"][-1] <= last == accuracy["newest_step"]
         metrics = http.get("/metrics").text

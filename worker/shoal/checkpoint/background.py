@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint import reading, storage, writing
 from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
+from shoal.checkpoint.interface import WrittenCheckpoint
 from shoal.checkpoint.peers import ALONE, GroupPeers, Peers
 from shoal.state.shards import Needs, StateShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
@@ -68,8 +69,8 @@ class Checkpoints:
         self._continues = False
         self._peers: Peers = ALONE
         self._complete: Mapping[int, CheckpointPath] = {}
-        self.written_step: int | None = None
-        """Step of the newest checkpoint that was written. Any thread."""
+        self.written: WrittenCheckpoint | None = None
+        """The newest checkpoint that was written. Any thread."""
 
     # --- called by a strategy: see `shoal.checkpoint.interface` ---
 
@@ -178,9 +179,9 @@ class Checkpoints:
     def _write(self, state_shard: StateShard, peers: Peers) -> None:
         path = storage.path_of_step(self.directory, state_shard.step)
         try:
-            writing.write(path, state_shard, peers, continues=self._continues)
+            num_bytes = writing.write(path, state_shard, peers, continues=self._continues)
             self._continues = True
-            self.written_step = state_shard.step
+            self.written = WrittenCheckpoint(state_shard.step, num_bytes)
             first = peers.rank == writing.FIRST
             # Log once for each checkpoint, not once for each member.
             (log.info if first else log.debug)(

@@ -1,16 +1,23 @@
 """Interface by which a strategy uses a script's checkpoints."""
 
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shoal.state.shards import Needs, StateShard
+
+
+class WrittenCheckpoint(NamedTuple):
+    """A complete checkpoint, and the bytes that all ranks together have written for it."""
+
+    step: int
+    num_bytes: int
 
 
 class CheckpointStore(Protocol):
     """Checkpoints of a job, as one rank uses them. `Checkpoints` is the only implementation."""
 
-    written_step: int | None
-    """Step of the newest checkpoint that was written. Any thread."""
+    written: WrittenCheckpoint | None
+    """The newest checkpoint that was written. Any thread."""
 
     def probe(self) -> None:
         """Raise InvalidSpec if checkpoints cannot be stored; called before the first one is due."""

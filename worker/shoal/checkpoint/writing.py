@@ -41,8 +41,8 @@ def write(
     peers: Peers = ALONE,
     *,
     continues: bool = True,
-) -> None:
-    """Write the checkpoint at `path`; return, on every rank, once it is complete.
+) -> int:
+    """Write the checkpoint at `path`; return its bytes, on every rank, once it is complete.
 
     `state_shard` must not change meanwhile. An error on one rank is raised on all, and the draft is
     removed: CheckpointFailed for an error of the system; InvalidSpec if the ranks do not hold a
@@ -54,6 +54,7 @@ def write(
         items = writer.open(continues)
         spans = writer.write_share(items[peers.rank])
         writer.publish(items, spans)
+        return sum(num_bytes for own in spans for _, _, num_bytes in own)
     except GenerationBroken:
         raise
     except ShoalError:

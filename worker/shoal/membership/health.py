@@ -19,7 +19,7 @@ import httpcore
 import structlog
 
 from shoal.membership.health_connection import CoordinatorHttp
-from shoal_proto.health import CourseFigures, HealthFigures, max_lengths
+from shoal_proto.health import CourseFigures, HealthFigures, StepParts, max_lengths
 from shoal_proto.protocol import OWN_PROTOCOLS
 
 log = structlog.get_logger(__name__)
@@ -169,6 +169,8 @@ class HealthReporter:
 
 
 def _json(value: Any) -> Any:
+    if isinstance(value, StepParts):
+        return asdict(value)
     if not isinstance(value, CourseFigures):
         return _json_number(value)
     logged = {name: [step, _json_number(number)] for name, (step, number) in value.logged.items()}

@@ -1,5 +1,6 @@
 """Sources of batches: by step for synchronous members, by sample lease for asynchronous ones."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -31,6 +32,8 @@ class BatchSource(ABC):
         self._num_attempts = 0
         self._is_trained = False
         """True if a step on `batch` is committed."""
+        self.loading_s = 0.0
+        """Time for which the trainer has waited for batches to be loaded."""
         self.batch: Batch | None = None
         """The batch that was handed out last."""
         self.all_trained = False
@@ -121,9 +124,11 @@ class SynchronousBatches(BatchSource):
     def _loaded(self, generation: Generation) -> Batch:
         strategy = self._controller.strategy
         strategy.loads(begins=True)
+        began_s = time.perf_counter()
         try:
             return self._loader.synchronous(strategy.step, *strategy.data_share(generation))
         finally:
+            self.loading_s += time.perf_counter() - began_s
             strategy.loads(begins=False)
 
     def _is_stopped(self) -> bool:
@@ -226,10 +231,11 @@ class LeasedBatches(BatchSource):
         """Offer the batch of a range of samples, again after a refused step, until a step on it is
         committed."""
         strategy = self._controller.strategy
-        step = strategy.step
+        step, began_s = strategy.step, time.perf_counter()
         batch = self._loader.leased(
             span.epoch, span.start, span.stop, step, after=partial(self._likely_next, span)
         )
+        self.loading_s += time.perf_counter() - began_s
         while strategy.step == step:
             self._leased = span
             yield from self._offer(batch)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal import randomness
+from shoal.backends.abortable.waiter import waiting
 from shoal.data.batches import Batch
 from shoal.layouts.base import LossFunction
 from shoal.layouts.gathered_rows import UNKNOWN, RowGathers, Share
@@ -23,7 +24,7 @@ from shoal.session.distribution import Distribution
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.micro_batches import MicroBatches, scaled
 from shoal.session.step_guard import StepGuard
-from shoal.session.step_reports import StepReports
+from shoal.session.step_reports import StepReports, StepTimes
 from shoal.step_context import (
     NO_STEP,
     BatchNormMembers,
@@ -66,6 +67,8 @@ class Step:
         self._reports = reports
         self._leave = leave
         self._started_s = 0.0
+        self._waited_s = 0.0
+        """`waiting.seconds` at the start of the step."""
         self.is_open = False
         """True from the start of the step to its end."""
         self.committed = False
@@ -78,13 +81,15 @@ class Step:
         """Undoes `_open` when the step ends."""
 
     def __enter__(self) -> Self:
-        self._started_s = time.perf_counter()
+        self._started_s, self._waited_s = time.perf_counter(), waiting.seconds
         if self._source is None:
             self._controller.ensure_generation(self._fields)
         else:
             self._source.attempted()
         self.guard.check()
         self._controller.job_log.begins()
+        if self._reports is not None:
+            self._reports.step_begins()
         strategy = self._controller.strategy
         strategy.begin_step()
         with ExitStack() as opened:
@@ -229,9 +234,13 @@ class Step:
         if self._reports is not None:
             batch = self.batch
             num_samples = batch.num_samples if batch is not None else 0
-            seconds = time.perf_counter() - self._started_s
+            times = StepTimes(
+                step_s=time.perf_counter() - self._started_s,
+                exchange_s=waiting.seconds - self._waited_s,
+                loading_s=None if source is None else source.loading_s,
+            )
             loss = self.loss if self._weight else None
-            self._reports.step_done(controller.strategy, loss, seconds, num_samples)
+            self._reports.step_done(controller.strategy, loss, times, num_samples)
 
     def _recovers(self, error: BaseException) -> bool:
         """Return True if the step is rolled back and this member can take it again; after the loss

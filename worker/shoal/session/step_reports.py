@@ -1,25 +1,30 @@
 """Reports of a member's steps for the status page."""
 
-import os
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import structlog
 from torch import Tensor
 
 from shoal.membership.health import HealthReporter
 from shoal.session.elastic_controller import ElasticController
+from shoal.session.run_origin import run_origin
+from shoal.session.usage import UsageMeter, memory_bytes
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.health import CourseFigures, HealthFigures
+from shoal_proto.health import CourseFigures, HealthFigures, RunOrigin, StepParts
 
 log = structlog.get_logger(__name__)
 
 INTERVAL_S = 1.0
 """Shortest interval between reads of a loss: reading it may wait for the device."""
+
+ORIGIN_WITHIN_S = 1.0
+"""Longest time that the end of a short job waits for git."""
 
 
 def check_entered(reports: "StepReports | None", call: str) -> None:
@@ -79,6 +84,54 @@ class TrainingPauses:
         )
 
 
+class StepTimes(NamedTuple):
+    """Times of one committed step."""
+
+    step_s: float
+    exchange_s: float
+    """Part of the step that waited for other members or for servers."""
+    loading_s: float | None
+    """Time that this member has waited for batches so far; None if the script loads them."""
+
+
+@dataclass(kw_only=True)
+class StepPartsMeter:
+    """Averages of the parts of a step, from report to report."""
+
+    _since_s: float | None = None
+    """Time of the last report, or of the first step."""
+    _loading_s: float = 0.0
+    _step_s: float = 0.0
+    _exchange_s: float = 0.0
+    _num_steps: int = 0
+
+    def add(self, times: StepTimes, now_s: float) -> None:
+        """Add a step that is committed now. The first one only starts the measurement."""
+        if self._since_s is None:
+            self._since_s, self._loading_s = now_s, times.loading_s or 0.0
+            return
+        self._num_steps += 1
+        self._step_s += times.step_s
+        self._exchange_s += times.exchange_s
+
+    def read(self, loading_s: float | None, now_s: float) -> StepParts | None:
+        """Return the averages since the last call; None without a step since."""
+        count, since_s = self._num_steps, self._since_s
+        if not count or since_s is None:
+            return None
+        loaded_s = (loading_s or 0.0) - self._loading_s
+        rest_s = now_s - since_s - self._step_s - loaded_s
+        parts = StepParts(
+            data_s=None if loading_s is None else loaded_s / count,
+            compute_s=max(0.0, self._step_s - self._exchange_s) / count,
+            exchange_s=self._exchange_s / count,
+            between_s=max(0.0, rest_s) / count,
+        )
+        self._since_s, self._loading_s = now_s, loading_s or 0.0
+        self._step_s, self._exchange_s, self._num_steps = 0.0, 0.0, 0
+        return parts
+
+
 class StepReports:
     """Health reports about the steps of one member."""
 
@@ -98,22 +151,44 @@ class StepReports:
         self._reported_s = 0.0
         self._samples = 0
         self._num_steps: int | None = None
-        self._unreported: tuple[Tensor | None, float] | None = None
+        self._unreported: tuple[Tensor | None, StepTimes] | None = None
+        self._parts = StepPartsMeter()
+        self._usage = UsageMeter()
+        self._origin: RunOrigin | None = None
+        self._origin_reader: threading.Thread | None = None
 
     def trains_for(self, num_steps: int | None) -> None:
         """Set the number of steps of the job; None if it is unknown."""
         self._num_steps = num_steps
 
+    def step_begins(self) -> None:
+        """Note that a step begins. The member that reports for the job reads its command line and
+        commit before its first step, on another thread: git may take long."""
+        controller = self._controller
+        reports = controller.job_log.is_writer and controller.member.coordinators
+        if self._origin_reader is None and reports:
+            self._origin_reader = threading.Thread(
+                target=self._read_origin, name="shoal-origin", daemon=True
+            )
+            self._origin_reader.start()
+
+    def _read_origin(self) -> None:
+        self._origin = run_origin()
+        if self._strategy is None:
+            # The first step may be long, or fail; later reports have the rest of the course, too.
+            self._health.update(HealthFigures(course=CourseFigures(run=self._origin)))
+
     def step_done(
-        self, strategy: Strategy, loss: Tensor | None, step_time_s: float, num_samples: int
+        self, strategy: Strategy, loss: Tensor | None, times: StepTimes, num_samples: int
     ) -> None:
         """Note that a step was committed. Cheap, except for one call per interval, which reads the
         loss."""
         if strategy.synchronous:
             self._note_pause(strategy)
         self._samples += num_samples
-        self._strategy, self._unreported = strategy, (loss, step_time_s)
+        self._strategy, self._unreported = strategy, (loss, times)
         now_s = time.monotonic()
+        self._parts.add(times, now_s)
         since_s = now_s - self._reported_s
         if since_s < INTERVAL_S:
             return
@@ -143,15 +218,19 @@ class StepReports:
     def _report(self, samples_per_s: float | None = None) -> None:
         if self._strategy is None or self._unreported is None:
             return
-        strategy, (loss, step_time_s), self._unreported = self._strategy, self._unreported, None
-        metrics = strategy.metrics()
+        strategy, (loss, times), self._unreported = self._strategy, self._unreported, None
+        metrics, usage = strategy.metrics(), self._usage.read()
         self._health.update(
             HealthFigures(
                 step=strategy.step,
                 loss=float(loss) if loss is not None and loss.numel() == 1 else None,
-                step_time_s=step_time_s,
+                step_time_s=times.step_s,
+                step_parts=self._parts.read(times.loading_s, time.monotonic()),
                 samples_per_s=samples_per_s,
-                memory_bytes=_resident_bytes(),
+                memory_bytes=memory_bytes(),
+                cpu_cores=usage.cpu_cores if usage else None,
+                host_received_bytes_per_s=usage.received_bytes_per_s if usage else None,
+                host_sent_bytes_per_s=usage.sent_bytes_per_s if usage else None,
                 staleness_steps=metrics.get("staleness"),
                 sent_bytes_per_step=metrics.get("bytes_per_step"),
                 compression_ratio=metrics.get("compression_ratio"),
@@ -161,11 +240,14 @@ class StepReports:
         )
 
     def _course(self, strategy: Strategy) -> CourseFigures:
+        job_log, written = self._controller.job_log, strategy.written_checkpoint
         return CourseFigures(
             num_steps=self._num_steps,
-            checkpoint_step=strategy.written_checkpoint,
+            checkpoint_step=written.step if written else None,
+            checkpoint_bytes=written.num_bytes if written else None,
             writes_checkpoints=strategy.writes_checkpoints,
-            logged=self._controller.job_log.newest(),
+            logged=job_log.newest(),
+            run=self._origin if job_log.is_writer else None,
         )
 
     def close(self, *, completed: bool) -> None:
@@ -174,6 +256,8 @@ class StepReports:
         if completed:
             # Not after a failure: reading a loss from a failed device might never return.
             self._report()
+        if self._origin_reader is not None:
+            self._origin_reader.join(ORIGIN_WITHIN_S)
         if self._strategy is not None:
             strategy = self._strategy
             self._health.update(
@@ -184,8 +268,3 @@ class StepReports:
                 )
             )
         self._health.close()
-
-
-def _resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.backends.process_group.interface import Backend
-from shoal.checkpoint.interface import CheckpointStore
+from shoal.checkpoint.interface import CheckpointStore, WrittenCheckpoint
 from shoal.data.order import Order
 from shoal.layouts.base import LossFunction
 from shoal.membership.generation import Context, Generation
@@ -149,8 +149,8 @@ class Strategy(ABC):
         return ()
 
     @property
-    def written_checkpoint(self) -> int | None:
-        """The step of the newest checkpoint that this member helped to write. Thread-safe."""
+    def written_checkpoint(self) -> WrittenCheckpoint | None:
+        """The newest checkpoint that this member helped to write. Thread-safe."""
         return None
 
     @property

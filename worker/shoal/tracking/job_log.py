@@ -41,7 +41,8 @@ class JobLog:
         """Values of the step in progress."""
         self._newest: dict[str, tuple[int, float]] = {}
         """Newest step and value of each name, for up to MAX_LOGGED names."""
-        self._is_writer = False
+        self.is_writer = False
+        """True if this member writes to the trackers, and reports for the whole job."""
         self._run: Run | None = None
         self._sinks = [_Sink(tracker, MAX_KEPT) for tracker in trackers]
         self._changed = threading.Condition()
@@ -100,18 +101,18 @@ class JobLog:
                 begins = by_id[self._member_id].state == STATE_ACTION_INITIAL and step == 0
                 begun_unix_s = record.decided_unix_s if begins else None
                 self._run = Run(job=self._job, begun_unix_s=begun_unix_s)
-            self._is_writer = writer == self._member_id
+            self.is_writer = writer == self._member_id
             self._changed.notify_all()
 
     def newest(self) -> dict[str, tuple[int, float]]:
         """Return the newest step and value of each name if this member is the writer, else none."""
-        return dict(self._newest) if self._is_writer else {}
+        return dict(self._newest) if self.is_writer else {}
 
     def flush(self, limit_s: float = FLUSH_WITHIN_S) -> None:
         """Wait until all kept values are written, up to `limit_s`. No effect unless this member is
         the writer."""
         with self._changed:
-            if self._thread is None or not self._is_writer:
+            if self._thread is None or not self.is_writer:
                 return
             self._wanted += 1
             number = self._wanted
@@ -143,11 +144,11 @@ class JobLog:
                 if any(sink.busy for sink in self._sinks):
                     self._changed.wait(BUSY_EACH_S)
                 else:
-                    must_wake = partial(self._must_wake, self._is_writer)
+                    must_wake = partial(self._must_wake, self.is_writer)
                     self._changed.wait_for(must_wake, WRITE_EACH_S)
                 if self._closed:
                     end_s = min(end_s, time.monotonic() + CLOSE_WITHIN_S)
-                run, wanted, writes = self._run, self._wanted, self._is_writer
+                run, wanted, writes = self._run, self._wanted, self.is_writer
             for sink in self._sinks:
                 if writes and run is not None:
                     sink.write(run, self._changed)
@@ -163,7 +164,7 @@ class JobLog:
             sink.end(writes=writes)
 
     def _must_wake(self, was_writer: bool) -> bool:
-        return self._closed or self._wanted > self._done or self._is_writer != was_writer
+        return self._closed or self._wanted > self._done or self.is_writer != was_writer
 
 
 class _Sink:

@@ -80,10 +80,11 @@ function memberFacts({ member, health }) {
     state: member.state, "waits for": member.waiting_for, rank: member.rank === null ? "none" : String(member.rank),
     host: member.process.host, pid: String(member.process.pid), address: member.process.address,
     device: (health && health.device) || member.process.device, torch: member.process.torch_version,
+    "a step's time": health && health.step_parts && inWords(stepParts(health, page.state.job.least_exchange_s)),
     shoal: member.process.shoal_version, joined: moment(new Date(member.joined_unix_s * 1000)),
   }).filter(([, value]) => value);
   return [
-    h("dl", { class: "settings" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
+    listed(facts),
     health && health.last_error && h("p", { class: "error" }, health.last_error),
   ];
 }

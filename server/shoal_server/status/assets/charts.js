@@ -13,17 +13,21 @@ const histories = new Map();
 // Choices of the reader. Of linear scales, the titles: the scale of a loss is logarithmic by default.
 const chosen = { range_s: 0, other: "", linear: new Set() };
 
-// The job's newest known history; fetches it again when that is due.
+// The job's newest known history; fetches it again when that is due, or if another part of it is
+// wanted: the newest seconds have shorter intervals than the whole life. Until an answer comes, what
+// is known is shown.
 function historyOf(job) {
-  const known = histories.get(job) || { asked_ms: 0, history: null };
+  const known = histories.get(job) || { asked_ms: 0, range_s: 0, history: null };
   histories.set(job, known);
-  if (Date.now() - known.asked_ms > HISTORY_EACH_MS) {
-    known.asked_ms = Date.now();
-    fetch(`/api/v1/jobs/${encodeURIComponent(job)}/history`)
+  // A job to compare with may have been at the same steps at another time: all of it is shown.
+  const range_s = job === chosen.other ? 0 : chosen.range_s;
+  if (known.range_s !== range_s || Date.now() - known.asked_ms > HISTORY_EACH_MS) {
+    Object.assign(known, { asked_ms: Date.now(), range_s });
+    fetch(`/api/v1/jobs/${encodeURIComponent(job)}/history${range_s ? `?last_s=${range_s}` : ""}`)
       .then((response) => (response.ok ? response.json() : null))
       .catch(() => null) // The connection is lost: the head of the page says so.
       .then((found) => {
-        if (!found) return;
+        if (!found || known.range_s !== range_s) return;
         known.history = found;
         drawCharts();
       });

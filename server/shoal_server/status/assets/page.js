@@ -9,6 +9,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const IN_SVG = new Set(["svg", "path", "circle"]);
 const FILTERED_FROM = 8;
 const ENDS_WITH = 7;
+const LONG_COMMAND = 300;
 const TONES = {
   running: "good", training: "good", ready: "good", serving: "good", committed: "info",
   starting: "info", preparing: "info", "bringing-up": "info", joining: "info",
@@ -188,7 +189,8 @@ function saved({ summary, course, synchronous }, now_s) {
   const steps = isNumber(course.checkpoint_step) && plural(Math.max(0, summary.step - course.checkpoint_step), "step");
   const kept = [
     isNumber(course.checkpoint_step) && ["Checkpoint", [`step ${count(course.checkpoint_step)}, ${steps} ago`,
-      isNumber(course.checkpoint_unix_s) && [", written ", ago(course.checkpoint_unix_s, now_s)]]],
+      isNumber(course.checkpoint_unix_s) && [", written ", ago(course.checkpoint_unix_s, now_s)],
+      isNumber(course.checkpoint_bytes) && `, ${bytes(course.checkpoint_bytes)}`]],
     isNumber(course.snapshot_unix_s) && ["Snapshot", ago(course.snapshot_unix_s, now_s)],
   ].filter(Boolean);
   const isOver = OVER.has(summary.state);
@@ -197,16 +199,28 @@ function saved({ summary, course, synchronous }, now_s) {
       : course.writes_checkpoints ? "No checkpoint is written yet: if all members were lost, the job would start from its newest earlier one, or from step 0." : "";
   return kept.length === 0 && !warning ? null : section("Saved", "where the job would continue if all members were lost",
     warning && h("p", { class: "unsaved" }, warning),
-    kept.length > 0 && h("dl", { class: "settings" }, kept.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
+    kept.length > 0 && listed(kept));
 }
+
+// What the job runs: command line and commit of its script.
+function origin({ run }) {
+  if (!run) return null;
+  const commit = run.commit && [" commit ", h("code", { title: run.commit }, run.commit.slice(0, 12)), run.is_modified && ", modified"];
+  return h("p", { class: "origin" },
+    h("code", { class: "command", title: "Command line of the member that reports for the job", tabindex: run.command.length > LONG_COMMAND ? "0" : null }, run.command),
+    commit && h("span", null, commit));
+}
+
+const listed = (entries) => h("dl", { class: "settings" }, entries.map(([name, value]) =>
+  h("div", null, h("dt", null, name), h("dd", null, value))));
 
 function settings(job) {
   const agreed = Object.entries(job.fields).sort();
   const bounds = [["members", `${job.min_members} to ${job.max_members}, ${job.desired_members} desired`]];
   return section("Settings", "the same on all members",
-    h("div", { class: "body" }, h("details", null, h("summary", null, plural(agreed.length, "setting")),
-      h("dl", { class: "settings" }, [...bounds, ...agreed].map(([name, value]) =>
-        h("div", null, h("dt", null, name), h("dd", null, value)))))));
+    listed(Object.entries(job.hyperparameters).map(([name, value]) => [spoken(name), value])),
+    h("div", { class: "body" }, h("details", null, h("summary", null, `All ${plural(agreed.length, "setting")}`),
+      listed([...bounds, ...agreed]))));
 }
 
 function sparkline(losses, memberId) {
@@ -251,13 +265,38 @@ function memberRow({ member, health, losses }, now_s, shows) {
     cell("Step", "num", count(step)),
     lossCell(health, losses, member.member_id),
     cell("Samples/s", "num", count(figureOf("samples_per_s")), isNumber(figureOf("step_time_s"))
-      && h("span", { class: "sub" }, `${significant(health.step_time_s * 1000)} ms a step`)),
+      && h("span", { class: "sub" }, `${significant(health.step_time_s * 1000)} ms a step`), stepBar(health, shows.least_exchange_s)),
     shows.staleness && cell("Staleness", "num", significant(figureOf("staleness_steps"))),
     shows.rounds && cell("Round", "num", member.clock === null ? "–" : count(member.clock)),
-    cell("Memory", "num", bytes(figureOf("memory_bytes"))),
+    cell("Memory, CPU", "num", bytes(figureOf("memory_bytes")), isNumber(figureOf("cpu_cores"))
+      && h("span", { class: "sub" }, `${Number(health.cpu_cores.toFixed(2))} cores`)),
+    shows.network && cell("Host's network", "num", isNumber(figureOf("host_received_bytes_per_s"))
+      ? [`${bytes(health.host_received_bytes_per_s)}/s in`, h("span", { class: "sub" }, `${bytes(health.host_sent_bytes_per_s)}/s out`)] : "–"),
     cell("Last seen", `num${seen_s > 5 ? " late" : ""}`, duration(seen_s)),
     cell("Waits for", "why", member.waiting_for, error && h("span", { class: "error" }, error)));
 }
+
+// Parts of the time of a step, each with its length in seconds, its colour and its name.
+function stepParts({ step_parts: parts }, least_exchange_s) {
+  const common_s = Math.min(parts.exchange_s, isNumber(least_exchange_s) ? least_exchange_s : Infinity);
+  return [[parts.data_s, "data", "data"], [parts.compute_s, "compute", "computing"], [common_s, "exchange", "exchange"],
+    [parts.exchange_s - common_s, "wait", "waiting for others"], [parts.between_s, "between", "between steps"],
+  ].filter(([part_s]) => isNumber(part_s));
+}
+
+const inWords = (parts) => parts.map(([part_s, , name]) => `${name} ${milliseconds(part_s)}`).join(", ");
+
+function stepBar(health, least_exchange_s) {
+  if (!health || !health.step_parts) return null;
+  const parts = stepParts(health, least_exchange_s);
+  const total_s = parts.reduce((sum, [part_s]) => sum + part_s, 0) || 1;
+  return h("div", { class: "parts", role: "img", title: inWords(parts), "aria-label": inWords(parts) },
+    parts.map(([part_s, kind]) => h("i", { class: kind, style: { width: `${(100 * part_s / total_s).toFixed(1)}%` } })));
+}
+
+const partsLegend = () => h("p", { class: "legend parts-legend" }, "A step's time: ",
+  [["data", "data"], ["compute", "computing"], ["exchange", "exchange"], ["wait", "waiting for others"], ["between", "between steps"]]
+    .map(([kind, name]) => h("span", null, h("i", { class: kind }), name)));
 
 // On a narrow screen a member is a card with labels; the roles keep the table a table for screen
 // readers.
@@ -272,7 +311,10 @@ function members(page_job, now_s) {
   const shows = {
     staleness: job.members.some((m) => m.health && isNumber(m.health.staleness_steps)),
     rounds: job.members.some((m) => isNumber(m.member.clock)),
+    network: job.members.some((m) => m.health && isNumber(m.health.host_received_bytes_per_s)),
     slow: new Set(page_job.slow),
+    parts: job.members.some((m) => m.health && m.health.step_parts),
+    least_exchange_s: page_job.least_exchange_s,
   };
   const hidden = job.summary.num_members - job.members.length;
   const all = `${plural(job.summary.num_members, "member")}, ${job.min_members} to ${job.max_members} may train`;
@@ -283,10 +325,11 @@ function members(page_job, now_s) {
           h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, column("Rank", true), column("Member"), column("State"),
             column("Step", true), column("Loss", true), column("Samples/s", true),
             shows.staleness && column("Staleness", true), shows.rounds && column("Round", true),
-            column("Memory", true), column("Last seen", true),
+            column("Memory, CPU", true), shows.network && column("Host's network", true), column("Last seen", true),
             column("Waits for"))),
           h("tbody", { role: "rowgroup" }, job.members.map((entry) =>
             memberRow(entry, now_s, shows))))),
+    shows.parts && partsLegend(),
     job.members.length > 1 && h("p", { class: "more" }, h("button", { type: "button", "data-output": "all", "aria-haspopup": "dialog" }, "Output of all members")),
     (hidden > 0 || page.all_members) && h("p", { class: "more" },
       hidden > 0 ? `${count(hidden)} more; members with a problem are listed first. ` : "",
@@ -461,6 +504,7 @@ function jobView(state) {
       jobActions(state)),
     detail.summary.last_ending && h("p", { class: "error last-ending" }, `Last member to leave: ${detail.summary.last_ending}`),
     h("p", { class: "reason" }, detail.summary.reason),
+    origin(detail),
     progress(detail),
     figures(job, state),
     charts(detail),

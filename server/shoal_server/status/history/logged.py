@@ -6,16 +6,19 @@ from dataclasses import dataclass
 
 from shoal_proto.health import MAX_LOGGED
 from shoal_server.status.history.records import LoggedView
+from shoal_server.status.history.thinned import ThinnedCurve
 
-MAX_POINTS = 180
 
-
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Point:
     number: int
     """Index of the interval, counted from step 0."""
-    total: float
-    count: int
+    total: float = 0.0
+    count: int = 0
+
+    def join(self, other: "_Point") -> None:
+        self.total += other.total
+        self.count += other.count
 
 
 class LoggedSeries:
@@ -25,8 +28,7 @@ class LoggedSeries:
         self.step = -1
         """Step of the newest value; -1 before the first."""
         self.value = math.nan
-        self._interval = 1
-        self._points: list[_Point] = []
+        self._curve: ThinnedCurve[_Point] = ThinnedCurve(lambda number: _Point(number=number))
 
     def add(self, step: int, value: float) -> None:
         """Add a value. If a step is taken again, its first value counts."""
@@ -34,28 +36,18 @@ class LoggedSeries:
             return
         self.step, self.value = step, value
         if math.isfinite(value):
-            self._put(step // self._interval, value, 1)
+            self._curve.at(step).join(_Point(number=step, total=value, count=1))
 
-    def _put(self, number: int, total: float, count: int) -> None:
-        if self._points and self._points[-1].number == number:
-            self._points[-1].total += total
-            self._points[-1].count += count
-        else:
-            self._points.append(_Point(number=number, total=total, count=count))
-        while len(self._points) > MAX_POINTS:
-            points, self._points = self._points, []
-            self._interval *= 2
-            for each in points:
-                self._put(each.number // 2, each.total, each.count)
-
-    def view(self, name: str) -> LoggedView:
+    def view(self, name: str, after_step: int = 0) -> LoggedView:
+        """View of the intervals that end after that step; later steps have shorter ones."""
+        level, points = self._curve.view(after_step or None)
         return LoggedView(
             name=name,
             newest_step=self.step,
             newest=self.value,
-            interval_steps=self._interval,
-            steps=tuple(each.number * self._interval for each in self._points),
-            values=tuple(float(f"{each.total / each.count:.5g}") for each in self._points),
+            interval_steps=1 << level,
+            steps=tuple(each.number << level for each in points),
+            values=tuple(float(f"{each.total / each.count:.5g}") for each in points),
         )
 
     @classmethod
@@ -63,9 +55,9 @@ class LoggedSeries:
         """Restore a series from its view."""
         series = cls()
         series.step, series.value = view.newest_step, view.newest
-        series._interval = max(1, view.interval_steps)
+        level = (max(1, view.interval_steps) - 1).bit_length()
         for step, value in zip(view.steps, view.values, strict=True):
-            series._put(step // series._interval, value, 1)
+            series._curve.add(level, _Point(number=step >> level, total=value, count=1))
         return series
 
 
@@ -85,8 +77,9 @@ class LoggedValues:
         """Step and value of each name."""
         return {name: (each.step, each.value) for name, each in self._by_name.items()}
 
-    def view(self) -> tuple[LoggedView, ...]:
-        return tuple(each.view(name) for name, each in self._by_name.items())
+    def view(self, after_step: int = 0) -> tuple[LoggedView, ...]:
+        """Views of all names, see `LoggedSeries.view`."""
+        return tuple(each.view(name, after_step) for name, each in self._by_name.items())
 
     def restore(self, views: Iterable[LoggedView]) -> None:
         """Continue the series that an earlier leader stored; values added until now are kept."""

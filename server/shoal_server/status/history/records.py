@@ -47,7 +47,7 @@ class LoggedView:
     newest: float
     """Newest value; NaN and infinity are given as text."""
     interval_steps: int
-    """Steps of each interval, doubled when there are more than 180 intervals."""
+    """Steps of each interval: a power of two, so that there are at most 256 intervals."""
     steps: tuple[int, ...] = ()
     """First step of each interval that has values."""
     values: tuple[float, ...] = ()
@@ -64,7 +64,7 @@ class SeriesView:
     }
 
     interval_s: float
-    """Length of each interval, doubled when there are more than 180 intervals."""
+    """Length of each interval: 1, 2, 4 ... seconds, so that there are at most 256 intervals."""
     unix_s: tuple[float, ...] = ()
     """Start of each interval."""
     generation: tuple[int, ...] = ()

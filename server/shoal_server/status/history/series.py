@@ -1,6 +1,5 @@
-"""Figures of a job over time, in a bounded number of intervals: if there are too many, each pair is
-merged into one of twice the length. So a job of a minute has values for seconds and a job of a
-month for hours, in the same space.
+"""Figures of a job over time, in a bounded number of intervals: a job of a minute has values for
+seconds and a job of a month for hours, and the last minutes of both have values for seconds.
 """
 
 import math
@@ -9,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from shoal_server.status.history.records import SeriesView
+from shoal_server.status.history.thinned import ThinnedCurve
 
-MAX_POINTS = 180
 MAX_RANKS = 8
 FIRST_INTERVAL_S = 1.0
 
@@ -28,7 +27,7 @@ class Reading:
     staleness: Sequence[float] = ()
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Mean:
     """Weighted mean of the added values; None if there are none."""
 
@@ -49,7 +48,7 @@ class _Mean:
         return self.total / self.weight if self.weight else None
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Point:
     """Values of one interval."""
 
@@ -101,26 +100,21 @@ class Series:
     """The figures of one job."""
 
     def __init__(self) -> None:
-        self._interval_s = FIRST_INTERVAL_S
-        self._points: list[_Point] = []
+        self._curve = _new_curve()
 
     def add(self, reading: Reading, unix_s: float) -> None:
         """Add a reading to the current interval."""
-        number = int(unix_s // self._interval_s)
-        if self._points and number < self._points[-1].number:
-            number = self._points[-1].number  # the clock was set back
-        if not self._points or self._points[-1].number != number:
-            self._points.append(_Point(number=number))
-        self._points[-1].add(reading)
-        self._fit()
+        self._curve.at(int(unix_s // FIRST_INTERVAL_S)).add(reading)
 
-    def view(self) -> SeriesView:
-        """View of all intervals that have values."""
-        points = self._points
+    def view(self, last_s: float = 0.0) -> SeriesView:
+        """View of all intervals that have values, or of those in the newest `last_s` seconds, which
+        are shorter."""
+        level, points = self._curve.view(self._start_of(last_s))
+        interval_s = FIRST_INTERVAL_S * 2**level
         num_ranks = max((len(each.by_rank) for each in points), default=0)
         return SeriesView(
-            interval_s=self._interval_s,
-            unix_s=tuple(each.number * self._interval_s for each in points),
+            interval_s=interval_s,
+            unix_s=tuple(each.number * interval_s for each in points),
             generation=tuple(each.generation for each in points),
             step=tuple(each.step for each in points),
             loss=_rounded(each.loss.value for each in points),
@@ -137,22 +131,41 @@ class Series:
             ),
         )
 
-    def steps_per_s(self) -> float | None:
-        """Steps per second, pauses included, over the newest eighth of the intervals. None if there
-        are too few intervals."""
-        points = self._points
-        if len(points) < 3:
+    def _start_of(self, last_s: float) -> int | None:
+        if not last_s:
             return None
-        first = points[-max(3, len(points) // 8)]
-        seconds = (points[-1].number - first.number) * self._interval_s
-        return (points[-1].step - first.step) / seconds if seconds > 0 else None
+        return self._curve.end - math.ceil(last_s / FIRST_INTERVAL_S)
+
+    def step_before(self, last_s: float) -> int:
+        """The step that was reached before the newest `last_s` seconds; 0 if none was, or for all
+        of the job's life."""
+        start = self._start_of(last_s)
+        steps = [
+            point.step
+            for level, point in self._curve.points()
+            if start is not None and (point.number + 1) << level <= start
+        ]
+        return max(steps, default=0)
+
+    def steps_per_s(self) -> float | None:
+        """Recent pace of steps: over the newest eighth of the job's life, pauses included. None if
+        too little is known."""
+        reached = [((p.number + 1) << level, p.step) for level, p in self._curve.points()]
+        if len(reached) < 3:
+            return None
+        end, step = reached[-1]
+        since = min(reached[-3][0], end - (end - reached[0][0]) // 8)
+        before = (each for each in reached if each[0] <= since)
+        start, step_then = max(before, default=reached[0])
+        return (step - step_then) / ((end - start) * FIRST_INTERVAL_S) if end > start else None
 
     def restore(self, view: SeriesView) -> None:
         """Continue a stored series. Readings added before this call are kept."""
-        since, self._points, before_s = self._points, [], self._interval_s
-        self._interval_s = max(view.interval_s, FIRST_INTERVAL_S)
+        since, self._curve = self._curve, _new_curve()
+        level = max(0, math.ceil(math.log2(max(view.interval_s, 1e-9) / FIRST_INTERVAL_S)))
+        interval_s = FIRST_INTERVAL_S * 2**level
         for i, unix_s in enumerate(view.unix_s):
-            point = _Point(number=round(unix_s / self._interval_s))
+            point = _Point(number=int(unix_s // interval_s))
             point.generation, point.step = view.generation[i], view.step[i]
             point.loss.add(view.loss[i])
             point.samples_per_s.add(view.samples_per_s[i])
@@ -163,27 +176,13 @@ class Series:
                 mean = _Mean()
                 mean.add(values[i])
                 point.by_rank.append(mean)
-            self._points.append(point)
-        for each in since:
-            number = int(each.number * before_s // self._interval_s)
-            if self._points and number <= self._points[-1].number:
-                self._points[-1].join(each)
-            else:
-                each.number = number
-                self._points.append(each)
-        self._fit()
+            self._curve.add(level, point)
+        for own, point in since.points():
+            self._curve.add(own, point)
 
-    def _fit(self) -> None:
-        while len(self._points) > MAX_POINTS:
-            self._interval_s *= 2
-            joined: list[_Point] = []
-            for each in self._points:
-                each.number //= 2
-                if joined and joined[-1].number == each.number:
-                    joined[-1].join(each)
-                else:
-                    joined.append(each)
-            self._points = joined
+
+def _new_curve() -> ThinnedCurve[_Point]:
+    return ThinnedCurve(lambda number: _Point(number=number))
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -275,7 +275,10 @@ def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
     )
     with identity.using(world.files(CertificateRole.WORKER)):
         coordinators = Coordinators([world.cluster.coordinator])
-        with closing(coordinators), pytest.raises(AccessDenied, match="a report on a is not accepted"):
+        with (
+            closing(coordinators),
+            pytest.raises(AccessDenied, match="a report on a is not accepted"),
+        ):
             coordinators.call(lambda c: MembershipStub(c).ReportExit, report, timeout_s=WITHIN_S)
     assert standing(world) == standing_before and member.failure is None
 

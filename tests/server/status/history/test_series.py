@@ -2,10 +2,13 @@
 
 import math
 
+import pytest
 from pydantic import TypeAdapter
 
+from shoal_server.status.history.logged import LoggedSeries
 from shoal_server.status.history.records import SeriesView
-from shoal_server.status.history.series import MAX_POINTS, MAX_RANKS, Reading, Series
+from shoal_server.status.history.series import MAX_RANKS, Reading, Series
+from shoal_server.status.history.thinned import LEVEL_POINTS, MAX_POINTS
 
 VIEW = TypeAdapter(SeriesView)
 
@@ -47,6 +50,49 @@ def test_a_job_of_a_day_takes_no_more_room_than_one_of_minutes() -> None:
     assert view.generation[-1] == 1 + (86_400 // 8 - 1) // 1000
     starts = [later - earlier for earlier, later in zip(view.unix_s, view.unix_s[1:], strict=False)]
     assert set(starts) == {view.interval_s}
+
+
+def test_the_newest_part_has_as_many_intervals_as_the_whole() -> None:
+    """Of three hours, the last 15 minutes alone have a hundred, with the values of that time; what
+    is kept grows with the logarithm of the job's age."""
+    seconds = 86_400 // 8
+    series = filled(seconds)
+    view = series.view(900.0)
+    assert view.interval_s == 8.0
+    assert 900 / 8 <= len(view.unix_s) <= 900 / 8 + 1
+    assert view.step[-1] == seconds - 1
+    assert view.unix_s[0] <= 1_000_000 + seconds - 900 < view.unix_s[1]
+    assert view.samples_per_s == (150.0,) * len(view.unix_s)
+    assert seconds - 1100 < series.step_before(900.0) < seconds - 900
+    assert series.step_before(0.0) == 0
+    num_kept = sum(1 for _ in series._curve.points())
+    assert num_kept <= LEVEL_POINTS * (2 + math.log2(seconds / LEVEL_POINTS))
+    assert series.steps_per_s() == pytest.approx(1.0)
+
+
+def test_readings_that_come_seldom_are_bounded_too() -> None:
+    """No two of them are in one interval before those are long."""
+    series = Series()
+    for second in range(0, 86_400, 20):
+        series.add(reading(second), 1_000_000.0 + second)
+    assert all(len(series.view(last_s).unix_s) <= MAX_POINTS for last_s in (0.0, 900.0, 21_600.0))
+    assert len(series.view(900.0).unix_s) == 45
+
+
+def test_logged_values_are_dense_in_their_newest_part() -> None:
+    """The mean of each interval; also after another leader has gone on from what was kept."""
+    series = LoggedSeries()
+    for step in range(10_000):
+        series.add(step, float(step))
+    whole, newest = series.view("x"), series.view("x", 9900)
+    assert (whole.interval_steps, newest.interval_steps) == (64, 2)
+    assert whole.values[0] == sum(range(64)) / 64
+    assert (newest.steps[0], newest.values[0]) == (9900, 9900.5)
+    again = LoggedSeries.kept(whole)
+    again.add(9999, 1.0)
+    again.add(10_000, 7.0)
+    assert again.view("x").values[0] == sum(range(128)) / 128
+    assert (again.view("x").newest_step, again.view("x").newest) == (10_000, 7.0)
 
 
 def test_what_is_not_said_is_a_gap_and_not_a_zero() -> None:

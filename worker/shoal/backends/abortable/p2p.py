@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.waiter import AbortableWaiter
+from shoal.backends.abortable.waiter import AbortableWaiter, waiting
 from shoal.torch_private.c10d import batched, takes_batches
 
 
@@ -110,7 +110,8 @@ class AbortableP2P:
             ).start()
         completion = self._waiter.new_completion()
         self._orders.put((work, partial(self._waiter.complete, completion)))
-        reason = completion.wait()
+        with waiting:
+            reason = completion.wait()
         self._waiter.forget()
         if reason:
             # Every backend recognises this class as a failure of the group.

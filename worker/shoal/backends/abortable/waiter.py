@@ -1,6 +1,7 @@
 """Waits of a trainer for its collectives; another thread can abort these waits."""
 
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,21 @@ from shoal.backends.process_group.transports import can_be_cut
 
 Completion = torch.futures.Future[str]
 """Future that ends a wait: its value is the reason if the awaited work failed, else ""."""
+
+
+class WaitingTime(threading.local):
+    """Sum, by thread, of the times of waits for other ranks or servers. Contexts do not nest."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.monotonic() - self._began_s
+
+
+waiting = WaitingTime()
 
 
 @dataclass(frozen=True)
@@ -28,7 +44,8 @@ class OngoingCollective:
         NCCL's work completes before its result is computed. Only `work.wait()` makes the stream of
         this thread wait for the result.
         """
-        reason = self.completion.wait()
+        with waiting:
+            reason = self.completion.wait()
         if reason:
             raise RuntimeError(reason)
         self.work.wait()
@@ -71,11 +88,6 @@ class AbortableWaiter:
     def begin(self, work: dist.Work) -> "OngoingCollective":
         """Return an object to wait for the collective later. Others may begin before that."""
         return OngoingCollective(work, self.completion_of(work))
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if any completion is pending. Any thread."""
-        return bool(self.pending())
 
     def pending(self) -> list[Completion]:
         """Completions that are not set yet. Any thread."""
@@ -141,7 +153,8 @@ def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
     """
     assert work is not None, "begun with async_op=True, by a rank of the group"
     if not can_be_cut(group):
-        work.wait()
+        with waiting:
+            work.wait()
         return
     whole = _whole(group)
     with _lock:

@@ -27,12 +27,6 @@ class Seat:
     """Time limit of each collective."""
 
 
-class AbortableStore(Protocol):
-    """A `torch.distributed.Store` whose waits can be ended from another thread."""
-
-    def abort(self, reason: str) -> None: ...
-
-
 class Group(Protocol):
     """The group of one generation. Made without I/O, so that it can be cut at any moment."""
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from shoal.backends.abortable.waiter import waiting
 from shoal.backends.shared_memory.links import PeerSockets
 from shoal.backends.shared_memory.processors import NOTE_BYTES, Processors
 from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
@@ -134,7 +135,8 @@ class SharedMemory:
 
     def _wait(self, semaphore: Semaphore, deadline_s: float) -> None:
         self._raise_if_over()
-        is_posted = self._await_post(semaphore, deadline_s)
+        with waiting:
+            is_posted = self._await_post(semaphore, deadline_s)
         self._raise_if_over()
         if not is_posted:
             self.cut(f"not all ranks arrived within {self._limit_s:g} s")

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.backends.abortable.waiter import waiting
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.data.order import Order
@@ -424,7 +425,8 @@ class AsyncSGD(LeasingStrategy):
             push_of_rows = self._tables.start_push(rows, step)
         result = self._push(gradients, step)
         if push_of_rows is not None:
-            push_of_rows.result()
+            with waiting:
+                push_of_rows.result()
         if result.stale:
             self._begin_anew(result)
         self._refusals.mark_taken()
@@ -464,15 +466,16 @@ class AsyncSGD(LeasingStrategy):
         if self._shared.compressor is not None:
             shards = self._refusals.shards or None
             encoded = self._shared.compressor.encode(self._connected().shard_map, gradients, shards)
-        result = self._connected().push(
-            {name: bytes_of(gradient) for name, gradient in gradients.items()},
-            lr=self._rates(),
-            into=self._shared.values.writable() if self._clock.wants_values else None,
-            bases=bases,
-            only=self._refusals.shards or None,
-            step=step,
-            encoded=encoded,
-        )
+        with waiting:
+            result = self._connected().push(
+                {name: bytes_of(gradient) for name, gradient in gradients.items()},
+                lr=self._rates(),
+                into=self._shared.values.writable() if self._clock.wants_values else None,
+                bases=bases,
+                only=self._refusals.shards or None,
+                step=step,
+                encoded=encoded,
+            )
         if self._shared.compressor is not None:
             self._shared.compressor.refused(result.stale)
         self._counts.rollbacks.see(self._connected().versions)
@@ -502,7 +505,8 @@ class AsyncSGD(LeasingStrategy):
 
     def _refresh(self) -> None:
         """Get the present values."""
-        self._connected().pull(self._shared.values.writable(), wait_s=0.0)
+        with waiting:
+            self._connected().pull(self._shared.values.writable(), wait_s=0.0)
         self._counts.rollbacks.see(self._connected().versions)
         self._shared.values.adopt()
 

@@ -12,6 +12,7 @@ No member waits for a member that is lost, drained or without samples.
 
 from collections.abc import Mapping
 
+from shoal.backends.abortable.waiter import waiting
 from shoal.membership.draining import drained
 from shoal.membership.generation import Context
 from shoal_client.connection.coordinators import Coordinators
@@ -77,13 +78,13 @@ class StalenessClock:
     def begin(self) -> bool:
         """Wait until a step may begin; True if newer values must be pulled for it. Raises Drained
         if the membership ends during the wait."""
-        with drained():
+        with drained(), waiting:
             return self._clock.begin() if self._clock is not None else False
 
     def before_push(self) -> None:
         """Wait until a push of this step may be applied. Raises Drained as `begin`."""
         if self._clock is not None and self._consistency == "bsp":
-            with drained():
+            with drained(), waiting:
                 self._clock.await_pulled()
 
     def pushed(self) -> None:

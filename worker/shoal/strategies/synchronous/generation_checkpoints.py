@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shoal.backends.abortable.gather import gather
-from shoal.checkpoint.interface import CheckpointStore
+from shoal.checkpoint.interface import CheckpointStore, WrittenCheckpoint
 from shoal.checkpoint.samples import TrainedSamples
 from shoal.membership.generation import Generation
 from shoal.model.same_optimizer import replaced_settings
@@ -128,7 +128,7 @@ class GenerationCheckpoints:
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds; return once it is written
         or has failed. Does nothing if that step's checkpoint is written already."""
-        if self._checkpoints is None or not step or self.written_step == step:
+        if self._checkpoints is None or not step or (self.written and self.written.step == step):
             return
         self._checkpoints.leave()
         self._position.checkpoint_at = step
@@ -136,9 +136,9 @@ class GenerationCheckpoints:
         self.conclude()
 
     @property
-    def written_step(self) -> int | None:
-        """The step of the newest checkpoint that was written. Thread-safe."""
-        return self._checkpoints.written_step if self._checkpoints is not None else None
+    def written(self) -> WrittenCheckpoint | None:
+        """The newest checkpoint that was written. Thread-safe."""
+        return self._checkpoints.written if self._checkpoints is not None else None
 
     def due(self, step: int) -> bool:
         """True if a checkpoint of the state after this many steps is to be written."""

@@ -137,7 +137,7 @@ class GenerationGroup:
     def _abort_stuck(self, group: Group, reason: str) -> None:
         with self._lock:
             opened = self._opened if self._group is group else None
-        stuck = [one for one in waiters_of(opened) if one.is_waiting] if opened else []
+        stuck = [one for one in waiters_of(opened) if one.pending()] if opened else []
         if stuck:
             log.warning("collective_stuck", reason=reason)
             group.keep_for_ever()

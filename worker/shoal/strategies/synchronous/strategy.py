@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.backends.abortable.gather import gather
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.process_group.interface import NO_BACKEND, Backend, Group
-from shoal.checkpoint.interface import CheckpointStore
+from shoal.checkpoint.interface import CheckpointStore, WrittenCheckpoint
 from shoal.checkpoint.samples import TrainedSamples
 from shoal.data.order import Order, SamplePosition
 from shoal.membership.generation import Context, Generation
@@ -295,8 +295,8 @@ class SynchronousStrategy(Strategy):
         return self._checkpoints.due(self.step)
 
     @property
-    def written_checkpoint(self) -> int | None:
-        return self._checkpoints.written_step
+    def written_checkpoint(self) -> WrittenCheckpoint | None:
+        return self._checkpoints.written
 
     @property
     def writes_checkpoints(self) -> bool:

@@ -1,0 +1,47 @@
+"""Hyperparameters of a job, from the fields that its members agreed on."""
+
+import re
+from collections.abc import Mapping
+
+_OTHERS = frozenset(
+    {"schema", "torch", "backend", "device", "nccl", "reconfigure", "validators", "registered"}
+)
+"""Fields about the model's parts and where it is trained."""
+_FIRST = ("strategy", "global_batch", "epochs", "optimizer", "lr", "weight_decay")
+_OPTIMIZER = re.compile(r"(\w+)\((.*)\)")
+"""The text of one optimizer: its class, and the settings of each group."""
+_SETTING = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
+_SWITCHES = frozenset({"capturable", "differentiable", "foreach", "fused"})
+"""Settings of torch's optimizers that do not change what they compute."""
+_COUNT = "parameters"
+"""The number of parameters of a group, which its text ends with."""
+
+
+def hyperparameters(fields: Mapping[str, str]) -> dict[str, str]:
+    """Return the hyperparameters by name, the best known first.
+
+    The settings of a single optimizer become entries of their own, with the values of its groups if
+    these differ. They are those before the first step, whatever a schedule changes later.
+    """
+    found = {name: value for name, value in fields.items() if name not in _OTHERS}
+    settings = _settings_of(found.get("optimizer", ""))
+    # A field of the strategy, such as "schedule", goes before a setting of its name.
+    found = {**settings, **found, **({"optimizer": settings["optimizer"]} if settings else {})}
+    first = {name: found[name] for name in _FIRST if name in found}
+    return first | dict(sorted(found.items()))
+
+
+def _settings_of(optimizer: str) -> dict[str, str]:
+    """Class and settings of an optimizer by name; empty for a text of another form: of several
+    optimizers, or one that was too long to be agreed on in full."""
+    form = _OPTIMIZER.fullmatch(optimizer)
+    if form is None:
+        return {}
+    groups = [dict(_SETTING.findall(group)) for group in form[2].split(" | ")]
+    names = {name: None for group in groups for name in group if name not in _SWITCHES}
+    settings = {"optimizer": form[1]}
+    for name in names:
+        values = [group.get(name, "none") for group in groups]
+        if name != _COUNT:
+            settings[name] = values[0] if len(set(values)) == 1 else " | ".join(values)
+    return settings
