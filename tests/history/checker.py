@@ -214,7 +214,7 @@ class _ShardCheck:
         if not isinstance(found, Misfit):
             return "is what the pushes give, and so is all that was seen later"
         if found.bad > version:
-            return f"is what the pushes give, and not what was seen of {found.bad} behind it"
+            return f"is what the pushes give, and not what was seen of {found.bad} after it"
         if found.bad < version:
             return f"was not reached: what was seen of {found.bad} is not what the pushes give"
         return "is not what the pushes give"

@@ -30,7 +30,7 @@ class Replay:
         fates differ here."""
         where = f"{self._where}: {pushed.session}#{pushed.sequence}"
         assert pushed.version == self.version + 1, (
-            f"{where} made {pushed.version} behind {self.version}: one is lost, or applied twice"
+            f"{where} made {pushed.version} after {self.version}: one is lost, or applied twice"
         )
         outcome = self._shard.push(
             TablePush(

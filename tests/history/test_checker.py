@@ -253,7 +253,7 @@ def test_what_is_told_of_a_version_with_two_sets_of_values(*, goes_on_from_it: b
     (fault,) = judged("sgd", events).faults
     assert (fault.kind, fault.shard_id) == (Kind.VANISHED, 0)
     later = min(event.values[0][0] for event in seen if event.values[0][0] > version)
-    given = f"and not what was seen of {later} behind it"
+    given = f"and not what was seen of {later} after it"
     pusher = f"{checksum:#010x} by {known.session} at {known.at_s - 1.0:.3f} s"
     for text in (
         f"{version} was seen with other values before; {pusher}",

@@ -39,26 +39,6 @@ MESSAGE_PHRASES = (*PHRASES, "of which", "whom", "whoever", "behind", "heard of"
 MAX_PRONOUNS, MIN_WORDS = 0.25, 8
 """The largest part of a docstring's words that may be pronouns, and the length from which this is
 checked."""
-LEFT: dict[str, int] = {
-    "client/shoal_client/commands": 22,
-    "client/shoal_client/demo": 2,
-    "client/shoal_client/local": 4,
-    "client/shoal_client/parameters": 2,
-    "client/shoal_client/progress": 1,
-    "client/shoal_client/weights": 2,
-    "proto/shoal_difference/codec": 2,
-    "proto/shoal_proto/__init__": 1,
-    "proto/shoal_proto/bulk": 3,
-    "proto/shoal_proto/dtypes": 2,
-    "proto/shoal_proto/health": 5,
-    "proto/shoal_proto/packing": 3,
-    "proto/shoal_proto/tls": 6,
-    "server/shoal_server/core": 20,
-    "server/shoal_server/parameters": 6,
-    "worker/shoal/launcher": 5,
-}
-"""Docstrings of attributes that open badly today, counted by folder; many are texts of the API's
-schema and of options. Remove them, and add none."""
 LEFT_PHRASES: dict[str, int] = {}
 """Lines that contain each phrase today."""
 LEFT_MESSAGES: dict[str, str] = {}

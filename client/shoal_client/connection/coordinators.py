@@ -74,7 +74,7 @@ class Method(Protocol[Reply_co]):
 
 
 class Coordinators:
-    """The coordinator replicas as one peer: calls go to the leader, and are retried elsewhere.
+    """The coordinators as one peer: calls go to the leader, and are retried elsewhere.
 
     Thread-safe. Every call is bounded by its `timeout_s`, retries included.
     """

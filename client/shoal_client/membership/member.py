@@ -18,7 +18,7 @@ class Member:
     """A member's configuration: its job, its identity, and the coordinators."""
 
     coordinators: Sequence[str]
-    """host:port of every coordinator replica."""
+    """host:port of every coordinator."""
     spec: pb.JobSpec
     member_id: str
     incarnation: str

@@ -330,12 +330,12 @@ def _metrics(servicer: ParametersServicer, calls: Durations) -> Iterator[Metric]
     yield loop_lag("process", servicer.loop_lag)
     yield histogram(
         "shoal_ps_call_duration_seconds",
-        "How long gRPC calls with one answer took, by method and outcome (OK, or the error).",
+        "Duration of gRPC calls with one answer, by method and outcome (OK, or the error).",
         calls,
     )
     yield histogram(
         "shoal_ps_push_duration_seconds",
-        "How long pushes to parameters took, from their header to the last answer.",
+        "Duration of pushes to parameters, from their header to the last answer.",
         servicer.push_durations,
     )
 

@@ -18,7 +18,7 @@ SHARD_COUNTERS = {
     "version": ("shoal_shard_updates", "Updates."),
     "pushes.applied": ("shoal_shard_pushes", "Pushes applied."),
     "pushes.duplicates": ("shoal_shard_duplicate_pushes", "Pushes that were retries."),
-    "pushes.refused": ("shoal_shard_refused_pushes", "Pushes refused."),
+    "pushes.refused": ("shoal_shard_refused_pushes", "Pushes that the shard itself refused."),
 }
 SHARD_GAUGES = {
     "num_bytes": ("shoal_shard_size_bytes", "Parameter bytes."),
@@ -49,7 +49,7 @@ COMPARISONS = (
 SERVER_COUNTERS = {
     "refused_by_epoch": (
         "shoal_server_refused_by_epoch_pushes",
-        "Parts of pushes refused for an outdated shard map.",
+        "Parts of pushes to parameters refused for an outdated shard map.",
     ),
     "partial_pushes": ("shoal_server_partial_pushes", "Pushes applied to some shards only."),
 }

@@ -264,7 +264,8 @@ class ServerView(View):
     unfinished_bytes: int = 0
     """Data of pushes that the server received and has not applied yet, of all jobs."""
     refused_by_epoch: int = 0
-    """Parts of pushes refused for an outdated shard map; their senders have sent them again."""
+    """Parts of pushes to parameters, not to tables, that were refused for an outdated shard map;
+    their senders have sent them again."""
     partial_pushes: int = 0
     """Pushes that some shards of the server applied and others refused, to be sent again."""
     held_bytes: int = 0
@@ -300,6 +301,9 @@ class PushesView(View):
     duplicates: int = 0
     """Pushes that were retries: answered, not applied again."""
     refused: int = 0
+    """Pushes that the shard itself refused: too stale, not finite, of another size, older than what
+    it remembers, or without memory for them. Refusals by epoch count in `refused_by_epoch` of the
+    server; those before the push reached the shard, such as for a stale token, nowhere."""
     staleness_counts: tuple[int, ...] = ()
     """staleness_counts[i]: pushes of staleness i; the last one also counts all larger values."""
 

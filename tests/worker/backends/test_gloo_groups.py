@@ -13,6 +13,7 @@ from support.processes.load import unhurried
 from support.processes.ranks import Ranks
 from support.training import rank_bodies
 
+from shoal.backends.abortable.waiter import AbortableWaiter, OngoingCollective
 from shoal.backends.network.gloo import GlooBackend
 from shoal.backends.process_group.interface import Seat
 
@@ -73,6 +74,18 @@ def test_a_collective_that_runs_out_of_time_is_told_from_an_error_of_the_user(
             failed = crew[0].expect("failed")
             assert failed["recognised"], failed["text"]
         assert crew[0].join() == 0
+
+
+def test_a_wait_that_is_aborted_counts_as_a_failure_of_the_group() -> None:
+    """By its class, whatever the text is. One that began after the cut has a text of its own."""
+    waiter = AbortableWaiter(for_good=True)
+    amid = OngoingCollective(dist.Work(), waiter.new_completion())
+    waiter.abort("generation 1 is over")
+    after = OngoingCollective(dist.Work(), waiter.new_completion())
+    for ongoing in (amid, after):
+        with pytest.raises(RuntimeError, match="generation 1 is over") as caught:
+            ongoing.wait()
+        assert GlooBackend().is_failure(caught.value)
 
 
 def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: Path) -> None:

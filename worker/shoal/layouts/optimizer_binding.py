@@ -80,7 +80,7 @@ class MetaModel:
                         "the optimizer holds a parameter that is not the model's",
                         seen=f"parameter {position} of group {index}: {tuple(parameter.shape)}",
                         expected="parameters of the model that is distributed with it",
-                        fix="Distribute one module that holds them all.",
+                        fix="Distribute one module that holds all these parameters.",
                     )
             self.groups.append([names[parameter] for parameter in group["params"]])
         self.tied = tied(model)

@@ -18,7 +18,7 @@ class Context:
 
     job: str
     coordinators: Sequence[str]
-    """host:port of every coordinator replica."""
+    """host:port of every coordinator."""
     token: Callable[[], Token]
     """Returns the member's token, with the generation that it has entered. Cheap; any thread."""
     limits: Limits

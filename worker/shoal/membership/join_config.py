@@ -59,7 +59,7 @@ class JoinConfig:
     job: str
     """Name of the job."""
     coordinators: tuple[str, ...]
-    """host:port of every coordinator replica. Empty: this process trains alone."""
+    """host:port of every coordinator. Empty: this process trains alone."""
     min_members: int = 1
     """Smallest number of members with which the job trains."""
     max_members: int = MAX_MEMBERS

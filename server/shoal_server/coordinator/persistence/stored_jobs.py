@@ -6,7 +6,6 @@ A record that cannot be read affects its own job alone: the job is quarantined, 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import structlog
 
@@ -45,9 +44,6 @@ SHOWN_KEY = 200
 """Characters of a key in the log."""
 RECORDS_A_READ = 8
 """Small, since a record may have a megabyte."""
-
-Item = TypeVar("Item")
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,9 +191,9 @@ class JobDriver(Generic[StreamT, CallT]):
         if paused:
             self.liveness.resume(now_s)
             return []
-        return list(self._lost(now_s))
+        return list(self._silent_too_long(now_s))
 
-    def _lost(self, now_s: float) -> Iterator[MemberLost]:
+    def _silent_too_long(self, now_s: float) -> Iterator[MemberLost]:
         for name in self.liveness.late(now_s):
             member = self.job.members.get(name)
             if member is None:

@@ -84,7 +84,8 @@ class DigestListing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Training that a member proposes; every field must be the same for all."""
+    """Training that a member proposes. Members must have the same `fields`, and those of the
+    `optional_fields` that they state; the other attributes may differ."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     synchronous: bool = True

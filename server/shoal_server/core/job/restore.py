@@ -59,7 +59,7 @@ def restored(
 
     The store does not tell if the newest generation already ran: its members report that when they
     attend. They have `GRACE_LEASES` leases for that before they count as disconnected, since the
-    coordinator replica that they ask first may hang.
+    coordinator that they ask first may hang.
     """
     job = Job(
         spec=spec,

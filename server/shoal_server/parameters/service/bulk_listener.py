@@ -109,7 +109,7 @@ class BulkListener:
         use = self._offers.redeem(bytes(frame.body))
         if use is None:
             raise MalformedMessage(
-                "a bulk connection does not begin as it should",
+                "a bulk connection begins with the wrong frame",
                 seen="HELLO with another key",
                 expected="a key that this server gave a moment ago",
             )

@@ -15,37 +15,37 @@ MAX_JOBS = 1024
 
 
 @dataclass(slots=True)
-class Refusals:
-    """Counts for one job since the server started: parts of pushes that were refused because of
-    their epoch, and pushes that were applied in part."""
+class PushCounts:
+    """Counts of one job's pushes to parameters, not to tables, since the server started: parts that
+    were refused because of their epoch, and pushes that were applied in part."""
 
     by_epoch: int = 0
     partial: int = 0
 
 
 class PushTally:
-    """Counts refusals by job, for the newest 1024 jobs."""
+    """Counts by job, for the newest 1024 jobs."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, Refusals] = OrderedDict()
+        self._jobs: OrderedDict[str, PushCounts] = OrderedDict()
 
     def count(self, job: str, outcomes: Iterable[PushOutcome]) -> None:
         """Count the outcomes of one push."""
         kinds = [each.error.kind if each.HasField("error") else "" for each in outcomes]
         if not any(kinds):
             return
-        refusals = self._jobs.setdefault(job, Refusals())
-        refusals.by_epoch += kinds.count(WrongEpoch.__name__)
-        refusals.partial += "" in kinds
+        counts = self._jobs.setdefault(job, PushCounts())
+        counts.by_epoch += kinds.count(WrongEpoch.__name__)
+        counts.partial += "" in kinds
         if len(self._jobs) > MAX_JOBS:
             self._jobs.popitem(last=False)
 
     def fill(self, reply: DescribeReply, job: str) -> None:
         """Add the counts of one job to the reply, or of all jobs if `job` is empty."""
-        for name, refusals in self._jobs.items():
+        for name, counts in self._jobs.items():
             if job in ("", name):
-                reply.refused_by_epoch += refusals.by_epoch
-                reply.partial_pushes += refusals.partial
+                reply.refused_by_epoch += counts.by_epoch
+                reply.partial_pushes += counts.partial
 
 
 def add_shard(

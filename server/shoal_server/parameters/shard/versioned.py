@@ -240,6 +240,9 @@ class VersionedShard(Generic[BodyT]):
             with self._lock:
                 try:
                     outcome, fates, is_duplicate = self._push(push, is_live, take_memory)
+                except WrongEpoch:
+                    # The service counts these, together with those that never reach a shard.
+                    raise
                 except Exception:
                     self._refused += 1
                     raise

@@ -97,7 +97,9 @@ class Faults:
         self._world.pause(self._trainer(), self._for_s())
 
     def _cut_trainer(self) -> None:
-        self._world.cut(self._trainer().name, self._any().name + "", self._for_s())
+        one, other, for_s = self._trainer().name, self._any().name, self._for_s()
+        if one != other:
+            self._world.cut(one, other, for_s)
 
     def _replace_script(self) -> None:
         script = self._world.current()[-1].process

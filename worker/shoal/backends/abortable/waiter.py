@@ -39,7 +39,7 @@ class OngoingCollective:
     completion: Completion
 
     def wait(self) -> None:
-        """Return when the collective has ended. Raises RuntimeError if it failed or was aborted.
+        """Wait for the end of the collective. Raises DistBackendError if it failed or was aborted.
 
         NCCL's work completes before its result is computed. Only `work.wait()` makes the stream of
         this thread wait for the result.
@@ -47,7 +47,8 @@ class OngoingCollective:
         with waiting:
             reason = self.completion.wait()
         if reason:
-            raise RuntimeError(reason)
+            # Every backend recognises this class as a failure of the group.
+            raise dist.DistBackendError(reason)
         self.work.wait()
 
 
@@ -77,7 +78,7 @@ class AbortableWaiter:
             _by_group.setdefault(whole, weakref.WeakSet()).add(self)
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait for the collective. Raises RuntimeError if it failed or was aborted."""
+        """Wait for the collective. Raises DistBackendError if it failed or was aborted."""
         assert work is not None, "begun with async_op=True, by a rank of the group"
         ongoing = self.begin(work)
         try:
@@ -99,6 +100,7 @@ class AbortableWaiter:
             # Set first: the loop below does not see waits that another thread begins meanwhile.
             self._aborted = f"the group was cut between two collectives: {reason}"
         for completion in list(self._pending):
+            # torch drops the class of an error in a hook of DDP: backends then look for "gloo".
             self.complete(completion, f"gloo did not end the operation before the cut: {reason}")
 
     def new_completion(self) -> Completion:
@@ -148,8 +150,8 @@ _wholes: weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"] = weakref.WeakKeyDic
 def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
     """Wait for a collective of the group that was begun with `async_op=True`.
 
-    Raises RuntimeError if it failed, or if the group's waiters are aborted. For the trainer's
-    thread.
+    Raises an error that backends count as a failure of the group if it failed, or if the group's
+    waiters are aborted. For the trainer's thread.
     """
     assert work is not None, "begun with async_op=True, by a rank of the group"
     if not can_be_cut(group):
