@@ -92,9 +92,10 @@ class PageJob(View):
     """The newest 30, newest first."""
     num_generations: int
     slow: tuple[str, ...]
-    """Members whose steps take more than 1.5 times the median step time; at most 50."""
+    """Members whose steps take more than 1.5 times the median step time; at most 50, and none if
+    fewer than three members report step times."""
     samples_per_s: float | None
-    """Sum over the members that train."""
+    """Sum over the members that train; null if none reports it."""
     mean_loss: float | None
 
 

@@ -138,7 +138,7 @@ class PlugIn:
     # --- retention, reset and repair ---
 
     def closed(self, job: str) -> AbstractAsyncContextManager[None]:
-        """Context in which nothing is written for the job."""
+        """Context in which no samples of the job are written."""
         return _nothing()
 
     def forget(self, job: str) -> None:

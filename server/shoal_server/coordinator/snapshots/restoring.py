@@ -71,7 +71,7 @@ class RestoreResult:
     servers: Sequence[str]
     """Servers that are primaries of the job's shards now."""
     lost: Sequence[ShardAssignment]
-    """Lost shards, as assigned before."""
+    """Shards that had been lost, as assigned before."""
 
 
 class SnapshotRestorer:
@@ -100,7 +100,8 @@ class SnapshotRestorer:
 
         Raises JobFinished; JobInUse if the job has members, unless `under_members`;
         ProposalConflict if its shards are cut differently now; UnknownSnapshot, SnapshotDamaged,
-        NoServers, Unavailable.
+        NoServers, DeadlineExceeded if its records change meanwhile, Unavailable. Raises the error
+        of a server that cannot load; then all shards that the job had before are recorded as lost.
         """
         job = library.job
         self.under_way[job] += 1
@@ -110,7 +111,8 @@ class SnapshotRestorer:
             self.under_way -= Counter([job])
 
     async def restored_from(self, job: str) -> RestoredFrom | None:
-        """The snapshot from which the job was restored last. Raises InternalError."""
+        """The snapshot from which the job was restored last; None if it never was. Raises
+        InternalError, and what the store raises."""
         return await restored_from.read(self._store, job)
 
     async def _restore(

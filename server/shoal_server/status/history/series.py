@@ -138,8 +138,8 @@ class Series:
         )
 
     def steps_per_s(self) -> float | None:
-        """Steps per second, pauses included, over the newest eighth of the intervals. None if there
-        are too few intervals."""
+        """Steps per second, pauses included, over the newest eighth of the intervals, at least
+        three. None if there are fewer."""
         points = self._points
         if len(points) < 3:
             return None
