@@ -193,7 +193,8 @@ async def _states(
 
 
 class PageMaker:
-    """Makes states. Parts that all pages share, and parts that never change, are made once."""
+    """Makes states. Parts that all pages share are made at most once in FRESH_S, and parts that
+    never change once."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._reading = reading

@@ -48,7 +48,8 @@ class StatusSource(Protocol):
         ...
 
     async def shards(self, job: str) -> ShardsView | None:
-        """Shards of a job; None if it has no parameter shards. Raises Unavailable without etcd."""
+        """Shards of a job; None if it has no parameter shards. Raises Unavailable without etcd, and
+        InternalError for records that do not parse."""
         ...
 
     def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:

@@ -122,7 +122,8 @@ class Registry:
 
     async def read(self, prepare: Prepare) -> None:
         """Read every job that has members, and call `prepare` for each. Only the state record of
-        other jobs is read.
+        other jobs is read. Keys of members whose job does not exist are deleted. Raises what the
+        store raises.
 
         No job's timers start before `begin`, so the order of reading does not matter.
         """
