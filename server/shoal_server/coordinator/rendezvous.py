@@ -2,7 +2,7 @@
 
 The keys are in memory only. If the leader dies during a generation's bring-up, its successor
 answers that the keys are lost, and the members form the next generation. After bring-up,
-torch.distributed does not use the store any more.
+torch.distributed uses the store only to make further process groups.
 """
 
 import asyncio

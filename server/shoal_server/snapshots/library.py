@@ -95,7 +95,7 @@ class SnapshotLibrary:
         return data
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest of a snapshot after checking that all its files exist in their size.
+        """Write the manifest of a snapshot after checking that all its files have their size.
 
         Raises SnapshotFailed if one does not, or has a name that no snapshot's file has;
         Unavailable, after which the manifest may have been written.

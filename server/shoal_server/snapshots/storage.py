@@ -61,7 +61,7 @@ class Storage:
     def write_pieces(self, folder: str, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
         """Write a file from pieces, replacing one that exists. `name` is called after the last
         piece. On a local disk each piece is written as it comes; a bucket gets all at once. Raises
-        Unavailable, and what `pieces` raises."""
+        Unavailable, also for an OSError of `pieces` on a local disk, and what they raise else."""
         if not self.location.is_local:
             data = b"".join(pieces)
             self.write(f"{folder}/{name()}", data)

@@ -80,7 +80,7 @@ class Host:
     """Returns the highest generation in force, and the highest step of a job's members; empty for a
     job that is not known."""
     reset_unix_s: Callable[[str], float]
-    """Returns the time of a job's last reset; 0 if it was never reset."""
+    """Returns the time of a job's last reset; 0 if none is known."""
     stuck_after_s: float
     """Longest time for which a member may hold up the others."""
     call_wait_s: float
