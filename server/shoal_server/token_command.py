@@ -35,7 +35,8 @@ class TokenConfig:
 
 
 def token(config: TokenConfig) -> int:
-    """Print a new token, or the names and roles of all tokens. Raises InvalidSpec."""
+    """Print a new token, or the names and roles of all tokens. Raises as `tokens.add` and
+    `tokens.read` do."""
     if config.action == "create":
         print(tokens.add(config.file, config.name or config.role, HttpRole(config.role)))
         return 0

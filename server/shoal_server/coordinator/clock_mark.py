@@ -40,7 +40,8 @@ class ClockMark:
     async def look(self) -> bool:
         """Write the time mark if it is due. True if data that is old by this clock may be removed.
 
-        False as long as the previous mark could not be read from etcd.
+        False as long as the previous mark could not be read from etcd, and while a clock is
+        doubted; then no mark is written.
         """
         try:
             if not self._is_read:

@@ -2,7 +2,7 @@
 
 The clocks are in memory only and are lost with the leader. Members report theirs with each step. A
 new leader lets no member advance until each member that trained under the last leader has reported
-its clock again.
+its clock again, or is lost.
 """
 
 import asyncio
@@ -47,7 +47,8 @@ class _Job:
         self._num_waits = 0
 
     async def changed(self, who: MemberProcess) -> None:
-        """Wait until the member may be able to advance, is lost, or the job is dropped."""
+        """Wait until the member may be able to advance, is lost, or calls again, or the job is
+        dropped."""
         self.wake(who.member_id)  # ends an earlier call of the same member
         event = self._by_name[who.member_id] = asyncio.Event()
         self._num_waits += 1
@@ -88,7 +89,7 @@ class _Job:
 
 class ClocksService(ClocksServicer):
     """Clocks of all jobs. `authorize` raises for a stale token. A member that keeps others waiting
-    for longer than `stuck_after_s` without a step is declared lost."""
+    for longer than `stuck_after_s` without a step is declared lost when a waiting call ends."""
 
     def __init__(
         self,
@@ -121,13 +122,13 @@ class ClocksService(ClocksServicer):
             known.moved()
 
     def forget(self, job: str) -> None:
-        """Drop the job's clocks: it is reset."""
+        """Drop the job's clocks: it is reset, or taken over. Calls that wait raise NotLeader."""
         known = self._jobs.pop(job, None)
         if known is not None:
             known.wake_all()
 
     def forget_all(self) -> None:
-        """Drop every job: another coordinator leads."""
+        """Drop every job: another coordinator leads. Calls that wait raise NotLeader."""
         jobs, self._jobs = list(self._jobs.values()), OrderedDict()
         for known in jobs:
             known.wake_all()
@@ -179,7 +180,8 @@ class ClocksService(ClocksServicer):
         return pb.RestReply()
 
     async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: MemberProcess) -> ClockStatus:
-        """Return the member's status once it may advance, or at the timeout."""
+        """Return the member's status once it may advance, or at the timeout, after which stuck
+        members are lost. Raises Fenced if the member is lost, NotLeader if the job was dropped."""
         try:
             async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S, self._stuck_after_s)):
                 while True:

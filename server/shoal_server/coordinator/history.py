@@ -1,9 +1,9 @@
 """Charts of jobs, second by second, stored in etcd for the next leader.
 
 While it leads, the coordinator records each second what members of running jobs reported last. A
-job's history is at most a few hundred intervals and a hundred changes; twice a minute it is written
-to etcd, compressed, a few kilobytes in one key of the job. A new leader continues from there: at
-most the last half minute is missing.
+job's history is at most 180 intervals and a hundred changes; twice a minute it is written to etcd,
+compressed, a few kilobytes in one key of the job. A new leader continues from the last write: as a
+rule, at most the last half minute is missing.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class HistoryKeeper:
             await asyncio.sleep(max(READ_EACH_S, (time.monotonic() - began_s) / MAX_SHARE))
 
     def read(self) -> None:
-        """Record a reading of each running job."""
+        """Record a reading of each running job from which there are fresh reports."""
         for actor in self._registry.actors():
             roster, job = actor.job.running, actor.job.spec.job
             if roster is not None:
@@ -78,7 +78,7 @@ class HistoryKeeper:
                     self._board.measured(job, reading)
 
     async def keep(self) -> None:
-        """Write each history that has changed."""
+        """Write each history that has changed and has at most MAX_BYTES."""
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
     async def _take_up(self) -> None:

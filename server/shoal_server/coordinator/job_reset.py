@@ -1,6 +1,7 @@
 """Reset of a job under its name: all its keys are deleted in one transaction.
 
-A crash before that transaction leaves the old job, a crash after it a free name. Shards and
+Versions of its published weights are dropped before. A crash before that transaction leaves the old
+job, perhaps without these versions, a crash after it a free name. Shards and
 processes that survive the reset are recognised by their run: servers drop shards whose record is
 gone or belongs to another run, and generation numbers keep rising (`EarlierRuns`).
 """
@@ -70,18 +71,21 @@ class JobReset:
         self._registry.earlier_runs = earlier_runs
 
     def ended_unix_s(self, job: str) -> float:
-        """Unix time of the job's last reset; 0 if it was never reset."""
+        """Unix time of the job's last reset; 0 if it was never reset, or so long ago that the
+        record was deleted."""
         earlier = self._registry.earlier_runs.get(job)
         return earlier.ended_unix_s if earlier is not None else 0.0
 
     async def reset(self, job: str, *, forgets_processes: bool = False) -> tuple[bool, Generation]:
-        """Delete the job's state. Returns True if there was any, and the job's last generation.
+        """Delete the job's state. Returns True if there was any, or a version of its published
+        weights; and the job's last generation.
 
         `forgets_processes`: the job ended so long ago that none of its processes can come back.
         Then no record of its earlier runs is kept.
 
-        Raises JobInUse while the job has members, Unavailable while etcd cannot be reached, and
-        NotLeader. The job is then unchanged.
+        Raises JobInUse while the job has members, Unavailable while etcd cannot be reached or the
+        job is read or reset, NotLeader, and the error of the job's last write. The job is then
+        unchanged, except that versions of its published weights may have been dropped.
         """
         known = self._registry.earlier_runs.get(job)
         async with self._registry.forgetting(job) as actor, self._plug_in.closed(job):

@@ -47,12 +47,13 @@ log = structlog.get_logger(__name__)
 STOP_WITHIN_S = 2.0
 LEAD_AGAIN_S = 1.0
 GC_THRESHOLDS = (10_000, 10, 10)
-"""Thresholds of the garbage collector's generations; Python's default for the first is 700."""
+"""Thresholds of the garbage collector's generations; Python 3.11 has 700 for the first."""
 
 
 async def serve(config: CoordinatorConfig) -> None:
     """Serve until SIGTERM or SIGINT, and then until no member drains, for `drain_s` at most; a
-    second signal ends the wait. Raises AddressInUse, and AccessDenied from etcd.
+    second signal ends the wait. Raises AddressInUse, InvalidSpec for the file of tokens, and
+    AccessDenied from etcd.
 
     While etcd does not answer, the coordinator serves without leading, and says why.
     """
@@ -134,8 +135,8 @@ def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOpera
 
 
 def _http_url(config: CoordinatorConfig, address: str, port: int) -> str:
-    """URL of the status page: at the host announced for gRPC, unless the page listens on loopback
-    only."""
+    """URL of the status page: at the host announced for gRPC, unless only the page listens on
+    loopback."""
     host, grpc_host = split_address(config.http)[0], split_address(address)[0]
     if not is_loopback(host) or is_loopback(split_address(config.listen)[0]):
         host = grpc_host

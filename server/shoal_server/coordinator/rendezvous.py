@@ -2,7 +2,7 @@
 
 The keys are in memory only. If the leader dies during a generation's bring-up, its successor
 answers that the keys are lost, and the members form the next generation. After bring-up,
-torch.distributed does not use the store any more.
+torch.distributed uses the store only to make further process groups.
 """
 
 import asyncio
@@ -88,7 +88,8 @@ class KeySpace:
         return True
 
     async def wait_for(self, keys: tuple[str, ...]) -> None:
-        """Return once each key has been set. Raises the error given to `give_up`."""
+        """Return once each key has been set, even if one was deleted since. Raises the error given
+        to `give_up`."""
         missing = {key for key in keys if key not in self.values}
         if not missing:
             return
@@ -114,7 +115,8 @@ class KeySpace:
                 del self._wanted_with[key]
 
     def packed(self, keys: tuple[str, ...]) -> bytes:
-        """Encoded reply with the values; callers that ask for the same keys share the bytes."""
+        """Encoded reply with the values, empty for a missing key. Successive callers that ask for
+        the same keys share the bytes until a key changes."""
         if self._answer[0] != keys:
             values = [self.values.get(key, b"") for key in keys]
             reply = pb.StoreReply(values=values)
@@ -138,7 +140,8 @@ class RendezvousService(RendezvousServicer):
         self._spaces: dict[tuple[str, int], KeySpace] = {}
 
     def _space(self, token: Token) -> KeySpace:
-        """Key space of the token's generation. Raises Fenced, GenerationBroken."""
+        """Key space of the token's generation. Raises what `Registry.find_for` and
+        `JobActor.authorize_generation` raise, and GenerationBroken for keys that are lost."""
         actor = self._registry.find_for(token)
         actor.authorize_generation(token)
         key = (token.job, token.generation)

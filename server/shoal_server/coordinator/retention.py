@@ -1,7 +1,8 @@
 """Retention of jobs: jobs without members end as failed, and the records of old jobs are deleted.
 
 Only the leader does this, one job at a time, and each removal is one transaction: after a crash the
-job is either unchanged or fully processed, and the next sweep continues.
+job is either unchanged, apart from its published weights, or fully processed, and the next sweep
+continues.
 """
 
 import asyncio
@@ -81,7 +82,7 @@ class Retention:
                 pass  # the next sweep is due
 
     async def sweep(self) -> None:
-        """Do what is due for each job; a failure of one job affects no other."""
+        """Do what is due for each job; a failure of one job affects no other. Raises NotLeader."""
         self._may_remove = await self._mark.look()
         await self._forget_runs()
         actors = self._registry.actors()

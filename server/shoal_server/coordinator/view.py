@@ -25,7 +25,8 @@ from shoal_server.status.views import (
 
 
 class CoordinatorView:
-    """A StatusSource over the coordinator's own state."""
+    """A StatusSource over the coordinator's own state and, for `shards` and `output`, answers of
+    servers and launchers."""
 
     def __init__(
         self,

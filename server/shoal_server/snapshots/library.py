@@ -3,8 +3,8 @@
     URL/JOB/manifests/000000007-CUT.json                    written last
     URL/JOB/parts/000000007-CUT/shard-00012.safetensors     written before the manifest
 
-A snapshot exists if it has a manifest. Files without one are removed when a later snapshot has been
-completed. Every call blocks; call it from a thread.
+A snapshot exists if it has a manifest. Files without a readable one are removed by `keep_newest`
+once a later snapshot has been completed. Every call blocks; call it from a thread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ class SnapshotLibrary:
         )
 
     def read_part(self, part: ManifestEntry) -> bytes:
-        """Contents of one shard's file; `image_file.check` compares it with its checksum.
+        """Contents of one shard's file, which are not compared with its checksum.
 
         Raises SnapshotDamaged if the file is missing or no snapshot has a file of that name;
         Unavailable.
@@ -95,9 +95,10 @@ class SnapshotLibrary:
         return data
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest of a snapshot after checking that all its files exist.
+        """Write the manifest of a snapshot after checking that all its files have their size.
 
-        Raises SnapshotFailed if one does not, Unavailable.
+        Raises SnapshotFailed if one does not, or has a name that no snapshot's file has;
+        Unavailable, after which the manifest may have been written.
         """
         for part in manifest.parts:
             _check_reported(part)
@@ -122,7 +123,8 @@ class SnapshotLibrary:
     def keep_newest(self, num_kept: int) -> Sequence[Manifest]:
         """Remove all but the newest snapshots, and every file that no remaining snapshot refers to.
 
-        Files of a snapshot later than the newest complete one are kept: it is being written.
+        Files of a snapshot later than the newest complete one are kept: it is being written. A
+        damaged manifest stays and does not count; its files are removed as if it did not exist.
         Returns the snapshots that were removed. Raises Unavailable.
         """
         manifests = self.list()

@@ -39,7 +39,7 @@ class Manifest:
 
     job: str
     number: int
-    """Number of the snapshot; each is higher than those before."""
+    """Number of the snapshot: one above the newest undamaged one at its location."""
     cut_id: str
     lineage: str
     """Random id, replaced when the job is restored: versions after the snapshot then exist
@@ -56,7 +56,7 @@ class Manifest:
     cursor: Mapping[str, Any] | None
     """The sample ledger, from `SampleLedger.to_json`; None for a job without one."""
     training: Mapping[str, Any]
-    """Further state of the job: generation and step."""
+    """Further state of the job: generation and step; empty if they are unknown."""
 
     @property
     def num_bytes(self) -> int:

@@ -55,7 +55,7 @@ def to_part(file: ShardFile) -> ManifestEntry:
 
 
 def newest(begun: Mapping[StepId, Shards]) -> dict[str, int]:
-    """Newest step of each session."""
+    """Sequence number of each session's newest step."""
     found: dict[str, int] = {}
     for step in begun:
         found[step.session] = max(step.sequence, found.get(step.session, 0))

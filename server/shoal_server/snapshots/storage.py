@@ -22,8 +22,8 @@ WITH_FOLDERS = ("file", "memory")
 
 
 class Storage:
-    """Files below one location. Paths are relative to it, with forward slashes; a path that leads
-    out of it raises AccessDenied. Can be used from any thread."""
+    """Files below one location. Paths are relative to it, with forward slashes; a path with `..`,
+    or through a link that leads out of it, raises AccessDenied. Can be used from any thread."""
 
     def __init__(self, location: str | Location, *, url: str = "") -> None:
         """Open the storage. Raises InvalidSpec for a URL that is not an allowed kind of location,
@@ -61,7 +61,7 @@ class Storage:
     def write_pieces(self, folder: str, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
         """Write a file from pieces, replacing one that exists. `name` is called after the last
         piece. On a local disk each piece is written as it comes; a bucket gets all at once. Raises
-        Unavailable, and what `pieces` raises."""
+        Unavailable, also for an OSError of `pieces` on a local disk, and what they raise else."""
         if not self.location.is_local:
             data = b"".join(pieces)
             self.write(f"{folder}/{name()}", data)
@@ -83,7 +83,8 @@ class Storage:
         return data
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Every file below a folder with its size in bytes. Raises Unavailable."""
+        """Every file below a folder with its size in bytes, by its path below the location; empty
+        if there is no such folder. Raises Unavailable."""
         full, start = self._full(folder), len(self._root) + 1
         try:
             # Other processes write here too.
@@ -96,7 +97,8 @@ class Storage:
             raise self._failed("listed", folder, error) from error
 
     def folders(self, folder: str) -> list[str]:
-        """Names of the folders directly in a folder. Raises Unavailable."""
+        """Sorted names of the folders directly in a folder; empty if there is no such folder.
+        Raises Unavailable."""
         full = self._full(folder)
         try:
             self._files.invalidate_cache()
@@ -109,7 +111,8 @@ class Storage:
             raise self._failed("listed", folder, error) from error
 
     def remove(self, paths: Iterable[str]) -> None:
-        """Remove files, and the folders that become empty by it. Raises Unavailable."""
+        """Remove files, and each file's own folder if that is empty afterwards. A missing file is
+        skipped. Raises Unavailable; then only some may be removed."""
         parents = set()
         for path in paths:
             full = self._full(path)
@@ -133,7 +136,8 @@ class Storage:
             raise self._failed("removed", folder, error) from error
 
     def _full(self, path: str) -> str:
-        """Full path of a file. Raises AccessDenied if `..` or a link leads out of the location."""
+        """Full path of a file. Raises AccessDenied for any `..` in the path, and for a link that
+        leads out of the location."""
         full = f"{self._root}/{path}"
         is_inside = ".." not in path.split("/")
         if is_inside and self.location.is_local:
@@ -192,5 +196,6 @@ def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
 
 
 def open_below(roots: AllowedRoots, url: str) -> Storage:
-    """Storage at a URL of a caller. Raises AccessDenied outside the roots, InvalidSpec."""
+    """Storage at a URL of a caller. Raises AccessDenied outside the roots, and what `Storage`
+    raises."""
     return Storage(roots.locate(url), url=url)

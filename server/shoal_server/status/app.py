@@ -80,8 +80,8 @@ def _add_probes(app: FastAPI, reading: StatusQueries, measures: metrics.ProcessM
         responses={503: {"model": Readiness, "description": "Not leading, or without etcd."}},
     )
     async def readyz(response: Response, standby: bool = False) -> Readiness:
-        """200 while this coordinator leads and reaches etcd; 503 with the reason otherwise. With
-        `standby`, also 200 while another coordinator leads, from which this one would take over."""
+        """200 while this coordinator leads; 503 with the reason otherwise. With `standby`, also 200
+        while another coordinator is known to lead, from which this one would take over."""
         readiness = reading.source.readiness()
         stands_by = standby and bool(readiness.leader)
         response.status_code = 200 if readiness.ready or stands_by else 503

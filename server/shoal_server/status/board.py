@@ -99,7 +99,8 @@ class _JobBoard:
 
 
 class StatusBoard:
-    """Health and events of the newest 256 jobs. It belongs to one event loop and does no I/O.
+    """Health and events of the 256 jobs that were written to last. It belongs to one event loop and
+    does no I/O.
 
     For each job it keeps the newest 1000 events, and the latest report and 60 losses of each of
     the 4096 members that reported last.
@@ -133,7 +134,7 @@ class StatusBoard:
 
     def runs(self, job: str, story: ChangeSummary) -> None:
         """Record that a generation runs. The change is logged once a member has reported its pause,
-        or by `log_due_reports`."""
+        by `log_due_reports`, or before the next change; at once if no member will report."""
         self._tell(job, self._board(job).stories.runs(story, self._clock()))
 
     def log_due_reports(self, job: str) -> None:
@@ -167,7 +168,8 @@ class StatusBoard:
         return board.stories.extra_s if board else 0.0
 
     def change_totals(self, job: str) -> ChangeTotals:
-        """Cost of membership changes to the job since this coordinator began to lead."""
+        """Cost of membership changes to the job since this coordinator started, or since the job's
+        last reset."""
         board = self._jobs.get(job)
         return board.stories.totals if board else ChangeTotals()
 
@@ -203,15 +205,16 @@ class StatusBoard:
         return (board.stories, board.series) if board else None
 
     def highest(self, job: str, figure: Literal["num_steps", "checkpoint_step"]) -> int | None:
-        """Highest value of a figure that a member of the job has reported; None if none has."""
+        """Highest value of a figure in the latest reports of the job's members; None if none has
+        it."""
         board = self._jobs.get(job)
         courses = [each.latest.course for each in board.health.values()] if board else []
         reported = [getattr(course, figure) for course in courses if course is not None]
         return max((value for value in reported if value is not None), default=None)
 
     def checkpoint_unix_s(self, job: str) -> float | None:
-        """Time at which the newest checkpoint was first reported; None if the first report that
-        this coordinator got had it already."""
+        """Time at which the newest checkpoint was first reported; None without one, or if the first
+        report that this coordinator got had it already."""
         board = self._jobs.get(job)
         return board.checkpoints.unix_s if board else None
 
@@ -221,8 +224,8 @@ class StatusBoard:
         return board.checkpoints.num_bytes if board else None
 
     def writes_checkpoints(self, job: str) -> bool | None:
-        """True if a member of the job has reported that it writes checkpoints, False if all reports
-        deny it, None without such a report."""
+        """True if the latest report of a member says that it writes checkpoints, False if all that
+        mention it deny it, None without such a report."""
         board = self._jobs.get(job)
         courses = [each.latest.course for each in board.health.values()] if board else []
         said = [each.writes_checkpoints for each in courses if each is not None]
@@ -242,7 +245,8 @@ class StatusBoard:
     def events(
         self, job: str, *, after: int = 0, limit: int = 100, details: bool = True
     ) -> Sequence[EventView]:
-        """The oldest `limit` events with an id above `after`, in order."""
+        """The oldest `limit` events with an id above `after`, in order; without `details`, those
+        that are no details of another event."""
         board = self._jobs.get(job)
         known = board.events if board else ()
         found = [e for e in known if e.id > after and (details or not e.detail)]
@@ -324,7 +328,8 @@ class StatusBoard:
         return board.num_reports if board else 0
 
     def highest_step(self, job: str) -> int:
-        """Highest step that a member of the job has reported, including members that are gone."""
+        """Highest step in the newest reports of the job's members, including those that are
+        gone."""
         board = self._jobs.get(job)
         return board.highest_step if board else 0
 

@@ -65,7 +65,8 @@ async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
     """All metrics in Prometheus' text format.
 
     Only the newest 50 of the ended jobs have series of their own; `shoal_jobs` counts them all.
-    Shards that cannot be read from etcd are left out; all other metrics remain.
+    Shards of ended jobs, and shards that cannot be read from etcd, are left out; all other metrics
+    remain.
     """
     every = reading.source.jobs()
     over = sorted((j for j in every if j.state in OVER), key=lambda job: -job.since_unix_s)

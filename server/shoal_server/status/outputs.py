@@ -47,7 +47,8 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
             str | None, Query(pattern=f"^{_POSITION}$", description="Only earlier lines.")
         ] = None,
     ) -> OutputView:
-        """The newest lines of stdout and stderr, as the member's launcher keeps them."""
+        """Lines of stdout and stderr, as the member's launcher keeps them: the newest, or those
+        after or before a position."""
         return await source.output(job, member, _asker(guard, request), after, before)
 
     return api

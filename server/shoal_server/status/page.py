@@ -92,9 +92,10 @@ class PageJob(View):
     """The newest 30, newest first."""
     num_generations: int
     slow: tuple[str, ...]
-    """Members whose steps take more than 1.5 times the median step time; at most 50."""
+    """Members whose steps take more than 1.5 times the median step time; at most 50, and none if
+    fewer than three members report step times."""
     samples_per_s: float | None
-    """Sum over the members that train."""
+    """Sum over the members that train; null if none reports it."""
     mean_loss: float | None
     least_exchange_s: float | None = None
     """The shortest `exchange_s` of a member that trains; null for asynchronous jobs. The rest of
@@ -195,7 +196,8 @@ async def _states(
 
 
 class PageMaker:
-    """Makes states. Parts that all pages share, and parts that never change, are made once."""
+    """Makes states. Parts that all pages share are made at most once in FRESH_S, and parts that
+    never change once."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._reading = reading

@@ -50,8 +50,8 @@ class JobSummary(View):
     """collect, prepare, committed, running, aborted, finished, failed, stopped, lost or
     quarantined."""
     state: str
-    """running, waiting (no member has come yet), interrupted (it has no members any more),
-    finished, failed, stopped, lost or quarantined."""
+    """running (it has members), waiting (it has none, and has not trained), interrupted (it has
+    trained, and has none now), finished, failed, stopped, lost or quarantined."""
     shown_state: str
     """The state as people see it; for a running job: waiting, starting or running, by phase."""
     reason: str
@@ -76,7 +76,8 @@ class JobSummary(View):
     """Loss that was reported last; null if none was, or if the job has not ended and the report
     went to an earlier leader."""
     num_samples: int | None
-    """Samples that were trained on, over all epochs; null if members do not lease samples."""
+    """Samples that were trained on, over all epochs; null if members do not lease samples, or if
+    the number is not known here."""
     goodput: float | None
     """Share of the job's life in which it trained: generations ran, and members did not pause for a
     change. Null before the first member joined."""
@@ -93,11 +94,13 @@ class CourseView(View):
     progress: float | None = None
     """Share of the job's steps, or of its samples, that is done; null if unknown."""
     eta_s: float | None = None
-    """Estimated seconds to the job's end at its recent pace; null if unknown."""
+    """Estimated seconds to the job's end: at its recent pace if its number of steps is known, else
+    at that of its whole life; null if unknown."""
     checkpoint_step: int | None = None
     """Step of the newest checkpoint that members have reported."""
     checkpoint_unix_s: float | None = None
-    """Time at which members reported that checkpoint; null if this coordinator took over later."""
+    """Time at which members first reported that checkpoint; null if this coordinator took over
+    later."""
     checkpoint_bytes: int | None = None
     """Bytes of that checkpoint, of all members together; null if unknown."""
     writes_checkpoints: bool | None = None
@@ -123,7 +126,7 @@ class JobDetail(View):
     generations: tuple[GenerationView, ...]
     """Newest first, at most 100."""
     samples: SamplesView | None
-    """Null for a job whose members do not lease samples."""
+    """Null for a job whose members do not lease samples, or whose ledger is not open."""
     course: CourseView = field(default_factory=CourseView)
     """Progress of the job."""
     weights: tuple[PublishedSeriesView, ...] = ()
@@ -165,7 +168,7 @@ class WaitView(View):
     """Reason for the job's phase."""
     generation: int
     last_error: str
-    """Error in the member's last health report."""
+    """Error in the member's last health report; empty without one."""
     lost_shards: tuple[str, ...]
     """Lost shards of the job; one paragraph for shards that were lost together."""
 
@@ -197,8 +200,8 @@ class StatusQueries:
         self.board = board
 
     def jobs(self) -> Sequence[JobView]:
-        """List all jobs, without their generations. Raises NotLeader if another coordinator leads:
-        this one then does not know them."""
+        """List all jobs, without their generations. Raises NotLeader unless this coordinator leads:
+        only the leader knows them."""
         self._require_ready()
         return self.source.jobs()
 
@@ -226,7 +229,7 @@ class StatusQueries:
         return job
 
     def member(self, name: str, member_id: str) -> MemberView:
-        """A member of a job. Raises UnknownJob, UnknownMember."""
+        """A member of a job. Raises UnknownJob, UnknownMember, NotLeader."""
         self._require_ready()
         member = self.source.member(name, member_id)
         if member is None:
@@ -242,7 +245,8 @@ class StatusQueries:
         return member
 
     def generation(self, name: str, number: int) -> GenerationView:
-        """A decided generation. Raises UnknownJob, UnknownGeneration."""
+        """A decided generation. Raises UnknownJob, NotLeader, and UnknownGeneration for one that is
+        not among the newest 100."""
         found = {record.generation: record for record in self.job(name).generations}
         if number not in found:
             kept = f"{min(found)} to {max(found)}" if found else "none was decided yet"
@@ -357,7 +361,7 @@ class StatusQueries:
         )
 
     async def why(self, name: str, member_id: str) -> WaitView:
-        """Reason for which the member waits. Raises UnknownJob, UnknownMember."""
+        """Reason for which the member waits. Raises UnknownJob, UnknownMember, NotLeader."""
         job, member = self.job(name), self.member(name, member_id)
         lost = await self._lost_shards(name)
         health = self.board.health(name, member_id, member.public_id)
@@ -385,7 +389,7 @@ class StatusQueries:
         return shards.lost_in_words if shards is not None else ()
 
     def report(self, name: str, member_id: str, report: HealthReport) -> None:
-        """Keep a health report. Raises UnknownJob, UnknownMember, Fenced."""
+        """Keep a health report. Raises UnknownJob, UnknownMember, NotLeader, Fenced."""
         # Hundreds of reports come each second: only the member itself is looked up.
         self._require_ready()
         known = self.source.process(name, member_id) or self.member(name, member_id).public_id
@@ -413,7 +417,7 @@ class StatusQueries:
         )
 
     def events(self, name: str, after: int, limit: int, *, details: bool = True) -> EventsView:
-        """Events with ids above `after`. Raises UnknownJob."""
+        """Events with ids above `after`. Raises UnknownJob, NotLeader."""
         self.job(name)
         events = tuple(self.board.events(name, after=after, limit=limit, details=details))
         return EventsView(events=events, next_after=events[-1].id if events else after)

@@ -27,10 +27,11 @@ def scheme_for(clients: HttpClients) -> str:
 class StatusServer:
     """Serves the app during its `async with` block.
 
-    The port is bound on entry: a busy one raises AddressInUse before anything else happens, and
-    port 0 takes a free one. Signals are left to the process's own handlers. Over TLS callers need a
-    certificate, unless `clients` is "token"; with "user" there is no TLS, even if this process has
-    a certificate. The app must check callers without a certificate by other means.
+    The port is bound on entry: if it is busy, or cannot be bound, AddressInUse is raised before
+    anything else happens; port 0 takes a free one. Signals are left to the process's own handlers.
+    Over TLS callers need a certificate, unless `clients` is "token"; with "user" there is no TLS,
+    even if this process has a certificate. The app must check callers without a certificate by
+    other means.
     """
 
     def __init__(

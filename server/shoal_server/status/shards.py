@@ -55,7 +55,8 @@ class _Answer:
 class ShardReader:
     """Reads shards for the status page; the servers of a job are asked at most once a second.
 
-    A server that does not answer within a second is shown as unreachable.
+    A server that does not answer within a second is shown as unreachable, or as gone if it is not
+    registered.
     """
 
     def __init__(self, store: Keyspace) -> None:
@@ -83,8 +84,8 @@ class ShardReader:
             del self._locks[name]
 
     async def measure(self, job: str) -> Mapping[int, ShardMeasure]:
-        """Measure of each shard, as reported by its primary. Shards of silent servers are missing.
-        Raises Unavailable without etcd."""
+        """Measure of each shard, as reported by its primary. Shards of silent servers, and shards
+        without values, are missing. Raises Unavailable without etcd."""
         view = await self.read(job)
         created = view.shards if view is not None else ()
         return {

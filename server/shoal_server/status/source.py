@@ -43,11 +43,13 @@ class StatusSource(Protocol):
         ...
 
     def samples(self, job: str) -> SamplesView | None:
-        """Samples of a job; None if its members do not lease samples."""
+        """Samples of a job; None if its members do not lease samples, or if they are not in
+        memory."""
         ...
 
     async def shards(self, job: str) -> ShardsView | None:
-        """Shards of a job; None if it has no parameter shards. Raises Unavailable without etcd."""
+        """Shards of a job; None if it has no parameter shards. Raises Unavailable without etcd, and
+        InternalError for records that do not parse."""
         ...
 
     def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:
@@ -58,5 +60,6 @@ class StatusSource(Protocol):
         self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
         """Lines that a member printed: those after or before a position from an earlier answer, or
-        the newest. Raises UnknownJob, UnknownMember, AccessDenied, Unavailable."""
+        the newest. Raises UnknownJob, UnknownMember, AccessDenied, NotLeader, Unavailable,
+        Overloaded, and InvalidSpec for both positions."""
         ...

@@ -18,7 +18,8 @@ STATES = (
 )
 """States of a job, from its first member on."""
 OVER = frozenset({"finished", "failed", "stopped", "lost"})
-"""States in which a job takes no members until an operator allows joins again."""
+"""States in which a job takes no members until an operator allows joins again, or, for a finished
+one, starts a new run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Readiness(View):
     """Readiness of this coordinator, with the reason if it does not serve."""
 
     ready: bool
-    """True while this coordinator leads and reaches etcd."""
+    """True while this coordinator leads. It ceases to lead if it cannot renew its lease in etcd."""
     reason: str
     """Reason for which this coordinator is ready, or is not."""
     leader: str = ""
@@ -124,7 +125,7 @@ class GenerationView(View):
     """True if the previous generation trained on while this one was agreed. It then starts at the
     boundary, which the event boundary_agreed names."""
     digest: str = ""
-    """SHA-256 of the roster that all accepted."""
+    """SHA-256 of the roster."""
     conflicts: tuple[ConflictView, ...] = ()
 
 
@@ -154,8 +155,8 @@ class JobView(View):
 
     job: str
     phase: str
-    """collect, prepare, committed, running, aborted, finished, lost (no process holds its state any
-    more) or quarantined (its records in etcd cannot be used)."""
+    """collect, prepare, committed, running, aborted, finished, failed, stopped, lost (no process
+    holds its state any more) or quarantined (its records in etcd cannot be used)."""
     reason: str
     """Reason for the job's phase."""
     since_unix_s: float
@@ -165,10 +166,10 @@ class JobView(View):
     desired_members: int
     life: LifeView = field(default_factory=LifeView)
     state: str = "running"
-    """running (it has members), waiting (no member has joined yet), interrupted (it has trained,
-    and has no members now: new ones may continue), finished, failed (all its members left and none
-    came back), stopped (by an operator), lost or quarantined (its records in etcd cannot be used).
-    """
+    """running (it has members), waiting (it has none, and has not trained), interrupted (it has
+    trained, and has no members now: new ones may continue), finished, failed (all its members left
+    and none came back), stopped (by an operator), lost or quarantined (its records in etcd cannot
+    be used)."""
     generation: int = 0
     """The newest generation number; 0 before the first."""
     synchronous: bool = True
@@ -213,7 +214,7 @@ class EventView(View):
     """Number that rises from event to event, also over restarts of the coordinator."""
     unix_s: float
     kind: str
-    """Kind in the past tense, as in the log: generation_committed, member_lost ..."""
+    """Kind, as in the log: generation_changed, member_removed, phase_running ..."""
     reason: str
     member_id: str = ""
     generation: int = 0

@@ -96,8 +96,8 @@ class JobActor:
         etcd already."""
         self.job = job
         self.inherited_generation = job.last_generation
-        """Newest generation that another leader formed; 0 if this coordinator has led the job from
-        its start."""
+        """Newest generation that was formed before this actor existed: under another leader, or
+        before the job was quarantined. 0 if the actor has led the job from its start."""
         self.records = Records(job.spec.job, records, read_records)
         self._dependencies = dependencies
         self._driver: JobDriver[NoticeStream, Call] = JobDriver(job, dependencies.clock())
@@ -117,9 +117,11 @@ class JobActor:
     # --- from the services ---
 
     async def submit(self, event: MemberEvent) -> None:
-        """Submit the event to the state machine, and carry out the actions that follow.
+        """Submit the event to the state machine, and carry out the actions that follow. The
+        decision is durable once this returns.
 
-        If the event is refused, raises the refusal once it is durable.
+        If the event is refused, raises the refusal once its reason is durable. Raises the error
+        that ended the actor, such as NotLeader or JobQuarantined.
         """
         call = asyncio.get_running_loop().create_future()
         with self._failing_job():
@@ -127,26 +129,27 @@ class JobActor:
         await self._answered(call)
 
     async def stop(self, reason: str) -> None:
-        """Have all members leave at a step boundary. The decision is durable once this returns."""
+        """Have all members leave at a step boundary; does nothing if the job is over. The decision
+        is durable once this returns."""
         call = asyncio.get_running_loop().create_future()
         self._apply_step(self._driver.stop(reason, call, self._dependencies.clock()))
         await self._answered(call)
 
     async def abandon(self, reason: str) -> None:
-        """Declare the job failed, if it has no members."""
+        """Declare the job failed; does nothing if it has members or is over."""
         call = asyncio.get_running_loop().create_future()
         self._apply_step(self._driver.abandon(reason, call, self._dependencies.clock()))
         await self._answered(call)
 
     async def keep_result(self, result: JobResult) -> None:
-        """Store the result of the job, which is over, in its own record."""
+        """Store the result of the job in its own record; does nothing unless the job is over."""
         call = asyncio.get_running_loop().create_future()
         self._apply_step(self._driver.keep_result(result, call, self._dependencies.clock()))
         await self._answered(call)
 
     async def retry(self, reason: str, *, from_scratch: bool) -> None:
-        """Allow members to join the job again. Raises JobFinished, and InvalidSpec for a running
-        job."""
+        """Allow members to join the job again. Raises the refusal of a job that is finished or has
+        members, and without `from_scratch` of a job whose records were removed."""
         call, now_s = asyncio.get_running_loop().create_future(), self._dependencies.clock()
         self._apply_step(self._driver.retry(reason, call, now_s, from_scratch=from_scratch))
         await self._answered(call)
@@ -230,7 +233,8 @@ class JobActor:
         return [MemberProcess(m.member_id, m.incarnation) for m in members]
 
     def authorize(self, token: Token) -> None:
-        """Raise Fenced unless the token's incarnation is a member now."""
+        """Raise Fenced unless the token's incarnation is a member now; for an incarnation that was
+        expelled, the error of its refusal."""
         member = self.job.members.get(token.member_id)
         if member is None or member.incarnation != token.incarnation:
             if refusal := self.job.table.expelled.get(token.incarnation):
@@ -247,7 +251,8 @@ class JobActor:
             )
 
     def authorize_generation(self, token: Token) -> None:
-        """Raise Fenced or GenerationBroken unless the token is of a generation in force."""
+        """Raise as `authorize` does, and GenerationBroken unless the token is of a generation in
+        force."""
         self.authorize(token)
         in_force = self.generations_in_force()
         if token.generation not in in_force:
@@ -265,7 +270,8 @@ class JobActor:
         return [r.generation for r in (self.job.running, coming) if r is not None]
 
     async def record(self, generation: int, wait_s: float) -> pb.GenerationRecord:
-        """Decided record of a generation (0: the newest); waits up to `wait_s` for it."""
+        """Decided record of a generation (0: the newest); waits up to `wait_s` for it. Raises as
+        `Records.get` does."""
         return codec.record_to_pb(await self.records.get(generation, wait_s))
 
     async def end(self, why: ShoalError | None = None) -> None:

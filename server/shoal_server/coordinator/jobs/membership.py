@@ -141,8 +141,8 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
-        """Mark a process halted or continued, on the report of its launcher. Nothing is done if
-        another process has replaced it."""
+        """Mark a process halted or continued, on the report of its launcher. Nothing is done if the
+        member is gone, or if another process has replaced that one."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -257,7 +257,8 @@ def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
 
 
 def _check_not_expelled(actor: JobActor, token: Token) -> None:
-    """Raise Fenced for a process that was a member and is no longer.
+    """Raise as `JobActor.authorize` does for a process that was a member and is no longer, unless
+    the job is completing.
 
     A token with a generation was a member's. If its process is no member now, it was lost, possibly
     under an earlier leader, whose list of lost incarnations this coordinator does not have.

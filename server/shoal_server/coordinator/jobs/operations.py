@@ -13,8 +13,8 @@ from shoal_server.serving.access.caller_proof import CallerProof
 
 
 class JobOperations:
-    """Operations on jobs. Each raises UnknownJob, NotLeader, AccessDenied if the caller neither has
-    the job's secret nor is an operator, and the job's refusal."""
+    """Operations on jobs. Each raises what `Registry.find` raises, AccessDenied if the caller has
+    neither the job's secret nor another proof (`CallerProof`), and the job's refusal."""
 
     def __init__(
         self, registry: Registry, take: Callable[[str], Awaitable[object]] | None = None
@@ -24,14 +24,15 @@ class JobOperations:
         self._take = take
 
     async def snapshot(self, job: str, who: CallerProof) -> None:
-        """Take a snapshot of a job's parameters. Also raises the error that prevented it."""
+        """Take a snapshot of a job's parameters. Also raises InvalidSpec if this coordinator takes
+        none, and the error that prevented it."""
         self._found(job, who)
         if self._take is None:
             raise InvalidSpec("this coordinator takes no snapshots", expected="`shoal snapshot`")
         await self._take(job)
 
     async def stop(self, job: str, reason: str, who: CallerProof) -> JobActor:
-        """Have a job's members end at a step boundary."""
+        """Have a job's members end at a step boundary; does nothing if the job is over."""
         actor = self._found(job, who)
         await actor.stop(reason[:MAX_ERROR] or "an operator stopped it")
         return actor
@@ -42,7 +43,8 @@ class JobOperations:
         return actor
 
     async def retry(self, job: str, who: CallerProof, *, from_scratch: bool = False) -> JobActor:
-        """Allow members to join a job that failed, was stopped or is lost."""
+        """Allow members to join a job that failed, was stopped or is lost. Does nothing to a job
+        without members that is not over, except with `from_scratch`: it then starts anew."""
         self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)
 

@@ -131,7 +131,7 @@ class OutputsService(OutputsServicer):
                 del self._serving[member]
 
     async def Give(self, request: pb.GiveOutputRequest, context: Context) -> pb.GiveOutputReply:
-        """Pass an answer on to its reader; a late answer is dropped."""
+        """Pass an answer on to its reader. A late answer, or one for another member, is dropped."""
         pending = self._pending.get(request.ticket)
         is_known = pending is not None and pending.member == (request.job, request.member_id)
         if pending is not None and is_known and not pending.answer.done():
@@ -173,10 +173,12 @@ class OutputsService(OutputsServicer):
         self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
         """Lines of a member's output: after or before a position that an earlier answer gave; with
-        neither, the newest lines.
+        neither, the newest lines. For a position of an earlier launcher, `after` gives the newest
+        lines, and `before` none.
 
-        Raises what `Registry.find` raises, AccessDenied for an unknown caller without the job's
-        secret, UnknownMember if no launcher has the output, Unavailable, Overloaded.
+        Raises what `Registry.find` raises, but Unavailable for a quarantined job; InvalidSpec for
+        both positions, AccessDenied for an unknown caller without the job's secret, UnknownMember
+        if no launcher has the output, Unavailable if the launcher does not answer, Overloaded.
         """
         if after is not None and before is not None:
             raise InvalidSpec("both `after` and `before` are given", expected="one of them")
@@ -272,8 +274,8 @@ def _check(request: pb.ServeOutputRequest) -> None:
 
 
 def _owns(launcher: _Launcher, actor: JobActor, member_id: str) -> bool:
-    """True if the launcher started the member. If the member is gone, only the job's secret is
-    checked."""
+    """True if the launcher has the job's secret, if there is one, and started the member. If the
+    member is gone, only the job's secret is checked."""
     spec, member = actor.job.spec, actor.job.members.get(member_id)
     if spec.secret_digest and not proves(launcher.job_secret, spec.secret_digest):
         return False

@@ -10,7 +10,8 @@ from shoal_server.serving.access.caller_proof import CallerProof
 
 
 def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
-    """Raise AccessDenied if a member presents no secret, or another than the job's."""
+    """Raise AccessDenied if the job has a secret that the member does not present; or if the job
+    has none and `has_members`, and the member presents one."""
     if not spec.secret_digest and secret and has_members:
         raise AccessDenied(
             f"job {spec.job} was begun without a secret",
@@ -41,7 +42,8 @@ def check_asker(spec: JobSpec, who: CallerProof) -> None:
 def check_launcher(
     member: MemberState, report: ReportExitRequest | ReportHaltRequest, caller: Caller | None
 ) -> None:
-    """Raise AccessDenied if the reporting caller did not start the process."""
+    """Raise AccessDenied if the reporting caller did not start the process. For a process that no
+    launcher of Shoal started, any caller without TLS is accepted, and over TLS an operator."""
     digest = member.info.launch_digest
     if digest:
         is_accepted = proves(report.launch_secret, digest)

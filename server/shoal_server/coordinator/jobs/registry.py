@@ -122,7 +122,8 @@ class Registry:
 
     async def read(self, prepare: Prepare) -> None:
         """Read every job that has members, and call `prepare` for each. Only the state record of
-        other jobs is read.
+        other jobs is read. Keys of members whose job does not exist are deleted. Raises what the
+        store raises.
 
         No job's timers start before `begin`, so the order of reading does not matter.
         """
@@ -140,7 +141,7 @@ class Registry:
 
     def begin(self) -> list[JobActor]:
         """Start to serve jobs, and start their timers. Jobs that are not read yet are read in the
-        background."""
+        background. Returns the actors of the jobs that `read` has read whole."""
         now_s = self._dependencies.clock()
         taken = [self._take_up(stored, now_s) for stored in self._read_ahead]
         for state in self._finished:
@@ -230,7 +231,8 @@ class Registry:
         return self._quarantine.jobs
 
     async def take_up_again(self, name: str) -> JobActor | None:
-        """Continue a quarantined job from its records in etcd; None if it has none any more.
+        """Continue a quarantined job from its records in etcd; None if it has none any more. A job
+        that is not quarantined is left as it is.
 
         Raises JobQuarantined if it still cannot continue, Unavailable, NotLeader.
         """
@@ -309,7 +311,8 @@ class Registry:
         return name not in self._quarantine and not any(name in each for each in tables)
 
     def find_or_create(self, spec: JobSpec) -> JobActor:
-        """The job's actor; created when its first worker arrives."""
+        """The job's actor; created when its first worker arrives. Raises NotLeader, JobQuarantined,
+        Unavailable, and Overloaded if there are too many jobs."""
         self.require_leading()
         self._require_usable(spec.job)
         if spec.job not in self._actors:
@@ -336,12 +339,13 @@ class Registry:
             )
 
     async def authorize(self, token: Token) -> None:
-        """Raise Fenced unless the token's incarnation is a member of its job now."""
+        """Raise as `find_for` and `JobActor.authorize` do unless the token's incarnation is a
+        member of its job now."""
         self.find_for(token).authorize(token)
 
     def find_for(self, token: Token) -> JobActor:
-        """Actor of the token's job. Raises what `find` raises, and JobFinished for a token of an
-        earlier run."""
+        """Actor of the token's job. Raises what `find` raises, JobFinished for a token of an
+        earlier run, and AccessDenied for a token without the job's secret."""
         actor = self.find(token.job)
         self.check_run(token)
         check_member(actor.job.spec, token.job_secret, has_members=False)
@@ -357,7 +361,8 @@ class Registry:
     async def forgetting(self, job: str) -> AsyncIterator[JobActor | None]:
         """Refuse all calls for the job during the block; drop the job if the block succeeds.
 
-        Raises JobInUse if the job has members.
+        Raises JobInUse if the job has members, NotLeader, and Unavailable if the job is read or
+        reset at present.
         """
         self.require_leading()
         self._require_settled(job)
@@ -391,8 +396,8 @@ class Registry:
         await actor.end()
 
     async def retry(self, job: str, *, from_scratch: bool) -> JobActor:
-        """Allow members to join a job that is over. Raises what `find` raises, JobFinished, and
-        InvalidSpec for a running job."""
+        """Allow members to join a job that is over. Raises what `find` and `JobActor.retry`
+        raise."""
         actor = self.find(job)
         await actor.retry("an operator lets it be joined again", from_scratch=from_scratch)
         task = self._tasks.get(job)
@@ -401,8 +406,8 @@ class Registry:
         return actor
 
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:
-        """Declare the member lost. Raises Fenced if it is no longer a member, UnknownJob,
-        NotLeader."""
+        """Declare the member lost. Raises what `find` raises, and Fenced if it is no longer a
+        member."""
         await self.find(job).submit(events.MemberLost(**who._asdict(), reason=reason))
 
     @property

@@ -211,7 +211,8 @@ def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
 
 
 def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
-    """Error of the class that the refusal names, with conflicts and generation as details."""
+    """Error of the class that the refusal names, or InternalError for an unknown name, with
+    conflicts, generation and the replacing process as details."""
     kind = getattr(errors, refusal.kind, InternalError)
     details = {c.field: str(c) for c in refusal.conflicts}
     details["generation"] = str(generation)

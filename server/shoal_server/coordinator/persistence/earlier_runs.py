@@ -32,7 +32,7 @@ class EarlierRuns:
     last_generation: Generation
     """Highest generation of any of them."""
     expelled: tuple[str, ...] = ()
-    """Incarnations of members that were lost, oldest first."""
+    """Incarnations of members that were expelled, oldest first; at most MAX_EXPELLED."""
     ended_unix_s: float = 0.0
     """Time of the last reset: snapshots taken before it do not belong to the current run."""
 

@@ -37,7 +37,8 @@ class Records:
         """Set, and replaced by another, at the next record."""
 
     async def fill(self) -> None:
-        """Read the other records, at the first call. Raises JobQuarantined, Unavailable."""
+        """Read the other records, at the first call that succeeds. Raises JobQuarantined,
+        Unavailable."""
         if self._read is None:
             return
         for record in await self._read():
@@ -68,7 +69,7 @@ class Records:
     async def get(self, generation: int, wait_s: float) -> GenerationRecord:
         """Record of a generation (0: the newest); waits up to `wait_s` for it.
 
-        Raises UnknownGeneration, and JobQuarantined if a record in etcd cannot be read.
+        Raises UnknownGeneration if there is none, or if it is not kept any more; and as `fill`.
         """
         await self.fill()
         try:

@@ -60,7 +60,7 @@ class JobSurvey:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredJob:
-    """An unfinished job as stored in etcd."""
+    """A job as stored in etcd. For a finished one, the registry leaves out all but `state`."""
 
     state: StateRecord
     records: Sequence[GenerationRecord]
@@ -186,8 +186,8 @@ class StoredJobs:
         )
 
     async def records(self, job: str) -> list[GenerationRecord]:
-        """The newest decided records, oldest first: 100 (fewer if they have many members), or more
-        if needed to include two committed ones. Raises JobQuarantined."""
+        """The newest decided records, oldest first: some 100 (fewer if they have many members), or
+        more if needed to include two committed ones. Raises JobQuarantined."""
         reading = _Reading()
         await self._read_newest(job, reading)
         return reading.records[::-1]

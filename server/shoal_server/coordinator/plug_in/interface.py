@@ -1,7 +1,8 @@
 """Interface of a plug-in, with which a coordinator serves more than the membership of jobs.
 
 The coordinator calls a `PlugIn` to add services, when it resets or removes jobs, and for the status
-page. The base class adds nothing. `Host` is the part of the coordinator that a plug-in may use.
+page. The services of the base class refuse every call. `Host` is the part of the coordinator that a
+plug-in may use.
 There is one plug-in, `parameters`: shards of parameters on servers, with their snapshots, and the
 samples and clocks of members that train at their own pace. `plugged_in` imports it only if the
 coordinator is to serve parameters.
@@ -57,7 +58,8 @@ class PublishedCut:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The coordinator, as a plug-in sees it. Functions that take a job accept any name."""
+    """The coordinator, as a plug-in sees it. Functions that take a job accept any name, except
+    `declare_lost`."""
 
     store: LeaderStore
     board: StatusBoard
@@ -65,18 +67,20 @@ class Host:
     clock: Callable[[], float]
     """Returns Unix seconds that never jump."""
     authorize: Callable[[Token], Awaitable[None]]
-    """Raises Fenced unless the token's process is a member of its job now."""
+    """Raises Fenced, or what `Registry.authorize` raises, unless the token's process is a member of
+    its job now."""
     require_leading: Callable[[], None]
     """Raises NotLeader."""
     declare_lost: Callable[[str, MemberProcess, str], Awaitable[None]]
-    """Takes (job, member, reason)."""
+    """Takes (job, member, reason). Raises as `Registry.declare_lost` does."""
     quarantine: Callable[[str, Exception], object]
     """Takes a job with which the plug-in cannot continue, and the error."""
     num_members: Callable[[str], int]
     training: Callable[[str], Mapping[str, int]]
-    """Returns the highest generation and step of a job's members."""
+    """Returns the highest generation in force, and the highest step of a job's members; empty for a
+    job that is not known."""
     reset_unix_s: Callable[[str], float]
-    """Returns the time of a job's last reset; 0 if it was never reset."""
+    """Returns the time of a job's last reset; 0 if none is known."""
     stuck_after_s: float
     """Longest time for which a member may hold up the others."""
     call_wait_s: float
@@ -128,13 +132,13 @@ class PlugIn:
         self, job: str, request_to: Callable[[str], PublishCutRequest]
     ) -> PublishedCut:
         """Have servers keep a cut of the job's tables as segments; `request_to` makes the request
-        to a server."""
+        to a server. Without an override, raises NoServers."""
         raise _not_served()
 
     # --- retention, reset and repair ---
 
     def closed(self, job: str) -> AbstractAsyncContextManager[None]:
-        """Context in which nothing is written for the job."""
+        """Context in which no samples of the job are written."""
         return _nothing()
 
     def forget(self, job: str) -> None:
@@ -163,7 +167,7 @@ class PlugIn:
         return {}
 
     def samples(self, job: str) -> SamplesView | None:
-        """Samples of a job; None if its members lease none."""
+        """Samples of a job; None if its members lease none, or if its ledger is not open here."""
         return None
 
     async def shards(self, job: str) -> ShardsView | None:
@@ -172,7 +176,7 @@ class PlugIn:
 
 
 def plugged_in(host: Host, options: ParameterOptions | None) -> PlugIn:
-    """Import and return the plug-in for parameters; without options a PlugIn that adds nothing."""
+    """Import and return the plug-in for parameters; without options a PlugIn that refuses calls."""
     if options is None:
         return PlugIn()
     module, kind = PARAMETERS

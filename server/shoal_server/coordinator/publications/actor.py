@@ -74,8 +74,8 @@ class SeriesActor:
         self._view: pb.SeriesView | None = None
 
     async def ask(self, event: Callable[[Call], Event]) -> Answer:
-        """Submit a request, and wait for its answer. Raises the refusal, and NotLeader when the
-        term ends."""
+        """Submit a request, and wait for its answer. Raises the refusal, or the error with which
+        the actor ends: NotLeader when the term ends."""
         self.check_lives()
         call: Call = object()
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -89,13 +89,14 @@ class SeriesActor:
                 self.submit(ContributorLeft(call=call))
 
     def submit(self, event: Event) -> None:
-        """Step the core with the event, and carry out the effects."""
+        """Step the core with the event, and carry out the effects. Does nothing after `end`."""
         if self.ended is None:
             for effect in self.series.step(event, self._clock()):
                 self._carry_out(effect)
 
     def report(self, report: ReaderReport) -> tuple[list[int], list[int]]:
-        """Apply a reader's report; see `PublishedSeries.report`."""
+        """Apply a reader's report; see `PublishedSeries.report`. Raises as that does, and as
+        `check_lives` does."""
         self.check_lives()
         answer = self.series.report(report, self._clock())
         self.submit(TimePassed())  # versions can be dropped once leases have ended

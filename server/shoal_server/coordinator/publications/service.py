@@ -129,7 +129,8 @@ class WeightSeriesService(WeightSeriesServicer):
         await self._tasks.close()
 
     def series(self) -> Sequence[SeriesActor]:
-        """All series, by name."""
+        """All series that are known here, by name; also one that nobody has published yet, while a
+        call or watch is open."""
         return [actor for _, actor in sorted(self._actors.items())]
 
     def series_of(self, job: str) -> Sequence[SeriesActor]:
@@ -138,8 +139,9 @@ class WeightSeriesService(WeightSeriesServicer):
 
     async def clear(self, job: str, *, forgets_numbers: bool) -> bool:
         """Drop all versions of a job that is removed or started over; True if there were any. Later
-        versions continue the numbers, unless `forgets_numbers` deletes the series as well. Raises
-        Unavailable while etcd cannot be reached, NotLeader."""
+        versions continue the numbers, unless `forgets_numbers` deletes the series as well. A series
+        that cannot be read stays. Raises Unavailable while etcd cannot be reached, NotLeader, and
+        the error with which a series ended; the versions of some series may then be gone."""
         had_any = any(each.series.head.kept for each in self.series_of(job))
         try:
             async with asyncio.timeout(CLEARED_WITHIN_S):
@@ -193,8 +195,8 @@ class WeightSeriesService(WeightSeriesServicer):
     # --- finding a series ---
 
     async def _find(self, name: str) -> SeriesActor:
-        """Actor of a series, which may not have been published yet. Raises NotLeader, and the error
-        of reading its records."""
+        """Actor of a series, which may not have been published yet. Raises NotLeader, InvalidSpec
+        for a bad name, Overloaded, and the error of reading its records."""
         self._require_leading()
         messages.checked_series(name)
         actor = self._actors.get(name)

@@ -50,7 +50,8 @@ class SeriesWriter:
         """Write the head and versions; False if another coordinator has written the head.
         `versions`: all that exist after the write.
 
-        Retries through outages of etcd. Raises NotLeader, and refusals of etcd.
+        Retries through outages of etcd. If this coordinator no longer leads, retries until it is
+        cancelled, as the term ends. Raises refusals of etcd.
         """
         used = {version.layout_digest.hex() for version in versions}
         head = Put(keys.series_head(self._name), records.encode_head(write.head))
@@ -74,7 +75,8 @@ class SeriesWriter:
             return True
 
     async def _written(self, head: Put, operations: Sequence[Operation]) -> Revision | None:
-        """The revision of the write; None if another coordinator has written the head."""
+        """The revision of the write; None if another coordinator has written the head. Repeats the
+        write after each RetryError."""
         pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         condition = unchanged_since(head.key, self._revision)
         while True:
@@ -152,7 +154,7 @@ async def read_all(store: LeaderStore) -> tuple[dict[str, SeriesWithWriter], dic
 async def read_one(store: LeaderStore, name: str) -> SeriesWithWriter:
     """Read one series; an empty one if there is none of that name.
 
-    Raises InternalError for records that cannot be read.
+    Raises InternalError for records that cannot be read, and what the store raises.
     """
     listed = (await store.range(f"{keys.SERIES}{name}/")).items
     layouts = await store.keys(keys.series_layouts(name))

@@ -28,7 +28,7 @@ class Stores:
     def __init__(
         self, store: LeaderStore, calls: ServerCalls, on_change: Callable[[], object]
     ) -> None:
-        """`on_change` is called after a server was added, removed, or got another address."""
+        """`on_change` is called after the record of a server was added, removed or changed."""
         self._calls = calls
         self._mirror: PrefixMirror[Server] = PrefixMirror(
             store, keys.SERVERS, _parsed, on_change=on_change, resync=True

@@ -94,7 +94,7 @@ def kind_of(job: str, key: str) -> RecordKind | None:
 
 
 async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
-    """All keys of a job. Raises what the store raises."""
+    """All keys from which a coordinator continues a job. Raises what the store raises."""
     items: list[KeyValue] = []
     for prefix in (keys.job_prefix(job), keys.members(job), keys.assignments(job)):
         items += (await store.range(prefix)).items
@@ -103,7 +103,8 @@ async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
 
 
 def broken(job: str, items: Sequence[KeyValue], check_other: CheckRecord) -> list[FaultyRecord]:
-    """Records of a job that cannot be read. `check_other` checks those of the plug-in."""
+    """Records of a job that cannot be read; each is read by itself. `check_other` checks those of
+    the plug-in."""
     bad = []
     for item in items:
         kind = kind_of(job, item.key)

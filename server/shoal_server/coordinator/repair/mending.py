@@ -27,9 +27,9 @@ def mended_state(
     """Reconstruct a job's record from its readable fields. Other fields follow from the numbers of
     the job's generations and their readable records.
 
-    If the record does not say in which generation the job trained last, that is assumed to be its
-    newest one, so that the job never starts again from initial values. Raises UnreadableRecord if
-    neither the record nor `bounds` gives the bounds.
+    If the record does not say in which generation the job trained last, that is assumed to be the
+    newest one whose record does not show the contrary, so that the job never starts again from
+    initial values. Raises UnreadableRecord if neither the record nor `bounds` gives the bounds.
     """
     try:
         fields = Fields.parsed(data)

@@ -1,7 +1,8 @@
 """The Repairs service: shows why a job is quarantined, and continues it without the broken records.
 
-A record that cannot be read is copied to a key under a separate prefix, unchanged, in the
-transaction that deletes it: nothing is destroyed. Then the job is read again, as by a new leader.
+A record that cannot be read, and that a repair may replace, is copied to a key under a separate
+prefix, unchanged, in the transaction that deletes or rewrites it (the deltas of a ledger before
+that): nothing is destroyed. Then the job is read again, as by a new leader.
 """
 
 import time
@@ -75,8 +76,8 @@ class RepairService(RepairsServicer):
     async def _mend(
         self, request: pb.RepairRequest, items: Sequence[KeyValue], broken: Iterable[FaultyRecord]
     ) -> dict[str, str]:
-        """Move the broken records aside. Returns the new key of each. Raises InvalidSpec if the
-        bounds are unknown."""
+        """Move the broken records aside. Returns the new key of each that was not changed
+        meanwhile. Raises InvalidSpec if the bounds are unknown; some may be moved by then."""
         job, stamp = request.job, time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         moved = {}
         for each in broken:

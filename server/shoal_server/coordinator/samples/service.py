@@ -7,15 +7,17 @@ coordinator steps down or ends (`stored_ledger`).
 A member with a reserve gets a range only once the lease is in etcd, and works on its reserve
 meanwhile. It repeats its reports of completed samples until etcd has them. So no progress of such a
 member is lost if the leader dies. A member without a reserve is answered from memory: after the
-leader's death, samples of the last quarter of a second may be leased again. No sample is ever
-skipped, since etcd never counts a sample before it is completed.
+leader's death, samples completed since the last write (a quarter of a second; longer with many jobs
+or without etcd) may be leased again. No sample is ever skipped, since etcd never counts a sample
+before it is completed.
 
 The ledger that a new leader reads may hold leases of members that are gone, or that now hold other
 ranges. When the ledger is opened, members that are not in etcd lose their leases. The leases of the
 others are corrected by their next requests, which name the ranges that they hold.
 
 Each write is conditional on the record that this coordinator read or wrote last. So a deposed
-coordinator fails to write, and closes the ledger; a later call reads it from etcd again.
+coordinator fails to write, and closes the ledgers when it steps down. A ledger whose record has
+changed is closed at once; a later call reads it from etcd again.
 """
 
 import asyncio
@@ -130,7 +132,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
     """Leases samples to members during its `async with` block.
 
     `authorize` is called with the token of each request, and raises Fenced, UnknownJob, NotLeader
-    ... The ledgers of the 256 jobs used last are kept open.
+    ... The ledgers of the 256 jobs used last are kept open, and more while all have changes that
+    are not written.
     """
 
     def __init__(
@@ -229,7 +232,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return ledger.to_json() if ledger is not None else None
 
     async def counts(self, job: str) -> LedgerCounts | None:
-        """Counts of a job's ledger, open or not; None if it has none. Raises as `books`."""
+        """Counts of a job's ledger, open or not; None if it has none. Raises as `books` does."""
         ledger = await self._ledger(job)
         return ledger.counts() if ledger is not None else None
 
@@ -261,7 +264,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         """Write all ledgers whole and close them: call it when stepping down.
 
         The successor then reads one value for each job. If another coordinator leads already, the
-        writes fail without harm.
+        writes fail without harm. Ledgers not written within HAND_OVER_WITHIN_S are closed as well.
         """
         try:
             async with asyncio.timeout(HAND_OVER_WITHIN_S):
@@ -309,7 +312,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             raise
 
     async def _opened(self, job: str, dataset_size: int, num_epochs: int) -> _OpenLedger:
-        """The job's ledger: open, read from etcd, or new. Raises ProposalConflict."""
+        """The job's ledger: open, read from etcd, or new. Raises ProposalConflict for another
+        dataset, and the error of reading the ledger."""
         opened = self._open.get(job)
         if opened is None:
             async with self._opening:
@@ -385,7 +389,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 continue
 
     async def _write_all(self, *, whole: bool = False) -> int:
-        """Write the ledgers that have changes. Returns their number."""
+        """Write the ledgers that have changes; with `whole`, those with deltas as well. Returns
+        their number, written or not."""
         async with self._writing:
             due = [
                 (job, opened)

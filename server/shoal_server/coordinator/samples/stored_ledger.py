@@ -6,8 +6,8 @@ one transaction, so that a reader always finds the ledger as of one write. Delta
 which a restored backup of etcd may leave, are ignored.
 
 A base replaces only the base that this coordinator read or wrote last, and a delta is written only
-if its number is free. A coordinator that opens a ledger writes a base first, after which no other
-coordinator can add deltas.
+if its number is free. The first write of a coordinator that has opened a ledger is a base; from
+then on no coordinator that read an earlier base can add deltas.
 """
 
 import json
@@ -72,7 +72,8 @@ class StoredLedger:
         self._base_bytes = 0
 
     async def read(self) -> SampleLedger | None:
-        """The ledger as of the newest write; None if there is none. Raises JobQuarantined."""
+        """The ledger as of the newest write; None if there is none. Raises JobQuarantined, and what
+        the store raises."""
         key, prefix = keys.sample_ledger(self._job), keys.sample_deltas(self._job)
         result = await self._store.transact([], [Get(key), Get(prefix, prefix=True)])
         bases, delta_items = result.reads
@@ -85,13 +86,17 @@ class StoredLedger:
 
     @property
     def is_whole(self) -> bool:
-        """True if there are no deltas after the base."""
+        """True if this coordinator has written no deltas since its last base. Deltas of an earlier
+        coordinator, which `read` found, are not counted."""
         return self._num_deltas == 0
 
     async def write(self, ledger: SampleLedger, *, whole: bool = False) -> bool:
-        """Make the current ledger durable. False if another coordinator has written it.
+        """Make the current ledger durable. False if the record is not the one that this coordinator
+        read or wrote last.
 
-        Raises Unavailable if nothing was written; the next call writes all changes.
+        Raises NotLeader, or another RetryError if nothing was written or the result could not be
+        read back. The next call then writes all changes, or returns False if this write took effect
+        after all.
         """
         touched = ledger.take_touched()
         try:
@@ -134,7 +139,8 @@ class StoredLedger:
     async def _transact(
         self, compares: Sequence[Compare], operations: Sequence[Operation], put: Put
     ) -> Revision | None:
-        """The revision of the write; None if its conditions did not hold."""
+        """The revision of the write, which is read back if the outcome is unknown. None if its
+        conditions did not hold."""
         try:
             result = await self._store.transact(compares, operations)
         except RetryError as error:

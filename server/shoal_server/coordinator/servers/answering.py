@@ -34,7 +34,8 @@ async def answering(addresses: Mapping[Holder, str]) -> dict[Holder, str]:
 
 async def servers_for(store: LeaderStore, choose: Choose, job: str) -> Mapping[Holder, str]:
     """Servers to which a job's shards may be assigned now, with their addresses. `choose` leaves
-    out dead servers, which stay registered until their lease ends. Raises NoServers."""
+    out dead servers, which stay registered until their lease ends. Raises NoServers, and what the
+    store raises."""
     listed = await shard_map.takers(store)
     present = await choose(listed)
     if not present:

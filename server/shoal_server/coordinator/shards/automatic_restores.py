@@ -41,9 +41,9 @@ class AutomaticRestores:
         """Reason why each job is not restored, once known."""
 
     def outcome(self, job: str) -> RestoreAttempt | None:
-        """Reason why the job is not restored; None while it may still be restored. The first call
-        starts the restore, which is retried until `forget` if storage, etcd or servers cannot be
-        reached."""
+        """Reason why the job is not restored; None if none is known. The first call starts the
+        restore, which is retried until `forget` if storage, etcd or servers cannot be reached. A
+        restore that is retried, or takes longer than REPORTED_AFTER_S, goes on despite a reason."""
         if self._restore is None:
             return RestoreAttempt(is_restored=False)
         if job not in self._wanted:

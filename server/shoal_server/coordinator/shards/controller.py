@@ -1,7 +1,7 @@
 """Shard controller: keeps enough copies of each shard, balances loads, empties leaving servers.
 
-It only writes shard assignments to etcd. Servers carry them out, and fail over among themselves
-without the controller, so nothing is lost while no coordinator leads.
+It only writes shard assignments to etcd, and deletes those of jobs that cannot continue. Servers
+carry them out, and fail over among themselves without the controller while no coordinator leads.
 """
 
 import asyncio
@@ -45,7 +45,8 @@ JOBS_AT_ONCE = 16
 RECONCILE_WITHIN_S = 120.0
 """Time limit for one job; thousands of shards take seconds."""
 LOOK_AGAIN_S = 1.0
-"""Interval for a job with an absent or suspected server: short enough to follow an absence."""
+"""Interval for a job with an absent or suspected server, short enough to follow an absence; and for
+a job that could not be reconciled for now."""
 MEASURE_EACH_S = 10.0
 MEASURES_AT_ONCE = 16
 
@@ -81,7 +82,7 @@ class ShardController:
         self._loads: defaultdict[str, AbandonedLoads] = defaultdict(AbandonedLoads)
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
-        """Reason why the shards of each job are left unchanged, which is logged once."""
+        """Reason why the shards of each job are left unchanged, which is logged when it begins."""
         self._due: set[str] = set()
         """Jobs to be looked at."""
         self._again: set[str] = set()

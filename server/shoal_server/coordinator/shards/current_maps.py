@@ -36,7 +36,7 @@ class CurrentMaps:
 
     async def read(self, job: str) -> ShardMap | None:
         """The layout with each shard's primary; None if there is none. It is shared: do not change
-        it. Raises what `shard_map.read_current` raises."""
+        it. Raises what `ShardMapReader.read` and `shard_map.fill` raise."""
         read = self._reads.setdefault(job, _Read())
         self._reads.move_to_end(job)
         begun_before = read.begun

@@ -79,10 +79,13 @@ class LossAcceptance:
 
     async def accept(self, request: AcceptLossRequest) -> AcceptLossReply:
         """Give up the requested lost shards, or all lost ones if the request names none. Shards
-        that were given up before are listed again in the reply; all others are unchanged.
+        that were given up before are listed again in the reply; all others are unchanged. A dry run
+        changes nothing.
 
         Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store raises, and
-        InvalidSpec if the request has to choose the treatment of the samples, and does not.
+        InvalidSpec for a bad name, or if the request has to choose the treatment of the samples,
+        and does not. Raises as `SampleBooks.counts` does. If etcd fails between two transactions,
+        some shards are given up already.
         """
         self._require_leading()
         job, by = request.job, request.by[:MAX_BY_LENGTH] or "somebody"

@@ -175,7 +175,8 @@ class ShardsService(ShardsServicer):
         request: PlaceRequest,
         parameters: Sequence[placement.Parameter],
     ) -> ShardMap:
-        """Write the first map, or return the one that another call wrote meanwhile."""
+        """Write the first map, or return the one that another call wrote meanwhile. Raises
+        NoServers, InvalidSpec for a map that is too large, and what the store raises."""
         addresses = await servers_for(self._store, self._choose, job)
         # Checked again: the job may have been started over while servers were checked.
         await self._authorize(request.token)
@@ -300,7 +301,7 @@ def _digest(parameters: Sequence[placement.Parameter], tables: Sequence[TableSpe
 def _conflict(
     job: str, seen: Sequence[placement.Parameter], expected: Sequence[placement.Parameter]
 ) -> ShoalError:
-    """ShapeMismatch if only shapes differ, else ProposalConflict. Names the parameters that
+    """ShapeMismatch if only shapes differ, else ProposalConflict. Names the first 8 parameters that
     differ."""
     differences = placement.find_differences(seen, expected)
     names = {p.name for p in seen} == {p.name for p in expected}

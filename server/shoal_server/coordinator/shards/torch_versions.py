@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 
 
 class TorchVersions:
-    """Logs a warning if servers run different versions of torch, once for each mixture.
+    """Logs a warning if servers run different versions of torch, once for each change of mixture.
 
     Mixtures are allowed, since servers are upgraded one after the other and each version computes
     correctly. But a kernel may round differently in another version, so that a copy may differ from

@@ -56,7 +56,8 @@ class SnapshotLoader:
         present: Mapping[Holder, str],
     ) -> JobAssignments:
         """Have every shard loaded by its primary; return the final assignments. Raises the error of
-        a server that is still present, and NoServers if none is left."""
+        a server that is still present, or of any after MAX_CHOICES; NoServers if none is left; and
+        as `_reassign`."""
         to_load: Collection[ShardAssignment] = wanted.shards
         for choice in range(1, MAX_CHOICES + 1):
             failed = await self._load(library, manifest, to_load, present)
@@ -115,7 +116,8 @@ class SnapshotLoader:
         present: Sequence[Holder],
     ) -> dict[int, ShardAssignment]:
         """Reassign the shards that the servers in `gone` have not loaded. Returns the new
-        assignments. Raises DeadlineExceeded if another restore has replaced this one."""
+        assignments. Raises DeadlineExceeded if another restore has replaced this one, or if records
+        changed at each of MAX_TRIES attempts."""
         of_run = keys.assignments_of_run(wanted.job, wanted.run)
         moved: dict[int, ShardAssignment] = {}
         for _ in range(MAX_TRIES):

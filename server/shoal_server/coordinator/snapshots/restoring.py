@@ -5,7 +5,8 @@ the sample ledger by that of the cut. So even if this coordinator dies, the job 
 each shard is held by a server or known to be lost. Every server then drops its shards of the job,
 and loads the shards whose primary it is; backups are created as usual. If a server leaves or ends
 before it has loaded, others load its shards (`loading`). If a server that stays cannot load, all
-shards that the job had before are recorded as lost: no job has half of a snapshot.
+shards that had values are recorded as lost, and the records of a job that had no shards are
+deleted: no job has half of a snapshot.
 """
 
 import asyncio
@@ -71,7 +72,7 @@ class RestoreResult:
     servers: Sequence[str]
     """Servers that are primaries of the job's shards now."""
     lost: Sequence[ShardAssignment]
-    """Lost shards, as assigned before."""
+    """Shards that had been lost, as assigned before."""
 
 
 class SnapshotRestorer:
@@ -100,7 +101,9 @@ class SnapshotRestorer:
 
         Raises JobFinished; JobInUse if the job has members, unless `under_members`;
         ProposalConflict if its shards are cut differently now; UnknownSnapshot, SnapshotDamaged,
-        NoServers, Unavailable.
+        NoServers, DeadlineExceeded if its records change meanwhile, Unavailable. Raises the error
+        of a server that cannot load; then all shards that had values are recorded as lost, or the
+        records of a job that had no shards are deleted.
         """
         job = library.job
         self.under_way[job] += 1
@@ -110,7 +113,8 @@ class SnapshotRestorer:
             self.under_way -= Counter([job])
 
     async def restored_from(self, job: str) -> RestoredFrom | None:
-        """The snapshot from which the job was restored last. Raises InternalError."""
+        """The snapshot from which the job was restored last; None if it never was. Raises
+        InternalError, and what the store raises."""
         return await restored_from.read(self._store, job)
 
     async def _restore(

@@ -95,13 +95,16 @@ class SnapshotService(SnapshotsServicer):
         return pb.RestoreSnapshotReply(snapshot=summary, servers=restored.servers)
 
     def is_restoring(self, job: str) -> bool:
-        """True while servers load the job's shards and this coordinator waits for them."""
+        """True while this coordinator restores the job."""
         return job in self._restorer.under_way
 
     async def restore_lost(self, job: str) -> RestoreAttempt:
-        """Restore a job that has lost shards, even if it has members. The newest snapshot of its
-        current shards is used; if there is none, the snapshot from which they were restored.
-        Raises as `SnapshotRestorer.restore` does, except for a missing snapshot."""
+        """Restore a job that has lost shards, even if it has members. The newest snapshot is used
+        if it is of the current shards; else the snapshot from which they were restored; if they
+        never were, the newest one, unless it was taken before the job's last reset.
+
+        Returns the reason if there is no such snapshot, or no --snapshot-url. Raises as
+        `SnapshotRestorer.restore` does, except for a missing snapshot."""
         if not self._policy.url:
             return _not_restored("The coordinator was started without --snapshot-url")
         library = await self._library("", job)

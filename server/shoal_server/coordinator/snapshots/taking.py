@@ -8,7 +8,9 @@
     Write    every server writes its frozen shards; unchanged ones keep their earlier file
     commit   the manifest is written last
 
-If any of it fails, every server admits all pushes again, and no snapshot is left.
+If Close or Freeze fails, another cut is tried, three in all. If the last one or a later step fails,
+every server admits all pushes again, at the latest after its own time limit, and the snapshot's
+files are removed.
 """
 
 import asyncio
@@ -109,8 +111,9 @@ class SnapshotTaker:
     async def take(
         self, library: SnapshotLibrary, *, only_if_changed: bool = False
     ) -> TakenSnapshot:
-        """Take a snapshot. Raises SnapshotFailed, StateLost, Unavailable; then nothing of it is
-        left.
+        """Take a snapshot. Raises SnapshotFailed, StateLost, and what the store, the storage and
+        the servers raise. Then its files are removed; those that cannot be are removed after a
+        later snapshot.
 
         With `only_if_changed`, the newest snapshot is returned if no shard has changed since.
         """
@@ -155,8 +158,8 @@ class SnapshotTaker:
         """Take a cut and have the servers keep it as segments of published weights.
 
         `request_to` returns the request for a server id. Waits while a snapshot of the job is
-        taken. Raises SnapshotFailed, StateLost, Unavailable, Overloaded; then nothing of the cut is
-        left except segments that no version names.
+        taken. Raises SnapshotFailed, StateLost, and what the store and the servers raise; then
+        nothing of the cut is left except segments that no version names.
         """
         async with self._locks.setdefault(job, asyncio.Lock()):
             await self._check_has_shards(job)
@@ -248,7 +251,8 @@ class SnapshotTaker:
     async def _frozen(
         self, job: str, lineage: str, before: Manifest | None
     ) -> tuple[_Cut, _Frozen]:
-        """Make a cut, in several attempts, since shards may move and servers may die meanwhile."""
+        """Make a cut, in three attempts, since shards may move and servers may die meanwhile. Only
+        the last one accepts pushes that are in some shards and not in others."""
         for attempt, wait_s in enumerate(WAITS_S, 1):
             is_last = attempt == len(WAITS_S)
             cut = await self._planned(job, lineage, before)
@@ -370,7 +374,7 @@ def _without_shards(job: str) -> SnapshotFailed:
 
 
 def _check_complete(layout: ShardMap, stamps: Mapping[str, Sequence[pb.ShardStamp]]) -> None:
-    """Raise unless exactly one server froze each shard."""
+    """Raise SnapshotFailed unless exactly one server froze each shard."""
     taken = sorted(stamp.shard_id for each in stamps.values() for stamp in each)
     expected = sorted(shard.shard_id for shard in layout.shards)
     if taken != expected:

@@ -81,11 +81,11 @@ class SessionView:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(use_attribute_docstrings=True)
     name: str
-    """Name of the token; empty if the server asks for none."""
+    """Name of the token; empty for a caller that needs none, and for an unknown one."""
     role: str
     """viewer or operator; empty without a token."""
     asks_for_token: bool
-    """True if this server requires a token."""
+    """True if this server requires a token of this caller."""
     may_act: bool = False
     """True if the caller may stop jobs, drain members and take snapshots."""
 

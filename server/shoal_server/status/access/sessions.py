@@ -40,7 +40,8 @@ class Sessions:
         return secret
 
     def holder(self, secret: str) -> TokenHolder | None:
-        """Holder of a session; None if it is over, or its token was removed."""
+        """Holder of a session; None if it is over, or its token was removed. Raises as
+        `Tokens.holder` does."""
         session = self._sessions.get(_key(secret))
         if session is None or self._now_s() >= session.valid_until_s:
             return None

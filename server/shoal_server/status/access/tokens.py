@@ -1,4 +1,4 @@
-"""Tokens for the HTTP API, each with a name and a role, in a file that has only their hashes.
+"""Tokens for the HTTP API: a file has their hashes, each with a name and a role, but no token.
 
 One line per token: NAME ROLE SHA256. A token has 256 random bits, too many to try, so a plain hash
 is enough.
@@ -59,7 +59,8 @@ def new_token() -> str:
 def add(path: Path, name: str, role: HttpRole) -> str:
     """Make and return a token. Its hash is added to the file, which is created if it is missing.
 
-    Raises InvalidSpec for a bad or existing name, or a file that other users may read.
+    Raises InvalidSpec for a bad or existing name, a full file, and as `read` does; OSError if the
+    file cannot be written.
     """
     if not is_name(name):
         raise InvalidSpec("bad name of a token", seen=repr(name), expected=NAME_RULE)
@@ -83,8 +84,8 @@ def add(path: Path, name: str, role: HttpRole) -> str:
 
 
 def read(path: Path) -> Sequence[TokenHolder]:
-    """Read the holders of tokens. Raises InvalidSpec if the file is missing, if others may read or
-    write it, or if a line is invalid."""
+    """Read the holders of tokens. Raises InvalidSpec if the file cannot be read, if its group may
+    write it or others may read or write it, or if a line is invalid."""
     try:
         with path.open() as file:
             mode = os.fstat(file.fileno()).st_mode

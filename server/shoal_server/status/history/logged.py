@@ -31,7 +31,8 @@ class LoggedSeries:
         self._curve: ThinnedCurve[_Point] = ThinnedCurve(lambda number: _Point(number=number))
 
     def add(self, step: int, value: float) -> None:
-        """Add a value. If a step is taken again, its first value counts."""
+        """Add a value. If a step is taken again, its first value counts; values of steps before the
+        newest one are ignored."""
         if step <= self.step:
             return
         self.step, self.value = step, value

@@ -36,11 +36,13 @@ class ChangeTotals:
     """Members that were lost."""
     steps_lost: int = 0
     recoveries: Durations = field(default_factory=Durations)
-    """Time from the last step before each change to the first step after it."""
+    """Time from the last step before each change to the first step after it, beyond the usual time
+    of a step, as the first member reported it."""
 
 
 class ChangeReports:
-    """The newest changes of one job. Each method returns the changes to log now, in order."""
+    """The newest changes of one job. All methods but `restore` return the changes to log now, in
+    order."""
 
     def __init__(self) -> None:
         self.changes: deque[ChangeView] = deque(maxlen=MAX_CHANGES)

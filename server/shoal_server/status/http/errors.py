@@ -170,7 +170,8 @@ def _brief(value: object) -> str:
 
 class BodyLimit:
     """Answers 413 as soon as a body grows beyond 64 KiB, before anything holds it in memory, and
-    408 for a body that is not complete in time."""
+    408 for a body that is not complete in time. If an answer has begun, the app sees a disconnect
+    instead."""
 
     def __init__(self, app: ASGIApp, within_s: float) -> None:
         self._app = app
