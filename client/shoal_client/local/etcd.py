@@ -75,7 +75,7 @@ class EtcdOptions:
     fsync: bool = True
     """False: etcd does not wait for the disk, and a crash of the machine loses data. Tests only."""
     start_timeout_s: float = 30.0
-    """Time within which a member must serve, or it is given up."""
+    """Maximum time for a member to come up if it makes no progress; with progress, ten minutes."""
     host: str = HOST
     """Address on which members listen."""
     credentials: grpc.ChannelCredentials | None = None

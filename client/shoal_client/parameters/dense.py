@@ -363,7 +363,7 @@ class ParameterClient:
     @property
     def transports(self) -> Mapping[str, str]:
         """Transport of the last pull or push, by server address: `shared-memory`, `unix-socket`,
-        `tcp` or `grpc`."""
+        `tcp`, `tls` or `grpc`."""
         return {address: calls.transport for address, calls in self._job.stubs.items()}
 
     def wait_for_lost(self, wait_s: float) -> None:

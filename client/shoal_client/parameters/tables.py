@@ -233,7 +233,7 @@ class TableClient:
     @property
     def transports(self) -> Mapping[str, str]:
         """Transport of the last call about rows, by server address: `shared-memory`, `unix-socket`,
-        `tcp` or `grpc`."""
+        `tcp`, `tls` or `grpc`."""
         return {address: calls.transport for address, calls in self._job.stubs.items()}
 
     def wait_for_lost(self, wait_s: float) -> None:

@@ -59,7 +59,7 @@ class Clock:
 
     @property
     def slowest(self) -> int:
-        """The lowest clock of all members in the last answer; it never falls."""
+        """The lowest clock of all members in the last answer; it does not fall until `rest`."""
         return self._slowest
 
     def begin(self) -> bool:
