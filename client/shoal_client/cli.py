@@ -110,7 +110,8 @@ def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> An
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 bad arguments, 130 Ctrl-C."""
+    """Run one command and return its exit code: that of the command, such as 0 for done; 1 for a
+    ShoalError, 2 for bad arguments, 130 after Ctrl-C."""
     # gRPC's C core prints texts for its developers; Shoal's own errors say the same.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # At exit the garbage collector visits all objects twice. That would take 80 ms of CPU from

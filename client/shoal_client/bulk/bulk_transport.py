@@ -78,7 +78,7 @@ class BulkTransport:
 
     @property
     def name(self) -> str:
-        """Transport of the last call: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
+        """Transport of the last call: `shared-memory`, `unix-socket`, `tcp`, `tls` or `grpc`."""
         return self._connection.transport if self._connection is not None else "grpc"
 
     def close(self) -> None:

@@ -183,7 +183,9 @@ def wait(config: WaitConfig) -> int:
 
 
 def retry(config: RetryConfig) -> int:
-    """Let workers join the job again. Raises UnknownJob, JobFinished, or InvalidSpec if it runs."""
+    """Let workers join the job again. Raises UnknownJob, JobFinished, or InvalidSpec if it runs or
+    its records were removed and `--from-scratch` was not given.
+    """
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:

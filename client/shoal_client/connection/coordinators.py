@@ -76,7 +76,7 @@ class Method(Protocol[Reply_co]):
 class Coordinators:
     """The coordinators as one peer: calls go to the leader, and are retried elsewhere.
 
-    Thread-safe. Every call is bounded by its `timeout_s`, retries included.
+    Thread-safe. `call` is bounded by its `timeout_s`, retries included; `persist` has no limit.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -145,7 +145,8 @@ class Coordinators:
 
         An attempt that takes longer than `attempt_s` is repeated at another replica; give it only
         for a request that may be carried out twice. Raises the server's error. A RetryError is
-        raised only once the time is over, or if `gives_up()` returns True after an attempt.
+        raised only if no time is left for another attempt, if `gives_up()` returns True after an
+        attempt, or once the connection is closed.
         """
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
@@ -251,8 +252,8 @@ def close_channels(channels: Iterable[Closable]) -> None:
 
 
 def own_address(coordinators: Sequence[str]) -> str:
-    """The address of this machine's interface towards the coordinator. Sends nothing. Raises
-    InvalidSpec without a route."""
+    """The address of this machine's interface towards the first coordinator; loopback if there is
+    none. Sends nothing. Raises InvalidSpec without a route."""
     if not coordinators:
         return "127.0.0.1"
     host, _, port = coordinators[0].rpartition(":")

@@ -18,7 +18,8 @@ class Cancellable(Protocol):
 
 class FirstReplyTimeout:
     """Cancels a stream whose first reply is late: a replica may accept connections and not answer,
-    because its process is stopped or starved. The limit doubles each time.
+    because its process is stopped or starved. The limit doubles each time, up to MAX_FACTOR times
+    the first one, until there is a reply.
     """
 
     def __init__(self, first_s: float) -> None:

@@ -127,7 +127,7 @@ def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
 def check(peers: Iterable[RosterEntry], limit_s: float) -> dict[str, str]:
     """Connect to all peers at once; return the peers that were not reached, each with the error. A
     peer that accepts the connection and sends nothing within the limit is busy, and counts as
-    reached.
+    reached. So does one whose host name is not resolved within half of the limit.
     """
     give_up_s = time.monotonic() + limit_s
     unreached: dict[str, str] = {}

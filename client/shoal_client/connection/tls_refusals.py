@@ -38,7 +38,7 @@ def note_answer(address: str) -> None:
 
 def explained(error: ShoalError, address: str, name: str) -> ShoalError:
     """Replace an Unavailable by a CertificateRefused if that is its cause; return other errors
-    unchanged. `name`: COORDINATOR_NAME or SERVER_NAME, whichever was called at host:port.
+    unchanged. `name`: the name that the certificate at host:port must have, as COORDINATOR_NAME.
     """
     if type(error) is not Unavailable or not any(s in error.seen.lower() for s in _SIGNS):
         return error
@@ -50,7 +50,7 @@ def explained(error: ShoalError, address: str, name: str) -> ShoalError:
 
 def why_refused(address: str, name: str) -> CertificateRefused | None:
     """Reason why this process and the server at host:port cannot connect over TLS; None if they
-    can, or no process listens. Blocks for at most a second."""
+    can, no process listens, or it does not answer in time. Blocks for at most 3 s."""
     try:
         if identity.own() is None:
             return _needs_tls(address) if _speaks_tls(address) else None

@@ -51,7 +51,8 @@ class Outcome:
     """Seconds from the SIGKILL to the next step that a surviving worker completed; synchronous: in
     the generation without the killed worker."""
     pause_s: float
-    """The longest time after the kill without a step by any survivor, beyond the usual gap."""
+    """The longest time without a step by any survivor in the two seconds after the kill, beyond the
+    usual gap."""
     samples_lost: int
     samples_repeated: int
     replacement_steps: int

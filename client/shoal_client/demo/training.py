@@ -1,4 +1,4 @@
-"""One training of the demo: `shoal run` with a SIGKILL in the middle, and its outcome."""
+"""One training of the demo: `shoal run` with a SIGKILL on the way, and its outcome."""
 
 import json
 import os
@@ -164,7 +164,7 @@ class DemoTraining:
         )
 
     def _kill_one(self, paths: Sequence[Path]) -> Kill:
-        # The first worker is rank 0, which the others depend on most.
+        # The launcher's first worker.
         victim = paths[0]
         member_id, _, pid = victim.stem.rpartition(".")
         at_s = time.monotonic()

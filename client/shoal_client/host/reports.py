@@ -58,7 +58,8 @@ def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
     """Return as soon as one of the coordinators leads, or knows the leader. All are asked at once,
     so that an unreachable host causes no wait. Replicas that answer without a leader are asked
     again. Raises Unavailable with every address and the error there: at once if no address has a
-    listener, after SILENT_S if no coordinator answers, else after `timeout_s`.
+    listener, after SILENT_S if no coordinator answers, else after `timeout_s`; CertificateRefused
+    as soon as one side does not accept the other's certificate.
     """
     give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
     while True:

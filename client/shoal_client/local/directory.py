@@ -26,7 +26,8 @@ KEPT_S = 86400.0
 
 @contextmanager
 def temporary_directory(prefix: str) -> Iterator[Path]:
-    """Make a directory for one command. It is locked as long as this process lives."""
+    """Make a directory for one command, locked during the block. It is removed at the end; after
+    Unavailable or a RefusedError its logs are kept."""
     remove_left_over(Path(tempfile.gettempdir()), time.time())
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)

@@ -75,7 +75,7 @@ class EtcdOptions:
     fsync: bool = True
     """False: etcd does not wait for the disk, and a crash of the machine loses data. Tests only."""
     start_timeout_s: float = 30.0
-    """Time within which a member must serve, or it is given up."""
+    """Maximum time for a member to come up if it makes no progress; with progress, ten minutes."""
     host: str = HOST
     """Address on which members listen."""
     credentials: grpc.ChannelCredentials | None = None
@@ -134,7 +134,9 @@ def start_etcd(
     spawn: Spawn, directory: Path, options: EtcdOptions | None = None, *, num_members: int = 1
 ) -> tuple[RunningEtcd, ...]:
     """Start a new etcd of `num_members` members, or one member on existing data in `directory`.
-    Returns once every member serves. Raises Unavailable with the end of the log otherwise.
+    Returns once every member serves. Raises Unavailable with the end of the log otherwise,
+    AddressInUse after MAX_PORT_TRIES, and InvalidSpec without a program, or if several members
+    would start on existing data.
     """
     options = options or EtcdOptions()
     directory.mkdir(parents=True, exist_ok=True)

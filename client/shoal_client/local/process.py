@@ -191,8 +191,8 @@ class Supervisor:
         self.close()
 
     def spawn(self, command: ChildCommand) -> Process:
-        """Start a child. Raises OSError if the kernel refuses. A command that cannot be run exits
-        with 127, and its output names the error."""
+        """Start a child. Raises OSError if the kernel refuses, InvalidSpec after `close`. A command
+        that cannot be run exits with 127, and its output names the error."""
         order: Future[Process] = Future()
         with self._lock:
             if self._closed:

@@ -1,7 +1,7 @@
 """A worker's membership as its trainer uses it. `MemberCore` decides; this module has the threads,
 the calls and the clock. One thread holds the stream of notices, and reports a break at once through
 `on_break`. Another sends heartbeats, a third sends wishes to leave. The trainer's waits have time
-limits, which do not run while no coordinator is reached.
+limits, most of which do not run while no coordinator is reached.
 """
 
 import queue
@@ -88,8 +88,9 @@ class MemberSession:
         """Become a member.
 
         Raises DeadlineExceeded if no coordinator admits it within `timeout_s` (by default the
-        member's `admission_s`), MemberDrained if it is asked to leave before, or the refusal:
-        JobFinished, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch.
+        member's `admission_s`), MemberDrained if it is asked to leave before, or the refusal, such
+        as JobFinished, JobStopped, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch or
+        AccessDenied.
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
@@ -127,8 +128,8 @@ class MemberSession:
         optional_fields: Mapping[str, str] = MappingProxyType({}),
         listings: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """State what this member would train, which makes it a candidate. Raises ProposalConflict
-        or StateLost.
+        """State what this member would train, which makes it a candidate. Raises the coordinator's
+        refusal, such as ProposalConflict or StateLost, or a RetryError at `give_up_at`.
 
         `optional_fields`: compared only with members that state them too. `listings`: the contents
         of fields whose values are digests, to name the first entry that differs. `stateless`:
@@ -148,9 +149,10 @@ class MemberSession:
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
         """Wait for the next committed record with a number above `above` that includes this member.
         Waits through aborted attempts and standby, for at most `timeout_s`. By default this is the
-        job's join limit, which does not run while no coordinator is reached, a member is paused, or
-        a bring-up makes progress. Raises the coordinator's refusal (ProposalConflict, JobFinished,
-        StateLost, Fenced ...), or DeadlineExceeded with the reason for the wait.
+        job's join limit and ADMISSION_S more, on a clock that does not run while no coordinator is
+        reached, a member is paused, this member is on standby, or a bring-up makes progress. Raises
+        the coordinator's refusal (ProposalConflict, JobFinished, StateLost, Fenced ...), or
+        DeadlineExceeded with the reason for the wait.
         """
         since_s = time.monotonic()
         return self._decided(
@@ -164,7 +166,8 @@ class MemberSession:
         self._joining.end()
 
     def give_up_at(self, time_s: float) -> None:
-        """End every call and wait of the trainer at this `time.monotonic()`, with a RetryError."""
+        """End every call and wait of the trainer at this `time.monotonic()`, with a RetryError,
+        except `wait_over` and a call in progress."""
         with self._lock:
             self._core.clock.give_up_at_s = time_s
 
@@ -183,7 +186,8 @@ class MemberSession:
         instead, then ask again. Waits only while the members agree where to stop: with a
         coordinator, no longer than a step of the slowest member. If the next generation does not
         include this member, calls `hand_over` once, waits until that generation runs, and raises
-        MemberDrained. Raises any other error that ended the membership.
+        MemberDrained. Raises DeadlineExceeded if the members do not agree in time, and any other
+        error that ended the membership.
 
         `steps_before_leaving`: if this member is to leave and no generation follows without it, the
         step begins all the same, so that the members can write a checkpoint.
@@ -267,8 +271,9 @@ class MemberSession:
         state.
 
         `enough_for_call`: if the trainer is in a shared call, the number of its participants that
-        suffice to repeat it; no other member joins before that. Raises JobFinished if others
-        completed the job meanwhile, Fenced if this member was lost.
+        suffice to repeat it; no other member joins before that. Raises the coordinator's refusal,
+        such as JobFinished if others completed the job meanwhile or Fenced if this member was lost,
+        or a RetryError at `give_up_at`.
         """
         event = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough_for_call)
         self._submit(event)

@@ -34,7 +34,7 @@ class Rosters:
         """The notice with its whole roster, if it is a Prepare or a committed record.
 
         Raises Unavailable if the coordinator no longer has the roster: a new stream brings newer
-        notices.
+        notices. Raises what `fetch` raises, and InternalError for a roster of another digest.
         """
         shown: pb.Prepare | pb.GenerationRecord
         if notice.HasField("prepare"):

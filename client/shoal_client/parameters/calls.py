@@ -101,7 +101,7 @@ class ParameterCalls:
 
     @property
     def transport(self) -> str:
-        """Transport of the last pull or push: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
+        """Transport of the last pull or push, as in `BulkTransport.name`."""
         return self._bulk.name
 
     def close(self) -> None:

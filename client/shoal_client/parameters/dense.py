@@ -76,9 +76,10 @@ class PushResult:
 class ParameterClient:
     """One member's view of its job's parameters. For one thread at a time, except `close`.
 
-    Every call is bounded by `timeout_s`, retries included. Only failures that may pass are retried,
-    and a retry never applies a gradient twice. Raises RetryError when the time is over, Fenced if
-    the member was declared lost, RefusedError for a bad request. `transport`: how servers are
+    A call is bounded by `timeout_s`, retries included; `ShardServers.run` names the longer waits.
+    Only failures that may pass are retried, and a retry never applies a gradient twice. Raises
+    RetryError when the time is over, Fenced if the member was declared lost or the job was started
+    over, StateLost if a shard is lost, RefusedError for a bad request. `transport`: how servers are
     reached (see `transport_of`).
     """
 
@@ -125,7 +126,8 @@ class ParameterClient:
         return self._job.place(request)
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
-        """Fetch the newest shard map; waits up to `wait_s` until there is one."""
+        """Fetch the newest shard map; waits up to `wait_s` until there is one. Raises Fenced if the
+        job was started over since the last map."""
         return self._job.fetch_map(wait_s, timeout_s)
 
     def create(self, optimizer: OptimizerSpec, values: Buffers) -> int:
@@ -216,9 +218,9 @@ class ParameterClient:
         `only`: ids of the shards to push to; no other shard is touched or read. `step`: the result
         of `joint_step` for this push and one of rows, which may be made at the same time.
         `encoded`: data to send for some shards in place of their gradients; `gradients` still
-        states which parameters have one. Raises NonFiniteGradient with the parameter's name; parts
-        in other shards may have been applied then. Raises InvalidSpec if a server does not read a
-        codec.
+        states which parameters have one. Raises NonFiniteGradient with the parameter's name, and
+        InvalidSpec if a server does not read a codec. After an error, some shards may have applied
+        their parts.
         """
         shard_map = self._job.known_map()
         check_buffers(shard_map, gradients, complete=False, writable=False)
@@ -361,7 +363,7 @@ class ParameterClient:
     @property
     def transports(self) -> Mapping[str, str]:
         """Transport of the last pull or push, by server address: `shared-memory`, `unix-socket`,
-        `tcp` or `grpc`."""
+        `tcp`, `tls` or `grpc`."""
         return {address: calls.transport for address, calls in self._job.stubs.items()}
 
     def wait_for_lost(self, wait_s: float) -> None:

@@ -97,7 +97,7 @@ class TableCalls:
 
     @property
     def transport(self) -> str:
-        """Transport of the last call: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
+        """Transport of the last call: `shared-memory`, `unix-socket`, `tcp`, `tls` or `grpc`."""
         return self._bulk.name
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class Gradients:
 
 @dataclass(kw_only=True)
 class TablePushResult:
-    """Result of one push. Every shard's part was applied exactly once."""
+    """Result of one push. Every shard's part was applied exactly once, except those in `stale`."""
 
     sequence: int
     versions: dict[Where, int] = field(default_factory=dict)

@@ -42,8 +42,9 @@ from shoal_proto.v1.tables_pb2 import TablePushHeader, TablePushItem, TableSpec
 class TableClient:
     """One member's view of its job's tables. For one thread at a time, except `close`.
 
-    Every call is bounded by `timeout_s`, retries included; a retry never applies a gradient twice.
-    Raises RetryError when the time is over, Fenced if the member was declared lost, RefusedError
+    A call is bounded by `timeout_s`, retries included; `ShardServers.run` names the longer waits. A
+    retry never applies a gradient twice. Raises RetryError when the time is over, Fenced if the
+    member was declared lost or the job was started over, StateLost if a shard is lost, RefusedError
     for a bad request.
     """
 
@@ -74,7 +75,8 @@ class TableClient:
         self._sequence = 0
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
-        """Fetch the newest shard map; waits up to `wait_s` until there is one."""
+        """Fetch the newest shard map; waits up to `wait_s` until there is one. Raises Fenced if the
+        job was started over since the last map."""
         return self._job.fetch_map(wait_s, timeout_s)
 
     def _adopt(self, received: ShardMap) -> ShardMap:
@@ -83,7 +85,8 @@ class TableClient:
         return received
 
     def look_up(self, wanted: Mapping[Where, Bytes]) -> dict[Where, Rows]:
-        """Return the rows of the wanted ids (bytes of int64), by shard. Creates no rows."""
+        """Return the rows of the wanted ids (bytes of int64), by shard. Creates no rows. Raises
+        UnknownShard."""
         found: dict[Where, Rows] = {}
 
         def attempt(
@@ -134,8 +137,9 @@ class TableClient:
         """Apply gradients, each exactly once.
 
         `step`: the result of `ParameterClient.joint_step` for this push and one of parameters; give
-        one for all pushes of this client, or for none. Raises NonFiniteGradient with table and row;
-        rows in other shards may have been applied then.
+        one for all pushes of this client, or for none. Raises NonFiniteGradient with table and row,
+        ShapeMismatch for lengths that do not fit the ids, and UnknownShard. After an error, some
+        shards may have applied their rows.
         """
         for (name, _), rows in pushed.items():
             if name in self._tables:
@@ -229,7 +233,7 @@ class TableClient:
     @property
     def transports(self) -> Mapping[str, str]:
         """Transport of the last call about rows, by server address: `shared-memory`, `unix-socket`,
-        `tcp` or `grpc`."""
+        `tcp`, `tls` or `grpc`."""
         return {address: calls.transport for address, calls in self._job.stubs.items()}
 
     def wait_for_lost(self, wait_s: float) -> None:

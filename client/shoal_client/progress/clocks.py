@@ -59,14 +59,15 @@ class Clock:
 
     @property
     def slowest(self) -> int:
-        """The lowest clock of all members in the last answer; it never falls."""
+        """The lowest clock of all members in the last answer; it does not fall until `rest`."""
         return self._slowest
 
     def begin(self) -> bool:
         """Return once a step of this member may begin; True if newer values must be pulled first.
         That is not needed if the updates that the values must include were known to be applied
-        before the last pull. Waits while there is no coordinator. Raises DeadlineExceeded, which
-        names the members waited for, or the error that ended the membership.
+        before the last pull. Without a coordinator it waits only if the last answer does not permit
+        the step. Raises DeadlineExceeded, which names the members waited for, a refusal, or the
+        error that ended the membership.
         """
         known = self._slowest
         if self._enters or known < self._round - self._bound:

@@ -103,7 +103,8 @@ class SampleClient:
         more. With a reserve, a coordinator's death loses no report. Retries through a restart or
         failover of the coordinator for `timeout_s`. Raises Fenced if this member was declared lost,
         ProposalConflict if the job has other samples, and the last RetryError when the time is
-        over: then the next call first repeats the request.
+        over. Unless that was Overloaded, the next call first repeats the request: if the answer has
+        a range, it returns that range, and the call after it reports its `completed`.
         """
         with self._lock:
             done = list(completed)

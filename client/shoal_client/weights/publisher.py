@@ -71,7 +71,7 @@ class SeriesPublisher:
     def begin(self, timeout_s: float = TIMEOUT_S) -> pb.BeginPublicationReply:
         """Announce a publication; return epoch, newest version and servers for the rank's segment.
 
-        Raises StaleEpoch, SeriesHeld, Overloaded, or Unavailable once the time is over.
+        Raises StaleEpoch, SeriesHeld, Overloaded, or the last RetryError once the time is over.
         """
         give_up_s = time.monotonic() + timeout_s
         with self._lock:
@@ -108,9 +108,11 @@ class SeriesPublisher:
         on the job's parameter servers, as of one cut. It maps each further name of a parameter to
         the parameter's first name.
 
-        Raises StaleEpoch if another publisher has replaced this one, PublicationAbandoned if the
-        publication was abandoned, Overloaded or NoServers if no server has space for it, and other
-        RetryErrors once `timeout_s` has passed: the version may or may not be committed then.
+        Raises StaleEpoch if another publisher has replaced this one, SeriesHeld,
+        PublicationAbandoned if the publication was abandoned, InvalidSpec for a reserved name,
+        Overloaded or NoServers if no server has had space for it for OVERLOADED_S, and other
+        RetryErrors or ChecksumMismatch once `timeout_s` has passed: the version may or may not be
+        committed then.
         """
         give_up_s = time.monotonic() + timeout_s
         back_off, is_replicated, full_since_s = BackOff(), False, float("inf")

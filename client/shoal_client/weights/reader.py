@@ -108,7 +108,8 @@ class SeriesReader:
         """Number of bytes that arrived from relays, included in `fetched_bytes`."""
 
     def view(self, timeout_s: float | None = TIMEOUT_S) -> pb.SeriesView:
-        """The series as it is now. Raises DeadlineExceeded if no coordinator answers."""
+        """The series as last reported by a coordinator. Raises DeadlineExceeded if none
+        answers, or the coordinator's refusal."""
         return self._watch.newest(-1, timeout_s)
 
     def wait(self, newer_than: int = 0, timeout_s: float | None = None) -> pb.VersionRecord:
@@ -125,7 +126,8 @@ class SeriesReader:
             newer_than = view.head
 
     def record(self, number: int, timeout_s: float | None = TIMEOUT_S) -> pb.VersionRecord:
-        """Record of a version. Raises VersionGone if the version is not kept any more."""
+        """Record of a version. Raises VersionGone if the version is not kept any more, and as
+        `view`."""
         view = self.view(timeout_s)
         for version in view.versions:
             if version.number == number:

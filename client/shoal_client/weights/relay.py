@@ -413,7 +413,8 @@ class Relay(WeightStoreServicer):
         return entry
 
     def _wait(self, wire: "_Wire", entry: _RelayedSegment, is_there: Callable[[], bool]) -> None:
-        """Wait until `is_there()`; send beats meanwhile. Raises Unavailable if no data arrives."""
+        """Wait until `is_there()`; send beats meanwhile. Raises Unavailable if no data arrives for
+        STALLED_S, the fetch was given up, or the relay is closed."""
         while True:
             with self._changed:
                 if self._changed.wait_for(is_there, BEAT_S):

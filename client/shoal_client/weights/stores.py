@@ -77,7 +77,7 @@ class WeightStores:
         """Fetch a segment from one of these servers, those on this host first. If a server fails,
         the next one sends what is still missing.
 
-        Raises the error of the last server.
+        Raises the error of the last server, or a server's refusal at once.
         """
         give_up_s = time.monotonic() + timeout_s
         request = FetchSegmentRequest(series=self._series, digest=staged.digest)
@@ -104,7 +104,9 @@ class WeightStores:
         raise failure
 
     def is_local(self, holders: Sequence[StoreServer]) -> bool:
-        """True if one of these servers is on this host, and shares its memory: nothing is sent."""
+        """True if one of these servers is on this host, and shares its memory: nothing is sent.
+        Connects to each server when it is first asked about; one that is not reached then counts
+        as remote until a later call connects to it."""
         for holder in holders:
             if holder.address not in self._checked:
                 self._checked.add(holder.address)
