@@ -84,7 +84,7 @@ class DigestListing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Training that a member proposes; every field must be the same for all."""
+    """Training that a member proposes; every entry of `fields` must be the same for all."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     synchronous: bool = True

@@ -22,8 +22,9 @@ class AssignmentMirror:
     `async with` block.
 
     `on_change` is called with a job and its shards whose records changed (all, if its head did),
-    once for each batch from etcd and each write or reading of this mirror; `on_gone` with a job whose head was deleted, or replaced by that of another run. An
-    unreadable record is logged, and the known assignment of its shard is kept.
+    once for each batch from etcd and each write or reading of this mirror; `on_gone` with a job
+    whose head was deleted, or replaced by that of another run. An unreadable record is logged, and
+    the known assignment of its shard is kept.
     """
 
     def __init__(

@@ -128,8 +128,8 @@ async def takers(store: Keyspace) -> dict[Holder, str]:
 
 
 async def read(store: Keyspace, job: str) -> ShardMap | None:
-    """The layout as written, without current holders; None if there is none. Raises InternalError if
-    it does not parse, and what the store raises."""
+    """The layout as written, without current holders; None if there is none. Raises InternalError
+    if it does not parse, and what the store raises."""
     return parse(job, (await store.range(keys.shard_map(job))).items)
 
 
