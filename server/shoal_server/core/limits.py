@@ -104,7 +104,7 @@ class Limits:
 
     @property
     def prepare_s(self) -> float:
-        """Time to accept or reject a roster."""
+        """Time to accept or reject a roster, counted anew at each answer, up to `join_s` in all."""
         return self.join_s / 12
 
     @property
