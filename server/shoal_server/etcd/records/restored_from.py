@@ -1,5 +1,5 @@
-"""Record of the snapshot from which a job's shards were restored, kept until their next
-snapshot."""
+"""Record of the snapshot from which a job's shards were last restored, kept until their next
+restore."""
 
 import json
 from dataclasses import asdict, dataclass
