@@ -122,9 +122,9 @@ class Collecting:
         return WaitingNotice(reason=f"{num} more members wait", num_members=num)
 
     def chosen(self, now_s: float) -> list[MemberState]:
-        """Members of a roster drawn up now, at most `max_members`: members that hold the state first
-        (unless a generation runs), then former trainers by rank, then by arrival. Puts the others
-        on standby."""
+        """Members of a roster drawn up now, at most `max_members`: members that hold the state
+        first (unless a generation runs), then former trainers by rank, then by arrival. Puts the
+        others on standby."""
         # A member that has not settled may have missed its notice and still be training.
         candidates = [m for m in self._state.able if m.settled or m.is_in(self._state.running)]
         if amid := self.amid_call():
@@ -182,8 +182,8 @@ class Collecting:
 
     @property
     def waits_for_members(self) -> bool:
-        """True if a member that is ready has `keeps_job`, so that the job lacks only further members.
-        False if a call between two steps has to be repeated."""
+        """True if a member that is ready has `keeps_job`, so that the job lacks only further
+        members. False if a call between two steps has to be repeated."""
         # A member that joins cannot take part in a call between two steps.
         return not self.amid_call() and any(
             m.keeps_job for m in self._state.table.candidates.values()
