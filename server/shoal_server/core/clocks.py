@@ -67,7 +67,7 @@ class ClockStatus:
     slowest: int
     """The lowest clock of all members, which never falls. 0: not known yet."""
     reason: str = ""
-    """What the member waits for, as a text to follow "waits for"; empty if it is allowed."""
+    """Text that follows "waits for": the members that it waits for, and why; empty if allowed."""
 
 
 @dataclass(kw_only=True, slots=True)
