@@ -67,7 +67,8 @@ class ClockStatus:
     slowest: int
     """The lowest clock of all members, which never falls. 0: not known yet."""
     reason: str = ""
-    """Text that follows "waits for": the members that it waits for, and why; empty if allowed."""
+    """Text that follows "waits for", such as other members and their round; empty if it is
+    allowed."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -59,7 +59,7 @@ class ShardAssignment:
 
     shard_id: int
     epoch: int
-    """Rises from 1 with each decision on the primary, or on a new content."""
+    """Rises from 1 when the primary changes, and when the shard is emptied, lost or restored."""
     primary: Holder
     backups: tuple[Holder, ...] = ()
     """Servers in step with the primary."""

@@ -16,7 +16,7 @@ class CallCounts:
         self._by_peer: Counter[str] = Counter()
         self.num_open = 0
         self.refused: Counter[str] = Counter()
-        """Number of calls by kind of error, for all other errors."""
+        """Number of calls that were answered with an error other than InternalError, by its kind."""
         self.failed: Counter[str] = Counter()
         """Number of calls by method that were answered with InternalError."""
 
