@@ -129,7 +129,7 @@ def await_reason(servers: ParameterServers) -> None:
     while not (waiting := servers.clocks.waiting("job")):
         assert not deadline.wait(0.005), "nobody waits"
     timer.cancel()
-    assert waiting["w0"][0] == "w1 in round 0: its own next is 3, the bound 2"
+    assert waiting["w0"][0] == "w1 in round 0: the waiting member's next round is 3, the bound 2"
 
 
 @pytest.mark.parametrize("strategy", [BSP(), SSP(staleness_bound=0)])

@@ -8,11 +8,14 @@ round c + bound until the step is applied ("stale synchronous parallel": Ho et a
 
 Clocks count rounds and not steps: samples are leased on request, so a slow member has no share of
 its own to catch up with. A member that finishes a step late goes on in the newest round that the
-others are in. A member that is five times slower thus takes part in every fifth round: the bound
-says how far it may fall behind, not how many steps it owes.
+others are in. With a large enough bound, a member that is five times slower thus takes part in
+every fifth round. With bound b it takes part in every (b + 1)th round at least, and the others wait
+for it.
 
 Only members that take steps have a clock. A member that is lost, leaves or rests has none, and no
-member waits for it. A member that joins or returns begins in a round in which it need not wait.
+member waits for it. A member that joins or returns begins in the newest round in which it need not
+wait. With bound 0, if a member already asks to push in that round, it begins in the next round and
+waits for it.
 
 With bound 0 a member also reports when it has the values of its round (`pulled`), and pushes only
 once all members have reported that. So all members compute a round's steps on the same values.
@@ -20,7 +23,8 @@ once all members have reported that. So all members compute a round's steps on t
 Pure: an edge holds one `Clocks` for each job, in memory only. After a leader failover no member may
 go on until each member that trained has reported again.
 
-A report takes time logarithmic in the number of members, even if it is refused with a reason.
+A report takes a binary search over the occupied rounds, and no pass over the members, even if it
+is refused with a reason.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +38,8 @@ MAX_NAMES = 5
 
 
 class NoClock(Exception):
-    """Raised for a member without a clock: it was lost, or rests."""
+    """Raised for a process without a clock: it never reported, was lost, left or rests, or a later
+    process of its member has reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +61,14 @@ class ClockStatus:
     """Answer to a member: the member's clock, and permission to go on."""
 
     clock: int
-    """The round of the member's next step, higher than the reported one if the others are further.
-    A member that did not wait for the answer stays in the round it reported until it reports this
-    clock."""
+    """The round of the member's next step; it may be higher than the reported one. A member that
+    did not wait for the answer stays in the round it reported until it reports this clock."""
     allowed: bool
     slowest: int
     """The lowest clock of all members, which never falls. 0: not known yet."""
     reason: str = ""
-    """Reason for which the member waits; empty if it is allowed."""
+    """Text that follows "waits for", such as other members and their round; empty if it is
+    allowed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,7 +92,8 @@ class Clocks:
         self._stepping = PositionIndex()
         """Members among them that are in a step."""
         self._waits_since_s: dict[str, float] = {}
-        """Time at which each waiting member was first refused its next step, the earliest first."""
+        """Time at which each waiting member was first refused its next step or push, the earliest
+        first."""
         self._unreported = {who.member_id: who.incarnation for who in sorted(unreported)}
         self._since_s = now_s
         self._floor = 0
@@ -95,8 +101,11 @@ class Clocks:
     # --- reports of members ---
 
     def advance(self, who: MemberProcess, report: ClockReport, now_s: float) -> ClockStatus:
-        """Note the member's position, and return whether it may go on. Repetitions change
-        nothing."""
+        """Record the member's position, and return whether it may go on.
+
+        A repeated report never moves the member back. Unless it has `begins` or `pulled`, it counts
+        as a request for the next step, and may move the member to a newer round.
+        """
         name = who.member_id
         self._unreported.pop(name, None)
         member = self._members.get(name)
@@ -118,7 +127,10 @@ class Clocks:
         return self.standing(who, now_s)
 
     def standing(self, who: MemberProcess, now_s: float) -> ClockStatus:
-        """Return the member's clock, and whether it may go on now. Raises NoClock."""
+        """Decide whether the member may go on, record that, and return the answer with its clock.
+
+        A member outside of a step moves to the newest round open to it. Raises NoClock.
+        """
         name, member = who.member_id, self._member(who)
         start = self._start(member.bound, but=name) if not self._unreported else 0
         if not self._unreported and not member.in_step:
@@ -148,7 +160,8 @@ class Clocks:
         self.remove(who)
 
     def remove(self, who: MemberProcess) -> None:
-        """Remove a member that is lost or left. A later process of that member keeps its clock."""
+        """Remove a member that is lost or left. If a later process of that member has a clock
+        already, that clock stays."""
         name = who.member_id
         if self._unreported.get(name) == who.incarnation:
             del self._unreported[name]
@@ -181,8 +194,8 @@ class Clocks:
     # --- decisions ---
 
     def _start(self, bound: int, but: str) -> int:
-        """The round that a member outside of a step enters: the newest one whose steps it may
-        begin at once, and in which no member has begun to push."""
+        """The round that a member outside of a step enters: the newest one that it may begin at
+        once, or the round after it if another member already asks to push there."""
         newest = self._standing.last(but)
         if newest is None:
             return self._floor
@@ -206,9 +219,12 @@ class Clocks:
         at = (ClockPosition(first.clock), ClockPosition(first.clock, pulled=True))
         behind = [self._standing.names_at(each) for each in at if each < threshold]
         names = _names(chain.from_iterable(behind), sum(len(each) for each in behind))
-        condition = f"its own next is {clock}, the bound {bound}"
+        condition = f"the waiting member's next round is {clock}, the bound {bound}"
         if member.position.pulled:
-            condition = f"it pushes in round {clock} once all have their values"
+            condition = (
+                f"the waiting member pushes in round {clock}"
+                " once all members have that round's values"
+            )
         return f"{names} in round {first.clock}: {condition}"
 
     @property
@@ -252,14 +268,20 @@ class Clocks:
         }
 
     def waiting(self) -> Iterator[tuple[str, str, float]]:
-        """Members that were refused their next step: (member, reason, since when)."""
+        """Members that wait for their next step or push: (member, reason, time of the first
+        refusal)."""
         for name, since_s in self._waits_since_s.items():
             if reason := self._why_not(name, self._members[name]):
                 yield name, reason, since_s
 
     def overdue(self, limit_s: float, now_s: float) -> list[tuple[MemberProcess, str]]:
-        """Members that have made others wait for longer than the limit and took no step meanwhile,
-        each with the reason for which it is lost."""
+        """Members to declare lost, each with the reason; none until a member has waited for longer
+        than the limit.
+
+        Those are the members that hold up others, do not wait themselves, and have not moved for
+        longer than the limit. While reports to a new leader are missing, they are instead the
+        members that have not reported for longer than the limit.
+        """
         longest_s = next(iter(self._waits_since_s.values()), now_s)
         if not now_s - longest_s > limit_s:
             return []

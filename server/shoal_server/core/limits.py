@@ -20,7 +20,7 @@ class Limits:
     """Seconds between heartbeats. Lower values detect a silent loss sooner and cost more."""
     join_s: float = 120.0
     """Seconds for which a newcomer waits for a generation before it gets an error with the reason.
-    The other limits follow from it."""
+    The limits on forming a generation, bringing it up and leaving follow from it."""
     collective_s: float = 0.0
     """Seconds that a collective may take before it counts as hung, and that a trainer has to stop
     after its generation broke. 0: a quarter of --join-s."""
@@ -92,17 +92,19 @@ class Limits:
 
     @property
     def gather_s(self) -> float:
-        """Time for which a running job waits for more joiners after the first one."""
+        """Time for which a running job waits for more changes after the first one: members that
+        join or leave."""
         return self.heartbeat_s / 2
 
     @property
     def last_call_s(self) -> float:
-        """Time after which a first generation forms without the members still missing."""
+        """Time from the first proposal after which a first generation forms without the desired
+        members that are still missing, if it has enough."""
         return self.join_s / 4
 
     @property
     def prepare_s(self) -> float:
-        """Time to accept or reject a roster."""
+        """Time to accept or reject a roster, counted anew at each answer, up to `join_s` in all."""
         return self.join_s / 12
 
     @property
@@ -117,7 +119,8 @@ class Limits:
 
     @property
     def bring_up_s(self) -> float:
-        """Time from a committed roster until every member's first collective has passed."""
+        """Time from a committed roster until every member's first collective has passed, counted
+        anew whenever a member reports progress."""
         return self.join_s / 4
 
     @property

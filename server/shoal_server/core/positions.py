@@ -1,7 +1,7 @@
 """Ordered positions of a job's members, so that the first and the last are found at once.
 
 A `PositionIndex` finds the first or last position of all members but one, and the members at a
-position. An update takes a binary search over the positions.
+position. An update takes a binary search over the occupied positions.
 """
 
 from bisect import bisect_left, insort

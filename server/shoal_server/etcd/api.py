@@ -58,9 +58,10 @@ class WatchEvent:
 class WatchBatch:
     """Changes of one or more whole revisions, in order; never a part of a revision.
 
-    `reset` is set when history was compacted beyond the point that the watch had reached. The
-    events then lead from the state last delivered to that of `revision`: puts of every key that
-    exists, deletes of those that vanished.
+    `reset` is set when history was compacted beyond the point that the watch had reached, and for
+    the first listing of `mirror.list_and_watch`. The events then lead from the state last delivered
+    to that of `revision`: deletes of the keys that vanished, then puts of every key that exists, in
+    key order.
     """
 
     revision: Revision
@@ -77,7 +78,8 @@ class Compare:
     """"value", "mod_revision", "create_revision" or "version"."""
     expected: bytes | int
     prefix: bool = False
-    """True for a condition on every key under a prefix: its field is at most `expected`."""
+    """True for a condition on every key under a prefix: its mod_revision is at most `expected`. For
+    no other field."""
 
 
 def value_is(key: str, value: bytes) -> Compare:
@@ -154,10 +156,11 @@ class Keyspace(Protocol):
     """Keys that are read, watched and written in transactions.
 
     Keys are text, values bytes. Each call retries after failures of an endpoint and elections in
-    etcd, for `timeout_s` of the client, then raises `Unavailable`. A write whose outcome the client
-    cannot know (the connection broke after it was sent) is never sent twice silently: `transact`
-    raises `DeadlineExceeded` or `Unavailable` with `details["outcome"] == "unknown"`, and the
-    caller reads back.
+    etcd, for about `timeout_s` of the client (`transact`: up to twice that), then raises
+    `Unavailable`. It raises etcd's refusals at once, such as `AccessDenied`, `Overloaded` and
+    `LeaseExpired`. A write whose outcome the client cannot know (the connection broke after it was
+    sent) is never sent twice silently: `transact` raises `DeadlineExceeded` or `Unavailable` with
+    `details["outcome"] == "unknown"`, and the caller reads back.
     """
 
     async def get(self, key: str) -> KeyValue | None: ...
@@ -181,8 +184,10 @@ class Keyspace(Protocol):
     def watch(self, prefix: str, start: Revision) -> AsyncGenerator[WatchBatch, None]:
         """Watch every change under `prefix` from revision `start` on, each exactly once, for ever.
 
-        Survives restarts of etcd and the death of an endpoint. Ends only when closed
-        (`aclose`/cancellation).
+        If etcd has compacted changes that are not delivered yet, a batch with `reset` takes their
+        place. Survives restarts of etcd and the death of an endpoint. Ends when closed
+        (`aclose`/cancellation), or by raising a refusal of etcd, or CorruptError if etcd lost
+        history. Raises InvalidSpec for a start below 1.
         """
         ...
 
@@ -205,7 +210,8 @@ class Renewal(Protocol):
         ...
 
     def lives(self) -> None:
-        """Report that the event loop runs. Renewals stop some time after the last report."""
+        """Report that the event loop runs. Some time after the last report, renewals pause until
+        the next one."""
         ...
 
     def end(self) -> None:
@@ -214,17 +220,19 @@ class Renewal(Protocol):
 
 
 class KeyValueStore(Keyspace, Protocol):
-    """A linearizable store with leases and watches. `put` and `delete` are idempotent, and may be
-    sent twice."""
+    """A linearizable store with leases and watches. `put` and `delete` may be sent twice, if an
+    answer was lost: another client's write of the same key in between is then overwritten or
+    deleted."""
 
     async def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE) -> Revision: ...
 
     async def delete(self, key: str, *, prefix: bool = False) -> int:
-        """Delete and return how many keys there were."""
+        """Delete, and return how many keys this deleted; 0 also if the answer of a first attempt
+        that deleted them was lost."""
         ...
 
     async def grant(self, ttl_s: float) -> LeaseId:
-        """Create a lease. etcd rounds a TTL up to whole seconds and to its own minimum."""
+        """Create a lease. The TTL is rounded up to whole seconds and to etcd's minimum."""
         ...
 
     async def keep_alive(self, lease: LeaseId) -> float:
@@ -232,7 +240,8 @@ class KeyValueStore(Keyspace, Protocol):
         ...
 
     def renew_aside(self, lease: LeaseId, ttl_s: float) -> Renewal:
-        """Renew the lease in the background until `end`, even while the event loop is busy."""
+        """Renew the lease in the background until `end`, or until the lease is gone, even while the
+        event loop is busy."""
         ...
 
     async def revoke(self, lease: LeaseId) -> None:

@@ -86,7 +86,8 @@ class Leadership:
     async def resign(self) -> None:
         """End the term, so that a successor can lead at once. Harmless after a loss.
 
-        Gives up after GIVE_UP_WITHIN_S if etcd does not answer; the lease then runs out.
+        Gives up after GIVE_UP_WITHIN_S if etcd does not answer; the lease then runs out. Raises
+        etcd's refusals, such as AccessDenied; the term is over then too.
         """
         await cancel(*self._tasks)
         self._aside.end()
@@ -149,7 +150,8 @@ class Election:
     def __init__(
         self, store: KeyValueStore, candidate: LeaderCandidate, *, ttl_s: float = DEFAULT_TTL_S
     ) -> None:
-        """`ttl_s`: a leader that stops renewing is succeeded after this time (etcd: at least 2)."""
+        """`ttl_s`: a leader that stops renewing is succeeded after this time. etcd rounds it up to
+        whole seconds and to its own minimum, by default 2. Raises InvalidSpec unless above 0."""
         if not ttl_s > 0:
             raise InvalidSpec("bad lease of the leader", seen=str(ttl_s), expected="above 0")
         self._store = store
@@ -165,7 +167,7 @@ class Election:
 
         Call it once, before the first campaign, and only if the candidate listens at its address:
         a former process at that address of this host is then dead, and the candidate need not wait
-        for its lease to run out.
+        for its lease to run out. Retries through outages of etcd.
         """
         async with aclosing(self.leaders()) as leaders:
             leader = await anext(leaders)
@@ -180,7 +182,8 @@ class Election:
     async def campaign(self) -> Leadership:
         """Wait until the leader's key is free, and take it. Cancel the call to stop trying.
 
-        Retries through outages of etcd. Raises AccessDenied and other refusals.
+        Retries through outages of etcd. Raises AccessDenied and other refusals, CorruptError if
+        etcd lost history, and LeaseExpired if the new lease ran out before the key was written.
         """
         while True:
             try:
@@ -194,7 +197,11 @@ class Election:
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     async def leaders(self) -> AsyncGenerator[Leader | None, None]:
-        """Yield the leader (None: there is none), and again at every change, for ever."""
+        """Yield the leader (None: there is none), and again when it changes, for ever.
+
+        Only the last of several changes that arrive together is seen. Retries through outages of
+        etcd; raises other errors, such as AccessDenied.
+        """
         leader, is_first = None, True
         while True:
             try:

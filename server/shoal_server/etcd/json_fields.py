@@ -37,7 +37,8 @@ def check_format(value: Mapping[str, object], newest: int = 1) -> None:
 
 @contextmanager
 def taken_apart() -> Iterator[None]:
-    """Turn any error of parsing untrusted bytes into `UnreadableRecord`."""
+    """Turn errors of parsing untrusted bytes into `UnreadableRecord`, except protobuf's DecodeError
+    and `zlib.error`."""
     try:
         yield
     except UnreadableRecord:

@@ -22,7 +22,7 @@ SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
 """Root URLs below which snapshots may be, as the leading coordinator was configured: {"urls":
 [...]}."""
 MAX_NUMBER_DIGITS = 15
-"""Longest generation number that is accepted."""
+"""Maximum number of digits of a generation number that is accepted."""
 
 
 def server(server_id: str) -> str:
@@ -84,10 +84,8 @@ def generations(job: str) -> str:
 
 
 def generation(job: str, number: int) -> str:
-    """The decided record of one generation. Zero-padded, so that key order is number order.
-
-    With more than 500 members: {"format": 2, "generation": a StoredGeneration message in base64}.
-    """
+    """The decided record of one generation, its roster a packed StoredRoster message in base64.
+    Zero-padded, so that key order is number order."""
     return f"{JOBS}{job}/generations/{number:012d}"
 
 
@@ -156,7 +154,8 @@ def restored_from(job: str) -> str:
 
 
 def sample_ledger(job: str) -> str:
-    """Sample ledger (leased and completed samples), as last written in full."""
+    """Sample ledger (leased and completed samples), as last written in full: JSON, deflated if
+    large."""
     return f"{JOBS}{job}/samples"
 
 

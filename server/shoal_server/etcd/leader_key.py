@@ -47,13 +47,14 @@ class LeaderCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Leader(LeaderCandidate):
-    """The leader, and the revision since which it leads."""
+    """The leader, and the revision since which it leads. Its texts are empty if its record cannot
+    be read."""
 
     create_revision: Revision
 
 
 async def read(store: KeyValueStore) -> Leader | None:
-    """Read the leader; None if there is none."""
+    """Read the leader; None if there is none. Raises what the store raises."""
     found = await store.get(keys.LEADER)
     return None if found is None else _parse(found.value, found.create_revision)
 
@@ -61,10 +62,11 @@ async def read(store: KeyValueStore) -> Leader | None:
 async def follow(
     store: KeyValueStore, after: Revision | None = None
 ) -> AsyncGenerator[Leader | None, None]:
-    """Yield the leader (None: there is none), and again after every change of the key, for ever.
+    """Yield the leader (None: there is none), and again after changes of the key, for ever.
 
-    With `after`, only changes after that revision. The key is written once a term, so its last
-    write is its creation. Raises what the store raises.
+    Changes that arrive together yield only the last. With `after`, only changes after that
+    revision. The key is written once a term, so its last write is its creation. Raises what the
+    store raises.
     """
     async with aclosing(follow_key(store, keys.LEADER, after)) as items:
         async for item in items:
@@ -72,7 +74,10 @@ async def follow(
 
 
 async def end_term(store: KeyValueStore, leader: Leader) -> bool:
-    """Delete the key if it is still that leader's; True if this call did. Retries through outages.
+    """Delete the key if it is still that leader's; True if the last attempt did.
+
+    Retries through outages, and raises other errors. If an attempt deleted the key but its answer
+    was lost, the next attempt finds nothing to delete, and the result is False.
 
     Safe even if that leader lives: it watches its key, and each of its writes compares the
     revision that is compared here, so it writes nothing more.
@@ -82,7 +87,7 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
             condition = created_at(keys.LEADER, leader.create_revision)
             return (await store.transact((condition,), (Delete(keys.LEADER),))).succeeded
         except RetryError as error:
-            # If the outcome is unknown, the next attempt sees what this one did.
+            # If the outcome is unknown, the next attempt finds the key deleted or deletes it.
             log.warning("term_not_ended", leader=leader.address, reason=str(error))
             await asyncio.sleep(RETRY_PAUSE_S)
 

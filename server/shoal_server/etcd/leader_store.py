@@ -1,9 +1,9 @@
 """etcd as a coordinator writes to it: every write compares the leader's key.
 
 The coordinator's services get a `LeaderStore` and no other store, so that they cannot write without
-the comparison. If a write's conditions fail, the store finds out which: if another coordinator
-leads by now, it raises NotLeader and this coordinator's term ends. If only the caller's own
-condition failed, the result says so.
+the comparison. If a write's conditions fail, the store finds out which: if this coordinator's
+leader key is gone or replaced, it raises NotLeader and reports that the term is over. If only the
+caller's own condition failed, the result says so.
 """
 
 import asyncio
@@ -94,7 +94,9 @@ class LeaderStore:
     ) -> TransactionResult:
         """Like `Keyspace.transact`, on condition of the leader's key if anything is written.
 
-        Raises NotLeader if another coordinator leads: then nothing of either branch was written.
+        Raises NotLeader outside of a term, or if this coordinator's leader key is gone or replaced
+        in etcd: then nothing was written. `otherwise` may only read. Without any write, nothing is
+        checked.
         """
         if all(isinstance(each, Get) for each in (*then, *otherwise)):
             return await self._store.transact(compares, then, otherwise)
@@ -115,7 +117,8 @@ class LeaderStore:
         return TransactionResult(False, result.revision, result.reads[: len(otherwise)])
 
     async def confirm(self) -> None:
-        """Check in etcd that this coordinator leads now. Raises NotLeader if it does not."""
+        """Check in etcd that this coordinator leads now. Raises NotLeader if it does not, and what
+        the store raises."""
         leadership = self._leadership()
         leader_gets = [Get(each.key) for each in leadership]
         if not (await self._store.transact(leadership, leader_gets, leader_gets)).succeeded:
@@ -124,8 +127,8 @@ class LeaderStore:
     def _deposed(self) -> NotLeader:
         error = NotLeader(
             "this coordinator no longer leads",
-            seen="another leader's key in etcd",
-            expected="its own",
+            seen="no leader's key in etcd, or another coordinator's",
+            expected="this coordinator's key",
             fix="Ask another coordinator.",
         )
         log.warning("write_refused", reason=str(error))

@@ -171,7 +171,8 @@ class MemoryStore:
             self._end(lease)
 
     def compact(self, revision: Revision) -> None:
-        """Forget the history up to `revision`: watches that start at or below it get a reset."""
+        """Treat the history up to `revision` as compacted: watches that start or stand at or below
+        it get a reset."""
         self._compacted = int(revision)
 
     def _enter(self) -> None:

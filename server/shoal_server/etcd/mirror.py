@@ -1,7 +1,8 @@
 """Mirror of the keys under a prefix in etcd: listed at a revision, then watched from there.
 
 `Keyspace.watch` survives outages of etcd and compacted history. Another error (a refusal, an etcd
-that lost its data) ends the mirror, or makes it list again if it was made with `resync`.
+that lost its data, an outage during the listing, a callback that raises) ends the mirror, or makes
+it list again if it was made with `resync`.
 """
 
 import asyncio
@@ -61,9 +62,10 @@ async def list_and_watch(
 async def follow_key(
     store: Keyspace, key: str, after: Revision | None = None
 ) -> AsyncGenerator[MirroredKey | None, None]:
-    """Yield one key (None: it does not exist), and again after every change, for ever.
+    """Yield one key (None: it does not exist), and again after changes, for ever.
 
-    With `after`, only changes after that revision.
+    Changes that arrive together yield only the last; a reset of the watch yields the key even if it
+    is unchanged. With `after`, only changes after that revision. Raises what the store raises.
     """
     async with aclosing(list_and_watch(store, key, after)) as batches:
         async for batch in batches:
@@ -78,7 +80,8 @@ class PrefixMirror(Generic[T]):
     """The records under a prefix as this process last saw them [Kubernetes: informer].
 
     Use it on one event loop; it follows etcd during its `async with` block. The newest revision of
-    a key wins, be it from the watch or from `note`. Callbacks come in the order of revisions.
+    a key wins, be it from the watch or from `note`, and its callbacks come in the order of
+    revisions. A deletion is not remembered: `note` of an older item brings the record back.
     """
 
     def __init__(
@@ -95,9 +98,10 @@ class PrefixMirror(Generic[T]):
         """`parse` returns the record of a key, or None to drop the record known so far. If it
         raises a ShoalError, that is logged and the known record is kept.
 
-        `on_put` gets the name (the key without the prefix), the new record and the previous one;
-        `on_delete` the name and the last record; `on_change` is called after each batch that
-        changed anything. With `resync`, an error that ends the watch is logged, and all keys are
+        `on_put` gets the name (the key without the prefix), the new record and the previous one
+        (None: there was none); `on_delete` the name and the last record; `on_change` is called
+        after each batch, and each call of `note`, `note_all`, `look_up` or `forget`, that changed
+        anything. With `resync`, an error that ends the watch is logged, and all keys are
         listed again after a pause, so that the block may begin during an outage of etcd. Without
         it, `wait_failed` raises the error.
         """
@@ -135,7 +139,7 @@ class PrefixMirror(Generic[T]):
         return MappingProxyType(self._records)
 
     def get(self, name: str) -> T | None:
-        """The record of a name."""
+        """The record of a name; None if none is known."""
         return self._records.get(name)
 
     @property
@@ -151,12 +155,17 @@ class PrefixMirror(Generic[T]):
             await asyncio.shield(self._task)
 
     async def wait_failed(self) -> None:
-        """Wait until the mirror ends, and raise its error. Never returns."""
+        """Wait until the mirror ends, and raise its error (with `resync`: for ever). Never
+        returns."""
         assert self._task is not None
         await asyncio.shield(self._task)
 
     async def look_up(self, name: str) -> T | None:
-        """Read the record of a name from etcd now, and keep it. Raises what the store raises."""
+        """Read the record of a name from etcd now, and keep it; None if there is none.
+
+        If it cannot be read as a record, the one known so far is returned. Raises what the store
+        raises.
+        """
         found = await self._store.get(self._prefix + name)
         if found is None:
             self.forget(name)

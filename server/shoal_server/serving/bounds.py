@@ -28,9 +28,9 @@ class Bound:
     length: int = 0
     """Maximum length of a text in characters, and of bytes in bytes."""
     most: int | None = None
-    """Maximum of a whole number; None: any of its type."""
+    """Maximum of a whole number, which then may not be negative; None: any of its type."""
     seconds: bool = False
-    """True for a number of seconds, which may not be negative. All real numbers must be finite."""
+    """True for a number of seconds: from 0 to MAX_SECONDS. All real numbers must be finite."""
     count: int = 1 << 20
     """Maximum number of entries of a list or map."""
 

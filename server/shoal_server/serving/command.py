@@ -18,8 +18,8 @@ OTHERS = 0o077
 
 
 def lacks(command: str, *modules: str, extra: str = "") -> bool:
-    """True if a module is not installed; prints which, and the extra to install (by default named
-    like the command)."""
+    """True if a module is not installed; prints the first such module, and the extra to install (by
+    default named like the command)."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         extra = extra or command
@@ -32,7 +32,11 @@ def lacks(command: str, *modules: str, extra: str = "") -> bool:
 
 
 def run(command: str, work: Coroutine[Any, Any, None]) -> int:
-    """Run `work` and return the exit code; prints the error that ended it."""
+    """Run `work` and return the exit code: 0, EX_TEMPFAIL (75) for Unavailable, 1 for another
+    ShoalError; prints that error.
+
+    Raises any other error of `work`, and InvalidSpec for an unknown level in SHOAL_LOG_LEVEL.
+    """
     # Journals and snapshots hold a job's parameters: other users of the machine must not read them.
     os.umask(os.umask(OTHERS) | OTHERS)
     _configure_logging()
@@ -43,7 +47,7 @@ def run(command: str, work: Coroutine[Any, Any, None]) -> int:
 
 
 async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
-    """Run `work`; return the text of the error that ended it (empty: none) and the exit code.
+    """Run `work`; return the text of the ShoalError that ended it (empty: none) and the exit code.
 
     Not the error itself: its frames would outlive the event loop, and hold gRPC objects that need
     the loop to be released."""
@@ -58,7 +62,8 @@ async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
 
 
 def _configure_logging() -> None:
-    """Log to stderr from level SHOAL_LOG_LEVEL on: readable lines on a terminal, else JSON."""
+    """Log to stderr from level SHOAL_LOG_LEVEL on: readable lines on a terminal, else JSON. Raises
+    InvalidSpec for an unknown level."""
     name = os.environ.get("SHOAL_LOG_LEVEL") or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:

@@ -86,8 +86,8 @@ def listening(listen: str, bind: str, option: str = "--listen") -> str:
 def advertised(advertise: str, listen: str, port: int) -> str:
     """host:port for others to connect to.
 
-    `advertise` is HOST or HOST:PORT; empty: the host of `listen`, or this machine's name if that
-    is every interface.
+    `advertise` is HOST or HOST:PORT; empty: the host of `listen`. A host that is every interface
+    becomes this machine's name. Raises InvalidSpec if `listen` is needed and is not host:port.
     """
     host = advertise or split_address(listen)[0]
     if host in WILDCARDS:
@@ -107,7 +107,7 @@ def is_loopback(host: str) -> bool:
 
 
 def opened(listens: Mapping[str, str]) -> dict[str, str]:
-    """The addresses (host:port by service) that other machines can reach."""
+    """The addresses (host:port by service) that other machines can reach: those not on loopback."""
     return {
         name: address
         for name, address in listens.items()
@@ -116,7 +116,7 @@ def opened(listens: Mapping[str, str]) -> dict[str, str]:
 
 
 def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
-    """Warn if strangers may reach a port, or if the other machines of the cluster cannot.
+    """Warn if other machines may reach a port without TLS, or if those of the cluster cannot.
 
     `listens`: host:port of each service; `etcd`: host:port of its endpoints.
     """

@@ -2,7 +2,7 @@
 
 async with LoopLag() as lag:
     ...
-    lag.p99_s, lag.max_s        of the last ten seconds
+    lag.p99_s, lag.max_s        of the last ten seconds, or more if the loop lags
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from shoal_server.serving.tasks import cancel
 
 SAMPLE_EACH_S = 0.02
 NUM_SAMPLES = 500
-"""Samples of the last ten seconds."""
+"""Number of samples kept: those of ten seconds, or of more if the loop lags."""
 
 
 class LoopLag:

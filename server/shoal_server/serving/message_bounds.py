@@ -2,7 +2,8 @@
 
 `bounds` has the longest text, the largest count and the highest number of each field. Every real
 number is finite, seconds are not negative, and an enumeration has only known values. A request out
-of bounds is refused with an error that names the field. Servicers check the meaning of fields.
+of bounds is refused with an error that names the field, or the message if that is too large as a
+whole. Servicers check the meaning of fields.
 """
 
 import math

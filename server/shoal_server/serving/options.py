@@ -75,8 +75,8 @@ class ServingOptions(TlsOptions):
     can read parameters and end jobs."""
 
     def check(self, listens: Mapping[str, str]) -> None:
-        """Raise InvalidSpec if other machines reach an address without TLS, and `--insecure` is not
-        given. `listens`: host:port of each service."""
+        """Raise InvalidSpec if other machines reach an address without TLS and `--insecure` is not
+        given, or if both TLS and `--insecure` are given. `listens`: host:port of each service."""
         tls = self.files is not None
         if tls and self.insecure:
             raise InvalidSpec(

@@ -107,7 +107,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return known[1]
 
     def _mismatch(self, call: grpc.HandlerCallDetails) -> ProtocolMismatch | None:
-        """Mismatch of the caller's protocol and this server's; None if they agree on one."""
+        """Mismatch of the caller's protocol and this server's; None if they agree on one, or the
+        caller announces none."""
         metadata = call.invocation_metadata or ()
         agent = next((str(value) for key, value in metadata if key == "user-agent"), "")
         if agent not in self._mismatches:
@@ -165,7 +166,8 @@ def _anybody(context: object) -> None:
 
 
 def _admitted(admit: Admit, decode: Decode, context: Context, data: Any) -> Any:
-    """Decode the request of a caller that may make the call. Raises the refusal otherwise."""
+    """Decode the request of a caller that may make the call. Raises AccessDenied for other callers,
+    and what `decode` raises."""
     return decode(admit(context), data)
 
 
@@ -233,8 +235,8 @@ async def _abort(context: Context, method: str, refusal: ShoalError, counts: Cal
 
 
 def call_durations() -> Durations:
-    """Durations of calls by method ("Membership/Propose") and outcome: OK, or the name of the
-    error."""
+    """Durations of calls by method ("Membership/Propose") and outcome: OK (also for a call that was
+    cancelled), "aborted", or the name of the error."""
     return Durations(("method", "outcome"))
 
 

@@ -30,7 +30,8 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
 
 
 async def wait_first(*waits: "Coroutine[Any, Any, object] | asyncio.Future[Any]") -> None:
-    """Wait until one of them has ended. Coroutines are then cancelled; tasks run on."""
+    """Wait until one of them has ended. Coroutines are then cancelled; tasks run on. Errors of
+    either are not raised."""
     tasks = [asyncio.ensure_future(each) for each in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -39,7 +40,8 @@ async def wait_first(*waits: "Coroutine[Any, Any, object] | asyncio.Future[Any]"
 
 
 async def gather_settled(*calls: Awaitable[R]) -> list[R]:
-    """Wait until all calls have ended; return the answers in order, or raise the first failure."""
+    """Wait until all calls have ended; return the answers in order, or raise the first failure in
+    that order."""
     answers: list[R] = []
     for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, BaseException):
@@ -88,7 +90,7 @@ async def gather_bounded(
 ) -> list[R]:
     """The answers in order, with at most `at_once` calls in progress.
 
-    Raises the first error of a call, and cancels the others.
+    Raises the first error of a call, once the other calls are cancelled and have ended.
     """
     slots = asyncio.Semaphore(at_once)
 

@@ -1,4 +1,4 @@
-"""Blocking work in a thread that is waited for even when its caller is cancelled."""
+"""Blocking work in a thread that is waited for even if its caller is cancelled once."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,8 +8,9 @@ T = TypeVar("T")
 
 
 async def to_thread_uncancelled(work: Callable[[], T]) -> T:
-    """Run `work` in a thread. If cancelled meanwhile, return only when the work ends: a thread
-    cannot be stopped, and the caller must not undo or read what it is still changing."""
+    """Run `work` in a thread. If cancelled meanwhile, raise CancelledError only when the work ends:
+    a thread cannot be stopped, and the caller must not undo or read what it is still changing. A
+    second cancellation is raised at once."""
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(running)

@@ -49,7 +49,7 @@ def test_status_shows_the_rounds_of_members_with_a_bound(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A member that is ahead shows what it waits for."""
-    reason = "w0 in round 13: its own next is 17, the bound 3"
+    reason = "w0 in round 13: the waiting member's next round is 17, the bound 3"
     slow = status_world.member("w0", 0, clock=13)
     world.change(
         "digits", members=(slow, status_world.member("w1", 1, clock=17, waiting_for=reason))

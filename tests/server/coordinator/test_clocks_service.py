@@ -78,7 +78,8 @@ async def test_a_member_that_waits_for_another_is_shown_with_the_reason() -> Non
         await until(lambda: bool(world.parameters.clock_service.waiting("j")))
         (job,) = world.coordinator.view.jobs()
         shown = {member.member_id: member for member in job.members}
-        assert shown["a"].waiting_for == "b in round 0: its own next is 2, the bound 1"
+        reason = "b in round 0: the waiting member's next round is 2, the bound 1"
+        assert shown["a"].waiting_for == reason
         assert (shown["a"].clock, shown["b"].clock) == (2, 0)
         assert not waits.done()
         slow.clock.finished()
@@ -130,7 +131,8 @@ async def test_a_wait_ends_with_an_error_that_names_who_is_slow() -> None:
         for each in (fast, slow):
             await asyncio.to_thread(each.clock.begin)
         fast.clock.finished()
-        with pytest.raises(DeadlineExceeded, match="b in round 0: its own next is 1"):
+        reason = "b in round 0: the waiting member's next round is 1"
+        with pytest.raises(DeadlineExceeded, match=reason):
             await asyncio.to_thread(fast.clock.begin)
 
 

@@ -35,7 +35,7 @@ def test_a_member_may_be_as_far_ahead_as_the_bound_and_no_further() -> None:
     assert say(clocks, A, 2, 2).allowed
     refused = say(clocks, A, 3, 2, now_s=5.0)
     assert (refused.allowed, refused.slowest) == (False, 0)
-    assert refused.reason == "b in round 0: its own next is 3, the bound 2"
+    assert refused.reason == "b in round 0: the waiting member's next round is 3, the bound 2"
     assert list(clocks.waiting()) == [("a", refused.reason, 5.0)]
     assert say(clocks, C, 0, 2) == ClockStatus(clock=2, allowed=True, slowest=0), "it need not wait"
     say(clocks, B, 1, 2)
@@ -103,7 +103,10 @@ def test_in_bulk_nobody_pushes_before_all_have_their_values() -> None:
         say(clocks, who, 0, 0)
     pushes = ClockReport(position=ClockPosition(0, pulled=True), bound=0)
     refused = clocks.advance(A, pushes, 0.0)
-    assert refused.reason == "b in round 0: it pushes in round 0 once all have their values"
+    assert refused.reason == (
+        "b in round 0: the waiting member pushes in round 0"
+        " once all members have that round's values"
+    )
     assert say(clocks, C, 0, 0).clock == 1
     assert clocks.advance(B, pushes, 0.0).allowed
     assert clocks.standing(A, 0.0).allowed

@@ -59,7 +59,8 @@ class ForgetMember:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerCall(Generic[CallT]):
-    """Answer the call, or raise its error: all its effects are durable."""
+    """Answer the call, or raise its error. All its effects are durable, unless the error ended the
+    driver."""
 
     call: CallT
     error: Exception | None = None

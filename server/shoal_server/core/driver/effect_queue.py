@@ -41,7 +41,7 @@ class QueuedEffects(Generic[CallT]):
 
 
 class EffectQueue(Generic[CallT]):
-    """The effects of one job. After `fail` no effect is carried out."""
+    """The effects of one job. `fail` drops those that are not carried out yet."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

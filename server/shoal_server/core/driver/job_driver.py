@@ -52,8 +52,8 @@ class JobDriver(Generic[StreamT, CallT]):
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
         self.failure: Exception | None = None
-        """Error that ended the driver. From then on only answers to calls are returned: the state
-        is ahead of the store."""
+        """Error that ended the driver. From then on no effect is carried out, and calls are
+        answered with it: the state is ahead of the store."""
         self.liveness = Liveness(job.limits, job.members, now_s)
         self._queue: EffectQueue[CallT | _InternalCall] = EffectQueue(job)
         self._streams: dict[str, StreamT] = {}

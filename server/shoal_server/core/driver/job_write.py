@@ -12,7 +12,7 @@ from shoal_server.core.membership.phases import OVER, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class StateRecord:
-    """The job's own record: all that is stored of a job except its members and generations."""
+    """The job's own record: all that is stored of its membership except members and generations."""
 
     spec: JobSpec
     last_generation: Generation

@@ -77,7 +77,7 @@ class Agreement:
         unreachable: Mapping[str, str],
         checkpoint_steps: Iterable[Step] = (),
     ) -> bool:
-        """Note an acceptance; True once all members have accepted."""
+        """Note an acceptance; True once no member's answer is missing."""
         self.unanswered.discard(member_id)
         if self.roster.from_checkpoint:
             self.checkpoint_steps[member_id] = frozenset(checkpoint_steps)
@@ -97,7 +97,7 @@ class Agreement:
         return True
 
     def ready(self, member_id: str, step: Step | None = None) -> bool:
-        """Note that a member passed its first collective, at that step; True for the last one."""
+        """Note that a member passed its first collective, at that step; True if none is missing."""
         if step is not None:
             # All start at one step, but may have trained on before they report to a new leader.
             self.starts_at = max(self.starts_at or step, step)

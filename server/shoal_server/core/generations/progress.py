@@ -46,7 +46,8 @@ class JobProgress:
     trained_in: Generation = NO_GENERATION
     """The newest synchronous generation that ran."""
     reached: Step = NO_STEP
-    """The newest step whose state a member has reported."""
+    """The newest step whose state a member has reported; a synchronous generation that comes to run
+    sets it to its start."""
     tally: LifetimeFigures = field(default_factory=LifetimeFigures, compare=False)
 
     @property

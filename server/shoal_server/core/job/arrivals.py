@@ -179,7 +179,8 @@ class Arrivals:
 
 
 def is_older(incarnation: str, than: str) -> bool:
-    """True if the process of `incarnation` certainly started before that of `than`.
+    """True if the process of `incarnation` started before that of `than`, by their hosts' clocks.
+    False if either is no UUID of version 7.
 
     UUIDs of version 7 (RFC 9562) begin with the time at which they were made. So a late call of the
     older process cannot replace the newer one.

@@ -59,7 +59,8 @@ class Attempts:
         self._checks = checks
 
     def freeze(self, chosen: list[MemberState], now_s: float) -> bool:
-        """Draw the roster up and send it to its members; False if some were refused instead."""
+        """Draw the roster up and send it to its members, or abort it at once if they are in
+        conflict; False if members were refused before it was an attempt."""
         candidates = [m.as_candidate() for m in chosen]
         if blamed := self._confined(chosen, candidates):
             self._refuse_confined(blamed, candidates, now_s)
@@ -93,7 +94,7 @@ class Attempts:
         return True
 
     def _refuse_too_large(self, chosen: list[MemberState], problem: str, now_s: float) -> None:
-        """Refuse the members that make the record too large. The others go on."""
+        """Refuse the members that are `at_fault` for the size. The others go on."""
         refusal = refusals.roster_too_large(self._state.spec.job, len(chosen), problem)
         for member in self._state.at_fault(chosen):
             self._removal.refuse(member, refusal, now_s)
@@ -151,7 +152,8 @@ class Attempts:
             self._state.deadlines.deadline_s = until_s
 
     def _exclude_unreachable(self, agreement: Agreement, now_s: float) -> None:
-        """Abort, and remove as few members as possible so that all others reach each other."""
+        """Abort, and remove members so that all others reach each other: see `members_to_exclude`.
+        Commit if only members that train do not reach each other."""
         members = self._state.members_of(agreement.roster)
         newest_last = sorted(members, key=lambda m: (not m.is_in(self._state.previous), m.joined_s))
         names, running = [m.member_id for m in newest_last], self._state.running
@@ -176,7 +178,8 @@ class Attempts:
         """Commit if the members have a state to start from.
 
         A job that has trained never starts from initial values again: it needs a checkpoint that
-        all members see, and members that do not see it are removed.
+        all members see. If some do not see it, the attempt is aborted, and they are removed. If no
+        member sees any, the job's state is lost.
         """
         if not agreement.roster.from_checkpoint:
             self._commit(agreement, now_s)

@@ -122,7 +122,9 @@ class Collecting:
         return WaitingNotice(reason=f"{num} more members wait", num_members=num)
 
     def chosen(self, now_s: float) -> list[MemberState]:
-        """Members of a roster drawn up now: former trainers by rank first, then by arrival."""
+        """Members of a roster drawn up now, at most `max_members`: members that hold the state
+        first (unless a generation runs), then former trainers by rank, then by arrival. Puts the
+        others on standby."""
         # A member that has not settled may have missed its notice and still be training.
         candidates = [m for m in self._state.able if m.settled or m.is_in(self._state.running)]
         if amid := self.amid_call():
@@ -159,7 +161,8 @@ class Collecting:
         return candidates[: self._state.spec.max_members]
 
     def hold_for_members(self, now_s: float) -> None:
-        """Put members on standby while a job that has trained has too few members to go on.
+        """Put members on standby while a job that has trained has too few members to go on, if
+        `waits_for_members`; otherwise end their standby.
 
         Called only while no generation runs.
         """
@@ -179,7 +182,8 @@ class Collecting:
 
     @property
     def waits_for_members(self) -> bool:
-        """True if the job has trained, holds its state, and lacks only further members."""
+        """True if a member that is ready has `keeps_job`, so that the job lacks only further
+        members. False if a call between two steps has to be repeated."""
         # A member that joins cannot take part in a call between two steps.
         return not self.amid_call() and any(
             m.keeps_job for m in self._state.table.candidates.values()

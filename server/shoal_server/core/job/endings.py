@@ -143,7 +143,8 @@ class Removal:
         cause: str = "",
         lost: bool = True,
     ) -> None:
-        """Remove a member, and end the attempt or generation that it was part of.
+        """Remove a member, and end the attempt or generation that it was part of, unless it has
+        done its work.
 
         `cause` is the reason in a word or two; `lost` is true if the member did not leave in order.
         """
@@ -190,7 +191,7 @@ class Removal:
         self.remove(member, reason, now_s, refusal=lasting, cause=refusal.what)
 
     def abort_conflicting(self, conflicts: tuple[Conflict, ...], now_s: float) -> None:
-        """Abort and refuse the members in conflict, except those that train or keep the job."""
+        """Abort, and refuse the roster's members that are `at_fault`, whichever of them differ."""
         roster, conflicts = self._state.attempt, in_short(conflicts)
         assert roster is not None
         at_fault = self._state.at_fault(self._state.members_of(roster))
@@ -365,7 +366,8 @@ class Drains:
         return [m for m in draining if m.is_in(self._state.running) and m.member_id not in staying]
 
     def part_leavers(self, old: GenerationRoster, roster: GenerationRoster, now_s: float) -> None:
-        """Remove members of the old generation that are not in the generation that runs now."""
+        """Remove draining members of the old generation that are not in the one that runs now.
+        Other members that are not in it are notified that the old generation is over."""
         for leaver in [m for m in self._state.members_of(old) if not m.is_in(roster)]:
             if leaver.drain.since_s is not None:
                 self._state.notify_member(leaver, DrainNotice(reason=leaver.drain.reason, now=True))

@@ -145,7 +145,7 @@ class Job:
     def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> list[Effect]:
         """Allow joins again for a job that failed, was stopped or is lost; from step 0 on request.
 
-        Raises EventRefused if the job runs or is finished.
+        Raises EventRefused as `Lifetime.retry` does, for example if the job runs or is finished.
         """
         self._lifetime.retry(reason, now_s, from_scratch=from_scratch)
         return self.state.take_effects()
@@ -188,7 +188,8 @@ class Job:
         member.trainer.loads = event.loads
 
     def next_deadline_s(self) -> float | None:
-        """Return the time of the next call of `tick`, if no event comes before."""
+        """Return the time of the next call of `tick`, if no event comes before; None: no call is
+        needed."""
         return min(self._timeouts.deadlines(), default=None)
 
     def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
@@ -196,7 +197,7 @@ class Job:
         self.state.note_step(member_id, incarnation, step)
 
     def postpone(self, by_s: float) -> None:
-        """Move every running limit by the time in which no member could be notified."""
+        """Move limits by the time in which no member could be notified: see `JobState.postpone`."""
         self.state.postpone(by_s)
 
     # --- state that the edge reads ---
@@ -279,7 +280,8 @@ class Job:
         return self._pause_keeper.pausing()
 
     def why_paused(self, now_s: float | None = None) -> str:
-        """Text that names the paused members and their limits; empty if no member is paused."""
+        """Text that names up to three paused members that others wait for, with their limits if
+        `now_s` is given; empty if there are none."""
         return self._pause_keeper.why_paused(now_s)
 
     def rank_of(self, member: MemberState) -> int | None:

@@ -44,7 +44,7 @@ class Deadlines:
     """Time limits of a job. None: the limit does not run."""
 
     deadline_s: float | None = None
-    """Latest end of the phase."""
+    """Latest end of the phase, moved on by progress; in ABORTED, the end of the back-off."""
     bring_up_over_s: float | None = None
     """Latest end of the bring-up, even if it still makes progress."""
     first_proposal_s: float | None = None
@@ -62,7 +62,8 @@ class Deadlines:
         self.bring_up_over_s = self.overdue_check_s = None
 
     def postpone(self, by_s: float) -> None:
-        """Move the limits by the time in which no member could be notified."""
+        """Move the limits, except that of the first proposal, by the time in which no member could
+        be notified."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -128,11 +129,12 @@ class JobState:
     running: GenerationRoster | None = None
     """The generation that trains, if one does."""
     previous: GenerationRoster | None = None
-    """The newest committed roster; members keep their ranks from it."""
+    """The running roster, else the newest one that was committed; members keep their ranks from
+    it."""
     agreement: Agreement | None = None
     """Agreement on the roster in PREPARE or COMMITTED."""
     record: GenerationRecord | None = None
-    """The newest committed record: its generation runs, or is being brought up."""
+    """The newest committed record; its generation may be over by now."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     tries: AttemptCounts = field(default_factory=AttemptCounts)
     end: JobEnd = field(default_factory=JobEnd)
@@ -168,7 +170,8 @@ class JobState:
         return agreement if member.is_in(agreement.roster) else None
 
     def concerned(self, roster: GenerationRoster) -> list[MemberState]:
-        """Members to notify of an attempt's outcome: members of its roster and of the old one."""
+        """Members to notify of an attempt's outcome: members of its roster, and of a synchronous
+        generation that runs."""
         members = self.members_of(roster)
         if self.running is None or not self.running.synchronous:
             return members
@@ -188,7 +191,8 @@ class JobState:
         return any(member.is_in(r) for r in rosters if r is not None and r.synchronous)
 
     def postpone(self, by_s: float) -> None:
-        """Move every running limit by the time in which no member could be notified.
+        """Move limits by the time in which no member could be notified: those of the phase, breaks,
+        disconnections, drains and retries. Pauses, halts and the last call go on.
 
         Decisions could not become durable meanwhile, so a member that waits for one is not late.
         """
@@ -232,7 +236,7 @@ class JobState:
         return member.is_in(self.running) or member.keeps_job
 
     def at_fault(self, members: Iterable[MemberState]) -> list[MemberState]:
-        """Newcomers among the members if another member stays; otherwise all that do not train."""
+        """Newcomers among the members; if there are none, all that do not train."""
         outside = [m for m in members if not m.is_in(self.running)]
         return [m for m in outside if not self.stays(m)] or outside
 
@@ -242,13 +246,14 @@ class JobState:
         return max(1, self.spec.min_members - len(self.table.finished))
 
     def lacks_state(self, members: Iterable[MemberState]) -> bool:
-        """True if a generation of these members could not continue from the step reached."""
+        """True if a generation of these members could not continue from the step reached. False
+        while a generation runs, and if the job completes."""
         if self.running is not None or self.end.completing or not self.progress.has_trained:
             return False
         return not any(m.holds_state or (m.proposal and m.proposal.stateless) for m in members)
 
     def refuse_if_over(self) -> None:
-        """Raise EventRefused if the job takes no more members."""
+        """Raise EventRefused if the job is over or completes."""
         if self.end.lost is not None:
             raise EventRefused(self.end.lost)
         if self.stage.phase is Phase.STOPPED:

@@ -239,7 +239,8 @@ class PauseKeeper:
         return member.is_in(self._state.running) or member.is_in(self._state.attempt)
 
     def why_paused(self, now_s: float | None = None) -> str:
-        """Text that names the paused members and their limits; empty if no member is paused."""
+        """Text that names up to three paused members that others wait for, with their limits if
+        `now_s` is given; empty if there are none."""
         pausing = self.pausing()
         texts = [
             pause_in_words(member, self._state.rank_of(member), pause, now_s)

@@ -91,8 +91,9 @@ class Timeouts:
                 self._removal.refuse(member, refusals.timeout(reason), now_s)
 
     def drop_overdue(self, now_s: float) -> None:
-        """Refuse newcomers that have waited for longer than the join limit. In a job that has
-        trained and lacks members, the limit is `wait_for_members_s`."""
+        """Refuse members that are ready and have waited for longer than the join limit, if no
+        generation runs. If the job lacks only members (`waits_for_members`), the limit is
+        `wait_for_members_s`."""
         self._state.deadlines.overdue_check_s = None
         if self._state.running is not None or self._state.stage.phase is not Phase.COLLECT:
             return

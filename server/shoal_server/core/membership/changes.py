@@ -61,7 +61,8 @@ class PendingChanges:
 
     def gone(self, member_id: str, cause: str, *, lost: bool) -> None:
         """Note that a member is gone. The first cause counts: if a later process of that name is
-        also gone before the next generation, it has not trained."""
+        also gone before the next generation, it has not trained. Ignored for a member that was not
+        in the newest roster that ran."""
         departure = Departure(member_id=member_id, cause=shortened(cause, MAX_CAUSE), lost=lost)
         if self.before is not None and member_id in self.before.ranks:
             self.departures.setdefault(member_id, departure)

@@ -49,7 +49,7 @@ class Wait:
     reason: str = "its own model: it has not proposed yet"
     since_s: float = 0.0
     is_standby: bool = False
-    """True if the member was notified that its wait has no time limit."""
+    """True if the member was notified that it stands by: `Limits.join_s` does not apply."""
 
 
 @dataclass(kw_only=True)
@@ -91,7 +91,7 @@ class MemberState:
 
     @property
     def is_standby(self) -> bool:
-        """True if the member was notified that its wait has no time limit."""
+        """True if the member was notified that it stands by: `Limits.join_s` does not apply."""
         return self.wait.is_standby
 
     @property

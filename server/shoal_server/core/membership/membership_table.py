@@ -1,6 +1,6 @@
 """Table of a job's members, with indexes of draining, disconnected, halted and paused members.
 
-No event scans all members, so an event costs the same with ten thousand members as with ten.
+With the indexes, most events scan no list of all members.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,8 +26,8 @@ class MembershipTable:
     draining: dict[str, MemberState] = field(default_factory=dict)
     """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """Incarnations that may not return, the oldest first, each with the refusal that answers calls
-    still in progress."""
+    """The last MAX_EXPELLED incarnations that may not return, the oldest first, each with the
+    refusal that answers calls still in progress, if there is one."""
     unproposed: set[str] = field(default_factory=set)
     """Members that joined under an earlier leader and have not proposed again."""
     pauses: Pauses = field(default_factory=Pauses)
@@ -38,7 +38,8 @@ class MembershipTable:
     """Members that have done their work, present or gone. None of them is waited for, and each
     counts towards the minimum."""
     num_announced_waiting: int = 0
-    """Number of members without a rank, as last reported to torchrun's nodes."""
+    """Number of members without a rank that the job has room for, as last reported to torchrun's
+    nodes."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: an entry that is added later has a later time.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
@@ -72,7 +73,8 @@ class MembershipTable:
             self.candidates[member.member_id] = member
 
     def drain(self, member: MemberState, reason: str, now_s: float) -> None:
-        """Note that the member is to leave: no further roster includes it."""
+        """Note that the member is to leave: no further roster includes it, unless it has to hand
+        over the state."""
         member.drain.since_s, member.drain.reason = now_s, reason
         self.draining[member.member_id] = member
         self.candidates.pop(member.member_id, None)
@@ -91,7 +93,8 @@ class MembershipTable:
                 member.proposal = replace(member.proposal, step=step, has_state=True)
 
     def settle(self, members: Iterable[MemberState], *, settled: bool) -> None:
-        """Note that the members have stopped, or that they have not."""
+        """Note that the members have stopped, or that they have not; not for members that have done
+        their work."""
         for member in members:
             if member.member_id in self.finished:
                 continue
@@ -124,7 +127,7 @@ class MembershipTable:
         self.go_on(member)
 
     def postpone(self, by_s: float) -> None:
-        """Extend all members' time limits by this time: see `JobState.postpone`."""
+        """Extend the time limits of disconnected and draining members: see `JobState.postpone`."""
         for member in self._disconnected.values():
             assert member.disconnected_s is not None
             member.disconnected_s += by_s

@@ -40,8 +40,8 @@ class Pauses:
     """Time until which pauses last stopped the limits."""
 
     def begin(self, member: MemberState, event: MemberPaused, now_s: float) -> Pause | None:
-        """Begin or update the member's pause; the newest message counts. Returns None if the pause
-        is over already and the message was late."""
+        """Begin or update the member's pause; the newest message counts. Returns None if the
+        message was late: that pause is over already, or a later one has begun."""
         over, known = self._over.get(member.member_id), self.of(member)
         newest = known.number if known is not None else 0
         if over is not None and over[0] is member:
@@ -58,7 +58,8 @@ class Pauses:
         return pause
 
     def end(self, member: MemberState, number: int = 0) -> Pause | None:
-        """End the member's pause of that number (0: any); returns it, or None if there was none."""
+        """End the member's pause of that number or an earlier one (0: any); returns it, or None if
+        there was none."""
         known = self.of(member)
         if number and known is not None and number < known.number:
             return None

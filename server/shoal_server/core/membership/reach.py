@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 def members_to_exclude(
     unreachable: Mapping[str, Mapping[str, str]], *, newest_last: Sequence[str], kept: set[str]
 ) -> dict[str, str]:
-    """Members to exclude so that all others reach each other, each with the errors seen.
+    """Members to exclude so that all others reach each other, each with up to five errors seen.
 
     `unreachable` says for each member which peers it could not reach, and with what error. A pair
     is cut if either side says so, since a collective needs both directions. The member that is cut
     off from most others is excluded first; between equals, the newest. Members in `kept` train,
-    and stay whatever newcomers report.
+    and stay whatever any member reports.
     """
     cut: dict[str, dict[str, str]] = {}
     for member, peers in unreachable.items():

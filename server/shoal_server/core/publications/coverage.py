@@ -52,8 +52,8 @@ class NotCovered(Exception):
 def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
     """The layout of a version, merged from each rank's part in the order of ranks.
 
-    Raises NotCovered if ranks disagree on a tensor, or a part has a slice in another rank's
-    segment.
+    Raises NotCovered if ranks disagree on a tensor, if a part does not have exactly one segment, or
+    if it has a slice in another rank's segment or of a tensor that it does not list.
     """
     indices: dict[str, int] = {}
     tensors: list[PublishedTensor] = []

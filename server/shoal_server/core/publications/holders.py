@@ -42,8 +42,8 @@ def servers_for(
 
 
 def further_servers(first: str, copies: int, servers: Iterable[StoreServer]) -> list[str]:
-    """The servers to which `first` passes on a segment that it made: the servers after `first` in
-    the order of ids, those on other hosts first."""
+    """The servers to which `first` passes on a segment that it made: up to `copies` - 1 that do not
+    leave, those on other hosts first, else in the order of ids from `first` on."""
     by_id = sorted(servers, key=lambda each: each.server_id)
     host = next((each.host for each in by_id if each.server_id == first), "")
     others = [each for each in by_id if each.server_id != first and not each.is_leaving]

@@ -68,8 +68,9 @@ class Readers:
         self, report: ReaderReport, kept: Collection[int], now_s: float
     ) -> tuple[list[int], list[int]]:
         """Note a report. Return the versions that the reader holds leases on now, and those of its
-        wanted versions that are gone. Raises TooManyReaders or InstalledOlder; the leases are then
-        unchanged."""
+        wanted versions that are gone. A report that a later one has overtaken changes nothing; all
+        its versions are returned as gone. Raises TooManyReaders or InstalledOlder; the leases are
+        then unchanged."""
         known = self._known.get(report.reader)
         # A lower number is accepted once the leases have ended: the reader may be a new process.
         is_recent = known is not None and now_s < known.seen_s + HELD_S

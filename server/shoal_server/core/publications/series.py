@@ -340,7 +340,8 @@ class PublishedSeries:
         yield from self._give_up_oldest(number)
 
     def _known_as_committed(self, event: PartContributed) -> Effect | None:
-        """The answer to a part of a publication that is committed already; otherwise None."""
+        """The answer to a part of a publication whose version is committed and kept; otherwise
+        None."""
         for version in self.versions.values():
             if (version.epoch, version.publication) != (event.epoch, event.publication):
                 continue

@@ -39,7 +39,7 @@ from shoal_server.core.samples.spans import IntegerSpans
 
 MAX_OPEN_EPOCHS = 2
 MAX_RESERVED_EPOCHS = 64
-"""Maximum number of open epochs if members hold more than two epochs in reserve."""
+"""Maximum number of open epochs if the members' reserves together exceed an epoch."""
 MAX_HELD_RANGES = 128
 MAX_LEASE_SAMPLES = 1 << 20
 MAX_CLOSED_COUNTS = 64
@@ -315,7 +315,8 @@ class SampleLedger:
 
     @property
     def _num_openable(self) -> int:
-        """Number of epochs that may be open at once: two, or as many as twice the reserves take."""
+        """Number of epochs that may be open at once: two, or as many as twice the reserves take, up
+        to MAX_RESERVED_EPOCHS."""
         wanted = -(-2 * self._reserves // self.dataset_size)
         return min(max(wanted, MAX_OPEN_EPOCHS), MAX_RESERVED_EPOCHS)
 

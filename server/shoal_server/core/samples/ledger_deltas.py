@@ -231,7 +231,7 @@ class _Writer:
 
 
 class _Reader:
-    """Reader of a delta. Raises ValueError if the bytes end too soon."""
+    """Reader of a delta. Raises ValueError for bytes that are none."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

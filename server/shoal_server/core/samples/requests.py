@@ -44,7 +44,8 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAnswer:
-    """Answer to a request. With no range and not `exhausted`, other members hold the rest."""
+    """Answer to a request. No range, although samples were wanted, and not `exhausted`: other
+    members hold the rest, or this member holds its share."""
 
     range: LedgerRange | None
     exhausted: bool
@@ -53,7 +54,8 @@ class SampleAnswer:
     not_held: Sequence[LedgerRange] = ()
     """Ranges that the member claimed and does not hold, and so must not begin."""
     is_news: bool = True
-    """True if the request changed the ledger."""
+    """True if the request changed the ledger in more than the member's sequence number, reserve and
+    pace."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,9 @@ The record of a job is in etcd and is replaced by compare-and-swap only: if two 
 at once, one of them starts again from the other's result. This keeps updates safe:
 
 - A primary acknowledges only updates that every backup *in step* has, so any of them may take over.
+  (Acknowledgements of the level APPLIED do not promise that.)
 - To go on without a backup, a primary first removes it from the record (`without_backup`).
-- A backup takes over by a write to the record (`promoted`), which only a backup in step can do.
+- A backup takes over by a write to the record (`promoted`), which names only a backup in step.
 
 So the old and the new primary never both acknowledge, even if one wrongly believes the other dead.
 """
@@ -58,7 +59,7 @@ class ShardAssignment:
 
     shard_id: int
     epoch: int
-    """Number of times the primary was decided, from 1."""
+    """Rises from 1 when the primary changes, and when the shard is emptied, lost or restored."""
     primary: Holder
     backups: tuple[Holder, ...] = ()
     """Servers in step with the primary."""

@@ -1,5 +1,5 @@
 """Lost shards: the record of a loss, its description for users, and giving a shard up. Pure. Losses
-are detected in `rebalance`.
+are detected in `rebalance`, in `AbandonedLoads`, and by a server that misses a shard on its disk.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -69,7 +69,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Consecutive blocks of one flat tensor."""
+    """Blocks of one dtype and group, one after the other in one flat tensor."""
 
     shard_id: int
     dtype: str

@@ -2,7 +2,7 @@
 
 One call maps one job's record to the next one. It adds servers if copies are missing, empties
 servers that leave, balances the load that each server leads, and drops surplus copies. It never
-drops the last copy, and moves only a few shards at a time.
+drops the last copy, and moves only a few shards at a time for balance.
 """
 
 from collections import Counter
@@ -121,8 +121,10 @@ def _count(assignments: JobAssignments, weights: Mapping[int, int]) -> _Loads:
 def _rescue(
     assignment: ShardAssignment, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Replace a primary that is gone: by a backup, else by any server, which has no values. A shard
-    that had values is then LOST, though a disk that comes back may still have them."""
+    """Replace a primary that is gone: by a backup that is present. Without one, the shard waits
+    until all its holders are dead and no disk is awaited (`_is_lost`); then any server, without
+    values, replaces the primary, and a shard that had values is LOST, though a disk that comes back
+    may still have them."""
     if assignment.joining is not None and assignment.joining not in servers.present:
         assignment = replace(assignment, joining=None)
     if assignment.primary in servers.present | servers.awaited:

@@ -21,9 +21,10 @@ class AssignmentMirror:
     """Mirror of all shard assignments. Use it on one event loop; it follows etcd during its
     `async with` block.
 
-    `on_change` is called with a job and its shards whose records changed, once for each batch from
-    etcd; `on_gone` with a job whose head was deleted, or replaced by that of another run. An
-    unreadable record is logged, and the known assignment of its shard is kept.
+    `on_change` is called with a job and its shards whose records changed (all, if its head did),
+    once for each batch from etcd and each write or reading of this mirror; `on_gone` with a job
+    whose head was deleted, or replaced by that of another run. An unreadable record is logged, and
+    the known assignment of its shard is kept.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class AssignmentMirror:
         return iter(tuple(self._heads))
 
     def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
-        """Assignments of the job by shard."""
+        """Assignments of the job by shard; empty if its shards are not placed."""
         head = self._heads.get(job)
         return NO_SHARDS if head is None else self._assignments.get((job, head.run), NO_SHARDS)
 
@@ -91,7 +92,8 @@ class AssignmentMirror:
         return "" if head is None else head.job_run or head.run
 
     def assembled(self, job: str) -> JobAssignments | None:
-        """All assignments of a job. Raises InternalError if a shard has no readable record."""
+        """All assignments of a job; None if its shards are not placed. Raises InternalError if a
+        shard has no readable record."""
         head = self._heads.get(job)
         return None if head is None else records.assembled(head, self.of_job(job))
 
@@ -112,7 +114,8 @@ class AssignmentMirror:
 
     async def change(self, job: str, shard_ids: Collection[int], wanted: Change) -> bool:
         """Replace the records of these shards by `wanted` of each; False if the job's records are
-        gone or replaced.
+        gone or replaced. Shards without a known record are left out, and so are records that
+        another process wrote and that cannot be read.
 
         `wanted` returns its argument to change nothing, and is called again for a record that
         another process wrote meanwhile. Many records share a transaction. After a conflict, its

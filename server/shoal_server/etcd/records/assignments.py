@@ -109,7 +109,7 @@ class StoredAssignments:
 
 async def read(store: Keyspace, job: str) -> StoredAssignments | None:
     """Read all assignments of a job; None if its shards are not placed. Raises InternalError if a
-    record is missing or does not parse."""
+    record is missing or does not parse, and what the store raises."""
     listed = await store.range(keys.assignments(job))
     found = parse_all(job, listed.items)
     return None if found is None else StoredAssignments(found, listed.revision)
@@ -258,7 +258,8 @@ async def read_shards(
 ) -> dict[int, ShardAssignment]:
     """Current assignments of these shards; shards without a record are missing.
 
-    Raises InternalError for a record that does not parse.
+    Empty if the job's shards are not placed. Raises InternalError for a record that does not parse,
+    and what the store raises.
     """
     found = await store.get(keys.assignments_head(job))
     if found is None:
@@ -292,9 +293,10 @@ async def place(
     """Write the records of a run that has none yet: those of the shards first, then the head and
     `operations` in one transaction that decides.
 
-    `compares` are conditions of that transaction. If they fail, nothing is placed, the shards'
-    records are deleted, and the result has the answers to `otherwise`. Raises what the store
-    raises; after an unknown outcome of the deciding transaction, the caller reads back.
+    `compares` are conditions of that transaction, and so are the shards' records, which must still
+    exist. If a condition fails, nothing is placed, the shards' records are deleted, and the result
+    has the answers to `otherwise`. Raises what the store raises; the shards' records may then be
+    left. After an unknown outcome of the deciding transaction, the caller reads back.
     """
     assert assignments.run, "records of a run without a name would be mistaken for another's"
     shards, size = assignments.shards, SHARDS_A_TRANSACTION

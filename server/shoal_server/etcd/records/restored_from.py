@@ -1,5 +1,5 @@
-"""Record of the snapshot from which a job's shards were restored, kept until their next
-snapshot."""
+"""Record of the snapshot from which a job's shards were last restored, kept until their next
+restore."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -22,8 +22,8 @@ def written(job: str, source: RestoredFrom) -> Put:
 
 
 async def read(store: Keyspace, job: str) -> RestoredFrom | None:
-    """Read the record; None for a job that was never restored. Raises InternalError if it does not
-    parse."""
+    """Read the record; None if there is none. Raises InternalError if it does not parse, and what
+    the store raises."""
     found = await store.get(keys.restored_from(job))
     if found is None:
         return None

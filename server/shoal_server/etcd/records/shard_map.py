@@ -128,14 +128,16 @@ async def takers(store: Keyspace) -> dict[Holder, str]:
 
 
 async def read(store: Keyspace, job: str) -> ShardMap | None:
-    """The layout as written, without holders; None if there is none. Raises InternalError if it
-    does not parse."""
+    """The layout as written, without current holders; None if there is none. Raises InternalError
+    if it does not parse, and what the store raises."""
     return parse(job, (await store.range(keys.shard_map(job))).items)
 
 
 async def read_current(store: Keyspace, job: str) -> ShardMap | None:
-    """The layout with each shard's primary, epoch and address. While that server is not registered,
-    the address is the last one known, or empty."""
+    """The layout with each shard's primary, epoch and address; as written if the shards are not
+    placed; None if there is no layout. While a server is not registered, its address is the one
+    written, or empty if the shard had another primary then. Raises InternalError if a record is
+    missing or does not parse."""
     found = await read(store, job)
     return None if found is None else await fill(store, found)
 
@@ -147,7 +149,8 @@ async def read_held(store: Keyspace, job: str) -> tuple[ShardMap, JobAssignments
 
 
 async def fill(store: Keyspace, layout: ShardMap) -> ShardMap:
-    """A copy of the layout with the current primaries, their epochs and addresses."""
+    """A copy of the layout with the current primaries, their epochs and addresses. Raises as
+    `read_current` does."""
     return (await _held(store, layout))[0]
 
 

@@ -20,8 +20,8 @@ async def write(store: Keyspace, urls: Sequence[str]) -> None:
 
 
 async def read(store: Keyspace) -> Sequence[str]:
-    """The allowed roots; empty before a coordinator has led. Raises InternalError if they do not
-    parse."""
+    """The allowed roots; empty if none are allowed, and before a coordinator has led. Raises
+    InternalError if they do not parse, and what the store raises."""
     found = await store.get(keys.SNAPSHOT_ROOTS)
     if found is None:
         return ()

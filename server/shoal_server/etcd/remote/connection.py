@@ -1,7 +1,8 @@
 """Connections to etcd's endpoints, and the two ways to call: repeatable, and at most once.
 
 A repeatable call goes from endpoint to endpoint until one answers or the time is up. A call that
-must not run twice is sent once, over a connection that is established.
+must not run twice is sent over a connection that is established, and again only if etcd certainly
+did not carry it out.
 """
 
 import asyncio
@@ -57,14 +58,15 @@ class Connections:
         self._stamps: list[tuple[int, int]] = []
         """Modification time and inode of each file from which the credentials were read."""
         self.token: str | None = None
-        """Token of etcd; None before the login, empty if etcd wants none."""
+        """Token of etcd; None if the next call has to log in, empty if etcd wants none."""
         self._login_lock = asyncio.Lock()
         self._closing = SupervisedTasks()
         self._closed = False
 
     @property
     def current(self) -> EtcdConnection:
-        """The endpoint that calls go to now. Raises RefusedError after `close`."""
+        """The endpoint that calls go to now. Raises RefusedError after `close`, and InvalidSpec if
+        the TLS files were never readable."""
         if self._closed:
             raise _closed()
         address = self.config.endpoints[self._index]
@@ -86,7 +88,8 @@ class Connections:
     def replace(self, connection: EtcdConnection) -> None:
         """Drop a connection, so that the next call to its endpoint opens a new one.
 
-        For a connection that is open but carries nothing. Its calls get `attempt_timeout_s` to end.
+        For a connection that is open but carries nothing, or that is down and was made with a
+        former certificate. Its calls get `attempt_timeout_s` to end.
         """
         if self._open.get(connection.address) is connection:
             del self._open[connection.address]
@@ -126,7 +129,7 @@ class Connections:
     async def call(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Repeat the attempt, at one endpoint after the other, until one answers.
 
-        Raises etcd's refusal, or Unavailable after `timeout_s`.
+        Raises etcd's refusal, Unavailable after `timeout_s`, and RefusedError once closed.
         """
         with tracing.part("etcd"):
             return await self._repeated(attempt)
@@ -147,7 +150,8 @@ class Connections:
     async def call_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Send a request once; again only if etcd certainly did not carry it out.
 
-        If the outcome is unknown, the error's `details["outcome"]` is "unknown".
+        If the outcome is unknown, the error's `details["outcome"]` is "unknown"; not if the client
+        is closed meanwhile, which raises RefusedError. Otherwise raises as `call` does.
         """
         with tracing.part("etcd, once"):
             return await self._at_most_once(attempt)
@@ -185,7 +189,7 @@ class Connections:
         return (*REQUIRE_LEADER, ("token", self.token)) if self.token else REQUIRE_LEADER
 
     def known_metadata(self) -> Metadata | None:
-        """Metadata of each call, without a login; None before the first login. For any thread."""
+        """Metadata of each call, without a login; None if a login is due. For any thread."""
         token = self.token
         if not self.config.user:
             return REQUIRE_LEADER
@@ -213,7 +217,8 @@ class Connections:
         return str(reply.token)
 
     def load_credentials(self) -> grpc.ChannelCredentials | None:
-        """Credentials from the current files; the same object until the files change."""
+        """Credentials from the current files; the same object until the files change, or while they
+        cannot be read. None without TLS. Raises InvalidSpec if the files were never readable."""
         if self.config.ca_file is None:
             return None
         files = (self.config.ca_file, self.config.key_file, self.config.cert_file)

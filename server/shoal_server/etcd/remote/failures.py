@@ -1,8 +1,8 @@
 """Classification of failed calls to etcd: the remedy, and whether etcd may have run the request.
 
-etcd's errors differ by text more than by status code (three different errors are UNAVAILABLE), so
-the table below is keyed by both. The texts have been stable since etcd 3.2; an unknown text is
-classified by its code.
+etcd's errors differ by text more than by status code (several different errors are UNAVAILABLE), so
+`classify` looks at both. The texts have been stable since etcd 3.2; an unknown text is classified
+by its code.
 """
 
 from dataclasses import dataclass

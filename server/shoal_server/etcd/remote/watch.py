@@ -39,7 +39,8 @@ class _Compacted(Exception):
 async def read_snapshot(connections: Connections, prefix: str, revision: int = 0) -> RangeResult:
     """All keys under a prefix as of a revision (0: now). Linearizable.
 
-    Raises _Compacted for a revision that etcd has compacted.
+    The result's `revision` is etcd's current one, whatever was asked for. Raises _Compacted for a
+    revision that etcd has compacted, and what `Connections.call` raises.
     """
     request = wire.range_request(prefix, prefix=True, revision=revision)
 
@@ -62,7 +63,7 @@ async def read_snapshot(connections: Connections, prefix: str, revision: int = 0
 async def watch(
     connections: Connections, prefix: str, start: Revision
 ) -> AsyncGenerator[WatchBatch, None]:
-    """See `Keyspace.watch`. Raises AccessDenied, and CorruptError if etcd lost history."""
+    """See `Keyspace.watch`."""
     tracker = WatchTracker(start)
     pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     interrupted = False
@@ -102,7 +103,8 @@ async def _read_patiently(connections: Connections, prefix: str) -> RangeResult:
 async def _follow(
     connections: Connections, prefix: str, tracker: WatchTracker
 ) -> AsyncGenerator[WatchBatch, None]:
-    """Yield the batches of one stream. Ends by raising Unavailable, _Compacted or a refusal."""
+    """Yield the batches of one stream. Ends by raising Unavailable, _Compacted, a refusal or
+    CorruptError."""
     connection, token = connections.current, connections.token
     try:
         with connections.blaming(connection):

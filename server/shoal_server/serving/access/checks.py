@@ -62,8 +62,9 @@ def check_role(caller: Caller, method: str) -> None:
 
 
 def check_request(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied for a request about another job or series than the caller's own, for a
-    worker's drain of another member, and for requests that no reader may send."""
+    """Raise AccessDenied for a request about another job or series than the one that the caller's
+    certificate is bound to, for a worker's drain without the member's incarnation, and for requests
+    that no reader may send."""
     if isinstance(message, DrainRequest) and caller.role is CertificateRole.WORKER:
         _check_own_drain(caller, message)
     if caller.role is CertificateRole.READER:
@@ -148,7 +149,8 @@ def _is_map(descriptor: Descriptor) -> bool:
 
 
 def known_caller(context: grpc.aio.ServicerContext[Any, Any]) -> Caller | None:
-    """Caller of a call; None if this process serves without TLS."""
+    """Caller of a call; None if this process serves without TLS. Raises CertificateRefused as
+    `caller_of` does."""
     return None if identity.own() is None else caller_of(context)
 
 

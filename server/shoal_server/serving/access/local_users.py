@@ -38,7 +38,8 @@ Address = tuple[str, int]
 
 def user_of_peer(connected: socket.socket) -> int | None:
     """User id of the process at the other end of this connection; None if that process is on
-    another machine or has closed its end, or if the kernel does not know the user."""
+    another machine or has closed its end, if the kernel does not know the user or shows it as the
+    overflow user, or if the connection is not over IP."""
     if connected.family not in _TABLES:
         return None
     try:
@@ -52,7 +53,8 @@ def user_of_peer(connected: socket.socket) -> int | None:
 
 
 def _looked_up(family: int, theirs: Address, ours: Address) -> int | None:
-    """User id from sock_diag. Raises OSError if the kernel has no sock_diag."""
+    """User id from sock_diag; None if the socket is unknown or closed. Raises OSError for any other
+    failure, such as a kernel without sock_diag."""
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES)
     request += _PORTS.pack(theirs[1], ours[1])
     request += b"".join(_packed(family, each[0]) for each in (theirs, ours))

@@ -16,9 +16,9 @@ class CallCounts:
         self._by_peer: Counter[str] = Counter()
         self.num_open = 0
         self.refused: Counter[str] = Counter()
-        """Number of refused calls by kind of refusal."""
+        """Number of calls by the kind of error that answered them, InternalError excepted."""
         self.failed: Counter[str] = Counter()
-        """Number of calls by method whose handler raised something other than a refusal."""
+        """Number of calls by method that were answered with InternalError."""
 
     def ended(self, method: str, refusal: ShoalError) -> None:
         """Count a call that was answered with `refusal`."""

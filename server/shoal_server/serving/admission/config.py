@@ -74,7 +74,8 @@ class HttpLimits:
 
     @property
     def most_connections(self) -> int:
-        """Maximum number of connections that the descriptors allow."""
+        """Maximum number of HTTP connections: `http_connections`, or fewer if the descriptors allow
+        no more."""
         return min(self.http_connections, descriptors.for_strangers(0.25))
 
 

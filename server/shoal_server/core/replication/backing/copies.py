@@ -316,7 +316,8 @@ class Copies:
     def restored(
         self, key: Key, image: int, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
-        """Adopt a shard built from the image, if the record still names the sender as primary."""
+        """Adopt a shard built from the image, if the record still names the sender as primary, and
+        the copy of that epoch has no later version."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.start.image != image:
             yield DropImage(key, image)

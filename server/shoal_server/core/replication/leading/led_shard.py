@@ -283,7 +283,8 @@ class LedShard:
     # --- the record ---
 
     def revised(self, a: ShardAssignment) -> ShardAssignment:
-        """The record that this primary wants. Marks the joiner that the write may put in step."""
+        """The record that this primary wants. Marks the joiner that the write may put in step, and
+        a handover that it may make."""
         me = a.primary
         for holder in sorted(self.lost):
             a = without_backup(a, me, holder)
@@ -301,7 +302,8 @@ class LedShard:
         return a
 
     def _is_formed(self, a: ShardAssignment) -> bool:
-        """True if a shard that is not PRESENT yet has no joiner, and every backup has values."""
+        """True if a shard that is neither PRESENT nor LOST has no joiner that follows it, and every
+        backup has values."""
         if a.content is ShardContent.PRESENT or a.content is ShardContent.LOST:
             return False
         joiner = self.followers.get(a.joining) if a.joining is not None else None

@@ -19,6 +19,7 @@ class AckLevel(Enum):
     APPLIED = "the primary has applied the update"
     REPLICATED = "every backup in step has received the update too"
     DURABLE = "the update is on disk as well"
+    """The disk of the primary's server."""
 
 
 # --- the record, and etcd ---

@@ -26,7 +26,8 @@ class ReplicationLimits:
     probe_s: float = 0.3
     """Pause between two probes of a primary that has no link to this server."""
     full_s: float = 4.0
-    """Pause before a server without memory for a copy is offered one again; doubled each time."""
+    """Pause before a server without memory for a copy is offered one again; doubled each time, up
+    to `max_full_s`."""
     max_full_s: float = 32.0
     dead_after_s: float = DEAD_AFTER_S
     longest_gap_s: float = LONGEST_GAP_S
@@ -36,7 +37,8 @@ class ReplicationLimits:
     disk_report_s: float = 30.0
     """Interval at which the version that a shard has on disk is written to its record."""
     transfer_attempts: int = 3
-    """Number of links that may break in a row during an image without an acknowledged chunk."""
+    """Number of links that break in a row during an image, without an acknowledged chunk, after
+    which the image is given up."""
     window_chunks: int = 4
     """Number of chunks of an image that are sent ahead of their acknowledgement."""
 
