@@ -56,7 +56,7 @@ class Matrix:
 
 
 class PowerSgdCompressor(Compressor):
-    """Two all-reduces: 2 (n-1) / n times 4 (sum of (M + N) R, plus uncompressed values) bytes."""
+    """One or two all-reduces, 2 (n-1) / n times 4 (sum of (M + N) R + values sent whole) bytes."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -140,8 +140,8 @@ class PowerSgdCompressor(Compressor):
 
 
 class LowRankEncoder(PushEncoder):
-    """Encodes the whole rows of a parameter that lie in the shard as one matrix. Values before and
-    after a block's whole rows are sent unchanged."""
+    """Encodes the whole rows of a parameter that lie in the shard as one matrix, if that makes them
+    smaller. All other values are sent unchanged."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -29,10 +29,10 @@ class Batch:
     `batch["x"]` is their entry "x"."""
 
     inputs: Any
-    """All parts of the samples except the last, as a tuple if there are several. Samples that are
-    no tuples, such as dicts, are inputs as a whole."""
+    """All parts of the collated samples except the last, as a tuple if there are several; the only
+    part if there is one. Anything but a tuple, such as a dict, is inputs as a whole."""
     targets: Any
-    """The last part of the samples; None if samples are no tuples, or have one part."""
+    """The last part; None if the collated samples are no tuple, or have one part."""
     indices: list[int]
     """Indices of these samples in the dataset; empty if this member has no samples in the step: see
     `is_stand_in`."""
@@ -85,7 +85,7 @@ class Batch:
         stand-ins: one sample with weight 0.
 
         Raises InvalidSpec outside a step, for fewer than one part, for more parts than a global
-        batch has samples, and if a part has no backward pass or several.
+        batch has samples, as `cut`, and if a part has no backward pass or several.
         """
         return of_step().parts(self, num_parts)
 
@@ -102,8 +102,8 @@ class Loader:
         loading: Loading | None = None,
         seed_samples: bool = True,
     ) -> None:
-        """`loading`: options as in a DataLoader; None: the trainer loads, and a dataset of whole
-        tensors is indexed by row."""
+        """`loading`: options as in a DataLoader; None: the trainer loads, and without `collate`
+        indexes a dataset of whole tensors by row."""
         self._dataset = dataset
         self.order = order
         self._columns = None if collate or loading else _columns(dataset)
@@ -145,7 +145,8 @@ class Loader:
             self._samples.close()
 
     def synchronous(self, step: int, index: int, count: int) -> Batch:
-        """Return share `index` of the `count` shares of a step that all members take together."""
+        """Return share `index` of the `count` shares of a step that all members take together.
+        Raises as `BatchLoader.take`, and InvalidSpec if the dataset's length has changed."""
         epoch, start, stop = self.order.span(step)
         own_start, own_stop = share(start, stop, index, count)
 
@@ -258,7 +259,8 @@ def _loaded(span: SampleRange, start: int) -> SampleRange:
 
 
 def dataset_size(dataset: Dataset) -> int:
-    """Return the number of samples. Raises InvalidSpec if there is no length or no indexing."""
+    """Return the number of samples. Raises InvalidSpec if there is no length or no indexing, and
+    for tensors of different lengths or that would be misread as samples."""
     columns = _columns(dataset)
     if columns is not None:
         return len(columns[0])

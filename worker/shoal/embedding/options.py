@@ -1,6 +1,7 @@
 """Options of a table: initialiser, row optimizer, admission and eviction.
 
-The coordinator checks them when the table is placed, and its errors name the setting.
+Here only their types are checked. The coordinator checks ranges when the table is placed, and its
+errors name the setting.
 """
 
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ class Admission:
     min_pushes: int = 1
     """Number of pushes of an id after which it gets a row."""
     probability: float | None = None
-    """Probability that an id gets a row at each push; not together with `min_pushes`."""
+    """Probability that an id gets a row at each push. If given, `min_pushes` has no effect."""
 
     def __post_init__(self) -> None:
         convert_fields(self, indices=("min_pushes",), numbers=("probability",))

@@ -146,7 +146,7 @@ class TableRows:
     def gradients(self, lr: float) -> dict[Where, Gradients]:
         """Return the gradients of all uses since the step began, by shard, each row once.
 
-        Raises NonFiniteGradient, with the row's id.
+        Raises NonFiniteGradient, with the row's id, also for values beyond the codec's range.
         """
         uses = [use for use in self._uses if use.values.grad is not None]
         if not uses:
