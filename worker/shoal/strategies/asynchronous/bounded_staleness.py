@@ -7,7 +7,7 @@ from shoal.strategies.asynchronous.staleness_clock import DEFAULT_BOUND
 
 
 class SSP(AsyncSGD):
-    """Stale synchronous parallel: no member is more than `staleness_bound` rounds ahead."""
+    """Stale synchronous parallel: none is over `staleness_bound` rounds ahead of a member at work."""
 
     name: ClassVar[str] = "ssp"
 

@@ -127,7 +127,7 @@ class GenerationCheckpoints:
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds; return once it is written
-        or has failed. Does nothing if that step's checkpoint is written already."""
+        or has failed. Does nothing at step 0, or if that step's checkpoint is written already."""
         if self._checkpoints is None or not step or self.written_step == step:
             return
         self._checkpoints.leave()

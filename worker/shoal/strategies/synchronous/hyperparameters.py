@@ -94,7 +94,7 @@ class Hyperparameters:
         return conflict or self.again(step)
 
     def again(self, step: int) -> str:
-        """Return the differences from the first time that this step was committed; "" if none."""
+        """Return the differences from the values last applied in this step; "" if none."""
         before = self._applied.get(step)
         if before is None or before == self.now():
             return ""
