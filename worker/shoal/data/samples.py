@@ -112,9 +112,7 @@ class Samples:
 
     def batch(self, epoch: int, indices: Sequence[int], go_on: Callable[[], bool]) -> Any:
         """Return the collated samples; None if `go_on` returned False, as the batch is void then.
-
-        Returns a FailedSample instead of raising an Exception: it can be sent between processes.
-        """
+        Returns a FailedSample instead of raising an Exception: it can be sent between processes."""
         index: int | None = None
         try:
             if not self._seeded and hasattr(self.dataset, "__getitems__"):

@@ -116,7 +116,6 @@ class Plan:
         return sum(each.calls for each in of_kind), sum(each.num_bytes for each in of_kind)
 
     def __str__(self) -> str:
-
         return render(self)
 
 

@@ -7,7 +7,7 @@ from shoal.strategies.asynchronous.staleness_clock import DEFAULT_BOUND
 
 
 class SSP(AsyncSGD):
-    """Stale synchronous parallel: none is over `staleness_bound` rounds ahead of a member at work."""
+    """Stale synchronous parallel: none is over `staleness_bound` rounds ahead of one at work."""
 
     name: ClassVar[str] = "ssp"
 

@@ -162,7 +162,6 @@ def by_value(values: Mapping[str, Any], most: int = 8) -> str:
 
 
 def _is_immutable(value: object) -> bool:
-    """True if the value is immutable."""
     if isinstance(value, tuple):
         return all(map(_is_immutable, value))
     return value is None or type(value) in (bool, int, float, str)
