@@ -258,7 +258,7 @@ class Layout(ABC):
     def check(self) -> None:
         """Raise on every rank if any rank's gradients are not finite: NonFiniteGradient on the
         ranks at fault, GenerationBroken on the others. Called after `reduce`; may communicate. By
-        default: see `NonFiniteCheck.check`. `ShardedLayout` raises for an overflow on some ranks."""
+        default: see `NonFiniteCheck.check`. See also `ShardedLayout.check`."""
         if self.non_finite_check is not None:
             self.non_finite_check.check(self.parameters, self.step)
 
