@@ -48,7 +48,7 @@ class PowerSGD(Compression):
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter's gradient as a matrix, a view of the bucket's values."""
+    """One parameter's gradient plus residual, as a matrix: a view of the values to be averaged."""
 
     name: str
     gradient: Tensor

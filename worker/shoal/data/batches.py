@@ -84,8 +84,9 @@ class Batch:
         size by at most one sample. If a share has fewer samples than parts, the remaining parts are
         stand-ins: one sample with weight 0.
 
-        Raises InvalidSpec outside a step, for fewer than one part, for more parts than a global
-        batch has samples, as `cut`, and if a part has no backward pass or several.
+        Raises InvalidSpec outside a step, for another batch than the step's, for a second loop or
+        one after a backward pass, for fewer than one part or more than a global batch has samples,
+        as `cut`, and if a part has no backward pass or several.
         """
         return of_step().parts(self, num_parts)
 
@@ -230,7 +231,7 @@ def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> Sa
     named = ", ".join(map(str, indices[:MAX_SAMPLES_NAMED]))
     more = ", ..." if len(indices) > MAX_SAMPLES_NAMED else ""
     described = SampleFailed(
-        f"the samples of this member's share of step {step} could not be collated",
+        f"the samples of this member's share of step {step} could not be delivered as a batch",
         seen=f"{failed.seen}, for the samples {named}{more}",
         expected="a batch of every share, even if the share is one sample",
         fix="The traceback is of the script's own code. A collate function that leaves samples out"

@@ -85,7 +85,7 @@ class FailedSample:
     def raised(self) -> SampleFailed | LoadingFailed:
         """Return the error to raise in the trainer."""
         subject = "the samples of a batch" if self.index is None else f"sample {self.index}"
-        done = "collated" if self.index is None else "loaded"
+        done = "loaded and collated" if self.index is None else "loaded"
         if self.is_unsent:
             subject, done = "a batch that was loaded", "sent to the trainer"
         kind = LoadingFailed if self.may_pass else SampleFailed

@@ -38,8 +38,8 @@ class Source(Protocol):
 class EmbeddingTable(nn.Module):
     """`nn.Embedding` over ids of 64 bits, without a limit on their number.
 
-    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`. This optimizer is
-    for the model's parameters. A table has no parameters: its option `optimizer` updates its rows.
+    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`, or "ssp" or "bsp".
+    This optimizer is for parameters. A table has none: its option `optimizer` updates its rows.
     """
 
     def __init__(

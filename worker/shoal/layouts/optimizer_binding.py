@@ -343,7 +343,6 @@ class OptimizerBinding:
     @torch.no_grad()
     def fill(self, state_shard: StateShard) -> None:
         """Fill the layout and the optimizer from a state; `needs` was called for each of its names.
-
         Raises ShapeMismatch if the state has other parameters or buffers than the model, and
         InvalidSpec if it is the state of another optimizer.
         """

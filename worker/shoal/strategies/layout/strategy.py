@@ -74,8 +74,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raise an error if the strategy cannot train this model with this optimizer. Called once,
-        on whole weights, after the base's own checks of layers, optimizer and parameters' hooks.
-        """
+        after the base's own checks of layers, optimizer and parameters' hooks."""
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
         """Raise InvalidSpec if the model cannot be laid out for this size. Quick; thread-safe."""
