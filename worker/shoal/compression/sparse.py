@@ -20,7 +20,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
 
 SAMPLE = 1 << 14
-"""Least size of the sample that estimates the threshold; so many values need no sample."""
+"""Least size of the sample that estimates the threshold; no sample is taken of fewer values."""
 
 
 @dataclass(frozen=True, kw_only=True)

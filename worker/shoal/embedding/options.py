@@ -137,7 +137,7 @@ class Admission:
     """Condition on which a pushed id gets a row; gradients of other ids are dropped."""
 
     min_pushes: int = 1
-    """Number of the push of an id at which it gets a row; counts are estimates, seldom too high."""
+    """Number of the push of an id at which it gets a row, by counts that are estimates and age."""
     probability: float | None = None
     """Probability that an id gets a row at each push. If given, `min_pushes` has no effect."""
 

@@ -51,7 +51,7 @@ class LayoutStrategy(SynchronousStrategy):
     The state of a lost member comes from copies that its peers keep in host memory. They are made
     every `copy_every_steps` steps, each on `copies` other members, while training goes on. After a
     loss all members roll back by at most twice that number of steps, and train on the same samples
-    again. Without copies (0) training survives a loss only with a checkpoint.
+    again. Without copies (0) training survives a loss for certain only with a checkpoint.
     """
 
     state_is_spread = True
