@@ -7,8 +7,8 @@ Every compressor promises:
 
 - the averages are bit for bit the same on all ranks;
 - a NaN or an infinity on any rank gives NaN or infinity on all of them;
-- if it keeps residuals, the part of a gradient that it leaves out is sent in later steps: the sum
-  of all averages, plus the mean of the ranks' residuals, is the sum of all mean gradients.
+- residuals, if it keeps any, are sent in later steps: up to rounding and what lost ranks had kept,
+  all averages, the mean of the residuals and the kept errors of means add up to all mean gradients.
 """
 
 from abc import ABC, abstractmethod

@@ -24,17 +24,17 @@ class Code(Protocol):
         and `block` a multiple of eight."""
 
     def encode(self, values: Tensor, block: int) -> Tensor:
-        """Encode P x N values in fp32 as P x B bytes. A NaN or an infinity spreads to every value
-        of its block."""
+        """Encode P x N values in fp32 as P x B bytes. A NaN or an infinity makes every decoded
+        value of its block NaN or infinite."""
 
     def decode(self, codes: Tensor, block: int) -> Tensor:
         """Decode the bytes into P x N values, in fp32."""
 
 
 class Int8Code:
-    """A byte for each value: the nearest of 255 multiples of 1/127 of the block's largest value.
+    """A byte for each value: the nearest multiple of 1/127 of the block's largest magnitude.
 
-    The error of a value is at most 1/254 of the largest value in its block.
+    The error of a value is at most 1/254 of that magnitude, except for rounding.
     """
 
     def num_bytes(self, num_values: int, block: int) -> int:

@@ -49,7 +49,7 @@ class GradientExchange:
         """Losses of this member. If one is not finite, the averages are not finite either."""
         self._fault = ""
         self._norms: list[tuple[Tensor, Tensor]] = []
-        """Parameters on a GPU, each with the largest element of this member's own gradient."""
+        """Parameters on a GPU, each with the largest magnitude in this member's own gradient."""
         self._complete = False
 
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -100,7 +100,7 @@ class GradientExchange:
 
     @property
     def complete(self) -> bool:
-        """True if all gradients were averaged since `begin_pass`."""
+        """True if the average of all gradients was begun since `begin_pass` or `begin`."""
         return self._complete
 
     def begin_pass(self) -> None:
@@ -129,8 +129,8 @@ class GradientExchange:
     def check(self, step: int) -> None:
         """Raise unless the averages are finite. If they are not, every rank raises.
 
-        Raises NonFiniteGradient on the members whose own gradient is not finite, and on all members
-        if only the sum is not. On others raises GenerationBroken: the members at fault leave.
+        Raises NonFiniteGradient on members whose own gradient or loss is not finite, and on all
+        members if only the sum is not. On others raises GenerationBroken: members at fault leave.
         """
         if are_finite(self._averaged) and not (self._alone and self._own_fault()):
             self._traffic.end_step()

@@ -48,7 +48,7 @@ class PowerSGD(Compression):
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter's gradient as a matrix, a view of the bucket's values."""
+    """One parameter's gradient plus residual, as a matrix: a view of the values to be averaged."""
 
     name: str
     gradient: Tensor
@@ -56,7 +56,7 @@ class Matrix:
 
 
 class PowerSgdCompressor(Compressor):
-    """Two all-reduces: 2 (n-1) / n times 4 (sum of (M + N) R, plus uncompressed values) bytes."""
+    """One or two all-reduces, 2 (n-1) / n times 4 (sum of (M + N) R + values sent whole) bytes."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -140,8 +140,8 @@ class PowerSgdCompressor(Compressor):
 
 
 class LowRankEncoder(PushEncoder):
-    """Encodes the whole rows of a parameter that lie in the shard as one matrix. Values before and
-    after a block's whole rows are sent unchanged."""
+    """Encodes the whole rows of a parameter that lie in the shard as one matrix, if that makes them
+    smaller. All other values are sent unchanged."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

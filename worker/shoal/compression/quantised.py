@@ -24,7 +24,7 @@ from shoal_proto.numbers_given import convert_fields
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(Compression):
-    """A byte for each value and a scale for each block of `block` values. A quarter of fp32."""
+    """A byte for each value and a scale for each block of `block` values. About 1/4 of fp32."""
 
     name: ClassVar[str] = "int8"
     block: int = 256

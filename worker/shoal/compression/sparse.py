@@ -20,12 +20,12 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
 
 SAMPLE = 1 << 14
-"""Size of the sample that estimates the threshold; fewer values are examined without a sample."""
+"""Least size of the sample that estimates the threshold; no sample is taken of fewer values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Compression):
-    """The largest values of a bucket, a fraction `ratio` of all, with their indices."""
+    """The largest values of a bucket or shard, a fraction `ratio` of all, with their indices."""
 
     name: ClassVar[str] = "top-k"
     ratio: float = 0.01

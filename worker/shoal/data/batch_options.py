@@ -32,9 +32,9 @@ _HINTS = {
 
 
 class LoadingOptions(TypedDict, total=False):
-    """Options for loading samples: keywords of torch's DataLoader. An option that is not given
-    comes from the script's DataLoader, or without a DataLoader is the default of
-    `shoal.data.loading.Loading`."""
+    """Options for loading samples, most of them keywords of torch's DataLoader. One that is not
+    given comes from the script's DataLoader if it has it (`prefetch_factor` and
+    `persistent_workers`: with processes), else has the default of `shoal.data.loading.Loading`."""
 
     num_workers: int
     prefetch_factor: int | None
@@ -108,7 +108,7 @@ class BatchOptions:
         whole batches.
 
         Raises InvalidSpec if the dataset, the DataLoader or the options do not determine the
-        samples of each step.
+        samples of each step, and for options out of range.
         """
         if isinstance(dataset, DataLoader):
             dataset_size(dataset.dataset)

@@ -29,10 +29,10 @@ class Batch:
     `batch["x"]` is their entry "x"."""
 
     inputs: Any
-    """All parts of the samples except the last, as a tuple if there are several. Samples that are
-    no tuples, such as dicts, are inputs as a whole."""
+    """All parts of the collated samples except the last, as a tuple if there are several; the only
+    part if there is one. Anything but a tuple, such as a dict, is inputs as a whole."""
     targets: Any
-    """The last part of the samples; None if samples are no tuples, or have one part."""
+    """The last part; None if the collated samples are no tuple, or have one part."""
     indices: list[int]
     """Indices of these samples in the dataset; empty if this member has no samples in the step: see
     `is_stand_in`."""
@@ -84,8 +84,9 @@ class Batch:
         size by at most one sample. If a share has fewer samples than parts, the remaining parts are
         stand-ins: one sample with weight 0.
 
-        Raises InvalidSpec outside a step, for fewer than one part, for more parts than a global
-        batch has samples, and if a part has no backward pass or several.
+        Raises InvalidSpec outside a step, for another batch than the step's, for a second loop or
+        one after a backward pass, for fewer than one part or more than a global batch has samples,
+        as `cut`, and if a part has no backward pass or several.
         """
         return of_step().parts(self, num_parts)
 
@@ -102,8 +103,8 @@ class Loader:
         loading: Loading | None = None,
         seed_samples: bool = True,
     ) -> None:
-        """`loading`: options as in a DataLoader; None: the trainer loads, and a dataset of whole
-        tensors is indexed by row."""
+        """`loading`: options as in a DataLoader; None: the trainer loads, and without `collate`
+        indexes a dataset of whole tensors by row."""
         self._dataset = dataset
         self.order = order
         self._columns = None if collate or loading else _columns(dataset)
@@ -145,7 +146,8 @@ class Loader:
             self._samples.close()
 
     def synchronous(self, step: int, index: int, count: int) -> Batch:
-        """Return share `index` of the `count` shares of a step that all members take together."""
+        """Return share `index` of the `count` shares of a step that all members take together.
+        Raises as `BatchLoader.take`, and InvalidSpec if the dataset's length has changed."""
         epoch, start, stop = self.order.span(step)
         own_start, own_stop = share(start, stop, index, count)
 
@@ -229,7 +231,7 @@ def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> Sa
     named = ", ".join(map(str, indices[:MAX_SAMPLES_NAMED]))
     more = ", ..." if len(indices) > MAX_SAMPLES_NAMED else ""
     described = SampleFailed(
-        f"the samples of this member's share of step {step} could not be collated",
+        f"the samples of this member's share of step {step} could not be delivered as a batch",
         seen=f"{failed.seen}, for the samples {named}{more}",
         expected="a batch of every share, even if the share is one sample",
         fix="The traceback is of the script's own code. A collate function that leaves samples out"
@@ -258,7 +260,8 @@ def _loaded(span: SampleRange, start: int) -> SampleRange:
 
 
 def dataset_size(dataset: Dataset) -> int:
-    """Return the number of samples. Raises InvalidSpec if there is no length or no indexing."""
+    """Return the number of samples. Raises InvalidSpec if there is no length or no indexing, and
+    for tensors of different lengths or that would be misread as samples."""
     columns = _columns(dataset)
     if columns is not None:
         return len(columns[0])

@@ -6,9 +6,9 @@ the same type, size and dtypes but different samples.
 The digest covers a few values, at positions that depend on sizes alone. No item of a data set is
 loaded: that may be slow, random, or have side effects. The contents of torch's and Hugging Face's
 data sets are read directly. For other classes, the digest covers the public attributes that have
-one entry for each sample.
+one entry for each sample or are data sets.
 
-Only the last part of a path counts: hosts may keep the same data set in different folders.
+Only the last part of a text with slashes counts: hosts may keep a data set in different folders.
 
 Floating-point values count only by sign and magnitude, in steps of about a factor e: a column that
 each member computes, such as a normalised one, may differ in the last bits between hosts.
@@ -43,7 +43,7 @@ NUM_INDICES = 1 << 12
 """Limit of the indices read of a Subset."""
 MAX_TEXT = 4096
 MAX_PARTS = 64
-"""Limit of the parts read of a sample, and of the data sets read of a composite one."""
+"""Limit of the parts read of a sample, of data sets in a composite one, and of columns."""
 MAX_DEPTH = 8
 MAX_ITEMS = 1 << 14
 SMALLEST = 1e-3
@@ -65,16 +65,16 @@ class RoughNumber(int):
 
 
 def content_of(dataset: Dataset) -> str:
-    """Digest of the contents; empty if they cannot be read without loading samples.
+    """Digest of the contents; empty for `Shards`, and if they cannot be read without loading.
 
-    Members with the same samples in the same order have the same digest. Members with different
-    samples have different digests, unless only a few samples differ.
+    Members with the same values in the same order have the same digest. With different samples
+    their digests usually differ, but not if only values differ that are not read.
     """
     return _digest_of(_items_of(dataset))
 
 
 def content_fields(dataset: Dataset | DataLoader[Any]) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Optional fields of the proposal, and listings of the values that their digests cover."""
+    """Optional fields of the proposal, and listings of the values that digests in fields cover."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     listings = {"dataset": pack(samples.listing)} if isinstance(samples, Shards) else {}
     items = _items_of(samples)
@@ -123,8 +123,8 @@ def _are_tensors(dataset: object) -> bool:
 
 
 def _attribute_items(dataset: object, size: int, depth: int) -> Iterator[DigestItem]:
-    """Read the attributes of a script's own class that are data sets, or have one entry for each
-    sample."""
+    """Read the public attributes of a script's own class that are data sets, or have one entry for
+    each sample."""
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if name.startswith("_") and not _keeps_no_caches(dataset):
             continue
@@ -161,7 +161,7 @@ def _arrow_items(dataset: Any) -> Iterator[DigestItem]:
 
 
 def _is_being_filled(column: Any) -> bool:
-    """True if entries of the column are None, as in a cache of samples that are not loaded yet."""
+    """True if entries read of the column are None, as in a cache of samples not loaded yet."""
     if not isinstance(column, list | tuple):
         return False
     return any(column[position] is None for position in _spread(len(column), NUM_SAMPLES))
@@ -211,7 +211,7 @@ def _scalar_items(value: object) -> Iterator[DigestItem]:
     elif isinstance(value, complex):
         yield from (_rough(value.real), _rough(value.imag))
     elif isinstance(value, str | os.PathLike):
-        # Only the last part of a path: folders may differ between hosts.
+        # Only the last part, in case it is a path: folders may differ between hosts.
         path = value if isinstance(value, str) else os.fsdecode(value)
         yield path[-MAX_TEXT:].rsplit("/", 1)[-1]
     elif isinstance(value, bytes):

@@ -83,7 +83,7 @@ def keep_socket_paths_short() -> None:
     """Choose another directory for multiprocessing's sockets if their paths under TMPDIR would be
     too long. Called before loading processes start, which inherit the directory.
 
-    Raises LoadingFailed if no directory has a short enough path.
+    Raises LoadingFailed if no path is short enough, or multiprocessing already uses a longer one.
     """
     longest = _SOCKET_PATH_BYTES - _NAME_BYTES
     name = "/pymp-01234567"

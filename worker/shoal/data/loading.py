@@ -1,11 +1,11 @@
 """Loading of batches ahead of the trainer, in the processes of torch's DataLoader.
 
-One DataLoader runs for a whole job. Whenever it delivers a batch, it takes another request from its
-sampler, so that a fixed number of batches is always requested ahead.
+One DataLoader runs for a whole job, unless its processes end or are not persistent. Whenever it
+delivers a batch, it takes another request from its sampler: a fixed number is requested ahead.
 
 If the trainer needs a batch that was not requested (in a generation of another size, or for a step
 that is taken again), a new *run* of batches begins. Requests of the earlier run are void: the
-processes skip requests that they have not begun, and the trainer drops batches of that run.
+processes skip samples that they have not begun, and the trainer drops batches of that run.
 """
 
 import os
@@ -50,7 +50,7 @@ WORK_SHARE = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Options for loading batches; each field as in torch's DataLoader."""
+    """Options for loading batches; as in torch's DataLoader, except for the last one."""
 
     num_workers: int = 0
     """Number of loading processes. 0: the trainer loads a batch when it needs one."""
@@ -66,7 +66,7 @@ class Loading:
     multiprocessing_context: Any = None
     """"fork", "forkserver" or "spawn"; None: the system's default."""
     timeout: float = 0
-    """Limit of the seconds that a batch may take; 0: no limit."""
+    """Limit of the seconds that the trainer waits for a batch of the processes; 0: no limit."""
     silence_s: float = 600.0
     """Limit of the seconds in which the processes begin no sample and use no processor time while
     the trainer waits for a batch; LoadingFailed is raised then. 0: no limit. Detects a deadlock: a
@@ -200,7 +200,7 @@ class _ProcessEnded(RuntimeError):
 
 
 class BatchLoader:
-    """Loader of batches by span. Only the trainer's thread calls it."""
+    """Loader of batches by span. Only the trainer's thread calls its methods."""
 
     def __init__(
         self, samples: Samples, loading: Loading, indices: Callable[[int, int, int], Tensor]
@@ -212,8 +212,8 @@ class BatchLoader:
         self._run = torch.zeros((), dtype=torch.int64)
         self._num_begun = torch.zeros((), dtype=torch.int64)
         self.looks: Callable[[float], None] = lambda silent_s: None
-        """Called repeatedly while a batch is late, with the seconds since the last sign of a
-        process. An exception from this function ends the wait."""
+        """Called repeatedly while a batch of the processes is late, on the trainer's thread or that
+        of `_FetchWatch`, with the seconds since their last sign. Its exception ends the wait."""
         self._upcoming: Iterator[SampleRange] = iter(())
         self._requested: deque[SampleRange] = deque()
         """Spans of the present run that are requested and not yet delivered."""
@@ -225,7 +225,8 @@ class BatchLoader:
         self._sockets: frozenset[str] = frozenset()
 
     def start(self) -> None:
-        """Start the processes, which otherwise start with the first batch. May be called twice."""
+        """Start the processes, which otherwise start with the first batch. May be called twice.
+        Raises LoadingFailed if resources for them ran out."""
         if self._iterator is not None:
             return
         self._sockets = self._sockets or open_sockets()
@@ -258,8 +259,8 @@ class BatchLoader:
         """Return the batch of a span; `after` yields the spans that are likely to follow.
 
         If a loading process has ended, all processes are restarted, once for a batch. Raises
-        SampleFailed if a sample cannot be loaded, LoadingFailed if a process ends again or the
-        batch takes too long.
+        SampleFailed if a sample cannot be loaded or collated; LoadingFailed if that was an OSError
+        or lack of memory, or if processes cannot start, end again or are late; errors of `looks`.
         """
         if span.epoch != self._epoch and not self._loading.persistent_workers:
             self.close()

@@ -1,8 +1,8 @@
 """The order in which the samples of a job are trained on.
 
-The order is a function of seed and epoch alone, and the number of committed steps is the position
-in it. The members of a generation only divide each batch among them: with any number of members,
-changing at any time, each sample counts exactly once an epoch.
+For given data and options, the order is a function of the epoch, and the number of committed steps
+is the position in it. The members of a generation only divide each batch among them: with any
+number of members, changing at any time, each sample counts once an epoch (except by `drop_last`).
 """
 
 from dataclasses import dataclass
@@ -66,8 +66,8 @@ class Order:
 
     @cached_property
     def rule(self) -> int:
-        """Number of the rule that makes an order from seed and epoch. 1: torch's permutation, kept
-        as an array. 2, for more than `LARGEST_KEPT_ORDER` samples: a keyed permutation."""
+        """Number of the rule that makes an order. 1: torch's permutation, kept as an array, or no
+        shuffling. 2, for more than `LARGEST_KEPT_ORDER` samples: a keyed permutation. 3: shards."""
         return 2 if self.shuffle and self.num_samples > LARGEST_KEPT_ORDER else 1
 
     @property

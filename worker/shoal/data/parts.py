@@ -23,8 +23,8 @@ def of_step() -> PartsOfStep:
 
 def cut(values: Any, start: int, stop: int, size: int) -> Any:
     """Return the samples [start, stop) of `values`, which hold `size` samples. `values`: a tensor
-    with the samples along its first dimension, a list with one item for each sample, or a tuple,
-    list or mapping of these.
+    with the samples along its first dimension, a list or tuple with one item for each sample, None,
+    or a tuple, list or mapping of these.
 
     Raises InvalidSpec for values that cannot be assigned to samples.
     """
@@ -95,7 +95,7 @@ class PerColumn(list[Any]):
 
 
 def columns_marked(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
-    """Mark the tuples and lists in a collated batch that hold one item a sample.
+    """Mark tuples and lists in a collated batch that hold one item a sample, and lists of columns.
 
     In a batch of three images with three channels, `tuple(images)` looks like three tensors with a
     row for each sample. `of_one()` returns the collated batch of a single sample, which decides:

@@ -1,8 +1,8 @@
 """Loading of one batch's samples, in a process of the DataLoader or in the trainer.
 
-Random numbers that a dataset draws for a sample (augmentation) follow from seed, epoch and the
-sample's index. They do not depend on the loading process or the number of members, and are the same
-if the sample is loaded again.
+Random numbers that a dataset draws for a sample (augmentation) from the global generators follow
+from seed, epoch and the sample's index, unless `seed_samples` is False. They do not depend on the
+loading process or the number of members, and are the same if the sample is loaded again.
 """
 
 import errno
@@ -64,11 +64,11 @@ class FailedSample:
     sent."""
 
     index: int | None
-    """Index of the sample; None: the samples were loaded, but not collated into a batch."""
+    """Index of the sample; None: a batch was not collated or sent, or `__getitems__` failed."""
     error: str
     trace: str
     may_pass: bool
-    """True if a later attempt may succeed: storage or memory failed, not the dataset's code."""
+    """True if a later attempt may succeed: an OSError, or a lack of memory."""
     fix: str = "The traceback is of the dataset's own code."
     is_unsent: bool = False
     """True if the batch was loaded and could not be sent to the trainer."""
@@ -85,7 +85,7 @@ class FailedSample:
     def raised(self) -> SampleFailed | LoadingFailed:
         """Return the error to raise in the trainer."""
         subject = "the samples of a batch" if self.index is None else f"sample {self.index}"
-        done = "collated" if self.index is None else "loaded"
+        done = "loaded and collated" if self.index is None else "loaded"
         if self.is_unsent:
             subject, done = "a batch that was loaded", "sent to the trainer"
         kind = LoadingFailed if self.may_pass else SampleFailed
@@ -112,9 +112,7 @@ class Samples:
 
     def batch(self, epoch: int, indices: Sequence[int], go_on: Callable[[], bool]) -> Any:
         """Return the collated samples; None if `go_on` returned False, as the batch is void then.
-
-        Returns a FailedSample instead of raising an Exception: it can be sent between processes.
-        """
+        Returns a FailedSample instead of raising an Exception: it can be sent between processes."""
         index: int | None = None
         try:
             if not self._seeded and hasattr(self.dataset, "__getitems__"):
@@ -163,7 +161,7 @@ def _seed_generators(number: int) -> None:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Restore the random generators at the end of the context. Used by a trainer that loads samples
-    itself."""
+    itself, and for reading shards."""
     numpy_random: Any = sys.modules.get("numpy.random")
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()
     numpy_state = None if numpy_random is None else numpy_random.get_state()

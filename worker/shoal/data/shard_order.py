@@ -1,7 +1,7 @@
 """Order of samples in shards, by which each member reads few shards.
 
 In each epoch the shards are concatenated in a new order. The result, the *line*, is shuffled in
-windows of `window` samples, and then cut into `columns` x `turns` streams of the same length. A
+windows of `window` samples, and then cut into `columns` x `turns` streams of about one length. A
 batch consists of `columns` parts, each from another stream, and `turns` batches in a row use
 different streams. With 4 columns and 2 turns,
 
@@ -9,8 +9,8 @@ different streams. With 4 columns and 2 turns,
 
 where each number is a stream, from which the next samples are taken. So a member with the first
 half of each batch reads half of the streams, and each of two processes that load its batches in
-turn reads a quarter. The sample at a position depends on the position alone, not on the member
-that reads it. Samples at the end of the line that do not fill a batch are the last, smaller batch.
+turn reads a quarter. The sample at a position does not depend on the member that reads it. Samples
+at the end of the line that do not fill a batch are the last, smaller batch, or are left out.
 """
 
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ class ShardOrder(Order):
 
     @property
     def name(self) -> str:
-        """Name with all options that decide the order. The batch size is one of these options: the
-        line is cut into streams by it."""
+        """Name with the options that decide the order, besides seed and shards. The batch size is
+        one of these options: the line is cut into streams by it."""
         return (
             f"{self.rule}: {self.columns} columns, {self.turns} turns, window {self.window},"
             f" batches of {self.global_batch_size}"

@@ -52,8 +52,8 @@ def read_shard(shard: Any) -> Iterable[Any]:
 
 def tar_samples(url: str) -> Iterator[dict[str, Any]]:
     """Yield the samples of a tar file in WebDataset's format: adjacent files with the same name up
-    to the first dot are one sample. A sample is a dict of bytes by extension, with the name as
-    `__key__`."""
+    to the first dot are one sample. A sample is a dict of bytes by extension in lower case, with
+    the name as `__key__`."""
     with _opened(url) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
         sample: dict[str, Any] = {}
         for member in tar:
@@ -86,8 +86,8 @@ class Shards(Dataset[Any]):
         dataset = shoal.Shards(urls, lengths=lengths, decode=to_tensors)
         for batch in session.batches(dataset, global_batch_size=256, epochs=10, num_workers=4):
 
-    Each epoch concatenates the shards in a new order, shuffles within windows, and cuts the result
-    into `columns` times `turns` streams. A member reads the streams of its part of each batch.
+    With shuffling, each epoch concatenates the shards in a new order, shuffles within windows, and
+    cuts the result into `columns` times `turns` streams; a member reads those of its share.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Shards(Dataset[Any]):
         `columns`: number of streams in a batch; choose about the largest number of members.
         `turns`: number of consecutive batches with different streams; choose `num_workers`, so that
         each process reads streams of its own. `shuffle_buffer`: size of the windows in which
-        samples are shuffled. A process keeps up to twice as many samples of each of its streams,
-        not decoded.
+        samples are shuffled. A process keeps up to twice as many samples, not decoded, of each
+        shard that it has open: up to two shards for each stream, more if shards are short.
 
         Raises InvalidSpec for options out of range, and if there are no samples or not one length
         for each shard.
@@ -143,7 +143,8 @@ class Shards(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """Return a sample by its index, counted from the first shard. Reads the shard further, or
-        again from its start if the sample was read before and is not kept."""
+        from its start if it is not open, or the sample was read before and is not kept. Raises
+        IndexError; InvalidSpec if the shard's end shows another length."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = bisect_right(self._ends, index)

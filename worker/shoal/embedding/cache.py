@@ -1,7 +1,7 @@
 """A worker's cache of recently looked up rows, within their staleness bound.
 
-There is one slot for each hash, so that every operation is a few passes over arrays. A frequent row
-that another row has replaced is soon cached again.
+An id's hash decides its only slot, so that every operation is a few passes over arrays. A frequent
+row that another row has replaced is soon cached again.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class CachedRows:
 
 
 class HotRows:
-    """Cache of at most `capacity` rows, rounded up to a power of two."""
+    """Cache of at most `capacity` rows, rounded up to a power of two, at least 2."""
 
     def __init__(self, capacity: int, dim: int, dtype: torch.dtype) -> None:
         size = 1 << max(capacity - 1, 1).bit_length()

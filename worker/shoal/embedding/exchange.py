@@ -104,7 +104,7 @@ class TableExchange:
         return values, torch.from_numpy(positions)
 
     def prefetch(self, table: str, ids: Tensor) -> None:
-        """Begin to look rows up. Errors are ignored here: the lookup of the step raises them."""
+        """Begin to look rows up, unless too many lookups run. The step's own raises any errors."""
         self._ahead = [lookup for lookup in self._ahead if not lookup.done()]
         if self._pool is None or len(self._ahead) >= MAX_PREFETCHES:
             return

@@ -1,6 +1,7 @@
 """Options of a table: initialiser, row optimizer, admission and eviction.
 
-The coordinator checks them when the table is placed, and its errors name the setting.
+Here only their types are checked. The coordinator checks ranges when the table is placed, and its
+errors name the setting.
 """
 
 from dataclasses import dataclass
@@ -136,9 +137,9 @@ class Admission:
     """Condition on which a pushed id gets a row; gradients of other ids are dropped."""
 
     min_pushes: int = 1
-    """Number of pushes of an id after which it gets a row."""
+    """Number of the push of an id at which it gets a row, by counts that are estimates and age."""
     probability: float | None = None
-    """Probability that an id gets a row at each push; not together with `min_pushes`."""
+    """Probability that an id gets a row at each push. If given, `min_pushes` has no effect."""
 
     def __post_init__(self) -> None:
         convert_fields(self, indices=("min_pushes",), numbers=("probability",))
@@ -158,7 +159,8 @@ class Eviction:
     max_idle_s: float = 0.0
     """Time without a push after which a row is removed; 0: never."""
     max_rows: int = 0
-    """Limit of rows in the whole table; each shard keeps to its share. 0: memory alone limits."""
+    """Limit of rows in the whole table; each shard keeps to its share, rounded up. 0: memory alone
+    limits."""
     max_shard_bytes: int = 0
     """Limit of one shard's memory; 0: 1 GiB."""
     oldest_when_full: bool = True

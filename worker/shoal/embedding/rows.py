@@ -146,7 +146,7 @@ class TableRows:
     def gradients(self, lr: float) -> dict[Where, Gradients]:
         """Return the gradients of all uses since the step began, by shard, each row once.
 
-        Raises NonFiniteGradient, with the row's id.
+        Raises NonFiniteGradient, with the row's id, also for values beyond the codec's range.
         """
         uses = [use for use in self._uses if use.values.grad is not None]
         if not uses:
@@ -198,7 +198,7 @@ class TableRows:
     def _refuse(self, routed: RoutedIds, is_good: Tensor, seen: str) -> None:
         row = int((~is_good).nonzero()[0])
         raise NonFiniteGradient(
-            f"the gradient of row {routed.ids[row]} of table {self.spec.name} is not finite",
+            f"the gradient of row {routed.ids[row]} of table {self.spec.name} cannot be pushed",
             seen=seen,
             expected="finite numbers",
             fix="Look for a division by zero, or lower the learning rate.",

@@ -1,7 +1,7 @@
 """Embeddings whose rows are on the parameter servers, instead of `nn.Embedding(sparse=True)`.
 
 A forward pass looks up the rows that it needs, each once. The backward pass leaves the gradients on
-the worker, and the strategy pushes them with the step. No worker ever holds the whole table.
+the worker, and the strategy pushes them with the step. No worker has to hold the whole table.
 """
 
 from typing import Protocol
@@ -38,8 +38,8 @@ class Source(Protocol):
 class EmbeddingTable(nn.Module):
     """`nn.Embedding` over ids of 64 bits, without a limit on their number.
 
-    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`. This optimizer is
-    for the model's parameters. A table has no parameters: its option `optimizer` updates its rows.
+    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`, or "ssp" or "bsp".
+    This optimizer is for parameters. A table has none: its option `optimizer` updates its rows.
     """
 
     def __init__(
@@ -59,13 +59,14 @@ class EmbeddingTable(nn.Module):
         cache_rows: int = 65536,
         num_shards: int = DEFAULT_NUM_SHARDS,
     ) -> None:
-        """`num_embeddings`: ids from this number on are refused; None: any id is accepted.
+        """`num_embeddings`: ids below 0 and from this number on are refused; None: none is.
         `padding_idx`: an id whose row is zeros and is not trained. `name`: the table's name in the
         job; empty: the module's path in the model.
 
-        `staleness_bound`: a cached row may be used for this number of steps of this worker, unless
-        its shard is known to have more than this number of later updates. `cache_rows`: number of
-        rows in the cache. The attribute `lr` is sent with every push.
+        `staleness_bound`: a cached row may be used in its step and this number of later steps of
+        this worker, unless its shard is known to have more than this number of later updates.
+        `cache_rows`: number of rows in the cache, rounded up to a power of two. The attribute `lr`
+        is sent with every push. Raises InvalidSpec for bad numbers; the coordinator checks others.
         """
         super().__init__()
         self.embedding_dim = _count("embedding_dim", embedding_dim)
@@ -109,12 +110,13 @@ class EmbeddingTable(nn.Module):
         self._source = source
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of the ids, in shape (*ids.shape, embedding_dim)."""
+        """Return the rows of the ids, in shape (*ids.shape, embedding_dim). Raises TypeError or
+        IndexError for bad ids, InvalidSpec if the table is not connected yet."""
         rows, positions, padding = self._look_up(ids)
         return functional.embedding(positions, rows, padding_idx=padding)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Begin to look up rows that a later step will need; returns at once.
+        """Begin to look up rows for a later step, unless four calls are in progress. Does not wait.
 
         The rows have the age of this call: with a `staleness_bound` of 0, a later step looks them
         up again.

@@ -87,8 +87,8 @@ class Layout(ABC):
     """True if `forward_backward` returns the loss of the last stage on all ranks."""
 
     looks_for_faults: bool = True
-    """True if `reduce` raises for gradients that are not finite. Otherwise it leaves them, and
-    `overflowed` reports them."""
+    """True if `reduce` or `check` raises for gradients that are not finite. Otherwise they are
+    left, and `overflowed` reports them."""
 
     unreached: Sequence[str] = ()
     """Parameters that the loss does not depend on, if that kept the step's gradients from being
@@ -106,10 +106,8 @@ class Layout(ABC):
 
     @property
     def plain(self) -> nn.Module:
-        """The copied model with the user's own names: the script sees it and evaluates with it.
-
-        It is `module` itself, or the model that `module` wraps.
-        """
+        """The copied model with the user's own names, which the script sees and evaluates with:
+        `module` itself, or the model that `module` wraps."""
         return self.module
 
     @property
@@ -162,10 +160,8 @@ class Layout(ABC):
         return (self.world.rank,) if self.counts(name) else ()
 
     def travels(self, name: str) -> bool:
-        """True if the shard of this name in a state (`model.`, `optim.`) is lost with this rank.
-
-        Such shards are copied to peers. By default: all, as an unneeded copy does no harm.
-        """
+        """True if the shard of this name in a state (`model.`, `optim.`) is lost with this rank, so
+        that peers need a copy. By default: all, as an unneeded copy does no harm."""
         return True
 
     @property
@@ -219,10 +215,8 @@ class Layout(ABC):
 
     def note_loss(self, loss: Tensor) -> None:
         """Note a loss, not yet checked, whose pass begins. If it is not finite, `reduce` or `check`
-        raises NonFiniteGradient on this rank and an error on every other.
-
-        By default: keep it in `NonFiniteCheck.losses`.
-        """
+        raises NonFiniteGradient on this rank and an error on every other. By default: keep it in
+        `NonFiniteCheck.losses`."""
         assert self.non_finite_check is not None, "a layout without one overrides this"
         self.non_finite_check.losses.note(loss)
 
@@ -263,10 +257,8 @@ class Layout(ABC):
 
     def check(self) -> None:
         """Raise on every rank if any rank's gradients are not finite: NonFiniteGradient on the
-        ranks at fault, GenerationBroken on the others. Called after `reduce`; may communicate.
-
-        By default: see `NonFiniteCheck.check`.
-        """
+        ranks at fault, GenerationBroken on the others. Called after `reduce`; may communicate. By
+        default: see `NonFiniteCheck.check`. See also `ShardedLayout.check`."""
         if self.non_finite_check is not None:
             self.non_finite_check.check(self.parameters, self.step)
 
@@ -294,10 +286,8 @@ class Layout(ABC):
         return ()
 
     def synchronised(self) -> bool:
-        """True if every gradient of the step went through the layout, so that ranks cannot drift.
-
-        False if the loss came from another module.
-        """
+        """True if every gradient of the step went through the layout, so that ranks cannot drift;
+        False if the loss came from another module."""
         return True
 
     def release(self) -> None:  # noqa: B027 - most layouts hold the group by nothing else

@@ -14,7 +14,7 @@ from shoal.torch_private.tensors import foreach_mul_, foreach_norm
 
 @torch.no_grad()
 def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) -> Tensor:
-    """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm.
+    """Scale gradients so that their common 2-norm is at most `max_norm`; returns the norm before.
 
     Collective. Equals torch.nn.utils.clip_grad_norm_ on one process: each element of a parameter
     counts once, however many ranks hold it. The same all-reduce carries the flags of the layout's

@@ -102,7 +102,8 @@ class RowGathers:
 
     @eager
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all members. Raises InvalidSpec on all members if rows do not fit."""
+        """Return the rows of all members. Raises InvalidSpec if this is no tensor with rows, and on
+        all members if their rows do not fit."""
         _check(tensor)
         trains = tensor.requires_grad and torch.is_grad_enabled()
         messages = self._meet(

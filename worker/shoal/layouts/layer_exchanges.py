@@ -26,7 +26,7 @@ PASSES_END = -1
 _SIZES, _SIZES_END = -2, -(1 << 31)
 """Entries from `_SIZES` down to `_SIZES_END`: the number of elements of a value."""
 MAX_KEPT = 4096
-"""Number of the newest exchanges that are kept one by one."""
+"""Limit of the newest exchanges that are kept one by one; at the limit half are dropped."""
 MAX_RECORDED = 64
 """Number of the newest exchanges that a rank reports."""
 MAX_WORD_CHARS = 120

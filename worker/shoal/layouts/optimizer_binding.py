@@ -55,7 +55,7 @@ class MetaModel:
     Raises InvalidSpec if there is nothing to train, if the optimizer holds a parameter that is not
     the model's (its copies on the members would diverge), if a tensor of the model cannot be sent
     to a member, if different parameters share memory, or if a module on the meta device cannot
-    initialise itself.
+    initialise itself; UnsupportedOptimizer as `take_state`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -318,7 +318,8 @@ class OptimizerBinding:
     def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
         """Return the chunk that this rank needs of a tensor of a state; None if it needs none.
 
-        Raises ShapeMismatch or DtypeMismatch if the state is that of another model.
+        Raises ShapeMismatch or DtypeMismatch if the state is that of another model, and
+        UnsupportedOptimizer if optimizer state cannot be cut as its parameter is.
         """
         self._known[name] = (shape, dtype)
         if name.startswith(MODEL):
@@ -342,9 +343,8 @@ class OptimizerBinding:
     @torch.no_grad()
     def fill(self, state_shard: StateShard) -> None:
         """Fill the layout and the optimizer from a state; `needs` was called for each of its names.
-
-        Raises ShapeMismatch if the state lacks a parameter or buffer, and InvalidSpec if it is the
-        state of another optimizer.
+        Raises ShapeMismatch if the state has other parameters or buffers than the model, and
+        InvalidSpec if it is the state of another optimizer.
         """
         check_no_more(self._model_names, self._known)
         chunks = {name: self.layout.chunk(name, tensor) for name, tensor in self.held.items()}

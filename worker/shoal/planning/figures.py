@@ -116,7 +116,6 @@ class Plan:
         return sum(each.calls for each in of_kind), sum(each.num_bytes for each in of_kind)
 
     def __str__(self) -> str:
-
         return render(self)
 
 
@@ -131,7 +130,7 @@ class PlanInput:
     """Optimizer of the model's parameters; None: no optimizer state is counted."""
     inputs: Any = None
     """Argument of the model for the global batch: a tensor or a tuple of tensors, real or meta;
-    None if the figures do not depend on it."""
+    None: figures that depend on it are left out."""
     parameters: Mapping[str, nn.Parameter] = field(init=False)
     """Parameters by name, each once."""
 

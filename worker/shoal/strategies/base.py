@@ -1,7 +1,7 @@
 """The interface between the session and a strategy, with the promises of both.
 
 A strategy object lives as long as the session. The session calls it in this order (all on the
-trainer's thread, except `cut`):
+trainer's thread, except `cut`, and others if their docstrings say so):
 
     distribute -> attach -> enter(generation)
       -> [begin_step -> backward... -> end_step] per step
@@ -10,8 +10,8 @@ trainer's thread, except `cut`):
       -> asynchronous only, training on meanwhile: enter(next generation)
     -> close
 
-A step is committed when `end_step` returns, or it did not happen: a failure before that leaves
-`step` unchanged, and after `abandon` the state is that of the last committed step.
+A step is committed when `end_step` returns. After a failure before that and `abandon`, `step` and
+the state are those of the last committed step, or with rounds of local steps, of the last round.
 """
 
 from abc import ABC, abstractmethod
@@ -287,8 +287,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the whole model by name, as of the last committed step. Synchronous strategies:
-        called by all members at the same step."""
+        """Return the whole model by name, as of the last committed step or round of local steps.
+        Synchronous strategies: called by all members at the same step."""
 
     def weights(self) -> HeldWeights:
         """Return this member's part of the model after the last committed step, to be published;
@@ -325,8 +325,8 @@ class Strategy(ABC):
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         """Apply the gradients and commit: `step` is one higher on return.
 
-        Calls `acknowledged` exactly once, as soon as the step cannot be lost any more: on any
-        thread, possibly after the return. Raises NonFiniteGradient with parameter and step.
+        Calls `acknowledged` once the step cannot be lost any more, never if it is rolled back: on
+        any thread, possibly after the return. Raises NonFiniteGradient with parameter and step.
         """
 
     @property

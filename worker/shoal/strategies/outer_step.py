@@ -1,4 +1,4 @@
-"""The outer step, which members take together at the end of a round."""
+"""The outer step at the end of a round: of all members together, or of each on the servers."""
 
 from dataclasses import dataclass
 

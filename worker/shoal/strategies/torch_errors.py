@@ -17,7 +17,7 @@ class StepState:
     num_samples: int | None
     """Size of this member's share; None if the script makes its own batches."""
     syncs_batchnorm: bool
-    """True if the strategy has sync_batchnorm=True."""
+    """True if the strategy could train with sync_batchnorm=True."""
 
 
 def refusal_of(error: BaseException, state: StepState) -> InvalidSpec | None:

@@ -252,7 +252,7 @@ def align(parameters: Sequence[nn.Parameter], ranks: TensorGroup) -> None:
 
 
 def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Group parameters of one dtype, in order, into messages of up to `BUCKET_BYTES`."""
+    """Group parameters of one dtype, in order, in messages of one, or up to `BUCKET_BYTES`."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)

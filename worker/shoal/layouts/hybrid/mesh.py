@@ -88,9 +88,9 @@ def mesh_for(world_size: int, facts: ModelFacts, fixed: FixedSizes) -> MeshShape
     2. without it: the most even mesh (4 ranks: two stages and two copies; 8 ranks: 2 x 2 x 2);
     3. among equals: more copies, then more stages, as stages send less than split layers.
 
-    A size that the user fixed is used even if it does not suit the model. If nothing is fixed,
-    every world size has a mesh: at worst, copies only. Raises InvalidSpec if the fixed sizes do not
-    fit the world size.
+    A size that the user fixed is used even if it does not suit the model. If `data` is not fixed,
+    every multiple of the fixed sizes has a mesh. Raises InvalidSpec if the fixed sizes do not fit
+    the world size, or leave sizes that do not suit the model.
     """
     if world_size % fixed.product or (fixed.is_complete and world_size != fixed.product):
         raise _does_not_divide(world_size, fixed)

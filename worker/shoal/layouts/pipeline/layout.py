@@ -139,7 +139,8 @@ class PipelineLayout(Layout):
         return loss
 
     def _broadcast_loss(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
-        """Broadcast the last stage's loss. When it returns, all ranks have completed the pass."""
+        """Broadcast the last stage's loss. Through shared memory, all ranks meet: they have then
+        completed the pass."""
         words, self._num_passes = self._words, self._num_passes + 1
         if self._num_passes > 1 and words.may_share:
             self._share(runner)

@@ -34,7 +34,7 @@ class ModelSegment:
     """Smallest part of a stage: one layer with parameters, and the operations up to the next."""
 
     name: str
-    """The layer's name in the model; a second call has its number appended."""
+    """The layer's name in the model; further calls have their numbers appended."""
     num_bytes: int
     """Size of the parameters that the segment uses."""
 

@@ -57,10 +57,8 @@ class Neighbours:
         return tensors
 
     def broadcast(self, outputs: Any, *, source: int) -> Any:
-        """Send a value of rank `source` to all ranks: tensors in tuples, lists and dicts, numbers.
-
-        Raises InvalidSpec on rank `source` for anything else.
-        """
+        """Send a value of rank `source` to all ranks: tensors, numbers and text, in tuples, lists
+        and dicts. Raises InvalidSpec on rank `source` for anything else."""
         leaves: list[Any] = []
         if self.rank == source:
             leaves, spec = pytree.tree_flatten(outputs)

@@ -83,7 +83,7 @@ class PipelineRunner:
         on_host = near.device.type == "cpu"
         sent = [] if self.is_last else returned
         self.sent_bytes = bytes_of(sent, count) if on_host else MAX_BYTES
-        """Bytes sent to the next stage in a pass through shared memory."""
+        """Bytes sent to the next stage in a pass through shared memory; off the host, too many."""
         self.p2p: AbortableP2P | StageLanes | None = None
         """The transport of messages, once the ranks have agreed on it."""
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
@@ -173,8 +173,8 @@ class PipelineRunner:
         return loss * (step_inputs.weight / self._count)
 
     def _probe(self) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Return tensors of the shapes that the stage receives and sends, found by one forward
-        pass. Stages after the first compute it with zeros.
+        """Return tensors of the shapes that the stage receives and sends, found by a forward pass
+        (two if it changes buffers). Stages after the first compute it with zeros.
 
         Side effects of the pass (statistics in buffers, random numbers drawn) are undone.
         """

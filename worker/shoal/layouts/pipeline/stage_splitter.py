@@ -49,8 +49,8 @@ def _num_runs(costs: Sequence[int], at_most: int) -> int:
 class StageSplitter:
     """Splitter of a model into any number of stages; keeps the traces for all generations.
 
-    `split_at` names the layers before which the model may be cut; None: before any layer. If there
-    are fewer layers than stages, the largest layers are traced into, one after the other.
+    `split_at` names the layers before which the model may be cut; None: before any layer. Then, if
+    there are fewer layers than stages, the largest ones are traced into, one after the other.
     """
 
     def __init__(self, split_at: Sequence[str] | None = None) -> None:
@@ -156,7 +156,7 @@ def _opened_first(model: nn.Module, split_at: Collection[str]) -> set[str]:
 
 
 def _has_layers(part: nn.Module) -> bool:
-    """True if the module's forward is the user's, and its children have parameters."""
+    """True for nn.Sequential, and a user's module whose children have parameters."""
     if type(part).__module__.startswith("torch.nn"):
         return isinstance(part, nn.Sequential)
     return any(next(child.parameters(), None) is not None for child in part.children())

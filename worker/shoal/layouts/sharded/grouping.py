@@ -15,8 +15,8 @@ from shoal_proto.errors import InvalidSpec
 MIN_GROUP_BYTES = 1 << 20
 MOST_FULL_GROUPS = 24
 """Number of groups of minimum size that would hold the whole model: the minimum size grows with the
-model. The last group under a parent may have half that size, so at worst there are 48 groups and
-the rest."""
+model, up to `LARGE_BYTES`. The last group under a parent may have half that size: until then, at
+worst there are 48 groups and the rest."""
 LARGE_BYTES = 32 << 20
 """Limit of the minimum size: groups of this size are worth a collective, however many there are."""
 
@@ -60,14 +60,14 @@ class Grouping:
 
 
 def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Grouping:
-    """Partition the model into groups of at least `min_group_bytes` bytes.
+    """Partition the model into groups of at least `min_group_bytes` bytes, the last one under a
+    parent half as many; what is left is the rest.
 
     Small modules are joined with their neighbours under the same parent. A module that is large
     enough is divided further, unless it is one of several blocks of the same class in a list.
-    None: 1 MiB, or more if a model of small modules would otherwise have more than 50 groups.
-    0: every module that has parameters itself is a group.
-
-    Raises InvalidSpec if the size is negative, or if one group has parameters of several dtypes.
+    None: 1/24 of the model, but at least 1 MiB and at most 32 MiB. 0: every module that has
+    parameters itself is a group, except in torch's attention and transformer layers. Raises
+    InvalidSpec if the size is negative, or if trained parameters of a group have several dtypes.
     """
     if min_group_bytes is not None and min_group_bytes < 0:
         raise InvalidSpec(

@@ -32,7 +32,7 @@ class Cut:
     group: LayerGroup
     rank: int
     sizes: tuple[int, ...]
-    """Size of each rank's part; zeros at the end if there are fewer elements than ranks."""
+    """Size of each rank's part; zeros at the end if earlier ranks' parts hold all elements."""
 
     @classmethod
     def of(cls, size: int, group: LayerGroup) -> "Cut":

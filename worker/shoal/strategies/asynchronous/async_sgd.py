@@ -9,8 +9,8 @@ optimizer object are sent with every push, unless a schedule was given to the st
   decay, no momentum, no step counted. Changes by other members still arrive.
 - Stale gradients, computed on values that others have changed since: see `staleness_policy.py`.
 - Buffers, such as running means, are not shared: each member keeps its own.
-- Training starts from the values of rank 0 of the first generation. If that member is lost before
-  it has created all shards, another member creates the rest, from its own initial values.
+- Training starts from the values of rank 0 of the first generation. If that member is lost or late
+  before it has created all shards, another member creates the rest, from its own initial values.
 """
 
 import math
@@ -75,8 +75,8 @@ LEVELS = ("applied", "replicated", "durable")
 MAX_REDONE = 16
 """Limit of how often a member takes a refused step again on fresh values."""
 BEGINNING_UPDATES = 100
-"""A member whose first values include this many updates does not watch the loss: it joined too late
-to know the initial loss."""
+"""A member whose first values include updates by this many steps does not watch the loss: it joined
+too late to know the initial loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,7 @@ class AsyncSGD(LeasingStrategy):
         at first. A loss that is not finite is always an error. Do not set it if the loss need not
         fall, as in adversarial training or with rewards.
 
-        Raises InvalidSpec for options that contradict each other.
+        Raises InvalidSpec for options that are out of range or contradict each other.
         """
         self._options = PushOptions(
             policy=to_policy(staleness, reject_above, compensation, adaptive=adaptive),
@@ -355,7 +355,7 @@ class AsyncSGD(LeasingStrategy):
         return 1
 
     def enter(self, generation: Generation) -> None:
-        """Get the values in the first generation; do nothing in later ones."""
+        """Get the values in this member's first generation; do nothing in later ones."""
         if self._has_state:
             return
         client = self._connected()
@@ -444,7 +444,7 @@ class AsyncSGD(LeasingStrategy):
 
     @property
     def _num_updates(self) -> int:
-        """Largest number of updates of a shard, as far as this member knows."""
+        """Largest version of a shard that this member knows: the number of its updates, plus 1."""
         return max(self._connected().versions.values(), default=0)
 
     @property
@@ -520,8 +520,8 @@ class AsyncSGD(LeasingStrategy):
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return the values that this member computes with, on the host: after the last sample the
-        job's final ones, before that those of its last push. Buffers are the member's own. The
-        optimizer's state is on the servers."""
+        job's final ones, before that those of its last step or pull. Buffers are the member's own.
+        Optimizer state on servers is not included."""
         return state_dict_on_host(self._shared.model)
 
     def weights(self) -> HeldWeights:

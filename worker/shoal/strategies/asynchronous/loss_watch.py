@@ -40,7 +40,7 @@ class Stagnation:
     """A loss that has not fallen, has risen, or is not a number."""
 
     first: float
-    """Mean of the member's first steps."""
+    """Mean of the member's first steps; the loss of its first one if they blew up."""
     recent: float
     """Mean of the member's last steps."""
     num_updates: int
@@ -141,7 +141,7 @@ class LossMonitor:
             self._log(self._last)
 
     def check(self, *, must_fall: bool) -> None:
-        """Judge the final loss, after this member's last step.
+        """Judge the loss of the last full window, after this member's last step.
 
         Raises TrainingFailed for a loss that is not finite, and, with `must_fall`, for one that has
         not fallen.

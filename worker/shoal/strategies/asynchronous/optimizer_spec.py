@@ -41,7 +41,8 @@ _KINDS: Mapping[type[Optimizer], str] = {
 
 
 def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> OptimizerSpec:
-    """Describe the optimizer for the servers. Raises UnsupportedOptimizer if they lack it."""
+    """Describe the optimizer for the servers. Raises UnsupportedOptimizer if they lack it, or if it
+    has stepped, and InvalidSpec for a schedule that they cannot follow from the beginning."""
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         raise UnsupportedOptimizer(
@@ -113,7 +114,7 @@ def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
 
 def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None:
     """Raise InvalidSpec if a hyper-parameter differs from that on the servers. Learning rates may
-    differ: they are sent with pushes."""
+    differ: they are sent with pushes. Raises UnsupportedOptimizer if the optimizer has stepped."""
     for index, (known, now) in enumerate(zip(spec.groups, to_spec(optimizer).groups, strict=True)):
         now.lr = known.lr
         if now == known:

@@ -31,8 +31,8 @@ class Leases:
     """Iterator over ranges to train on, until the members have trained on all samples of all
     epochs.
 
-    A thread leases ranges ahead and reports completed ones. While there is no range, because others
-    still train on theirs or no coordinator answers, it yields None each `LOOK_UP_EACH_S`.
+    A thread leases ranges ahead and reports completed ones; iterating raises its errors. While no
+    range is left or no coordinator answers, it yields None, at least each `LOOK_UP_EACH_S`.
     """
 
     def __init__(self, samples: SampleClient, batch_size: int, *, round_batches: int = 1) -> None:

@@ -77,7 +77,7 @@ class SampleReserve:
 
     @property
     def lacking(self) -> int:
-        """Number of samples to request, in whole steps; 0 while there are enough."""
+        """Number of samples to request, in whole steps; 0 if there are enough, or `MAX_RANGES`."""
         full, ready = min(self.wanted, self._share), self.num_ready
         if len(self._ready) >= MAX_RANGES or (ready > 0 and ready >= REFILL_BELOW * full):
             return 0

@@ -7,7 +7,7 @@ The staleness of a push is the number of updates since the values that it was co
   rate is divided by sqrt(1 + staleness). With one member nothing is stale, and nothing changes. So
   settings found with one process also train with several.
 - "none": steps on stale gradients unchanged.
-- "scale": divides the learning rate by the staleness (Zhang et al. 2016, arXiv:1511.05950).
+- "scale": divides the learning rate by a staleness above 1 (Zhang et al. 2016, arXiv:1511.05950).
 - "compensate": corrects gradients by the values' change since (Zheng et al. 2017, DC-ASGD,
   arXiv:1609.08326). A push also carries the values that it was computed on: twice the bytes.
   Its adaptive form, the default, trains even if uncorrected delay would ruin the result.
@@ -28,8 +28,8 @@ DECAY = 0.95
 def to_policy(
     staleness: str, reject_above: int | None, compensation: float | None, *, adaptive: bool
 ) -> StalenessPolicy:
-    """Make the policy for the servers. Raises InvalidSpec for options that contradict each
-    other."""
+    """Make the policy for the servers. Raises InvalidSpec for options that are unknown, out of
+    range or contradict each other."""
     if staleness not in KINDS:
         raise InvalidSpec(
             "there is no such staleness policy",

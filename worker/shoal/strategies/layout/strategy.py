@@ -51,7 +51,7 @@ class LayoutStrategy(SynchronousStrategy):
     The state of a lost member comes from copies that its peers keep in host memory. They are made
     every `copy_every_steps` steps, each on `copies` other members, while training goes on. After a
     loss all members roll back by at most twice that number of steps, and train on the same samples
-    again. Without copies (0) training survives a loss only with a checkpoint.
+    again. Without copies (0) training survives a loss for certain only with a checkpoint.
     """
 
     state_is_spread = True
@@ -74,8 +74,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raise an error if the strategy cannot train this model with this optimizer. Called once,
-        on whole weights, after the base's own checks of layers, optimizer and parameters' hooks.
-        """
+        after the base's own checks of layers, optimizer and parameters' hooks."""
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
         """Raise InvalidSpec if the model cannot be laid out for this size. Quick; thread-safe."""

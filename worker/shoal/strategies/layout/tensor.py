@@ -26,9 +26,9 @@ class TensorParallel(LayoutStrategy):
     """Strategy "tensor", on torch's DTensor and parallelize_module.
 
     The plan is derived anew for each world size. `plan`: overrides, from patterns of module names
-    to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules and
-    pairs with smaller weights stay whole on every member. `sequence=True`: between split
-    layers of a block each member computes only its positions of the sequence.
+    to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules, and pairs taken
+    together, with smaller weights stay whole unless `plan` names them. `sequence=True`: between
+    split layers of a block each member computes only its positions of the sequence.
     `elementwise_optimizer=True` states that an optimizer that is not torch's own treats each
     element of a parameter separately.
     """

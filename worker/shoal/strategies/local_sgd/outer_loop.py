@@ -309,7 +309,8 @@ def _move(tensor: Tensor, before: Tensor, change: Tensor) -> None:
 
 
 def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield runs of names, in order: each of one device and dtype, and of bounded size."""
+    """Yield runs of names, in order: each of one device and summing dtype, and one tensor or of at
+    most `BUCKET_BYTES`."""
     run: list[str] = []
     size, kind = 0, None
     for name, tensor in tensors.items():

@@ -65,7 +65,7 @@ class Round:
         self._unacknowledged: list[Callable[[], None]] = []
 
     def note(self, step: int, hyper: Hyperparameters) -> None:
-        """Note that step number `step` begins, with the present hyperparameters."""
+        """Note that step number `step` is about to be taken, with the present hyperparameters."""
         self.conflict = self.conflict or hyper.conflict(step)
         hyper.apply(step)
         self.applied[step] = hyper.now()

@@ -101,7 +101,8 @@ class LastingBuffers:
     def settle(self) -> None:
         """Copy the value of each replacement into the original buffer, and put the original back.
 
-        Raises InvalidSpec if a replacement has another shape or dtype: joiners have the original.
+        Raises InvalidSpec if a replacement is missing, has another shape or dtype (joiners have the
+        original), or differs between the uses of a tied buffer.
         """
         if not self._entries:
             return

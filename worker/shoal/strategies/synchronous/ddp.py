@@ -203,8 +203,8 @@ class DDP(SynchronousStrategy):
         return self._module_of("")
 
     def _module_of(self, name: str) -> nn.Module:
-        """Return DDP within a step; else the plain model, so that evaluation needs no other
-        member."""
+        """Return DDP within a step, with gradients enabled; else the plain model, so that
+        evaluation needs no other member."""
         replica = self._replicas.get(name)
         if self._transaction.in_step and replica is not None and torch.is_grad_enabled():
             votes = self._transaction.votes

@@ -66,7 +66,8 @@ class GenerationCheckpoints:
         """Return the step of the newest complete checkpoint that every member sees, or None.
         Collective.
 
-        Raises StateLost on all members if there is none and the generation needs one.
+        Raises StateLost on all members if there is none and the generation needs one, and
+        InvalidSpec if the storage cannot be listed.
         """
         self._is_first = generation.rank == 0
         needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
@@ -127,7 +128,7 @@ class GenerationCheckpoints:
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds; return once it is written
-        or has failed. Does nothing if that step's checkpoint is written already."""
+        or has failed. Does nothing at step 0, or if that step's checkpoint is written already."""
         if self._checkpoints is None or not step or (self.written and self.written.step == step):
             return
         self._checkpoints.leave()

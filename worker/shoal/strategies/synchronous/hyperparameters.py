@@ -94,7 +94,7 @@ class Hyperparameters:
         return conflict or self.again(step)
 
     def again(self, step: int) -> str:
-        """Return the differences from the first time that this step was committed; "" if none."""
+        """Return the differences from the values last applied in this step; "" if none."""
         before = self._applied.get(step)
         if before is None or before == self.now():
             return ""
@@ -162,7 +162,6 @@ def by_value(values: Mapping[str, Any], most: int = 8) -> str:
 
 
 def _is_immutable(value: object) -> bool:
-    """True if the value is immutable."""
     if isinstance(value, tuple):
         return all(map(_is_immutable, value))
     return value is None or type(value) in (bool, int, float, str)

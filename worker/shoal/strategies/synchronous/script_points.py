@@ -91,7 +91,7 @@ class ScriptPoints:
 
     def look(self, point: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
         """Examine a wait of the trainer at this point. `waited_s`: its duration without pauses;
-        `stood_s`: with pauses. True if the wait is endless; all members know it by then."""
+        `stood_s`: with pauses. True, once, if it is endless: all members then know, or had time."""
         if self._found:
             return False
         try:
@@ -110,7 +110,7 @@ class ScriptPoints:
         return bool(self._found)
 
     def refusal(self, generation: int) -> InvalidSpec | None:
-        """Return the scripts' error if a wait in that generation was endless. Thread-safe."""
+        """Return the scripts' error, found or reported in that generation, if any. Thread-safe."""
         if not self._found or generation != self._generation:
             return None
         if self._refusal is not None:

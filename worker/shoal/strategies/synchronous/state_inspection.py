@@ -17,8 +17,8 @@ class StateInspection:
     """Inspection of one optimizer, step by step.
 
     Members that hold shards of one state raise a refusal together: in the job's first step, before
-    a checkpoint, or else with their votes on the next step. Objects that were in the state after
-    the last step too are not inspected again: in nearly every step these are all.
+    a checkpoint, with their votes on the next step, or at the end. Objects that were in the state
+    after the last step too are not inspected again: in nearly every step these are all.
     """
 
     def __init__(self) -> None:

@@ -256,8 +256,8 @@ class StepAgreement:
         """Wait for all votes; return the factor by which gradients have to be multiplied before
         they are used. None if the step was settled before.
 
-        If votes differ, raises UnequalPasses, HyperparametersDiffer, InvalidSpec, or a member's
-        refusal, on all members.
+        Raises on all members: UnequalPasses, HyperparametersDiffer or InvalidSpec if votes differ,
+        a member's refusal, or StepStopped if a script has stopped before the step.
         """
         if self._settled:
             return None

@@ -182,7 +182,7 @@ class SynchronousStrategy(Strategy):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The generation's group, between two steps. Raises GenerationBroken if it is over."""
+        """The group of the generation entered last. Raises GenerationBroken if it was abandoned."""
         if self._process_group is None:
             raise GenerationBroken("there is no running generation")
         return self._process_group
