@@ -75,7 +75,8 @@ class Unavailable(RetryError):
 
 
 class NotLeader(RetryError):
-    """The called coordinator does not lead. `details["leader"]` is the address of the leader."""
+    """The called coordinator does not lead. `details["leader"]` is the leader's address, empty or
+    absent if unknown."""
 
 
 class DeadlineExceeded(RetryError):
@@ -83,7 +84,8 @@ class DeadlineExceeded(RetryError):
 
 
 class ShardNotReady(RetryError):
-    """The shard exists in the map but has no values yet."""
+    """The shard exists in the map, but its primary has no values of it yet, or may not serve them
+    yet."""
 
 
 class WrongEpoch(RetryError):
@@ -100,7 +102,8 @@ class DiskFull(Overloaded):
 
 
 class CheckpointFailed(RetryError):
-    """A checkpoint could not be written; training is not affected. `details` has path, rank, errno.
+    """A checkpoint could not be written in time, or not at all; training is not affected. `details`
+    has its path; the rank and errno if writing failed.
 
     The next checkpoint may succeed, once there is space or permission.
     """
@@ -112,7 +115,8 @@ class LoadingFailed(RetryError):
 
 
 class SnapshotFailed(RetryError):
-    """The snapshot was not taken. Parameters are unchanged, and storage has no part of it."""
+    """The snapshot was not taken. Parameters are unchanged, and no snapshot of that number can be
+    restored; files that were written for it may be left if storage failed."""
 
 
 class RejoinError(ShoalError):
@@ -120,7 +124,8 @@ class RejoinError(ShoalError):
 
 
 class Fenced(RejoinError):
-    """The token is stale. `details["generation"]` is the current generation."""
+    """The token is stale, or the job was started over. `details["generation"]`, if present, is the
+    current generation."""
 
 
 class GenerationBroken(RejoinError):
@@ -246,7 +251,7 @@ class UnknownSeries(RefusedError):
 
 
 class SeriesHeld(RefusedError):
-    """Another script publishes this series, and its lease has not ended."""
+    """Another process publishes this series, and its lease has not ended."""
 
 
 class StaleEpoch(RefusedError):
@@ -275,7 +280,8 @@ class DtypeMismatch(RefusedError):
 
 
 class NonFiniteGradient(RefusedError):
-    """A gradient has a NaN or Inf. `details["parameter"]` names the parameter."""
+    """A gradient has a NaN or Inf. `details["parameter"]` names the parameter, or the table; it is
+    empty if only the sum of the members' gradients overflowed."""
 
 
 class TrainingFailed(RefusedError):
@@ -309,15 +315,17 @@ class CorruptError(ShoalError):
 
 
 class ChecksumMismatch(CorruptError):
-    """Bytes changed in transit."""
+    """Bytes do not have the checksum or digest that was sent or requested with them."""
 
 
 class SnapshotDamaged(CorruptError):
-    """A snapshot's file is not what was written. `details` names the file, and the shard if any."""
+    """A snapshot's file is not what was written, or its files do not fit together. `details` names
+    the file, and the shard if any; or the snapshot's number."""
 
 
 class JournalDamaged(CorruptError):
-    """A journal's file is not what was written. `details` names the file."""
+    """A journal's file is not what was written, or cannot be applied. The message names the file;
+    `details` does, except for a file that cannot be applied."""
 
 
 class StateLost(CorruptError):
@@ -338,4 +346,5 @@ class JobQuarantined(CorruptError):
 
 
 class InternalError(CorruptError):
-    """The peer failed with an unexpected error; its log has the traceback."""
+    """An unexpected error. If it came from the peer, the peer's log has the traceback. Also stands
+    for errors of kinds that this release does not know."""

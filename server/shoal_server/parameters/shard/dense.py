@@ -190,7 +190,8 @@ def is_dense(shard: AnyShard) -> TypeGuard[DenseShard]:
 def dense_from_image(image: LoadedImage) -> DenseShard:
     """Restore a shard from its image.
 
-    Raises InternalError if the image is incomplete or not of a dense shard.
+    Raises InternalError if the image is incomplete or inconsistent, not of a dense shard, or has a
+    dtype or an optimizer that this server does not know.
     """
     spec = _dense_spec(image)
     if spec.shard.dtype not in DTYPES:
