@@ -239,7 +239,7 @@ class SegmentConnection:
         self, request: PutSegmentRequest, segment: Segment, timeout_s: float
     ) -> PutSegmentReply:
         """Send a segment: its descriptor to a server on this host, else its bytes. Returns once the
-        server, and those that it forwards the segment to, have verified it.
+        server has verified it, and has forwarded it; the reply names the servers that hold it.
 
         Raises what the server raises, MalformedMessage, Unavailable or DeadlineExceeded.
         """

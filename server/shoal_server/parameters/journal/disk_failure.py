@@ -25,7 +25,7 @@ def disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalEr
         seen=str(error),
         expected=f"a disk at {directory} that works",
         fix=fix
-        or "Writing is tried again each second. Push with another level than durable meanwhile.",
+        or "Writing is tried again by itself. Push with another level than durable meanwhile.",
     )
 
 

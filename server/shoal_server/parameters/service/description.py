@@ -16,15 +16,15 @@ MAX_JOBS = 1024
 
 @dataclass(slots=True)
 class Refusals:
-    """Counts for one job since the server started: parts of pushes that were refused because of
-    their epoch, and pushes that were applied in part."""
+    """Counts for one job's pushes to parameters: parts that were refused because of their epoch,
+    and pushes that were applied in part."""
 
     by_epoch: int = 0
     partial: int = 0
 
 
 class PushTally:
-    """Counts refusals by job, for the newest 1024 jobs."""
+    """Counts refusals by job, for the 1024 jobs whose first refusal is the newest."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, Refusals] = OrderedDict()
