@@ -167,7 +167,8 @@ class DenseBody:
         return np.zeros(1, np.int64), ()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy another body's optimizer state. Raises InternalError if a tensor is missing."""
+        """Copy another body's optimizer state. Raises InternalError if names, shapes or dtypes of
+        the tensors differ."""
         self._rule.load_state(state)
 
     def flat_tensors(self) -> Mapping[str, Tensor]:

@@ -100,7 +100,7 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def read_batch(self, record: PushRecord, data: Buffer) -> BatchT:
-        """Decode the data of a push. Raises ShapeMismatch, MalformedMessage or
+        """Decode the data of a push. Raises ShapeMismatch, MalformedMessage, InvalidSpec or
         NonFiniteGradient."""
         ...
 
@@ -234,7 +234,7 @@ class VersionedShard(Generic[BodyT]):
         `on_applied` and `read` are called, and `read` gets the current version. `take_memory` is
         called with the most bytes by which the shard may grow; it raises Overloaded to refuse the
         push. Raises WrongEpoch, ForgottenPush, StalePush, NonFiniteGradient, ShapeMismatch,
-        MalformedMessage or Overloaded; the values then have not changed.
+        MalformedMessage, InvalidSpec or Overloaded; the values then have not changed.
         """
         with self._body_lock:
             with self._lock:
