@@ -27,7 +27,7 @@ class MemberSecrets:
     """The job's secret, which its first member sets; empty: none."""
     launch_digest: str = field(default="", repr=False)
     """Digest of the secret with which the launcher reports on the member; empty: reports on the
-    member need no secret."""
+    member need no secret, but with TLS only an operator's are accepted."""
 
 
 def drawn() -> str:
