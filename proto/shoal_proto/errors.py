@@ -93,7 +93,7 @@ class WrongEpoch(RetryError):
 
 
 class Overloaded(RetryError):
-    """A bounded queue or table is full."""
+    """A bound is reached: of memory, of a queue or of a table."""
 
 
 class DiskFull(Overloaded):
@@ -110,8 +110,8 @@ class CheckpointFailed(RetryError):
 
 
 class LoadingFailed(RetryError):
-    """Samples could not be loaded: storage failed, or a process that loads them has ended.
-    `details["index"]` names the sample, if it was a single one."""
+    """Samples could not be loaded: storage failed, or a process that loads them has ended or could
+    not be started. `details["index"]` names the sample, if it was a single one."""
 
 
 class SnapshotFailed(RetryError):
@@ -129,7 +129,8 @@ class Fenced(RejoinError):
 
 
 class GenerationBroken(RejoinError):
-    """A member of the generation was lost; the survivors are agreeing on the next one."""
+    """The generation is over or cannot go on, for example as a member was lost; its members agree
+    on the next one."""
 
 
 class LeaseExpired(RejoinError):
@@ -168,9 +169,8 @@ class ProposalConflict(RefusedError):
 
 
 class UnequalPasses(RefusedError):
-    """The members made different numbers of backward passes in a step, which was not committed.
-
-    `details` maps each member to its number.
+    """The members made different numbers of backward passes in a step, or took different actions
+    with their optimizers. The step was not committed. `details` maps each member to what it did.
     """
 
 
@@ -193,7 +193,7 @@ class SampleFailed(RefusedError):
 
 
 class PeersUnreachable(RefusedError):
-    """The member and others cannot reach each other over the network; `details` names them."""
+    """The member and others cannot reach each other over the network; the message names them."""
 
 
 class BringUpFailed(RefusedError):
@@ -230,7 +230,7 @@ class UnknownGeneration(RefusedError):
 
 
 class UnknownShard(RefusedError):
-    """The server holds no such shard."""
+    """The job or table has no such shard."""
 
 
 class UnknownSnapshot(RefusedError):
@@ -260,7 +260,8 @@ class StaleEpoch(RefusedError):
 
 class PublicationAbandoned(RefusedError):
     """The publication will not become a version: a rank of it was lost, or its parts do not cover
-    each element exactly once. Earlier versions are untouched."""
+    each element exactly once. Or an engine could not load a version. Earlier versions are
+    untouched."""
 
 
 class VersionGone(RefusedError):
@@ -290,7 +291,8 @@ class TrainingFailed(RefusedError):
 
 
 class MalformedMessage(RefusedError):
-    """The bytes are not a message of the expected type, or a required field is missing."""
+    """The bytes are not a message of the expected type, a required field is missing, or the message
+    or its values do not belong where they came."""
 
 
 class NoServers(RefusedError):
@@ -302,7 +304,7 @@ class NothingLost(RefusedError):
 
 
 class AddressInUse(RefusedError):
-    """The address to serve on is taken."""
+    """The address to serve on, the server's id or the journal's directory is taken."""
 
 
 class ProtocolMismatch(RefusedError):
@@ -340,8 +342,8 @@ class StateLost(CorruptError):
 
 
 class JobQuarantined(CorruptError):
-    """The coordinator cannot continue this job: one of its records in etcd cannot be read, or etcd
-    refused to store one. `details` has the job and, for a record that cannot be read, its key.
+    """The coordinator cannot continue this job: one of its records in etcd cannot be read, or a
+    change of it could not be stored. `details` has the job and, for an unreadable record, its key.
     Other jobs continue; `shoal repair` shows what is wrong with this one, and repairs it."""
 
 
