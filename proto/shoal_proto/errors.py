@@ -115,8 +115,8 @@ class LoadingFailed(RetryError):
 
 
 class SnapshotFailed(RetryError):
-    """The snapshot was not taken. Parameters are unchanged, and no snapshot of that number can be
-    restored; files that were written for it may be left if storage failed."""
+    """The snapshot was not taken: it cannot be restored, and parameters are unchanged. Files that
+    were written for it may be left if storage failed."""
 
 
 class RejoinError(ShoalError):
