@@ -91,4 +91,4 @@ def until_done(connection: ssl.SSLSocket, do: Callable[[], Done], within_s: floa
             selector.register(connection, awaited)
             left_s = None if give_up_s is None else give_up_s - time.monotonic()
             if (left_s is not None and left_s <= 0.0) or not selector.select(left_s):
-                raise TimeoutError(f"the other end did not complete it within {within_s:g} s")
+                raise TimeoutError(f"a call on a TLS connection did not end within {within_s:g} s")

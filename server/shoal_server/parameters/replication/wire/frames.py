@@ -370,7 +370,7 @@ def _small(request: pb.FollowRequest, kind: str) -> ArrivedRequest:
     raise MalformedMessage(
         "a message that does not belong here",
         seen=kind,
-        expected="an offer, a record, an image, a chunk, or bytes of one",
+        expected="an offer, a continuation, a record, an image, a chunk, or bytes of one",
     )
 
 
