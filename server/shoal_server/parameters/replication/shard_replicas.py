@@ -258,7 +258,8 @@ class ShardReplicas:
 
     def created(self, replica: ShardReplica) -> None:
         """Make this server the primary of a shard that it has created or loaded. The shard takes
-        pushes once a backup has the values and the shard's record notes that there are values."""
+        pushes once a backup, if it is to have one, has the values, and the shard's record notes
+        that there are values."""
         key = replica.job, replica.shard_id
         self._driver.submit_event(ev.ShardCreated(key, replica.epoch, replica.state.version))
 
