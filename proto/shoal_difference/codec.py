@@ -59,7 +59,8 @@ def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) ->
     """Return the difference, in parts to be joined.
 
     `elements`: runs (bytes of an element, bytes of the run) that make up both buffers. A wrong size
-    of an element makes the difference larger; it stays exact.
+    of an element makes the difference larger; it stays exact. Raises ValueError if the runs do not
+    have the size of each buffer.
     """
     old, new = _bytes(base), _bytes(target)
     compressor = zstandard.ZstdCompressor(level=LEVEL)

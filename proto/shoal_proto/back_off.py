@@ -3,7 +3,8 @@
 FIRST_S = 0.02
 LONGEST_S = 1.0
 PROMPT_S = 3.0
-"""Usual length of a leader failover. During it, no pause is longer than PROMPT_LONGEST_S."""
+"""Usual length of a leader failover. Until the default pauses have this sum, none is longer than
+PROMPT_LONGEST_S."""
 PROMPT_LONGEST_S = 0.2
 
 
@@ -18,14 +19,16 @@ def doubled_s(first_s: float, longest_s: float, num_before: int) -> float:
 
 
 class BackOff:
-    """Pauses of one caller, each twice the last one, from `first_s` up to `longest_s`.
+    """Pauses of one caller, each twice the last one, from `first_s` up to `longest_s`; see also
+    `chance` of `pause_s`.
 
     The defaults are for a caller that looks for the leading coordinator: pauses stay short for as
     long as a leader failover takes.
     """
 
     def __init__(self, first_s: float | None = None, longest_s: float | None = None) -> None:
-        """Set the first and the longest pause. With `first_s` alone, all pauses are equal."""
+        """Set the first and the longest pause. With `first_s` alone, all pauses are equal but for
+        `chance`."""
         self._first_s = FIRST_S if first_s is None else first_s
         self._prompt_s = PROMPT_S if first_s is None else 0.0
         if longest_s is None:

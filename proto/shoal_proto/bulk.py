@@ -43,8 +43,8 @@ class FrameKind(IntEnum):
     END = 7
     """This end sends no more frames of this call."""
     MESSAGE = 8
-    """A message of the call: PushReply, ShardData, TablePushReply, TableLookupReply, FollowRequest
-    or FollowReply."""
+    """A message of the call: PushReply, ShardData, TablePushReply, TableLookupReply, FollowRequest,
+    FollowReply, PutSegmentReply or FetchSegmentReply."""
     ERROR = 9
     """The call failed: ErrorDetail."""
     BEAT = 10
@@ -177,7 +177,8 @@ class FrameReader:
     def next(self) -> Frame | None:
         """Return the next whole frame, or None until more is received.
 
-        Raises MalformedMessage or ChecksumMismatch: no later frame can be read.
+        Raises MalformedMessage, ChecksumMismatch, or an error of `allocate`: then read no later
+        frame.
         """
         if self._frame is None:
             if self._stop - self._start < HEADER_BYTES:

@@ -14,8 +14,8 @@ HELLO_S = 3.0
 
 
 def reach(offer: OpenBulkReply, address: str) -> socket.socket:
-    """Connect to the server at `address` that made the offer: to its Unix socket if it is on this
-    machine, else to its TCP port. Raises OSError."""
+    """Connect to the server at `address` that made the offer: to its Unix socket if that can be
+    reached, else to its TCP port. Raises OSError."""
     if offer.local_name:
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         local.settimeout(CONNECT_S)
@@ -33,10 +33,10 @@ def reach(offer: OpenBulkReply, address: str) -> socket.socket:
 
 
 def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap | None:
-    """Present the key, and ask for `arena_bytes` of shared memory. Returns the memory; None if the
-    server gave none.
+    """Present the key, and over a Unix socket ask for `arena_bytes` of shared memory. Returns the
+    memory; None if the server gave none.
 
-    Raises OSError, TimeoutError or MalformedMessage.
+    Raises OSError (TimeoutError), MalformedMessage or ChecksumMismatch.
     """
     connected.settimeout(HELLO_S)
     is_local = connected.family == socket.AF_UNIX

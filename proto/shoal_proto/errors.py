@@ -75,7 +75,8 @@ class Unavailable(RetryError):
 
 
 class NotLeader(RetryError):
-    """The called coordinator does not lead. `details["leader"]` is the address of the leader."""
+    """The called coordinator does not lead. `details["leader"]` is the leader's address, empty or
+    absent if unknown."""
 
 
 class DeadlineExceeded(RetryError):
@@ -83,7 +84,8 @@ class DeadlineExceeded(RetryError):
 
 
 class ShardNotReady(RetryError):
-    """The shard exists in the map but has no values yet."""
+    """The shard exists in the map, but its primary has no values of it yet, or may not serve them
+    yet."""
 
 
 class WrongEpoch(RetryError):
@@ -91,7 +93,7 @@ class WrongEpoch(RetryError):
 
 
 class Overloaded(RetryError):
-    """A bounded queue or table is full."""
+    """A bound is reached: of memory, of a queue or of a table."""
 
 
 class DiskFull(Overloaded):
@@ -100,19 +102,21 @@ class DiskFull(Overloaded):
 
 
 class CheckpointFailed(RetryError):
-    """A checkpoint could not be written; training is not affected. `details` has path, rank, errno.
+    """A checkpoint could not be written in time, or not at all; training is not affected. `details`
+    has its path; the rank and errno if writing failed.
 
     The next checkpoint may succeed, once there is space or permission.
     """
 
 
 class LoadingFailed(RetryError):
-    """Samples could not be loaded: storage failed, or a process that loads them has ended.
-    `details["index"]` names the sample, if it was a single one."""
+    """Samples could not be loaded: storage failed, or a process that loads them has ended or could
+    not be started. `details["index"]` names the sample, if it was a single one."""
 
 
 class SnapshotFailed(RetryError):
-    """The snapshot was not taken. Parameters are unchanged, and storage has no part of it."""
+    """The snapshot was not taken: it cannot be restored, and parameters are unchanged. Files that
+    were written for it may be left if storage failed."""
 
 
 class RejoinError(ShoalError):
@@ -120,11 +124,13 @@ class RejoinError(ShoalError):
 
 
 class Fenced(RejoinError):
-    """The token is stale. `details["generation"]` is the current generation."""
+    """The token is stale, or the job was started over. `details["generation"]`, if present, is the
+    current generation."""
 
 
 class GenerationBroken(RejoinError):
-    """A member of the generation was lost; the survivors are agreeing on the next one."""
+    """The generation is over or cannot go on, for example as a member was lost; its members agree
+    on the next one."""
 
 
 class LeaseExpired(RejoinError):
@@ -163,9 +169,8 @@ class ProposalConflict(RefusedError):
 
 
 class UnequalPasses(RefusedError):
-    """The members made different numbers of backward passes in a step, which was not committed.
-
-    `details` maps each member to its number.
+    """The members made different numbers of backward passes in a step, or took different actions
+    with their optimizers. The step was not committed. `details` maps each member to what it did.
     """
 
 
@@ -188,7 +193,7 @@ class SampleFailed(RefusedError):
 
 
 class PeersUnreachable(RefusedError):
-    """The member and others cannot reach each other over the network; `details` names them."""
+    """The member and others cannot reach each other over the network; the message names them."""
 
 
 class BringUpFailed(RefusedError):
@@ -225,7 +230,7 @@ class UnknownGeneration(RefusedError):
 
 
 class UnknownShard(RefusedError):
-    """The server holds no such shard."""
+    """The job or table has no such shard."""
 
 
 class UnknownSnapshot(RefusedError):
@@ -246,7 +251,7 @@ class UnknownSeries(RefusedError):
 
 
 class SeriesHeld(RefusedError):
-    """Another script publishes this series, and its lease has not ended."""
+    """Another process publishes this series, and its lease has not ended."""
 
 
 class StaleEpoch(RefusedError):
@@ -255,7 +260,8 @@ class StaleEpoch(RefusedError):
 
 class PublicationAbandoned(RefusedError):
     """The publication will not become a version: a rank of it was lost, or its parts do not cover
-    each element exactly once. Earlier versions are untouched."""
+    each element exactly once. Or an engine could not load a version. Earlier versions are
+    untouched."""
 
 
 class VersionGone(RefusedError):
@@ -275,7 +281,8 @@ class DtypeMismatch(RefusedError):
 
 
 class NonFiniteGradient(RefusedError):
-    """A gradient has a NaN or Inf. `details["parameter"]` names the parameter."""
+    """A gradient has a NaN or Inf. `details["parameter"]` names the parameter, or the table; it is
+    empty if only the sum of the members' gradients overflowed."""
 
 
 class TrainingFailed(RefusedError):
@@ -284,7 +291,8 @@ class TrainingFailed(RefusedError):
 
 
 class MalformedMessage(RefusedError):
-    """The bytes are not a message of the expected type, or a required field is missing."""
+    """The bytes are not a message of the expected type, a required field is missing, or the message
+    or its values do not belong where they came."""
 
 
 class NoServers(RefusedError):
@@ -296,7 +304,7 @@ class NothingLost(RefusedError):
 
 
 class AddressInUse(RefusedError):
-    """The address to serve on is taken."""
+    """The address to serve on, the server's id or the journal's directory is taken."""
 
 
 class ProtocolMismatch(RefusedError):
@@ -309,15 +317,17 @@ class CorruptError(ShoalError):
 
 
 class ChecksumMismatch(CorruptError):
-    """Bytes changed in transit."""
+    """Bytes do not have the checksum or digest that was sent or requested with them."""
 
 
 class SnapshotDamaged(CorruptError):
-    """A snapshot's file is not what was written. `details` names the file, and the shard if any."""
+    """A snapshot's file is not what was written, or its files do not fit together. `details` names
+    the file, and the shard if any; or the snapshot's number."""
 
 
 class JournalDamaged(CorruptError):
-    """A journal's file is not what was written. `details` names the file."""
+    """A journal's file is not what was written, or cannot be applied. The message names the file;
+    `details` does, except for a file that cannot be applied."""
 
 
 class StateLost(CorruptError):
@@ -332,10 +342,11 @@ class StateLost(CorruptError):
 
 
 class JobQuarantined(CorruptError):
-    """The coordinator cannot continue this job: one of its records in etcd cannot be read, or etcd
-    refused to store one. `details` has the job and, for a record that cannot be read, its key.
+    """The coordinator cannot continue this job: one of its records in etcd cannot be read, or a
+    change of it could not be stored. `details` has the job and, for an unreadable record, its key.
     Other jobs continue; `shoal repair` shows what is wrong with this one, and repairs it."""
 
 
 class InternalError(CorruptError):
-    """The peer failed with an unexpected error; its log has the traceback."""
+    """An unexpected error. If it came from the peer, the peer's log has the traceback. Also stands
+    for errors of kinds that this release does not know."""

@@ -13,10 +13,10 @@ from shoal_proto.errors import InvalidSpec
 
 
 def as_index(name: str, value: Any) -> int:
-    """Return the integer value of the argument `name`: a Python int, a NumPy integer or a 0-d
-    tensor of integers.
+    """Return the integer value of the argument `name`: a Python int, a NumPy integer, a 0-d array
+    or tensor of integers, or another object with `__index__`.
 
-    Raises InvalidSpec for anything else: True and False, floats, text, arrays.
+    Raises InvalidSpec for anything else: True and False, floats, text, other arrays.
     """
     plain = plain_number(name, value)
     if isinstance(plain, bool) or hasattr(plain, "shape"):
@@ -28,10 +28,11 @@ def as_index(name: str, value: Any) -> int:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return the real value of the argument `name`: a number of Python or NumPy, or a 0-d tensor.
+    """Return the real value of the argument `name`: a number of Python or NumPy, a 0-d array or
+    tensor, or another object with `__float__`.
 
-    Raises InvalidSpec for anything else: True and False, NaN, text, complex numbers, arrays.
-    Infinity passes, for callers to judge.
+    Raises InvalidSpec for True and False, NaN, text, complex numbers, other arrays, and integers
+    beyond the range of a float. Infinity passes, for callers to judge.
     """
     plain = plain_number(name, value)
     if isinstance(plain, bool | str | bytes) or hasattr(plain, "shape"):

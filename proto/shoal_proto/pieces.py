@@ -76,8 +76,8 @@ def encode(
 ) -> bytes:
     """Return the serialized message around a piece whose data are these parts, concatenated.
 
-    The data begin at a multiple of ALIGNMENT: the numbers before them are padded with extra bytes,
-    which protobuf allows.
+    The data begin at a multiple of ALIGNMENT, except after numbers far larger than any shard's: the
+    numbers before them are padded with extra bytes, which protobuf allows.
     """
     num_bytes = sum(map(len, parts))
     tail = bytes((_CHECKSUM,)) + checksum.to_bytes(4, "little")
@@ -100,7 +100,8 @@ Whole = TypeVar("Whole", bound=Message)
 
 
 class PieceDecoder(Generic[Whole]):
-    """Reads messages of one type. A message that has only a piece is read in place."""
+    """Reads messages of one type. A message that has only a piece, as `encode` writes it, is read
+    in place."""
 
     def __init__(self, field: int, parse: Callable[[bytes], Whole]) -> None:
         """`field` is the field number of the piece; `parse` reads any other message."""

@@ -27,7 +27,7 @@ class MemberSecrets:
     """The job's secret, which its first member sets; empty: none."""
     launch_digest: str = field(default="", repr=False)
     """Digest of the secret with which the launcher reports on the member; empty: reports on the
-    member need no secret."""
+    member need no secret, but with TLS only an operator's are accepted."""
 
 
 def drawn() -> str:
@@ -64,8 +64,9 @@ def member_secrets(environment: Mapping[str, str]) -> MemberSecrets:
 
 
 def read_job_secret(path: Path) -> str:
-    """Return the first line of the file. Raises InvalidSpec if other users may read the file, or
-    the line has a bad length."""
+    """Return the first line of the file, stripped. Raises InvalidSpec if the file cannot be read or
+    is not ASCII, if its mode gives its group or others any access, or if the line has a bad
+    length."""
     try:
         mode = path.stat().st_mode
         text = path.read_text(encoding="ascii").partition("\n")[0].strip()

@@ -1,7 +1,8 @@
 """Errors over gRPC: `to_status` on the serving side, `from_rpc_error` on the calling side.
 
 The status code shows any gRPC client the kind of failure; the trailing metadata entry
-`shoal-error-bin` has the whole error, from which a Shoal client raises the same class again.
+`shoal-error-bin` has the error, from which a Shoal client raises the same class again. If the error
+is larger than 4 KiB, its texts are cut there, and some of its details left out.
 """
 
 from collections.abc import Iterable, Mapping
@@ -79,7 +80,7 @@ def from_detail(detail: ErrorDetail) -> ShoalError:
 def to_status(error: ShoalError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """Return the status code, text and trailing metadata that report the error to a client."""
     code = next(code for kind, code in _CODES if isinstance(error, kind))
-    # Metadata counts towards HTTP/2's header limit (8 KiB by default); the text alone can grow.
+    # Metadata and text count towards HTTP/2's header limit (8 KiB by default): both are cut.
     detail = to_detail(error)
     if detail.ByteSize() > _MAX_DETAIL_BYTES:
         detail = _shortened(detail)

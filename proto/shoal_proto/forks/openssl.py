@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 NO_FORK = threading.RLock()
-"""Held by a thread that runs OpenSSL code, and by a fork from before it until after it."""
+"""Held by a thread during such calls of OpenSSL, and by a fork from before it until after it."""
 
 # The child's only thread is the one that forked, which holds the lock.
 os.register_at_fork(
@@ -91,4 +91,4 @@ def until_done(connection: ssl.SSLSocket, do: Callable[[], Done], within_s: floa
             selector.register(connection, awaited)
             left_s = None if give_up_s is None else give_up_s - time.monotonic()
             if (left_s is not None and left_s <= 0.0) or not selector.select(left_s):
-                raise TimeoutError(f"the other end sent nothing within {within_s:g} s")
+                raise TimeoutError(f"a call on a TLS connection did not end within {within_s:g} s")

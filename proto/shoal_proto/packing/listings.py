@@ -17,11 +17,11 @@ MAX_LISTING_BYTES = 48 * 1024
 """Maximum size of a packed listing."""
 _MAX_CODED_BYTES = 8 << 20
 _MAX_LISTED_CHARACTERS = 32 << 20
-"""A listing that unpacks to more than these two limits is not read."""
+"""A listing that unpacks to more than either of these two limits is not read."""
 _MAX_BLOCKS = 1024
 _MAX_LINE_CHARACTERS = 1000
 _NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,14})(?![0-9])")
-"""Matches numbers without leading zeros: packing would lose leading zeros."""
+"""Matches numbers of up to 15 digits without leading zeros, which packing would lose."""
 _GAP = "\x00"
 _BREAKS = re.compile(r"[\x00\r\n\v\f\x1c-\x1e\x85\u2028\u2029\ud800-\udfff]")
 

@@ -38,7 +38,8 @@ def _closing(
 
 def _close_after_fork() -> None:
     """Close the descriptors that a forked process has inherited: as long as it lived, they would
-    keep the memory of segments from being freed. Inherited views stay valid."""
+    keep the memory of segments from being freed. Inherited views of sealed segments stay valid; the
+    memory of writers, also that of `ReusedSegment`, is not mapped in the child."""
     for owner in list(_open):
         owner._close()
 
@@ -128,7 +129,7 @@ class SegmentWriter:
 
     def __init__(self, num_bytes: int) -> None:
         """Make a memory file of `num_bytes`. Its pages take memory once they are written to. Raises
-        Overloaded if the system has no memory."""
+        Overloaded if the system has no memory, or no file descriptor."""
         self.num_bytes = num_bytes
         try:
             self._descriptor = os.memfd_create(
@@ -196,9 +197,11 @@ class SegmentWriter:
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
         """Make the bytes immutable, and return them as a segment. Computes their digests, unless
-        given as `of_chunks`. Do not use the writer afterwards.
+        given as `of_chunks`; then the segment is whole in any case. Do not use the writer
+        afterwards.
 
-        Raises InternalError while anything else refers to `buffer`.
+        Raises InternalError while anything else refers to `buffer`, or if the kernel does not seal
+        the file.
         """
         self._unmap()
         descriptor = os.dup(self._descriptor)
@@ -249,7 +252,8 @@ def _seal(descriptor: int) -> None:
 
 
 def _is_mapped(mapped: mmap.mmap, start: int, num_bytes: int) -> bool:
-    """Map the pages, so that writing to them does not fault; False if the kernel is too old.
+    """Map the pages, so that writing to them does not fault; False if the kernel cannot, for
+    example because it is too old.
 
     `mapped.madvise` is not used: it holds the GIL, so training on other threads would stop.
     """

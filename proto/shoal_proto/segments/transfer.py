@@ -70,7 +70,8 @@ class StagedSegment:
     ) -> None:
         """`wanted`: ranges of chunk indices, in rising order; empty: all. A segment received as a
         descriptor is whole in any case. `new_writer` returns the memory for a segment, given its
-        size. `on_progress` is called once the segment is open, and after each chunk."""
+        size. `on_progress` is called once the segment is open, after each chunk, and for each BEAT
+        of the sender."""
         self.digest = digest
         self._on_progress = on_progress
         self._new_writer = new_writer
@@ -83,7 +84,7 @@ class StagedSegment:
 
     def open(self, of_chunks: bytes, num_bytes: int) -> None:
         """Verify the chunk digests that a holder sent; the first call allocates the segment's
-        memory. Raises MalformedMessage or ChecksumMismatch."""
+        memory. Raises MalformedMessage, ChecksumMismatch, or Overloaded if there is no memory."""
         check_root(of_chunks, num_bytes, self.digest)
         if self._writer is None:
             self._writer, self.chunk_digests = self._new_writer(num_bytes), of_chunks
@@ -122,7 +123,8 @@ class StagedSegment:
         self._writer.populate(start, min(CHUNK_BYTES, self._writer.num_bytes - start))
 
     def progressed(self) -> None:
-        """Note a BEAT of the relay that sends this segment: it is still receiving bytes itself."""
+        """Note a BEAT of the sender of this segment. A relay's means that it is still receiving
+        bytes itself."""
         self._on_progress()
 
     def verify(self, index: int, chunk: memoryview) -> None:
@@ -177,10 +179,10 @@ class SegmentConnection:
         chunk_within_s: float | None = None,
     ) -> "SegmentConnection":
         """Connect to the server at `address` (host:port of its gRPC service) that made the offer,
-        and serves as `name`. Raises Unavailable.
+        and serves as `name`. Raises Unavailable, or ChecksumMismatch for a damaged answer.
 
-        `chunk_within_s`: for a relay, the longest time that a chunk may take. The digests of memory
-        that a relay shares are computed here, not trusted.
+        `chunk_within_s`: for a relay, the longest time until its next frame, BEAT included. The
+        digests of memory that a relay shares are computed here, not trusted.
         """
         try:
             if not offer.port:
@@ -237,9 +239,9 @@ class SegmentConnection:
         self, request: PutSegmentRequest, segment: Segment, timeout_s: float
     ) -> PutSegmentReply:
         """Send a segment: its descriptor to a server on this host, else its bytes. Returns once the
-        server, and those that it forwards the segment to, have verified it.
+        server has verified it, and has forwarded it; the reply names the servers that hold it.
 
-        Raises what the server raises, Unavailable or DeadlineExceeded.
+        Raises what the server raises, MalformedMessage, Unavailable or DeadlineExceeded.
         """
         give_up_s = time.monotonic() + timeout_s
         try:
@@ -265,8 +267,8 @@ class SegmentConnection:
         """Fetch a segment: as a descriptor from a server on this host, else by receiving the
         missing chunks over the socket and verifying each.
 
-        Raises what the server raises, ChecksumMismatch, Unavailable or DeadlineExceeded; then
-        `staged` may continue over another connection.
+        Raises what the server raises, ChecksumMismatch, MalformedMessage, Overloaded (no memory),
+        Unavailable or DeadlineExceeded; then `staged` may continue over another connection.
         """
         give_up_s = time.monotonic() + timeout_s
         sent = FetchSegmentRequest()
@@ -471,8 +473,8 @@ def _ranges(indices: Sequence[int]) -> list[range]:
 
 
 def asked_chunks(request: FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
-    """Return the requested chunks of a segment of that size. Raises InvalidSpec if the segment does
-    not have them, or they are not in rising order."""
+    """Return the requested chunks of a segment of that size; all if none are named. Raises
+    InvalidSpec if the segment does not have them, or they are not in rising order."""
     last = num_chunks(num_bytes)
     requested = [range(each.start, each.stop) for each in request.chunks] or [range(last)]
     rising = [0, *(bound for each in requested for bound in (each.start, each.stop)), last]

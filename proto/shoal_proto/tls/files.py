@@ -56,12 +56,14 @@ class TlsMaterial:
 class TlsIdentity:
     """The files of one process. Thread-safe.
 
-    Changed files are read within a second, and used for all later connections. Files that do not
-    belong together, for example because one is not written yet, are ignored until they do.
+    Changed files are read within a second, and used for all later connections. While a file cannot
+    be read, or the key is not the certificate's, for example because one of the two is not written
+    yet, the earlier files stay in use.
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises InvalidSpec for files that cannot be read, or do not belong together."""
+        """Raises InvalidSpec for files that cannot be read or are not PEM, or if the key is not the
+        certificate's."""
         self.files = files
         self._lock = threading.Lock()
         self._seen = self._stamps()

@@ -1,7 +1,8 @@
 """The certificate of this process, which all its connections use.
 
-A process has at most one; without one, it does not use TLS. The command line, or `from_environment`
-for a script, sets it at the start; every connection that is made or accepted reads it.
+A process has at most one; without one, it does not use TLS. A command's or script's start sets it
+by `use`, a script's to the result of `from_environment`; every connection that is made or accepted
+reads it.
 """
 
 import os
@@ -27,7 +28,7 @@ def own() -> TlsIdentity | None:
 
 
 def use(files: TlsFiles | None) -> None:
-    """Use these files for all connections from now on. Raises InvalidSpec."""
+    """Use these files for all connections from now on; None: no TLS. Raises InvalidSpec."""
     global _own  # noqa: PLW0603 - one for the process, as a user id is
     if files is None:
         _own = None

@@ -5,7 +5,8 @@ Each cluster has a file in a folder that only this user can access. The file is 
 the cluster is up: the file of a killed cluster is ignored, and removed when another one starts.
 
 The folder is below /tmp, whatever TMPDIR is: job schedulers and test runners set TMPDIR anew for
-every process that they start. It is below TMPDIR only if it cannot be made in /tmp.
+every process that they start. It is below TMPDIR only if /tmp cannot have it, or has one that is
+not private.
 """
 
 import fcntl
@@ -49,7 +50,8 @@ class Announcement:
     """Announces a cluster to this user's other processes, until `close` or this process's end."""
 
     def __init__(self, record: LocalClusterRecord) -> None:
-        """Raises InvalidSpec if the folder cannot be made, or is another user's."""
+        """Raises InvalidSpec if the folder cannot be made or is not private, OSError if the file
+        cannot be written."""
         directory = _made_folder()
         _remove_left_over(directory)
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -81,7 +83,7 @@ def find(addresses: Iterable[str]) -> LocalClusterRecord | None:
 
 
 def running() -> Sequence[LocalClusterRecord]:
-    """Return the records of this user's clusters that are up on this machine."""
+    """Return the records of this user's clusters that are up in this process's network."""
     return tuple(_running())
 
 

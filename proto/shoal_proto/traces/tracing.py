@@ -119,7 +119,7 @@ class OngoingSpan:
 
 
 def mark(token: Carrier) -> None:
-    """Set the token's span to the current one."""
+    """Set the token's span to the current one; do nothing while traces are off."""
     if _Tracing.tracer is not None:
         token.traceparent = _carried()
 

@@ -82,7 +82,9 @@ class AdvanceReply(_message.Message):
     allowed: _builtins.bool
     """The caller may continue. If not: call again."""
     slowest: _builtins.int
-    """The lowest clock. It never falls, so a caller that knows it to be high enough need not wait."""
+    """The lowest clock; 0 while a new leader waits for reports. Apart from that it never falls, so a
+    caller that knows it to be high enough need not wait.
+    """
     reason: _builtins.str
     """Description of what the caller waits for."""
     def __init__(

@@ -54,7 +54,8 @@ class ClocksServicer(object):
     """
 
     def Advance(self, request, context):
-        """Reports the caller's clock, and waits until the caller may continue. Safe to repeat.
+        """Reports the caller's clock, and waits until the caller may continue. A repeated call never
+        moves the clock back; without `begins` or `pulled` it counts as a request for the next step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,9 @@ class ClocksStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ClocksAsyncStub: ...
     Advance: _grpc.UnaryUnaryMultiCallable[_clocks_pb2.AdvanceRequest, _clocks_pb2.AdvanceReply]
-    """Reports the caller's clock, and waits until the caller may continue. Safe to repeat."""
+    """Reports the caller's clock, and waits until the caller may continue. A repeated call never
+    moves the clock back; without `begins` or `pulled` it counts as a request for the next step.
+    """
     Rest: _grpc.UnaryUnaryMultiCallable[_clocks_pb2.RestRequest, _clocks_pb2.RestReply]
     """Reports that the caller takes no steps for now, as it has no samples: no member waits for it.
     Its next Advance enters again. Repeated from time to time while it rests, for a new leader.
@@ -50,7 +52,9 @@ class ClocksAsyncStub(ClocksStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Advance: _aio.UnaryUnaryMultiCallable[_clocks_pb2.AdvanceRequest, _clocks_pb2.AdvanceReply]  # type: ignore[assignment]
-    """Reports the caller's clock, and waits until the caller may continue. Safe to repeat."""
+    """Reports the caller's clock, and waits until the caller may continue. A repeated call never
+    moves the clock back; without `begins` or `pulled` it counts as a request for the next step.
+    """
     Rest: _aio.UnaryUnaryMultiCallable[_clocks_pb2.RestRequest, _clocks_pb2.RestReply]  # type: ignore[assignment]
     """Reports that the caller takes no steps for now, as it has no samples: no member waits for it.
     Its next Advance enters again. Repeated from time to time while it rests, for a new leader.
@@ -67,7 +71,9 @@ class ClocksServicer(metaclass=_abc_1.ABCMeta):
         request: _clocks_pb2.AdvanceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_clocks_pb2.AdvanceReply, _abc.Awaitable[_clocks_pb2.AdvanceReply]]:
-        """Reports the caller's clock, and waits until the caller may continue. Safe to repeat."""
+        """Reports the caller's clock, and waits until the caller may continue. A repeated call never
+        moves the clock back; without `begins` or `pulled` it counts as a request for the next step.
+        """
 
     @_abc_1.abstractmethod
     def Rest(

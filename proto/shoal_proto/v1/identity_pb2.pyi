@@ -20,8 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Token(_message.Message):
-    """Identity of a caller, and its generation. Every call that can change something carries a token. A
-    stale token is refused; the refusal has the current generation.
+    """Identity of a member, and its generation. Members' calls to coordinators and to shards carry a
+    token. A stale token is refused; the refusal has the current generation.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -442,7 +442,10 @@ class PushOutcome(_message.Message):
     """
     @_builtins.property
     def error(self) -> _identity_pb2.ErrorDetail:
-        """Set if this shard's part was refused; the shard was not changed by it."""
+        """Set if this shard's part was refused: then the shard was not changed by it. Also set if the
+        update was applied but did not become as safe as `acknowledgement` demands: a repeated push is
+        not applied again unless the update was lost.
+        """
 
     def __init__(
         self,
@@ -509,13 +512,18 @@ class DescribeReply(_message.Message):
     unfinished_bytes: _builtins.int
     """Bytes of pushes that are received and not applied yet, of all jobs."""
     refused_by_epoch: _builtins.int
-    """Parts of pushes that were refused because the shard has another epoch or another primary."""
+    """Parts of pushes to parameters that were refused because the shard has another epoch or another
+    primary.
+    """
     partial_pushes: _builtins.int
-    """Push calls that were applied to some shards here, and refused for others."""
+    """Pushes to parameters that were applied to some shards here, and refused for others."""
     held_bytes: _builtins.int
-    """Bytes for all jobs: values and optimizer state, of backups too, and unfinished_bytes."""
+    """Bytes that count against memory_limit_bytes, for all jobs: shards and backups with what they
+    remember and keep for images, published weights, memory shared with clients, reservations, and
+    unfinished_bytes.
+    """
     memory_limit_bytes: _builtins.int
-    """Above this no shard is created, no backup is taken and no table grows."""
+    """Above this no shard is created, no backup taken, no table grows, no weights are published."""
     loop_lag_p99_s: _builtins.float
     """Delay with which the event loop resumed tasks in the last ten seconds: the 99th percentile, and
     the longest.
@@ -745,7 +753,7 @@ class OpenBulkReply(_message.Message):
     local_name: _builtins.str
     """Name of a Unix socket in the abstract namespace, for callers in the same network namespace."""
     port: _builtins.int
-    """TCP port on the host of this service."""
+    """TCP port on the host of this service; 0: it accepts no such connections."""
     def __init__(
         self,
         *,

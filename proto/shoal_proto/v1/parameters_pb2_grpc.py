@@ -102,14 +102,15 @@ class ParametersServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drop(self, request, context):
-        """Drops all shards of the job; only a member of the job can request it.
+        """Drops this server's shards of the job; only a member of the job can request it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenBulk(self, request, context):
-        """Returns a key and addresses for Pull and Push without gRPC (shoal_proto/bulk.py).
+        """Returns a key and addresses for Pull and Push, and the calls of Tables, without gRPC
+        (shoal_proto/bulk.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

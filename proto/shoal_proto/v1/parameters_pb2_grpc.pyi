@@ -63,9 +63,11 @@ class ParametersStub:
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.DescribeRequest, _parameters_pb2.DescribeReply]
     Drop: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.DropRequest, _parameters_pb2.DropReply]
-    """Drops all shards of the job; only a member of the job can request it."""
+    """Drops this server's shards of the job; only a member of the job can request it."""
     OpenBulk: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.OpenBulkRequest, _parameters_pb2.OpenBulkReply]
-    """Returns a key and addresses for Pull and Push without gRPC (shoal_proto/bulk.py)."""
+    """Returns a key and addresses for Pull and Push, and the calls of Tables, without gRPC
+    (shoal_proto/bulk.py).
+    """
 
 @_typing.type_check_only
 class ParametersAsyncStub(ParametersStub):
@@ -84,9 +86,11 @@ class ParametersAsyncStub(ParametersStub):
     """
     Describe: _aio.UnaryUnaryMultiCallable[_parameters_pb2.DescribeRequest, _parameters_pb2.DescribeReply]  # type: ignore[assignment]
     Drop: _aio.UnaryUnaryMultiCallable[_parameters_pb2.DropRequest, _parameters_pb2.DropReply]  # type: ignore[assignment]
-    """Drops all shards of the job; only a member of the job can request it."""
+    """Drops this server's shards of the job; only a member of the job can request it."""
     OpenBulk: _aio.UnaryUnaryMultiCallable[_parameters_pb2.OpenBulkRequest, _parameters_pb2.OpenBulkReply]  # type: ignore[assignment]
-    """Returns a key and addresses for Pull and Push without gRPC (shoal_proto/bulk.py)."""
+    """Returns a key and addresses for Pull and Push, and the calls of Tables, without gRPC
+    (shoal_proto/bulk.py).
+    """
 
 class ParametersServicer(metaclass=_abc_1.ABCMeta):
     """The shards of a parameter server. Tensors are sent as raw little-endian bytes in pieces of at
@@ -132,7 +136,7 @@ class ParametersServicer(metaclass=_abc_1.ABCMeta):
         request: _parameters_pb2.DropRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_parameters_pb2.DropReply, _abc.Awaitable[_parameters_pb2.DropReply]]:
-        """Drops all shards of the job; only a member of the job can request it."""
+        """Drops this server's shards of the job; only a member of the job can request it."""
 
     @_abc_1.abstractmethod
     def OpenBulk(
@@ -140,6 +144,8 @@ class ParametersServicer(metaclass=_abc_1.ABCMeta):
         request: _parameters_pb2.OpenBulkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_parameters_pb2.OpenBulkReply, _abc.Awaitable[_parameters_pb2.OpenBulkReply]]:
-        """Returns a key and addresses for Pull and Push without gRPC (shoal_proto/bulk.py)."""
+        """Returns a key and addresses for Pull and Push, and the calls of Tables, without gRPC
+        (shoal_proto/bulk.py).
+        """
 
 def add_ParametersServicer_to_server(servicer: ParametersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1088,7 +1088,9 @@ Global___FollowBeat: _TypeAlias = FollowBeat  # noqa: Y015
 
 @_typing.final
 class FollowReply(_message.Message):
-    """An empty reply answers a beat. All replies of a link are sent on its first stream."""
+    """An empty reply answers a beat, on the same stream, or is sent when nothing else is. All other
+    replies of a link are sent on its first stream.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

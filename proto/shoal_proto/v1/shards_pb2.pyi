@@ -296,7 +296,7 @@ class Shard(_message.Message):
     address: _builtins.str
     """host:port of the server's gRPC service"""
     epoch: _builtins.int
-    """Number of times the primary has changed."""
+    """Number of times the primary was decided, from 1."""
     dtype: _builtins.str
     group: _builtins.int
     table: _builtins.str

@@ -260,8 +260,8 @@ class ShardSnapshotsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request, context):
-        """Keeps the shards of the cut as segments of published weights, in memory, here and on another
-        server.
+        """Keeps the shards of the cut as segments of published weights, in memory, here and on the
+        servers of the chain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -100,8 +100,8 @@ class ShardSnapshotsStub:
     Write: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.WriteRequest, _snapshots_pb2.WriteReply]
     """Writes the shards of the cut."""
     Publish: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.PublishCutRequest, _snapshots_pb2.PublishCutReply]
-    """Keeps the shards of the cut as segments of published weights, in memory, here and on another
-    server.
+    """Keeps the shards of the cut as segments of published weights, in memory, here and on the
+    servers of the chain.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.AbortRequest, _snapshots_pb2.AbortReply]
     """Aborts the cut in any state."""
@@ -122,8 +122,8 @@ class ShardSnapshotsAsyncStub(ShardSnapshotsStub):
     Write: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.WriteRequest, _snapshots_pb2.WriteReply]  # type: ignore[assignment]
     """Writes the shards of the cut."""
     Publish: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.PublishCutRequest, _snapshots_pb2.PublishCutReply]  # type: ignore[assignment]
-    """Keeps the shards of the cut as segments of published weights, in memory, here and on another
-    server.
+    """Keeps the shards of the cut as segments of published weights, in memory, here and on the
+    servers of the chain.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.AbortRequest, _snapshots_pb2.AbortReply]  # type: ignore[assignment]
     """Aborts the cut in any state."""
@@ -165,8 +165,8 @@ class ShardSnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshots_pb2.PublishCutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshots_pb2.PublishCutReply, _abc.Awaitable[_snapshots_pb2.PublishCutReply]]:
-        """Keeps the shards of the cut as segments of published weights, in memory, here and on another
-        server.
+        """Keeps the shards of the cut as segments of published weights, in memory, here and on the
+        servers of the chain.
         """
 
     @_abc_1.abstractmethod

@@ -33,7 +33,7 @@ class _RowFateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RowFate.Value
     ROW_FATE_MADE: _RowFate.ValueType  # 1
     """The row was made and the gradient applied to it."""
     ROW_FATE_NOT_ADMITTED: _RowFate.ValueType  # 2
-    """The id has no row yet; its push was counted, and the gradient was dropped."""
+    """The id has no row yet; its push was counted if Admission counts, and the gradient was dropped."""
     ROW_FATE_EVICTED: _RowFate.ValueType  # 3
     """The row on which the gradient was computed was evicted; the gradient was dropped."""
     ROW_FATE_FULL: _RowFate.ValueType  # 4
@@ -47,7 +47,7 @@ ROW_FATE_APPLIED: RowFate.ValueType  # 0
 ROW_FATE_MADE: RowFate.ValueType  # 1
 """The row was made and the gradient applied to it."""
 ROW_FATE_NOT_ADMITTED: RowFate.ValueType  # 2
-"""The id has no row yet; its push was counted, and the gradient was dropped."""
+"""The id has no row yet; its push was counted if Admission counts, and the gradient was dropped."""
 ROW_FATE_EVICTED: RowFate.ValueType  # 3
 """The row on which the gradient was computed was evicted; the gradient was dropped."""
 ROW_FATE_FULL: RowFate.ValueType  # 4
@@ -76,7 +76,9 @@ class TableSpec(_message.Message):
     """float32, float64, float16 or bfloat16; optimizer state of 16-bit tables is float32."""
     seed: _builtins.int
     num_shards: _builtins.int
-    """Number of virtual shards; a row lies in shard (hash of its id) * num_shards / 2^64."""
+    """Number of virtual shards; a row lies in shard (high 32 bits of the hash of its id) * num_shards
+    / 2^32.
+    """
     max_rows: _builtins.int
     """Maximum number of rows, divided evenly among the shards; 0: as many as max_shard_bytes allows."""
     max_shard_bytes: _builtins.int
@@ -229,8 +231,8 @@ class Eviction(_message.Message):
     MAX_IDLE_S_FIELD_NUMBER: _builtins.int
     OLDEST_WHEN_FULL_FIELD_NUMBER: _builtins.int
     max_idle_s: _builtins.float
-    """Rows that were not pushed for this long are evicted, at the latest an eighth of it later; 0:
-    never.
+    """Rows that were not pushed for this long are evicted by pushes to their shard, at the latest by
+    the first one after another eighth of it; 0: never.
     """
     oldest_when_full: _builtins.bool
     """True: a full shard evicts the rows that were pushed longest ago to make new ones. False: it
@@ -647,7 +649,7 @@ class TablePushOutcome(_message.Message):
     epoch: _builtins.int
     @_builtins.property
     def error(self) -> _identity_pb2.ErrorDetail:
-        """Set if this shard's part was refused; the shard was not changed by it."""
+        """As in PushOutcome."""
 
     def __init__(
         self,

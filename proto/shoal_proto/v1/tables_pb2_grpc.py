@@ -57,7 +57,7 @@ class TablesServicer(object):
 
     def Lookup(self, request_iterator, context):
         """Sends rows. Each request is answered by one reply, whose entries are those of the request, in
-        order, each as of one version. Changes nothing.
+        order, each as of one version. Makes no rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

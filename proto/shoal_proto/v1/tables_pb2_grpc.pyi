@@ -38,7 +38,7 @@ class TablesStub:
     def __new__(cls, channel: _aio.Channel) -> TablesAsyncStub: ...
     Lookup: _grpc.StreamStreamMultiCallable[_tables_pb2.TableLookupRequest, _tables_pb2.TableLookupReply]
     """Sends rows. Each request is answered by one reply, whose entries are those of the request, in
-    order, each as of one version. Changes nothing.
+    order, each as of one version. Makes no rows.
     """
     Push: _grpc.StreamStreamMultiCallable[_tables_pb2.TablePushRequest, _tables_pb2.TablePushReply]
     """Applies gradients of rows, exactly once for each (incarnation, sequence, shard)."""
@@ -53,7 +53,7 @@ class TablesAsyncStub(TablesStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lookup: _aio.StreamStreamMultiCallable[_tables_pb2.TableLookupRequest, _tables_pb2.TableLookupReply]  # type: ignore[assignment]
     """Sends rows. Each request is answered by one reply, whose entries are those of the request, in
-    order, each as of one version. Changes nothing.
+    order, each as of one version. Makes no rows.
     """
     Push: _aio.StreamStreamMultiCallable[_tables_pb2.TablePushRequest, _tables_pb2.TablePushReply]  # type: ignore[assignment]
     """Applies gradients of rows, exactly once for each (incarnation, sequence, shard)."""
@@ -71,7 +71,7 @@ class TablesServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_tables_pb2.TableLookupReply], _abc.AsyncIterator[_tables_pb2.TableLookupReply]]:
         """Sends rows. Each request is answered by one reply, whose entries are those of the request, in
-        order, each as of one version. Changes nothing.
+        order, each as of one version. Makes no rows.
         """
 
     @_abc_1.abstractmethod

@@ -108,8 +108,8 @@ class WeightSeriesServicer(object):
     def Contribute(self, request, context):
         """Submits one rank's part once its segment is on the servers. Answers once all parts of the
         publication have arrived, cover every element exactly once and are committed; or with the error
-        that makes that impossible. May be repeated: a part that was committed is answered with the
-        version's number.
+        that makes that impossible; or, after a while, with DeadlineExceeded: then repeat it. A part
+        that was committed is answered with the version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

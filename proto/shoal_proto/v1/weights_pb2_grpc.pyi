@@ -47,8 +47,8 @@ class WeightSeriesStub:
     Contribute: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ContributePartRequest, _weights_pb2.ContributePartReply]
     """Submits one rank's part once its segment is on the servers. Answers once all parts of the
     publication have arrived, cover every element exactly once and are committed; or with the error
-    that makes that impossible. May be repeated: a part that was committed is answered with the
-    version's number.
+    that makes that impossible; or, after a while, with DeadlineExceeded: then repeat it. A part
+    that was committed is answered with the version.
     """
     CutTables: _grpc.UnaryUnaryMultiCallable[_weights_pb2.CutTablesRequest, _weights_pb2.CutTablesReply]
     """Takes one cut of all shards of the publisher's job; its parameter servers keep the cut as
@@ -89,8 +89,8 @@ class WeightSeriesAsyncStub(WeightSeriesStub):
     Contribute: _aio.UnaryUnaryMultiCallable[_weights_pb2.ContributePartRequest, _weights_pb2.ContributePartReply]  # type: ignore[assignment]
     """Submits one rank's part once its segment is on the servers. Answers once all parts of the
     publication have arrived, cover every element exactly once and are committed; or with the error
-    that makes that impossible. May be repeated: a part that was committed is answered with the
-    version's number.
+    that makes that impossible; or, after a while, with DeadlineExceeded: then repeat it. A part
+    that was committed is answered with the version.
     """
     CutTables: _aio.UnaryUnaryMultiCallable[_weights_pb2.CutTablesRequest, _weights_pb2.CutTablesReply]  # type: ignore[assignment]
     """Takes one cut of all shards of the publisher's job; its parameter servers keep the cut as
@@ -140,8 +140,8 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_weights_pb2.ContributePartReply, _abc.Awaitable[_weights_pb2.ContributePartReply]]:
         """Submits one rank's part once its segment is on the servers. Answers once all parts of the
         publication have arrived, cover every element exactly once and are committed; or with the error
-        that makes that impossible. May be repeated: a part that was committed is answered with the
-        version's number.
+        that makes that impossible; or, after a while, with DeadlineExceeded: then repeat it. A part
+        that was committed is answered with the version.
         """
 
     @_abc_1.abstractmethod

@@ -35,12 +35,14 @@ class WorkLimits:
     calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
     max_bulk_connections: Annotated[int, Parameter(metavar="N")] = 4096
     """Most connections for tensors at once; never more than a quarter of the descriptors that this
-    process may have. A further one is closed, and its client uses gRPC."""
+    process may have. A further one is closed: its client then uses gRPC, but published weights
+    cannot be sent over gRPC."""
     max_unfinished_bytes: Annotated[int, Parameter(metavar="BYTES")] = 2 * 1024**3
     """Most bytes of gradients that are received but not applied yet, over all calls. Above this,
-    pushes are refused as Overloaded, and clients retry."""
+    pushes are refused as Overloaded, and clients retry. One shard's part may be larger, if there is
+    no other."""
     num_threads: Annotated[int, INTERNAL] = field(default_factory=lambda: os.cpu_count() or 1)
-    """Number of shards that are worked on at the same time."""
+    """Number of threads for work on large shards, each for one shard at a time."""
 
     def __post_init__(self) -> None:
         for name in ("max_bulk_connections", "max_unfinished_bytes", "num_threads"):
@@ -62,8 +64,8 @@ class ParameterServerConfig:
     reach: Annotated[ParameterServerServing, FLAT] = field(default_factory=ParameterServerServing)
     listen: ListenAddress = "7710"
     bulk_port: Annotated[int, Parameter(metavar="PORT")] = 0
-    """TCP port for tensors to and from other machines; if it cannot be reached, they go over gRPC.
-    0: any free port."""
+    """TCP port for tensors to and from other machines; if it cannot be reached, they go over gRPC,
+    except published weights, which need it. 0: any free port."""
     advertise: AdvertisedAddress = ""
     ready_file: ReadyFile = None
     metrics: MetricsAddress = ""

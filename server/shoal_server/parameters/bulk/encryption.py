@@ -150,7 +150,8 @@ def bytes_of(connected: socket.socket) -> ByteChannel:
 
 async def encrypted(connected: socket.socket) -> socket.socket:
     """Wrap a client's connection in TLS if this process has a certificate, and return it. Use only
-    the result afterwards. Raises OSError if the client has no certificate."""
+    the result afterwards. Raises OSError if the handshake fails, for example because the client has
+    no certificate."""
     own = identity.own()
     if own is None:
         return connected

@@ -9,8 +9,8 @@ WITHIN_S = 0.005
 
 
 class LateFrames:
-    """Sends queued frames within WITHIN_S, and before any frame of `send_now`. Lives on the event
-    loop."""
+    """Sends the frames of `put` within WITHIN_S, and all queued frames before any frame of
+    `send_now`. Lives on the event loop."""
 
     def __init__(self, wire: FrameConnection, freed_together: int) -> None:
         """`freed_together`: number of freed slots at which all queued frames are sent."""
@@ -34,7 +34,8 @@ class LateFrames:
             self._send()
 
     def send_now(self, frame: bytes) -> bool:
-        """Send all queued frames, then this one; see `FrameConnection.send_now`."""
+        """Send all queued frames, then this one; see `FrameConnection.send_now`. If False, the
+        queued frames are sent soon, and this one is not."""
         before = self._take()
         if self._wire.send_now(before + frame):
             return True

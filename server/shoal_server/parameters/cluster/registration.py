@@ -90,7 +90,8 @@ class Registration:
             log.warning("lease_not_revoked", server_id=self._identity.server_id, reason=str(error))
 
     async def announce_leaving(self) -> None:
-        """Ask the coordinator to move this server's shards to others. Raises RetryError."""
+        """Ask the coordinator to move this server's shards to others; if the registration is lost,
+        with the next registration. Raises RetryError."""
         self._leaving = True
         key = keys.server(self._identity.server_id)
         # If the registration was lost, a later process may be registered under this id: its record

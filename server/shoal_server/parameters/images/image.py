@@ -65,7 +65,7 @@ class Image(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedImage:
-    """An image in memory, whose tensors are never written to."""
+    """An image in memory. A shard of a table that is restored from it takes over its tensors."""
 
     kind: str
     shard_id: int

@@ -27,7 +27,7 @@ class StoredImage:
     epoch: int
     version: int
     number: int
-    """Log number of the first entry written after the image."""
+    """Log number of the first entry appended after the writing of the image began."""
     sha256: str
 
     @property

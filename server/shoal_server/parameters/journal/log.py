@@ -68,7 +68,8 @@ class Journal:
     appended entries are on disk unless the disk failed."""
 
     def __init__(self, config: JournalConfig, *, fsync: Callable[[int], None] = os.fsync) -> None:
-        """Raises AddressInUse if another process uses the directory, and JournalDamaged."""
+        """Raises AddressInUse if another process uses the directory, JournalDamaged, and OSError or
+        Unavailable if the directory cannot be read or written."""
         self._config = config
         self._fsync = fsync
         config.directory.mkdir(parents=True, exist_ok=True)
@@ -89,7 +90,8 @@ class Journal:
         The previous owner has ended or closed the journal: otherwise it would still hold the lock.
 
         Raises InvalidSpec if the journal belongs to a server with another id: it may have that
-        server's only copies, which this server would drop.
+        server's only copies, which this server would drop. Raises DiskFull or Unavailable if the
+        owner cannot be written.
         """
         self._claim.seek(0)
         before = self._claim.read(MAX_OWNER_BYTES).decode(errors="replace")
@@ -205,14 +207,17 @@ class Journal:
 
     def forget(self, job: str, shard_id: int) -> "Future[None]":
         """Append the end of a shard that this server no longer has; the future is done once the
-        entry is on disk."""
+        entry is on disk. If the disk fails, the future fails with DiskFull or Unavailable, but the
+        entry is still written once the disk works again."""
         return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
     def put_image(self, job: str, epoch: int, image: Image, *, run: str = "") -> None:
         """Start to journal a shard, or replace its records up to the image's version. `run`: the
         job's run, which distinguishes the shard from the same shard of another run.
 
-        The image is on disk on return. Blocks. Raises DiskFull or Unavailable, without a change.
+        The image is on disk on return. Blocks. Raises DiskFull or Unavailable, without a change, if
+        the image cannot be written; Unavailable or OSError if superfluous files cannot be removed
+        afterwards.
         """
         with self._wake:
             # Higher than the number of any end entry that was appended before.

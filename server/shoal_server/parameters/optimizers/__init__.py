@@ -1,4 +1,5 @@
-"""Optimizer steps on a shard, with the kernels that `torch.optim` uses with `fused=True`."""
+"""Optimizer steps on a shard, with the kernels that `torch.optim` uses with `fused=True`. The outer
+step, and SGD on 16-bit types, use separate operations."""
 
 from collections.abc import Sequence
 

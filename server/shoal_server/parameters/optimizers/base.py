@@ -31,7 +31,8 @@ class ShardOptimizer(StatefulRule, Protocol):
     ) -> None:
         """Update the named blocks in place. `gradients` has one tensor per named block.
 
-        `momentum` replaces the momentum of SGD's settings; other optimizers ignore it.
+        `momentum` replaces the momentum in the settings of SGD and of the outer step, if that is
+        not 0; Adam and Adagrad ignore it.
         """
         ...
 

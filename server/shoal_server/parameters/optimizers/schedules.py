@@ -58,8 +58,8 @@ class RunningSchedule:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise InvalidSpec if torch would refuse the schedule, or a rate would be negative or not
-    finite."""
+    """Raise InvalidSpec if torch would refuse the schedule, if a setting could make a rate negative
+    or not finite, or if there are too many phases or milestones."""
     if len(schedule.phases) > MAX_PHASES:
         raise InvalidSpec(
             "the schedule is too long",

@@ -74,7 +74,7 @@ class Staleness:
         return lr / max(1, staleness) if self._policy.kind == "scale" else lr
 
     def momentum(self, staleness: int) -> float:
-        """Return SGD's momentum for a push of that staleness."""
+        """Return the momentum, of SGD or the outer step, for a push of that staleness."""
         if self._policy.kind == "damp":
             return damping(self._kind, self._hyper, staleness).momentum
         return self._hyper.momentum

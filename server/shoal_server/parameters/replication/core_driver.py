@@ -40,7 +40,7 @@ class CoreDriver:
 
     def submit_event(self, event: Event) -> None:
         """Handle an event. If this is called while an effect is carried out, the event is handled
-        right after the current event."""
+        after the current event and those that wait already."""
         self._waiting.append(event)
         if self._is_stepping:
             return

@@ -101,7 +101,8 @@ class DiskDisowning:
         self._decision = Disowning(replicas.me, limits)
 
     async def look(self, on_disk: Collection[Key] = ()) -> None:
-        """Compare the assignments with the journal. Raises what the store raises."""
+        """Compare the assignments with the journal, and correct the wrong ones, but not those of
+        another process of this server that may be alive. Raises what the store raises."""
         replicas, loop = self._replicas, asyncio.get_running_loop()
         asked_s = loop.time()
         missing = {

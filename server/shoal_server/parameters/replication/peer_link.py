@@ -51,7 +51,8 @@ class LinkOwner(Protocol):
     """The owner of a link, which has the shards' images and receives the link's events."""
 
     async def reach(self, holder: Holder) -> str | None:
-        """Return the address of that process; None if it is dead."""
+        """Return the address of that process; None if etcd does not list it, or cannot be asked
+        about a process that is unknown here."""
         ...
 
     def header(self, image: int) -> pb.CutHeader | None:
@@ -98,7 +99,8 @@ class PeerLink:
             await cancel(self._task)
 
     def send(self, request: Request) -> None:
-        """Send a request. Requests arrive in order, unless the link breaks."""
+        """Send a request, by one of the link's two streams. Requests on one stream arrive in order,
+        unless the link breaks."""
         if isinstance(request, ImageStart | ImageChunk):
             self._images.append(request)
             self._wake_images.set()
@@ -107,7 +109,7 @@ class PeerLink:
             self._wake.set()
 
     def send_record(self, request: Request, outgoing: OutgoingRecord) -> None:
-        """Send a push, after all earlier requests."""
+        """Send a push, after all earlier requests on its stream."""
         assert isinstance(request, UpdateMessage)
         if not self._send_now(request, outgoing):
             self._pushes.append((request, ref(outgoing)))
@@ -143,7 +145,7 @@ class PeerLink:
         return self._idle.draft(data) if self._idle is not None and not self._pushes else None
 
     def compare(self, digest: pb.FollowRequest) -> None:
-        """Send a digest, after all earlier requests."""
+        """Send a digest, after all earlier requests on the stream for pushes."""
         self._pushes.append(digest)
         self._wake.set()
 

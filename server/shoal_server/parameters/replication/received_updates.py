@@ -28,8 +28,8 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 MAX_UNAPPLIED_BYTES = 256 * 1024 * 1024
-"""Bound on received records that are not applied yet, over all shards. Beyond it, no stream is
-read."""
+"""Bound on received records that are not applied yet, over all shards. Beyond it, a stream is read
+up to its next update, which waits."""
 
 COPY_FAILED = "copy_failed"
 
@@ -88,9 +88,9 @@ class ReceivedUpdates:
         return RequestAssembler(self._memory, self._is_coming)
 
     def check_memory(self, arrived: ArrivedRequest) -> None:
-        """Raise Overloaded for an update that was dropped for lack of memory, or whose rows do not
-        fit. The copy with all acknowledged updates stays on this server until the assignment allows
-        this server to drop it."""
+        """Raise Overloaded for an update that was dropped for lack of memory, or that has rows
+        while the memory limit is exceeded. The copy with all acknowledged updates stays on this
+        server until the assignment allows this server to drop it."""
         if arrived.why_dropped:
             raise Overloaded("there was no memory for an update", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:
@@ -198,7 +198,8 @@ class ReceivedUpdates:
             self._driver.submit_event(CopySettled(key, replica.state.version))
 
     async def settle(self, replica: ShardReplica) -> None:
-        """Return once every update that was received for a backup is applied."""
+        """Return once every update that was received for a backup is applied, or the backup was
+        given up."""
         key = replica.job, replica.shard_id
         while (backlog := self._backlogs.get(key)) is not None and backlog.replica is replica:
             if backlog.applied is None or backlog.applied.done():

@@ -258,7 +258,8 @@ class ShardReplicas:
 
     def created(self, replica: ShardReplica) -> None:
         """Make this server the primary of a shard that it has created or loaded. The shard takes
-        pushes once a backup has the values and the shard's record notes that there are values."""
+        pushes once a backup, if it is to have one, has the values, and the shard's record notes
+        that there are values."""
         key = replica.job, replica.shard_id
         self._driver.submit_event(ev.ShardCreated(key, replica.epoch, replica.state.version))
 
@@ -269,14 +270,15 @@ class ShardReplicas:
         self.created(replica)
 
     async def empty_job(self, job: str) -> int:
-        """Drop all shards of a job, so that they do not count as lost; return their number."""
+        """Drop this server's shards of a job, so that they do not count as lost; return their
+        number."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
         await self.change_assignments(job, shard_ids, partial(emptied, primary=self.me))
         self.drop_job(job)
         return len(shard_ids)
 
     def drop_job(self, job: str) -> int:
-        """Drop all shards of a job, and return their number."""
+        """Drop this server's shards of a job, and return their number."""
         shards = self._catalog.of_job(job)
         for replica in shards:
             self._driver.submit_event(ev.ShardRetired((job, replica.shard_id)))
@@ -284,13 +286,15 @@ class ShardReplicas:
         return len(shards)
 
     async def wait_empty(self) -> None:
-        """Return once this server has no shards left, or there is no other server to take them."""
+        """Return once this server has no shards left in memory, nor keeps on its disk those of
+        other primaries; or there is no other server to take them."""
         self._check_empty()
         await self._empty.wait()
 
     @property
     def only_here(self) -> Mapping[str, Sequence[int]]:
-        """Shards by job of which no other server and no disk has a copy."""
+        """Shards by job of which this server is the primary, and no backup and no disk has a
+        copy."""
         shard_ids: dict[str, list[int]] = {}
         for replica in self._catalog.shards():
             assignment = self.assignment(replica.job, replica.shard_id)

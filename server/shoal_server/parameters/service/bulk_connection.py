@@ -119,7 +119,8 @@ class BulkServerConnection:
         self._is_in_call = False
 
     async def serve(self) -> None:
-        """Answer calls until the client hangs up, or breaks the rules of the transport."""
+        """Answer calls until the client hangs up or breaks the rules of the transport, or a call
+        fails."""
         beats = asyncio.create_task(self._beat(), name="bulk-beats")
         try:
             while True:

@@ -104,7 +104,8 @@ class BulkListener:
             await BulkServerConnection(wire, self._calls, arena, hello.use).serve()
 
     async def _greeted(self, wire: FrameConnection) -> "_Hello":
-        """Read the client's HELLO. Raises MalformedMessage if its key is unknown."""
+        """Read the client's HELLO. Raises MalformedMessage if its key is unknown, expired or used,
+        and what `next_frame` raises."""
         frame = await wire.next_frame()
         use = self._offers.redeem(bytes(frame.body))
         if use is None:

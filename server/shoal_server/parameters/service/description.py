@@ -24,7 +24,7 @@ class PushCounts:
 
 
 class PushTally:
-    """Counts by job, for the newest 1024 jobs."""
+    """Counts by job, for the 1024 jobs whose first refusal is the newest."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, PushCounts] = OrderedDict()

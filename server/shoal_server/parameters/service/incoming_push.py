@@ -14,7 +14,8 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
-"""Most shards of one call that are being applied, or whose replies are not sent yet."""
+"""Number of shards of one call that are being applied, or whose replies are not sent yet, at which
+no more pieces are read."""
 
 T = TypeVar("T")
 PieceT_contra = TypeVar("PieceT_contra", contravariant=True)
@@ -60,13 +61,15 @@ class PushKind(Protocol[PartT_contra, PieceT_contra, AnswerT_co]):
         ...
 
     def refusal(self, shard_id: int, error: ShoalError) -> AnswerT_co:
-        """Return the answer for a shard that was not changed."""
+        """Return the answer for a shard that was not changed, or whose change did not become as
+        safe as the push demands."""
         ...
 
 
 class IncomingPush(Generic[PartT, PieceT, AnswerT]):
-    """Receives a push. An error in one shard's part is that shard's answer: the shard is not
-    changed, and the other shards go on. An error that concerns the whole push is raised."""
+    """Receives a push. An error in one shard's part is that shard's answer, and the other shards go
+    on. The shard is then not changed, or its change did not become as safe as the push demands. An
+    error that concerns the whole push is raised."""
 
     def __init__(self, kind: PushKind[PartT, PieceT, AnswerT], reservation: Reservation) -> None:
         self._kind = kind
@@ -79,7 +82,8 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
         self._is_over = False
         self._is_whole = False
         self.is_last = False
-        """True if no answers follow those that were yielded last."""
+        """True if no answers follow those that were yielded last. May be False although none
+        follow, if the end of the push came after them."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
         """Expect a shard that the header names. A ShoalError from `make` is the shard's answer."""
@@ -97,8 +101,8 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
         self, pieces: AsyncIterator[tuple[int, PieceT]]
     ) -> AsyncGenerator[Sequence[AnswerT], None]:
         """Yield the shards' answers while later pieces are still received, in the order in which
-        the parts began to be applied. Answers that are ready are yielded together. Raises an error
-        that concerns the whole push."""
+        the parts began to be applied or were refused. Answers that are ready are yielded together.
+        Raises an error that concerns the whole push."""
         taking = asyncio.create_task(self._take_all(pieces), name="push")
         try:
             while self._pending or not self._is_over:

@@ -189,7 +189,8 @@ class SnapshotsServicer(ShardSnapshotsServicer):
 
 
 def _check_cut(request: pb.WriteRequest) -> None:
-    """Raise InvalidSpec if the cut's id is not a valid name: it becomes part of a path."""
+    """Raise InvalidSpec if the cut's id is not a valid name, or the number is out of range: both
+    become part of a path."""
     if not is_name(request.cut_id) or not 0 < request.number < 2**63:
         raise InvalidSpec(
             "bad cut or number of a snapshot",

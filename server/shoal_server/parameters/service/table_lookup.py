@@ -20,7 +20,8 @@ from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.shard import LookupResult, TableShard
 
 MAX_LOOKUP_BYTES = 4 * 1024 * 1024
-"""Bound on the rows that one message, or one item of a bulk call, requests."""
+"""Bound on the values of the rows that one message, or one item of a bulk call, requests; a single
+row may be larger."""
 
 
 async def look_up(

@@ -37,7 +37,9 @@ class TableMaker:
         self, job: str, wanted: Iterable[tuple[int, int]]
     ) -> list[tuple[ShardReplica, TableShard] | ShoalError]:
         """Return, for each (shard id, epoch), the shard if this server is its primary, or the error
-        that explains its absence. A shard that never existed is made now."""
+        that explains its absence. If one of them is missing, the job's table shards that never
+        existed and have this server as primary are made now. Raises Overloaded if there is no
+        memory for these, or what the store raises."""
         items = list(wanted)
         missing = [
             shard_id

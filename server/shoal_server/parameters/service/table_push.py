@@ -44,7 +44,7 @@ class TablePushPart:
     incoming: IncomingRows
 
     def __post_init__(self) -> None:
-        """Raise Overloaded or InvalidSpec if the part may not be received."""
+        """Raise Overloaded, Unavailable or InvalidSpec if the part may not be received."""
         self.replica.check_capacity()
         if self.codec is not None:
             gradient_row_bytes(self.shard.body.table, self.codec)
@@ -62,7 +62,7 @@ class TablePushPart:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the complete part."""
+        """Size of the complete part, with its gradients decoded."""
         return self.item.num_rows * (2 * ID_BYTES + self.shard.body.row_bytes)
 
     @property

@@ -7,7 +7,7 @@ from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 def why_absent(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
     """Return the error for a shard that its primary does not hold: StateLost if the shard was
-    trained and no server is known to have it, else ShardNotReady.
+    trained and no server is known to have its newest version, else ShardNotReady.
 
     `is_kept`: True if the primary's journal has the shard.
     """

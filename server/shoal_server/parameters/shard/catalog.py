@@ -82,7 +82,8 @@ class Catalog:
         """Set once by `ShardReplicas`, which is made after the catalog."""
 
     async def layout(self, job: str) -> ShardMap | None:
-        """Return the job's shard map, without holders; read-only. Raises what the store raises."""
+        """Return the job's shard map, without holders; read-only. None if the job has none. Raises
+        what the store raises."""
         return await self._layouts.read(job)
 
     def find(self, job: str, shard_id: int) -> ShardReplica | None:
@@ -92,10 +93,11 @@ class Catalog:
         self, job: str, wanted: Sequence[tuple[int, int]]
     ) -> list[ShardReplica | ShoalError]:
         """Return, for each (shard id, epoch), the shard if this server is its primary, or the error
-        that explains its absence: WrongEpoch, ShardNotReady, StateLost or UnknownShard.
+        that explains its absence: WrongEpoch, ShardNotReady, StateLost or UnknownShard. Raises what
+        the store raises.
 
-        Waits for shards of which this server is about to become primary: during a handover, the old
-        primary already redirects calls to this server.
+        Waits for at most LED_WITHIN_S for shards that this server has as a backup of an earlier
+        epoch: during a handover, the old primary already redirects calls to this server.
         """
         await self._wait_led(job, wanted)
         results: list[ShardReplica | ShoalError] = []
@@ -146,8 +148,8 @@ class Catalog:
         )
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """Return `error`; but if the shard has moved since the call began, return WrongEpoch with
-        the current route."""
+        """Return `error`; but for a WrongEpoch without details, return the `redirect` of the shard,
+        if this server knows of an epoch later than `epoch`."""
         if not isinstance(error, WrongEpoch) or error.details:
             return error
         return self.redirect(job, shard_id, epoch) or error
@@ -182,7 +184,9 @@ class Catalog:
     async def check_creatable(
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
-        """Raise an error unless the job has these shards here, with equal blocks and optimizer."""
+        """Raise an error unless the job has these shards here, with equal blocks, and with an equal
+        optimizer where they have values already: UnknownShard, DtypeMismatch, ShapeMismatch,
+        ProposalConflict, or as `check_new` and the store."""
         record = await self.layout(job)
         wanted = [shard.shard_id for shard in shards]
         assignments = await records.read_shards(self._store, job, wanted)

@@ -68,7 +68,7 @@ class PieceAssembler:
     """Assembles pieces that come in order. Extra bytes, and pieces out of order, are refused."""
 
     def __init__(self, shard_id: int, spans: Iterable[tuple[int, int]]) -> None:
-        """`spans`: ranges (start, stop) of expected bytes, in order, with gaps between them."""
+        """`spans`: ranges (start, stop) of expected bytes, in order; a piece lies in one range."""
         self._shard_id = shard_id
         self._spans = [(start, stop) for start, stop in spans if start < stop]
         self.expected_bytes = sum(stop - start for start, stop in self._spans)
@@ -82,7 +82,8 @@ class PieceAssembler:
         return not self._spans
 
     def take(self, piece: AnyPiece) -> None:
-        """Add the next piece. Raises ShapeMismatch or MalformedMessage for any other piece."""
+        """Add the next piece. Raises ShapeMismatch or MalformedMessage for any other piece, and
+        ChecksumMismatch if its bytes changed in transit."""
         data = piece.data
         left_bytes = self._spans[0][1] - self._position if self._spans else 0
         if len(data) > left_bytes:

@@ -167,7 +167,8 @@ class DenseBody:
         return np.zeros(1, np.int64), ()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy another body's optimizer state. Raises InternalError if a tensor is missing."""
+        """Copy another body's optimizer state. Raises InternalError if names, shapes or dtypes of
+        the tensors differ."""
         self._rule.load_state(state)
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
@@ -190,7 +191,8 @@ def is_dense(shard: AnyShard) -> TypeGuard[DenseShard]:
 def dense_from_image(image: LoadedImage) -> DenseShard:
     """Restore a shard from its image.
 
-    Raises InternalError if the image is incomplete or not of a dense shard.
+    Raises InternalError if the image is incomplete or inconsistent, not of a dense shard, or has a
+    dtype or an optimizer that this server does not know.
     """
     spec = _dense_spec(image)
     if spec.shard.dtype not in DTYPES:

@@ -104,7 +104,8 @@ def digest(data: bytes) -> str:
 def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> LoadedImage:
     """Decode an image that `to_bytes` encoded.
 
-    Raises SnapshotDamaged, with the file and the shard, if the digest of `data` is not `sha256`.
+    Raises SnapshotDamaged, with the file and the shard, if the digest of `data` is not `sha256`, or
+    if `data` are no image, or the image of another shard.
     """
     seen = digest(data)
     if seen != sha256:

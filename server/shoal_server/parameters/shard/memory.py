@@ -53,7 +53,8 @@ class Memory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that count against the limit: the last sum, and memory taken or reserved since."""
+        """Bytes that count against the limit: the last sum, memory taken since or reserved, and
+        data that are received and not applied yet."""
         grown_bytes = self._summed_bytes + self._taken_bytes
         return grown_bytes + self._reserved_bytes + self._budget.held_bytes
 

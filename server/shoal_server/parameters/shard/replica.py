@@ -109,7 +109,8 @@ class ShardReplica:
         self.why_no_disk: ShoalError | None = None
         """The error while the journal does not keep the shard, else None."""
         self.is_forming = False
-        """True until a new shard's first backup has a copy: until then, pushes are refused."""
+        """True until the core opens the shard to calls: a new one once its first backup, if it is
+        to have one, has a copy. Until then, `Catalog.look_up` returns ShardNotReady for it."""
         self.is_handing_over = False
         self.pushed_bytes = 0
         """Bytes of pushes applied by this replica as primary."""
@@ -126,7 +127,8 @@ class ShardReplica:
         """Call `work`, which touches `num_bytes` of the state, and return a future of its result.
 
         Small work runs at once if no other work on the shard is running or queued, so the event
-        loop never waits for a shard's lock. All other work runs in threads, one after the other.
+        loop never waits for a shard's lock; its errors are raised by this call. All other work runs
+        in threads, one after the other.
         """
         if self._enters(num_bytes):
             try:

@@ -56,7 +56,8 @@ class SessionTable:
         return self._num_bytes
 
     def recall(self, session: str, sequence: int) -> RememberedOutcome | None:
-        """Return the first outcome of a push; None if it was never applied.
+        """Return the first outcome of a push; None if it was never applied, or its session was
+        forgotten.
 
         Raises ForgottenPush for a push that is older than those remembered.
         """

@@ -1,7 +1,7 @@
 """A shard of any kind: versions and remembered pushes around a body of values.
 
-Every method is atomic: it holds one of the shard's locks from beginning to end, so pushes are
-serialised and a reader never sees half a push. Nothing here waits for a network or an event loop.
+Methods that use the body hold its lock from beginning to end, so pushes are serialised, and `read`
+and images never see half a push. Nothing here waits for a network or an event loop.
 """
 
 import threading
@@ -100,7 +100,7 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def read_batch(self, record: PushRecord, data: Buffer) -> BatchT:
-        """Decode the data of a push. Raises ShapeMismatch, MalformedMessage or
+        """Decode the data of a push. Raises ShapeMismatch, MalformedMessage, InvalidSpec or
         NonFiniteGradient."""
         ...
 
@@ -169,8 +169,8 @@ class VersionedShard(Generic[BodyT]):
         self._listener: UpdateListener | None = None
         self._keep: Keep = bytes
         self._body_lock = threading.RLock()
-        """Protects the body; taken before `_lock`. It is held for at most one push, or one chunk of
-        an image."""
+        """Protects the body; taken before `_lock`. It is held for at most one push, one `read`, one
+        chunk of an image, or from `try_enter` to `leave`."""
         self._lock = threading.Lock()
         """Protects all other state; only a push holds it for longer than a moment."""
 
@@ -230,11 +230,11 @@ class VersionedShard(Generic[BodyT]):
     ) -> ShardPushResult[T]:
         """Apply gradients once; then call the listener, `on_applied`, and `read` with the version.
 
-        A repeated (session, sequence) is answered with its first outcome and changes nothing; then
-        `read` gets the current version. `take_memory` is called with the most bytes by which the
-        shard may grow; it raises Overloaded to refuse the push. Raises WrongEpoch, ForgottenPush,
-        StalePush, NonFiniteGradient, ShapeMismatch, MalformedMessage or Overloaded, without a
-        change.
+        A repeated (session, sequence) is answered with its first outcome and changes nothing: only
+        `on_applied` and `read` are called, and `read` gets the current version. `take_memory` is
+        called with the most bytes by which the shard may grow; it raises Overloaded to refuse the
+        push. Raises WrongEpoch, ForgottenPush, StalePush, NonFiniteGradient, ShapeMismatch,
+        MalformedMessage, InvalidSpec or Overloaded; the values then have not changed.
         """
         with self._body_lock:
             with self._lock:
@@ -329,8 +329,8 @@ class VersionedShard(Generic[BodyT]):
         """Apply an update of the primary; the listener is called too. `is_borrowed`: the sender
         reuses the data's memory once this returns.
 
-        Raises, without a change, InternalError if the record is not of the next version, or
-        ShapeMismatch or MalformedMessage if it is no push to this shard.
+        Raises, without a change, InternalError if the record is not of the next version, or what
+        the body's `read_batch` and `apply` raise if it is no push to this shard.
         """
         with self._body_lock, self._lock:
             if record.push.version != self._version + 1:
@@ -359,9 +359,9 @@ class VersionedShard(Generic[BodyT]):
             return work(self._version)
 
     def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
-        """Call `listener` for every push from now on, instead of the previous listener. Borrowed
-        data of a push are passed to `keep` in the push's thread: the result is applied, and passed
-        to the listener."""
+        """Call `listener` for every push from now on, instead of the previous listener; None: none.
+        Borrowed data of a push are passed to `keep` in the push's thread: the result is applied,
+        and passed to the listener."""
         with self._lock:
             self._listener, self._keep = listener, keep
 

@@ -141,7 +141,8 @@ class SnapshotBarrier:
         ]
 
     def torn(self, lacking: Lacking) -> list[StepId]:
-        """Return the steps of the cut that lack a part here. No later cut waits for them."""
+        """Return the steps of the cut that lack a part here. No later cut waits for them, except
+        while a part of them is admitted."""
         torn = []
         for step, known in self._of_cut():
             if not self._is_whole(step, known, lacking):

@@ -94,7 +94,7 @@ class SnapshotBarriers:
     def close(self, job: str, cut_id: str, limit_s: float) -> Begun:
         """Admit no new step, for `limit_s` at most; return the steps that have begun here.
 
-        Raises SnapshotFailed while another cut is in progress.
+        Raises SnapshotFailed while another cut is in progress, or is being written.
         """
         self._forget_quiet_jobs()
         self._forget_earlier_run(job)
@@ -117,7 +117,8 @@ class SnapshotBarriers:
         is primary. Return the images' stamps, and the steps that stayed incomplete (torn).
 
         Raises SnapshotFailed if a step is torn and `take_torn` is False, if the server's shards
-        have changed, or if the barrier has opened. The barrier is open afterwards in any case.
+        have changed, or if the barrier is not closed for this cut any more. Afterwards the barrier
+        is open, unless another cut has closed it.
         """
         cut = self._of(job)
         cut.barrier.drain(cut_id, begun)

@@ -12,7 +12,7 @@ from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 
 
 class RememberedFates:
-    """Fates by session and sequence, for as many pushes of a session as the session table keeps.
+    """Fates by session and sequence, for at least the pushes that the session table keeps.
 
     A push whose rows were all applied takes no memory here.
     """

@@ -45,7 +45,8 @@ class RowBatch:
 
 
 def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
-    """Decode ids, in their order. Raises MalformedMessage for ids of another shard."""
+    """Decode ids, in their order. Raises MalformedMessage for ids of another shard, and for ids
+    that are cut off."""
     if len(data) % ID_BYTES:
         raise MalformedMessage(
             f"ids of table {table.name} are cut off",

@@ -66,8 +66,8 @@ def bytes_to_build(header: CutHeader) -> int:
 
 
 class ShardBuilder:
-    """Builds one shard. Used by one thread at a time, and not on the event loop. Takes memory as
-    chunks arrive, not before."""
+    """Builds one shard. Used by one thread at a time, and not on the event loop. The rows of a
+    table take memory as chunks arrive, a dense shard at once."""
 
     def __init__(self, header: CutHeader) -> None:
         """Raises MalformedMessage if the header describes no shard, or has a layout that this
@@ -109,7 +109,8 @@ class ShardBuilder:
     def add(self, data: Buffer) -> None:
         """Add the next chunk, in some ms for a chunk of 2 MiB. `data` is not kept.
 
-        Raises MalformedMessage, without a change, if it is not the next chunk.
+        Raises MalformedMessage, without a change, if it is not the next chunk; MalformedMessage or
+        InternalError if it completes the image's rest, and that cannot be read or is inconsistent.
         """
         expected = 0 if self.is_whole else self.num_bytes(self.next_chunk)
         if not data or len(data) != expected:

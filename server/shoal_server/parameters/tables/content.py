@@ -137,8 +137,9 @@ class TableContent:
     ) -> Fates:
         """Apply gradients; return the fate of each row of the batch.
 
-        A gradient is applied only to the row that it was computed on: if that row was evicted
-        since, the gradient is dropped, even if the id has a new row.
+        A gradient that was computed on a row is applied to that row only: if the row was evicted
+        since, the gradient is dropped, even if the id has a new row. A gradient that was computed
+        on initial values is applied to the row that the id has now, or gets.
         """
         self._now_s = self._time_of(at_unix_s)
         self.table_step = max(self.table_step + 1, step)

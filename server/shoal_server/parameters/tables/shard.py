@@ -175,7 +175,7 @@ def is_table(shard: AnyShard) -> TypeGuard[TableShard]:
 def table_from_image(image: LoadedImage) -> TableShard:
     """Restore a shard from its image. Takes ownership of the image's tensors.
 
-    Raises InternalError if the image is incomplete or not of a table's shard.
+    Raises InternalError if the image is incomplete or inconsistent, or not of a table's shard.
     """
     try:
         if image.kind != TableBody.kind:

@@ -23,7 +23,7 @@ from shoal_server.parameters.tables.row_image import BIRTHS, IDS
 MIN_ROWS = 64
 STEPS_A_DOUBLING = 8
 """Number of steps between one power of two and the next. So at most an eighth of a segment's
-positions have no row."""
+positions lie after the last row, if it has more than MIN_ROWS rows."""
 ID_BYTES = 8
 
 

@@ -27,11 +27,13 @@ class WeightDisk:
         self._written = {self._path(*each) for each in self._found()}
 
     def holds(self, series: str, digest: bytes) -> bool:
-        """True if the segment is on disk, after `fsync`."""
+        """True if the segment is on disk: written by this process, after `fsync`, or found there at
+        the start."""
         return self._path(series, digest) in self._written
 
     def write(self, series: str, segment: Segment) -> None:
-        """Write a segment to disk. Raises OSError, and then leaves no file."""
+        """Write a segment to disk. Raises OSError; then `holds` stays as it was, and there is no
+        draft, but the whole file may be there."""
         path = self._path(series, segment.digest)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)

@@ -90,8 +90,8 @@ class WeightHoldings:
         memory is reserved meanwhile.
 
         Raises what `admit` raises, Overloaded if the server has no memory for the segment,
-        ChecksumMismatch if its digest differs, and Unavailable if nothing is received for
-        STALLED_S.
+        ChecksumMismatch if its digest differs, Unavailable if nothing is received for STALLED_S,
+        and what `transport` raises.
         """
         with self._claimed(num_bytes) as claim:
             if transport.is_local:
@@ -107,7 +107,7 @@ class WeightHoldings:
     async def copy(
         self, series: str, digest: bytes, num_bytes: int, source: StoreServer
     ) -> Segment:
-        """Copy a segment from another server. Raises what that server raises, Unavailable, or
+        """Copy a segment from another server. Raises what `WeightPeers.fetch` raises, or
         Overloaded."""
         return await self.take(
             series, num_bytes, partial(self._peers.fetch, source, series, digest)

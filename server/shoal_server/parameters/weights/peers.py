@@ -41,8 +41,8 @@ class WeightPeers:
     async def pass_on(
         self, to: StoreServer, request: PutSegmentRequest, segment: Segment
     ) -> PutSegmentReply:
-        """Send a segment to another server, which forwards it to the rest of the chain. Raises what
-        that server raises, or Unavailable."""
+        """Send a segment to another server, which forwards it to the rest of the chain. Raises the
+        error of the call that gives the key, or what `SegmentConnection.open` and `put` raise."""
 
         def put(connection: SegmentConnection) -> PutSegmentReply:
             return connection.put(request, segment, TRANSFER_S)
@@ -50,7 +50,8 @@ class WeightPeers:
         return await self._on_connection(to, request.series, put)
 
     async def fetch(self, source: StoreServer, series: str, digest: bytes) -> Segment:
-        """Fetch a segment from another server. Raises what that server raises, or Unavailable."""
+        """Fetch a segment from another server. Raises the error of the call that gives the key, or
+        what `SegmentConnection.open` and `fetch` raise."""
 
         def fetch(connection: SegmentConnection) -> Segment:
             staged = StagedSegment(digest)

@@ -15,12 +15,14 @@ class SegmentTransport(Protocol):
         ...
 
     async def receive_descriptor(self) -> int:
-        """Receive a descriptor; the caller of this method closes it. Raises MalformedMessage."""
+        """Receive a descriptor; the caller of this method closes it. Raises MalformedMessage,
+        ChecksumMismatch, or PeerHungUp if the connection ends."""
         ...
 
     def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:
         """Receive chunks, in order, into the writer's memory, and yield the part of the memory that
-        each chunk fills. Raises MalformedMessage."""
+        each chunk fills. Raises MalformedMessage, ChecksumMismatch, or PeerHungUp if the
+        connection ends."""
         ...
 
     def end(self) -> None:

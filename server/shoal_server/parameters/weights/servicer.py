@@ -122,7 +122,7 @@ class WeightsServicer(WeightStoreServicer):
         """Receive a segment, and forward it along the chain.
 
         The last reply names the servers that hold the segment: fewer than requested if a server of
-        the chain failed.
+        the chain failed. If one refuses the segment, or is overloaded, its error is raised.
         """
         _check_use(request.series, use)
         if use.caller is not None and use.caller.role not in PUBLISHING:
@@ -156,8 +156,8 @@ class WeightsServicer(WeightStoreServicer):
         """Make a shard's segment, and hold it on this server and on all servers of the request's
         chain. Sets the segment's digest in `request`.
 
-        Raises StaleEpoch, Overloaded, and Unavailable if a server of the chain does not hold the
-        segment.
+        Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if one of
+        them does not hold the segment, and what `planned.fill` raises.
         """
         series = request.series
         origin = SegmentOrigin(

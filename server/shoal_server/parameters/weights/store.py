@@ -46,7 +46,7 @@ class HeldSegment:
     series: str
     segment: Segment
     origin: SegmentOrigin | None
-    """None: the segment was copied here at the coordinator's request."""
+    """None: the segment was copied here from another server, or read from this server's disk."""
     needed_s: float
     """Time of the last put or naming, in seconds."""
     was_named: bool = False
@@ -142,7 +142,7 @@ class SegmentStore:
         the digests that its versions name, each with the newest publication of that digest.
 
         A segment is released at once if it is no longer named, or if no version can name it any
-        more because a later publication was committed.
+        more because its publication, or a later one, was committed.
         """
         known = self._series[series]
         known.newest, known.named = newest, named

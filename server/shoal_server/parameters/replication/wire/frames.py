@@ -170,7 +170,8 @@ class ArrivedRequest:
 
     request: Request
     push: pb.PushRecord | None = None
-    """The push record of an update, without its gradient."""
+    """The push record of an update, without its gradient; None for other requests, and if the data
+    were dropped."""
     header: pb.CutHeader | None = None
     """The header of an image."""
     parts: Sequence[pieces.Buffer] = ()
@@ -275,7 +276,7 @@ class _Unfinished:
 
 class RequestAssembler:
     """Assembles the messages of one stream into requests. Holds the data of at most one record or
-    chunk, in memory that is reserved."""
+    chunk; its memory is reserved, except for the last INLINE_BYTES of a record."""
 
     def __init__(self, memory: Memory, is_coming: Callable[[Key, int], bool]) -> None:
         """`is_coming`: returns True if the image with that number is being received, in memory that
@@ -369,7 +370,7 @@ def _small(request: pb.FollowRequest, kind: str) -> ArrivedRequest:
     raise MalformedMessage(
         "a message that does not belong here",
         seen=kind,
-        expected="an offer, a record, an image, a chunk, or bytes of one",
+        expected="an offer, a continuation, a record, an image, a chunk, or bytes of one",
     )
 
 

@@ -82,7 +82,8 @@ class PeerStream(Protocol):
 
 @asynccontextmanager
 async def open_stream(address: str) -> AsyncIterator[PeerStream]:
-    """Open a stream to a server, for as long as the block runs. Raises grpc.RpcError."""
+    """Open a stream to a server, for as long as the block runs. Raises grpc.RpcError, or
+    Unavailable if a new bulk connection breaks at once."""
     async with open_aio_channel(address, SERVER_NAME, PEER_OPTIONS) as channel:
         stream = await _connect(channel, address)
         if stream is not None:
@@ -254,7 +255,8 @@ def _placed(piece: Piece, at: int) -> bytes:
 
 
 async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | None":
-    """Return a new bulk stream; None if only gRPC is possible. Raises grpc.RpcError."""
+    """Return a new bulk stream; None if only gRPC is possible. Raises grpc.RpcError, or Unavailable
+    if the connection breaks at once."""
     offer: OpenBulkReply = await ReplicationStub(channel).OpenBulk(
         OpenFollowRequest(), timeout=OPEN_S
     )
