@@ -10,10 +10,11 @@ class CheckpointStore(Protocol):
     """Checkpoints of a job, as one rank uses them. `Checkpoints` is the only implementation."""
 
     written_step: int | None
-    """Step of the newest checkpoint that was written. Any thread."""
+    """Step of the newest checkpoint that this process has written; None: none. Any thread."""
 
     def probe(self) -> None:
-        """Raise InvalidSpec if checkpoints cannot be stored; called before the first one is due."""
+        """Raise InvalidSpec for a bucket that cannot store checkpoints; called before one is due.
+        A directory is not tested."""
 
     def steps(self) -> Collection[int]:
         """Look up the steps of the complete checkpoints. Raises InvalidSpec if the storage cannot
@@ -43,4 +44,4 @@ class CheckpointStore(Protocol):
         """True if a checkpoint is being written."""
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written. Raises CheckpointFailed."""
+        """Wait for the checkpoint that is being written. Raises as `Checkpoints.offer`."""

@@ -289,7 +289,8 @@ class Distribution:
         """Choose the optimizers for the strategy's next call, if there are several. Returns the
         strategy; None if there is one optimizer.
 
-        Raises InvalidSpec if the choice is unclear, or for an optimizer of another session.
+        Raises InvalidSpec if the choice is unclear, for an optimizer of another session, and for a
+        weight if there are several optimizers.
         """
         if self.training is None:
             if given is not None and given is not self._optimizer:

@@ -122,7 +122,7 @@ class SessionSeries:
         trace: TracebackType | None,
     ) -> None:
         """Close the series at the end of the session's block, as an `__exit__`. Waits for
-        publications in progress, unless the block ends by an error."""
+        publications in progress, unless the block ends by an error other than SystemExit."""
         self._publications.close(waits=error is None or isinstance(error, SystemExit))
 
 
