@@ -151,7 +151,8 @@ class HostLaunchers:
 
     def connect(self) -> RunConfig:
         """Connect to the hosts; leave out hosts that cannot be used. Return the config with bounds
-        for the usable hosts. Raises Unavailable if there are too few."""
+        for the others. Raises Unavailable if they are too few, InvalidSpec for bad bounds or no
+        ssh."""
         needs_ssh = any(each.host.name != LOCALHOST for each in self._connections)
         if needs_ssh and shutil.which("ssh") is None:
             raise InvalidSpec(
@@ -241,8 +242,8 @@ class HostLaunchers:
     # --- running ---
 
     def run(self, config: RunConfig) -> int:
-        """Have the hosts run the job, and return the exit code when all have ended. `config`: the
-        config that `connect` returned, with the coordinators."""
+        """Have the hosts run the job, and return the exit code when all have ended or a third
+        signal or the limit left them behind. `config`: as `connect` returned, with coordinators."""
         self._config = config
         files = _files_for_hosts(config)
         with self._signals():

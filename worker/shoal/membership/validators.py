@@ -88,7 +88,7 @@ def validator(name: str) -> Callable[[V], V]:
 
     The function runs on a background thread while the script trains. All validators together have
     a part of the coordinator's time limit for agreement (`prepare_s`). A function that raises or
-    takes longer counts as a rejection. Raises InvalidSpec if another validator has the name.
+    takes longer counts as a rejection. Raises InvalidSpec for an invalid name, or that of another.
     """
     if not is_name(name):
         raise InvalidSpec(
@@ -115,8 +115,8 @@ def validator(name: str) -> Callable[[V], V]:
 def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
     """Return the registered validators and a session's own, by name.
 
-    A function that is not registered has its `__name__`. Raises InvalidSpec if two validators have
-    the same name.
+    A function that is not registered has its `__name__`. Raises InvalidSpec if that is no valid
+    name, or if two validators have the same name.
     """
     by_name = dict(_registered)
     registered = {id(function): name for name, function in _registered.items()}
