@@ -8,8 +8,9 @@ def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
     return None
 
 Each member runs its validators before each generation that it takes part in. If a validator
-rejects, the generation does not form, and all members get a ProposalConflict that names the
-validator, the member and the value seen. All members of a job must have the same validators.
+rejects, the generation does not form, and its members, except those that train already or hold the
+job's state, get a ProposalConflict that names the validator, the member and the value seen. All
+members of a job must have the same validators.
 """
 
 import threading

@@ -70,8 +70,9 @@ class Hub:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Return once `done()` is True. Raises DistBackendError if the job fails, a rank of
-        `needed()` has ended, or the time is over. `needed`: ranks that have not called yet."""
+        """Return once `done()` is True. Raises DistBackendError if the job fails; a rank of
+        `needed()` that has ended, or the end of the time, fails it. `needed`: ranks that have not
+        called yet."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
             while not done():

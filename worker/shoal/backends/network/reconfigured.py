@@ -47,7 +47,8 @@ class LiveGloo:
     def connect(self, seat: Seat, store: Store) -> Any | None:
         """Return Gloo's group, connected for this seat; None, on all members, if a member failed.
 
-        Raises GenerationBroken if the store is aborted meanwhile.
+        Raises GenerationBroken if the store is aborted meanwhile, DeadlineExceeded if a member does
+        not write to it.
         """
         messages = _GroupMessages(seat, store)
         try:
