@@ -233,8 +233,7 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
 
 class PreparedLoader:
-    """This member's shares of the DataLoader's batches. An iteration ends with the epoch of its
-    first batch."""
+    """This member's shares of batches. An iteration ends with the epoch of its first batch."""
 
     def __init__(
         self, steps: AcceleratedSteps, loader: DataLoader[Any], epochs: int, seed: int | None

@@ -198,8 +198,7 @@ class SessionStrategy(SingleDeviceStrategy):
                     self._session.register(f"lightning-checkpoints-{number}", kept)
 
     def _refuse_distributed(self, trainer: Trainer) -> None:
-        """Raise InvalidSpec for a strategy or scheduler of `configure_optimizers` that `fit` cannot
-        support."""
+        """Raise InvalidSpec for a strategy or scheduler that `fit` cannot support."""
         strategy = self._session.strategy
         if not strategy.synchronous:
             raise InvalidSpec(

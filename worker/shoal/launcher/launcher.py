@@ -298,8 +298,7 @@ class Launcher:
 
     @property
     def _over(self) -> str:
-        """The job's phase if no member can join the job any more, as far as known here; else
-        empty."""
+        """The job's phase if no member can join it any more, as far as known here; else empty."""
         return "" if self._completed else self._reporter.over
 
     @property

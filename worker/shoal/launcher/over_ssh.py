@@ -151,8 +151,7 @@ class HostLaunchers:
 
     def connect(self) -> RunConfig:
         """Connect to the hosts; leave out hosts that cannot be used. Return the config with bounds
-        for the others. Raises Unavailable if they are too few, InvalidSpec for bad bounds or no
-        ssh."""
+        for the rest. Raises Unavailable if too few remain, InvalidSpec for bad bounds or no ssh."""
         needs_ssh = any(each.host.name != LOCALHOST for each in self._connections)
         if needs_ssh and shutil.which("ssh") is None:
             raise InvalidSpec(

@@ -218,8 +218,7 @@ def _hashed(numbers: Tensor) -> Tensor:
 
 
 def _kept(rows: tuple[int, int], key: int, *, first: int, p: float, device: torch.device) -> Tensor:
-    """Compute a mask with a row for each sample, from position `first` on, and a column for each
-    element.
+    """Compute a mask: a row for each sample from position `first` on, a column for each element.
 
     Samples and elements are hashed separately. The hash of their sum is a 32-bit random number.
     """

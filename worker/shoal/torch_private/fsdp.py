@@ -56,8 +56,7 @@ def has_run(module: nn.Module) -> bool:
 
 
 def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
-    """Free the weights that forward passes without a backward pass left gathered, and reset the
-    state of the pass.
+    """Free weights that forward passes without a backward left gathered; reset the pass's state.
 
     The gradients of these parameters stay: torch 2.15 would drop them, 2.13 does not.
     """

@@ -95,8 +95,7 @@ def publish(
     copies: int = 2,
     dtype: torch.dtype | None = None,
 ) -> Ticket:
-    """Publish tensors by name, or a module, as the next version of a series, from a script that is
-    not a member of a job.
+    """Publish tensors by name, or a module, as the next version of a series, from outside a job.
 
         shoal.publish("ranking/model", model, coordinator="host:7700").wait()
 

@@ -58,8 +58,7 @@ class SeriesOptions:
     dtype: torch.dtype | None = None
     """Dtype in which floating point values are published; None: their own."""
     tables: bool = False
-    """Publish the rows of the model's embedding tables, too: a version is then one cut through the
-    parameter servers."""
+    """Publish the rows of embedding tables, too: a version is then one cut through the servers."""
 
     def __post_init__(self) -> None:
         for name, most in (("keep", MAX_KEEP), ("copies", MAX_COPIES)):
@@ -390,8 +389,7 @@ class Publications:
         self._contributors = [self._connect(publisher) for _ in range(count)]
 
     def _drop(self) -> None:
-        """Abandon publications of an earlier generation, which may lack the parts of lost
-        members."""
+        """Abandon publications of an earlier generation: they may lack parts of lost members."""
         contributors, self._contributors = self._contributors, []
         for each in contributors:
             each.close()
@@ -431,8 +429,7 @@ class Publications:
             ticket.committed(record)
 
     def close(self, *, waits: bool = True) -> None:
-        """Close the connections. With `waits`, first wait for publications in progress, each for at
-        most `CLOSE_S`."""
+        """Close the connections; with `waits`, first wait for each publication, up to `CLOSE_S`."""
         if waits:
             for ticket in self._tickets:
                 ticket.await_end(CLOSE_S)

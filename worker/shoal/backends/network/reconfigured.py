@@ -34,8 +34,7 @@ _READY, _FAILED = b"ready", b"failed: "
 
 
 class LiveGloo:
-    """The reconfigurable Gloo group of one process. For the trainer; one `GlooGroup` uses it at a
-    time."""
+    """The reconfigurable Gloo group of one process. For the trainer; one `GlooGroup` at a time."""
 
     def __init__(self) -> None:
         self._store = _CurrentStore(HashStore())
