@@ -241,8 +241,8 @@ class HostLaunchers:
     # --- running ---
 
     def run(self, config: RunConfig) -> int:
-        """Have the hosts run the job, and return the exit code when all have ended or a third
-        signal or the limit left them behind. `config`: as `connect` returned, with coordinators."""
+        """Have the hosts run the job; return the exit code when all have ended, after a third
+        signal, or at the time limit. `config`: as `connect` returned it, with the coordinators."""
         self._config = config
         files = _files_for_hosts(config)
         with self._signals():

@@ -304,7 +304,7 @@ class Session:
         Samples are shuffled by default, with seed 0. `loading`: num_workers, prefetch_factor,
         pin_memory, persistent_workers, worker_init_fn and others, as in torch's DataLoader. A
         DataLoader may be given instead of a data set: its settings are the defaults, and its
-        batch_size is the global one. See docs/data.md.
+        batch_size is the global one. Raises InvalidSpec for a second call. See docs/data.md.
         """
         strategy = self._controller.strategy
         if self._source is not None:
@@ -382,7 +382,7 @@ class Session:
 
         Without this call, an optimizer with gradients is stepped at the end of the step. If the
         step fails, the update is undone: a copy of the changed tensors is kept until the step ends.
-        All members call it at the same point.
+        All members call it at the same point. Raises InvalidSpec if there is only one optimizer.
         """
         self._steps.update(optimizer)
 
@@ -533,7 +533,7 @@ class Session:
         Under strategies that shard parameters, all members must call it after the same step:
         between two batches, or after the last one within the `with` block. If a member is lost
         meanwhile, the others begin again in the next generation, with the model of `step_number`
-        at that time.
+        at that time. Raises as `all_reduce` under these strategies.
         """
         strategy = self._controller.strategy
         if not strategy.state_is_spread:

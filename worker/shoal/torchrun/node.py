@@ -196,8 +196,8 @@ class Node:
     def enter(self) -> NodeRank:
         """Leave this node's generation, and enter the next one together with all its nodes.
 
-        Raises JobFinished, MemberDrained, DeadlineExceeded after `join_timeout`, or the
-        coordinator's refusal. A node withdraws then after `join_timeout`: no generation waits.
+        Raises JobFinished, MemberDrained, DeadlineExceeded after `join_timeout`, or another refusal
+        of the coordinator. After `join_timeout` the node withdraws: no generation waits for it.
         """
         self._give_up_s = time.monotonic() + self._config.join_timeout_s
         while True:

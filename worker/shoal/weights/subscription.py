@@ -161,8 +161,8 @@ class Subscription:
 
         Raises VersionGone if the version is not kept, after 3 s if none so new is known; with
         `into` Regressed if it is older than the installed one; InvalidSpec, ShapeMismatch or
-        DtypeMismatch if it does not fit `into` or lacks the subscription's tables; RetryErrors and
-        CorruptErrors after 600 s. With "newest", fetches a newer version if this one is dropped.
+        DtypeMismatch if it does not fit `into` or lacks the subscription's tables; a RetryError or
+        CorruptError if calls fail for long. With "newest", fetches a newer version if it is gone.
         """
         with self._installing:
             while True:
