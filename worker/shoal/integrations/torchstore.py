@@ -51,7 +51,7 @@ async def get_state_dict(
 ) -> dict[str, Any]:
     """Return the newest version of the key. If `user_state_dict` is given, write the version into
     its tensors and return it; of a DTensor, only the local slice is written. With `strict`, its
-    names must be those of the version; else only common names are written, not to DTensors."""
+    names must be those of the version; else only common names are written, and no DTensors."""
     subscription = _subscribed(series_of(key, store_name))
     if user_state_dict is None:
         return _nested(await subscription.fetch_async())

@@ -99,7 +99,7 @@ class Session:
     """Session made by `shoal.join`: a member of the job while its `with` block runs.
 
     If the block ends normally after the last batch, after `stop` or without `batches`, the job is
-    complete. Otherwise, or by an exception, only this member leaves, and the others continue.
+    complete. Otherwise, or after an exception, only this member leaves, and the others continue.
 
     While the block runs, SIGTERM asks for a drain (see `drain`), unless the script handles it.
     After the block another session may follow in the same process.
@@ -518,7 +518,7 @@ class Session:
     def clip_grad_norm(
         self, max_norm: float, *, optimizer: Optimizer | Sequence[Optimizer] | None = None
     ) -> Tensor:
-        """Scale the step's gradients to a 2-norm of at most `max_norm`; return the norm before.
+        """Scale gradients to a common 2-norm of at most `max_norm`; return the norm before that.
 
         All members call it in the step, after the last backward pass. The norm covers the gradients
         of the whole model, however they are sharded; with several optimizers, those of
