@@ -56,12 +56,12 @@ class StepContext:
     """The open step. Outside of a step every field but `committing` is None."""
 
     samples: PresentSamples | None = None
-    """The current samples; None if the step's batches are not from `Session.batches`."""
+    """The current samples; None without `Session.batches`, or under asynchronous strategies."""
     batchnorm: BatchNormMembers | None = None
     """None: each member normalises its own samples."""
     check_gather: Callable[[Sequence[Tensor], Tensor], None] | None = None
     """Called with (outputs, tensor) before the script gathers on torch's default group; None if
-    all members' shares have the same size."""
+    all members' shares have the same size, or the strategy gathers no rows."""
     sizes: InputSizes | None = None
     parts: PartsOfStep | None = None
     guard: object | None = None

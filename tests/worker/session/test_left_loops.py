@@ -121,7 +121,7 @@ def are_known(survivors: list[Any]) -> None:
     """Check that the survivors report a lost state. The first member that finds out leaves, and
     then the other one may report that less than a whole state is left."""
     assert all(isinstance(each, StateLost) for each in survivors), survivors
-    wanted = ("the others hold step", f"expected step {STEPS}")
+    wanted = ("the others hold step", f"expected the whole state of step {STEPS}")
     assert any(all(part in str(each) for part in wanted) for each in survivors), survivors
 
 

@@ -267,7 +267,7 @@ def test_a_value_for_each_sample_is_refused_and_not_spread_over_another_batch() 
         return {"each": batch.inputs}
 
     evaluation = Evaluation((torch.ones(5),), measure, batch_size=4, collate=None)
-    with pytest.raises(InvalidSpec, match=r"'each' in another shape.*saw \(1,\), and \(4,\)"):
+    with pytest.raises(InvalidSpec, match=r"'each' in different shapes.*saw \(1,\), and \(4,\)"):
         evaluation._sums(0, 1)
 
 

@@ -229,10 +229,22 @@ def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalC
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda model, optimizer: (optimizer, model), "as its model is none; saw torch.optim"),
-        (lambda model, _: (model, model.parameters()), "as its optimizer is none; saw builtins"),
-        (lambda model, _: (model, None), "as its optimizer is none; saw builtins.NoneType"),
-        (lambda model, optimizer: ([model, None], optimizer), "as its model is none"),
+        (
+            lambda model, optimizer: (optimizer, model),
+            "the model given to .* has another type; saw torch.optim",
+        ),
+        (
+            lambda model, _: (model, model.parameters()),
+            "the optimizer given to .* has another type; saw builtins",
+        ),
+        (
+            lambda model, _: (model, None),
+            "another type; saw builtins.NoneType.*as optimizer a torch",
+        ),
+        (
+            lambda model, optimizer: ([model, None], optimizer),
+            "the model given to .* has another type",
+        ),
     ],
     ids=["swapped", "parameters", "none", "in a list"],
 )
@@ -598,7 +610,9 @@ def test_parameters_that_an_optimizer_is_given_on_the_way_are_refused(
             session.backward(loss_of(session, model, batch))
 
     kept: list[torch.optim.Optimizer] = []
-    with pytest.raises(InvalidSpec, match=r"other parameters, after 2 committed.*grad = None"):
+    with pytest.raises(
+        InvalidSpec, match=r"the optimizer's parameters, after 2 committed.*grad = None"
+    ):
         run(cluster, strategy, body)
     # After the session the optimizer is the script's again.
     kept[0].add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
@@ -621,7 +635,7 @@ def test_parameters_that_are_taken_out_of_an_optimizer_on_the_way_are_refused(
         with session.step():
             session.backward(loss_of(session, model, batch))
 
-    with pytest.raises(InvalidSpec, match=r"other parameters, after 2 committed steps"):
+    with pytest.raises(InvalidSpec, match=r"the optimizer's parameters, after 2 committed steps"):
         run(cluster, strategy, body)
 
 

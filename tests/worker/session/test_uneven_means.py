@@ -215,7 +215,7 @@ def test_a_part_is_looked_at_by_itself(cluster: LocalCluster) -> None:
         for part in batch.parts(2):
             session.backward(by_class(model(part.inputs), part.targets))
 
-    with pytest.raises(InvalidSpec, match=r"for each of 12 samples"):
+    with pytest.raises(InvalidSpec, match=r"differ between the 12 samples"):
         train(cluster, "ddp", take)
 
 

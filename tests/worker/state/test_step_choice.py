@@ -101,7 +101,7 @@ def test_a_lost_state_is_told_with_its_first_missing_parts() -> None:
     error = lost.value
     assert error.details["9"] == f"{W} [2:4, 0:6], {M}"
     assert error.details["7"] == f"{W} [0:4, 3:6]"
-    assert "at step 9 nobody has model.w [2:4, 0:6]" in str(error)
+    assert "at step 9 no member has model.w [2:4, 0:6]" in str(error)
     assert "checkpoint" in error.fix
 
 

@@ -97,7 +97,7 @@ def test_what_may_differ_is_no_difference(name: str) -> None:
 
 def test_a_step_that_is_taken_again_in_another_way_is_told_of_its_member() -> None:
     votes = {"a": VOTE, "b": replace(VOTE, conflict="in step 7 lr of group 0 0.5 and 0.25")}
-    with pytest.raises(HyperparametersDiffer, match=r"0\.5 and 0\.25 \(of b\)"):
+    with pytest.raises(HyperparametersDiffer, match=r"0\.5 and 0\.25 \(on b\)"):
         check_votes(votes, 7)
 
 

@@ -45,8 +45,7 @@ def backend_for(
 
 
 def check_reconfigures(backend: str) -> None:
-    """Raise InvalidSpec if groups of this backend ("" if it is not known yet) cannot be
-    reconfigured."""
+    """Raise InvalidSpec if groups of this backend ("": not known yet) cannot be reconfigured."""
     if not CAN_RECONFIGURE:
         raise InvalidSpec(
             "reconfigure=True: this torch cannot reconfigure a process group",
@@ -150,7 +149,7 @@ def init_static_world(backend: str | None = None) -> None:
 
     `backend`: "gloo", "nccl" or "mpi"; the default is "mpi" under mpiexec, else "nccl" with CUDA
     and "gloo" without. Does nothing if the group exists already. Raises InvalidSpec if the group
-    exists with another backend, and as `static_world`.
+    exists with another backend, without MASTER_ADDR or MASTER_PORT, and as `static_world`.
     """
     if dist.is_initialized():
         present = dist.get_backend()

@@ -1,4 +1,4 @@
-"""Checkpoints in the background: the trainer waits only for the copy into host memory."""
+"""Checkpoints in the background: the trainer waits for the copy, and for the one before."""
 
 import os
 import threading
@@ -70,7 +70,7 @@ class Checkpoints:
         self._peers: Peers = ALONE
         self._complete: Mapping[int, CheckpointPath] = {}
         self.written: WrittenCheckpoint | None = None
-        """The newest checkpoint that was written. Any thread."""
+        """The newest checkpoint that this object has written; None: none. Any thread."""
 
     # --- called by a strategy: see `shoal.checkpoint.interface` ---
 
@@ -103,7 +103,7 @@ class Checkpoints:
         return step > 0 and step % self.every_steps == 0
 
     def newest(self) -> CheckpointPath | None:
-        """Return the newest complete checkpoint in the directory, if there is one."""
+        """Return the newest complete checkpoint, if any. Raises InvalidSpec if listing fails."""
         return storage.newest(self.directory)
 
     def offer(
@@ -121,9 +121,11 @@ class Checkpoints:
         another rank must write it. A shard that several ranks offer is written once.
 
         Raises the error of the previous checkpoint, on every rank at the same step:
-        CheckpointFailed (disk full, no permission) with path and errno, or InvalidSpec if the ranks
-        together did not hold a whole state. Training is unaffected, and the next offer tries again.
-        If a rank was lost meanwhile, no error is raised; the checkpoint may be complete or absent.
+        CheckpointFailed (disk full, no permission) with path and errno. Before the first success,
+        InvalidSpec if the ranks together did not hold a whole state, or later checkpoints exist.
+        Raises CheckpointFailed, perhaps not on all ranks, while the previous one takes longer than
+        the limit. Training is unaffected, and the next offer tries again. If a rank was lost
+        meanwhile, no error is raised; the checkpoint may be complete or absent.
         """
         self._finish()
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}
@@ -146,7 +148,8 @@ class Checkpoints:
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
-        """Wait for the checkpoint in progress. Raises as `offer`. May be called twice."""
+        """Wait for the checkpoint in progress until its limit. Raises as `offer`. May be called
+        twice."""
         self._finish()
 
     def __enter__(self) -> Self:

@@ -23,7 +23,7 @@ READ_AHEAD_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True)
 class BucketPath:
-    """File or folder in a bucket. Errors of the storage are raised as OSError."""
+    """File or folder in a bucket. Its own methods raise errors of the storage as OSError."""
 
     url: str
     """URL without a trailing slash."""

@@ -33,7 +33,7 @@ def name_of_step(step: int) -> str:
 
 
 def complete(directory: Path) -> dict[int, Path]:
-    """Return all complete checkpoints by step."""
+    """Return all complete checkpoints by step. Raises InvalidSpec if listing fails."""
     checkpoints: dict[int, Path] = {}
     for name, kind, path in _temporary_directories(directory):
         matched = STEP.fullmatch(name)

@@ -17,10 +17,11 @@ class CheckpointStore(Protocol):
     """Checkpoints of a job, as one rank uses them. `Checkpoints` is the only implementation."""
 
     written: WrittenCheckpoint | None
-    """The newest checkpoint that was written. Any thread."""
+    """The newest checkpoint that this process has written; None: none. Any thread."""
 
     def probe(self) -> None:
-        """Raise InvalidSpec if checkpoints cannot be stored; called before the first one is due."""
+        """Raise InvalidSpec for a bucket that cannot store checkpoints; called before one is due.
+        A directory is not tested."""
 
     def steps(self) -> Collection[int]:
         """Look up the steps of the complete checkpoints. Raises InvalidSpec if the storage cannot
@@ -50,4 +51,4 @@ class CheckpointStore(Protocol):
         """True if a checkpoint is being written."""
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written. Raises CheckpointFailed."""
+        """Wait for the checkpoint that is being written. Raises as `Checkpoints.offer`."""

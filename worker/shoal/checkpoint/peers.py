@@ -28,7 +28,8 @@ class Peers(Protocol):
     def gather(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, by rank. Collective, on a background thread.
 
-        Raises RuntimeError or GenerationBroken, in bounded time, if a peer is lost.
+        Raises RuntimeError or GenerationBroken, in bounded time, if a peer is lost, and Overloaded
+        on all ranks if a message is longer than `MAX_MESSAGE_BYTES`.
         """
 
 

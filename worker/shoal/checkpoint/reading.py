@@ -29,7 +29,7 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
 
     Raises InvalidSpec if there is no checkpoint, if a later version wrote it, or if it has an entry
     that Shoal's state cannot hold; MalformedMessage if it is damaged or truncated; ChecksumMismatch
-    if its bytes have changed.
+    if its bytes have changed; OSError if the storage fails.
     """
     path = located(path)
     index = read_index(path)

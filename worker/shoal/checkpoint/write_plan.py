@@ -12,7 +12,7 @@ from shoal.state.shards import Chunk, StateShard
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""Limit of a chunk. Larger chunks are cut by rows: a reader loads one whole chunk at a time."""
+"""Limit of a chunk of several rows: a reader loads one whole chunk at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ def plan_writes(
 
     A chunk that several ranks hold is written by the lowest of these ranks, so that a replicated
     state comes from one rank. `known`: names of tensors that some rank must hold. Raises
-    InvalidSpec if elements are missing or chunks overlap, and ShapeMismatch or DtypeMismatch if
-    ranks differ.
+    InvalidSpec if elements or known tensors are missing or chunks overlap, and ShapeMismatch or
+    DtypeMismatch if ranks differ.
     """
     first: dict[str, PlannedChunk] = {}
     chunks: dict[str, set[Chunk]] = {}

@@ -45,9 +45,10 @@ def write(
     """Write the checkpoint at `path`; return its bytes, on every rank, once it is complete.
 
     `state_shard` must not change meanwhile. An error on one rank is raised on all, and the draft is
-    removed: CheckpointFailed for an error of the system; InvalidSpec if the ranks do not hold a
-    whole state, or if checkpoints of later steps exist and no rank `continues` their run. Raises
-    GenerationBroken if a peer is lost; the next writer removes the leftovers then.
+    removed: CheckpointFailed for an error of the system, or files that cannot be read back;
+    InvalidSpec, ShapeMismatch or DtypeMismatch if the ranks do not hold a whole state; InvalidSpec
+    if checkpoints of later steps exist and no rank `continues` their run. Raises GenerationBroken
+    if a peer is lost: the checkpoint may be complete then, and the next writer removes leftovers.
     """
     writer = _Writer(located(path), state_shard, peers)
     try:

@@ -40,8 +40,8 @@ class SessionAccelerator(Accelerator):
     """An Accelerator for one member; see the module.
 
     `prepare` takes the model, the optimizer, the DataLoader to train on and any schedulers in one
-    call. Raises InvalidSpec for float16, a backward pass outside of `accumulate`, `save_state`,
-    `load_state`, and calls that gather values: for accelerate, each member is the only process.
+    call. Raises InvalidSpec for float16, a backward pass outside of `accumulate`, other clipping
+    than by 2-norm, `save_state`, `load_state`, `no_sync`, and calls that gather values.
     """
 
     def __init__(
@@ -233,8 +233,7 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
 
 class PreparedLoader:
-    """This member's shares of the DataLoader's batches. An iteration ends with the epoch of its
-    first batch."""
+    """This member's shares of batches. An iteration ends with the epoch of its first batch."""
 
     def __init__(
         self, steps: AcceleratedSteps, loader: DataLoader[Any], epochs: int, seed: int | None
@@ -308,7 +307,7 @@ class PreparedOptimizer:
 
 
 class PreparedScheduler:
-    """Scheduler that steps once per committed step if it is called within `accumulate`."""
+    """Scheduler that steps only in the last part of a step, or after it if it was committed."""
 
     def __init__(self, scheduler: LRScheduler, steps: AcceleratedSteps) -> None:
         self.scheduler, self._steps = scheduler, steps

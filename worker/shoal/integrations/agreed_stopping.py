@@ -22,8 +22,8 @@ def agreed(session: Session, metric: Any) -> Tensor:
 
 
 class AgreedStopping:
-    """Gives the callback the same value on all members, so that all stop after the same step. Its
-    counters are registered state: a member that joins continues from them."""
+    """Gives the callback the same value on all members, so that all stop after the same step. If
+    its counters are registered as state, a member that joins continues from them."""
 
     def __init__(self, callback: EarlyStopping, session: Session) -> None:
         self._callback: Any = callback
@@ -50,8 +50,8 @@ class AgreedStopping:
 
 class AgreedCheckpoints:
     """Makes the callback choose the same checkpoints on all members: rank 0 writes them, and any
-    member may get rank 0 next. The choices are registered state, so a member that joins knows the
-    best checkpoint. Stored paths are relative to the callback's folder, which may differ by member.
+    member may get rank 0 next. If the choices are registered, a member that joins knows the best
+    checkpoint. Stored paths are relative to the callback's folder, which may differ by member.
     """
 
     def __init__(self, callback: ModelCheckpoint, session: Session) -> None:

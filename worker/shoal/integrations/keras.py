@@ -145,8 +145,9 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
     that part. Then the weights are gathered.
     "tensor": Dense and Embedding layers are split; all ranks take the same samples.
 
-    Raises UnknownStrategy, InvalidSpec for a model that is not compiled and built on torch, and
-    UnsupportedOptimizer for an optimizer that is not elementwise.
+    Raises UnknownStrategy; InvalidSpec for a model that is not compiled and built on torch, whose
+    optimizer is built already, or without a layer that can be split; UnsupportedOptimizer for one
+    that is not elementwise or, under "tensor", clips by norm.
     """
     _check_backend()
     refuse_unbuilt(model)

@@ -212,8 +212,8 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
 
     `options` are those of `Session.distribute`. The model keeps its own optimizer; the strategy
     decides which member holds its state. Raises InvalidSpec for a model that is not built and
-    compiled, or has constraints on its weights; also under a strategy whose members do not step
-    together, or that needs both passes in one call. Raises UnsupportedOptimizer, see `KerasSteps`.
+    compiled, or has constraints or its own `train_step`; also under a strategy whose members do not
+    step together, or that needs both passes in one call; UnsupportedOptimizer as `KerasSteps`.
     """
     chosen = find_strategy(strategy)
     _refuse(model, chosen)

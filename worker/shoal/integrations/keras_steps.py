@@ -28,8 +28,8 @@ class KerasSteps(Optimizer):
     """Torch optimizer that steps as the given Keras optimizer would. The learning rate and the step
     counter stay visible on the Keras optimizer.
 
-    Raises UnsupportedOptimizer for an optimizer that is not elementwise. `global_clipnorm` is
-    accepted: the session clips by it, see `max_norm`.
+    Raises UnsupportedOptimizer for one that is not elementwise, has taken steps, or has `clipnorm`,
+    gradient accumulation or a loss scale. The session clips by `global_clipnorm`: see `max_norm`.
     """
 
     elementwise = True

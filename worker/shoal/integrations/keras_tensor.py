@@ -53,10 +53,10 @@ class _ColumnEmbedding:
 def split_layers(model: Any, optimizer: Any) -> None:
     """Split the model's layers in place. Its optimizer, without state yet, is left unchanged.
 
-    Two consecutive Dense layers of a Sequential, with an elementwise activation between them, are
-    split by columns and by rows. Every other Dense layer is split by units, and its outputs are
-    gathered. Raises UnsupportedOptimizer for an optimizer that works on norms, and InvalidSpec if
-    no layer can be split.
+    Two consecutive plain Dense layers of a Sequential, with an elementwise activation between them,
+    are split by columns and by rows. Other plain Dense layers and Embeddings with enough units are
+    split by units, and their outputs gathered. Raises UnsupportedOptimizer for an optimizer that is
+    not elementwise or clips by norm, and InvalidSpec if no layer can be split.
     """
     check_elementwise(optimizer)
     if optimizer.clipnorm or optimizer.global_clipnorm:

@@ -74,8 +74,8 @@ class SessionStrategy(SingleDeviceStrategy):
 
     Schedulers step with the job, `accumulate_grad_batches` is the number of parts of each batch,
     and `precision="bf16-mixed"` is autocast. `fit` raises InvalidSpec for features that a session
-    cannot keep exact: manual optimization, checkpoints of more than weights, schedulers that follow
-    a metric, and batches that are not from `batches`.
+    cannot keep exact, among them manual optimization, checkpoints of more than weights, schedulers
+    that follow a metric, and batches that are not from `batches`.
     """
 
     strategy_name = "shoal_session"
@@ -102,7 +102,7 @@ class SessionStrategy(SingleDeviceStrategy):
     ) -> LightningBatches:
         """Return batches for `trainer.fit`: those of `session.batches`, in a DataLoader's form.
 
-        Without `epochs`, the Trainer's `max_epochs` or `max_steps` define the end of the training.
+        Without `epochs`, the Trainer's `max_epochs` or `max_steps` define the end; else one epoch.
         """
 
         def job(epochs: int, collate: Collate | None) -> JobBatches:
@@ -198,8 +198,7 @@ class SessionStrategy(SingleDeviceStrategy):
                     self._session.register(f"lightning-checkpoints-{number}", kept)
 
     def _refuse_distributed(self, trainer: Trainer) -> None:
-        """Raise InvalidSpec for a strategy or scheduler of `configure_optimizers` that `fit` cannot
-        support."""
+        """Raise InvalidSpec for a strategy or scheduler that `fit` cannot support."""
         strategy = self._session.strategy
         if not strategy.synchronous:
             raise InvalidSpec(

@@ -18,7 +18,8 @@ TRAINER_DEFAULT = 1000
 
 
 def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
-    """Return the number of epochs of the data: `epochs` of the batches, else the Trainer's limit.
+    """Return the number of epochs of the data: `epochs` of the batches, else the Trainer's limit,
+    else 1. A `max_epochs` of 1000 counts as not given.
 
     Raises InvalidSpec if both are given and differ.
     """

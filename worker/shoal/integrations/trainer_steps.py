@@ -134,7 +134,7 @@ class CountedSmoother(LabelSmoother):
     def weight(self, num_parts: int) -> float | None:
         """Return the weight of the last loss; None if it is a mean over samples.
 
-        Raises InvalidSpec if it is a mean over the labels of each part, and their numbers differ.
+        Raises InvalidSpec if it is a mean over the labels of each part, and some are ignored.
         """
         labels, self._labels = self._labels, None
         if labels is None:

@@ -47,9 +47,9 @@ class SessionTrainer(Trainer):
     """A Trainer for one member; see the module.
 
     Schedulers, callbacks that export their state, clipping, bfloat16 and evaluation work for the
-    whole job. Raises InvalidSpec for float16, Trainer's own checkpoints (`checkpoints=` writes the
-    session's), its wrappers such as FSDP and DeepSpeed, an order of samples that depends on the
-    samples, and options that leave out a part of an epoch.
+    whole job. Raises InvalidSpec for what a session does not support, such as float16, Trainer's
+    own checkpoints (`checkpoints=` writes the session's), its wrappers FSDP and DeepSpeed, an order
+    that depends on the samples, and callbacks that end an epoch early.
     """
 
     model: Any
@@ -92,7 +92,7 @@ class SessionTrainer(Trainer):
         return super().train(None, *positional, **options)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model on rank 0. Collective once the training has begun."""
+        """Write the whole model on rank 0, collectively; before the training, on each member."""
         if self._steps is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -242,7 +242,7 @@ class SessionTrainer(Trainer):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """Return an empty dict for each part of the job's next step; `training_step` fills them.
-        Returns an empty list for a step that was committed before this member began."""
+        Returns no dict for a step committed before this member began, and after the last step."""
         steps = self._present()
         if steps.skip > 0:
             steps.skip -= 1

@@ -83,7 +83,7 @@ class VLLMClient(_VLLMClient):
         self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
 
     def close_communicator(self) -> None:
-        """Do nothing: no connection is open."""
+        """Do nothing: there is no communicator. The series is released when the process ends."""
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:

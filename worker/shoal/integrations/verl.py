@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 SERIES_VARIABLE = "SHOAL_SERIES"
 WAIT_S = 600.0
-"""Time that a rollout waits for a step's version, and that an actor waits for its commit."""
+"""Time that a rollout waits for each next version, and that an actor waits for its commit."""
 
 
 @CheckpointEngineRegistry.register("shoal")
@@ -120,7 +120,7 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         return self._subscription
 
     async def _version_of(self, step: int | None) -> WeightVersion:
-        """Wait for the version of a step and return it; without a step, return the newest version.
+        """Wait for the version of a step, or without a step for any, and return the newest such.
         Raises VersionGone if a later step was published and this step's version is not kept."""
         subscription = self._subscribed()
         last = 0

@@ -152,8 +152,7 @@ def _check_job(config: RunConfig) -> None:
 
 
 def _own_cluster(stack: ExitStack, run: RunConfig, advertise: str) -> LocalCluster:
-    """Start a cluster for the run. `advertise`: address of this machine for other hosts, if
-    any."""
+    """Start a cluster for the run. `advertise`: this machine's address for other hosts, if any."""
     options, environment = run.cluster, dict(run.environment)
     if run.output.verbose:
         environment["SHOAL_LOG_LEVEL"] = "DEBUG"

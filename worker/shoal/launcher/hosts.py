@@ -161,7 +161,7 @@ class HostOptions:
     run starts a cluster on this machine for them."""
     num_nodes: Annotated[str, Parameter(name="--nnodes", metavar="N|MIN:MAX", group=_GROUP)] = ""
     """Number of hosts, as for torchrun: the run does not begin if fewer than MIN of --hosts can be
-    used, and trains only with the workers of at least MIN hosts. N alone: all hosts are needed."""
+    used, and trains with no fewer workers than MIN hosts have. N alone: all hosts are needed."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH", group=_GROUP)] = ""
     """Python with Shoal on the hosts. By default the path of the Python that runs this command."""
     address: Annotated[str, Parameter(name="--host-address", metavar="ADDRESS", group=_GROUP)] = ""
@@ -199,7 +199,7 @@ class HostOptions:
 
     @property
     def min_nodes(self) -> int:
-        """Least number of hosts with which the job trains; 0: any number."""
+        """Least number of hosts with which the run begins; 0: any number."""
         return self._nodes()[0] if self.num_nodes else 0
 
     def _nodes(self) -> tuple[int, int]:

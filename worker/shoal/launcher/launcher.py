@@ -13,7 +13,8 @@ end is killed, and abandoned if it hangs in the kernel.
 
 The exit code alone does not tell why a worker ended. So a worker writes how its membership ended to
 the beat board that it shares with the launcher. A worker that was fenced (declared lost, but alive)
-or hit a time limit is restarted whatever its code; one that would be refused again is not.
+or hit a time limit is restarted whatever its error code, up to the number of restarts; one that
+would be refused again is not.
 """
 
 import math
@@ -297,8 +298,7 @@ class Launcher:
 
     @property
     def _over(self) -> str:
-        """The job's phase if no member can join the job any more, as far as known here; else
-        empty."""
+        """The job's phase if no member can join it any more, as far as known here; else empty."""
         return "" if self._completed else self._reporter.over
 
     @property
@@ -366,7 +366,8 @@ class Launcher:
         self._worker_ends.tell_all()
 
     def _exit_code(self) -> int:
-        """Return the exit code of the run; 0 if the job was completed, even if signals came."""
+        """Return the exit code of the run. If the job was completed it is 0, even if signals came,
+        unless a script itself has failed."""
         if self._completed:
             # A replacement that was refused after the end, and a worker that was fenced while the
             # others trained on, are no failures of the job.

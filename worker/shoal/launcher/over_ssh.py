@@ -151,7 +151,7 @@ class HostLaunchers:
 
     def connect(self) -> RunConfig:
         """Connect to the hosts; leave out hosts that cannot be used. Return the config with bounds
-        for the usable hosts. Raises Unavailable if there are too few."""
+        for the rest. Raises Unavailable if too few remain, InvalidSpec for bad bounds or no ssh."""
         needs_ssh = any(each.host.name != LOCALHOST for each in self._connections)
         if needs_ssh and shutil.which("ssh") is None:
             raise InvalidSpec(
@@ -241,8 +241,8 @@ class HostLaunchers:
     # --- running ---
 
     def run(self, config: RunConfig) -> int:
-        """Have the hosts run the job, and return the exit code when all have ended. `config`: the
-        config that `connect` returned, with the coordinators."""
+        """Have the hosts run the job; return the exit code when all have ended, after a third
+        signal, or at the time limit. `config`: as `connect` returned it, with the coordinators."""
         self._config = config
         files = _files_for_hosts(config)
         with self._signals():

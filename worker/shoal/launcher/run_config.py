@@ -44,9 +44,9 @@ class RestartOptions:
     max_restarts: Annotated[int, Parameter(metavar="N")] = 3
     """Number of restarts allowed for each worker."""
     restart_on: Literal["signal", "failure"] = "signal"
-    """signal: restart only workers that a signal killed (preemption, out of memory); failure: also
-    those that exited with a code other than 0. A worker that the job refused is never restarted: it
-    would be refused again."""
+    """signal: restart only workers that a signal killed (preemption, out of memory), or that failed
+    by no fault of the script (declared lost, a time limit); failure: also those that exited with a
+    code other than 0. A worker that the job refused is not restarted: it would be refused again."""
     grace_s: Annotated[float, Parameter(metavar="SECONDS")] = 45.0
     """Seconds that workers have to finish their step and hand over after SIGTERM or Ctrl-C, before
     they are killed. The others need up to a quarter of the coordinator's --join-s to agree to

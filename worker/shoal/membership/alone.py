@@ -86,8 +86,8 @@ class LoneMember:
         )
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
-        """Return the only generation. Raises ProposalConflict if a validator rejects it, and
-        DeadlineExceeded if `above` is not below its number."""
+        """Return the only generation. Raises ProposalConflict if the strategy or a validator
+        rejects it, and DeadlineExceeded if `above` is not below its number."""
         if above >= GENERATION:
             raise DeadlineExceeded(f"no generation follows generation {above} of a lone member")
         roster = self._roster()

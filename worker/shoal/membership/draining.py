@@ -22,8 +22,8 @@ EXIT_CODE = 128 + signal.SIGTERM
 class Drained(SystemExit):
     """Request to end the script: this member was asked to leave, and the others no longer need it.
 
-    Raised between two steps. As a SystemExit, it ends a script that does not catch it, with exit
-    code 143.
+    Raised between two steps, or by a call that waits. As a SystemExit, it ends a script that does
+    not catch it, with exit code 143.
     """
 
     def __init__(self, reason: str) -> None:

@@ -39,8 +39,7 @@ class RendezvousStores:
     is_shared = True
 
     def __init__(self, coordinators: Sequence[str], shared_directory: Path | None = None) -> None:
-        """`coordinators`: host:port of each. `shared_directory`: folder that this host's ranks
-        share."""
+        """`coordinators`: host:port of each. `shared_directory`: folder of this host's ranks."""
         self._coordinators = Coordinators(coordinators)
         self._shared_directory = shared_directory
 

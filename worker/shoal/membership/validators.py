@@ -8,8 +8,9 @@ def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
     return None
 
 Each member runs its validators before each generation that it takes part in. If a validator
-rejects, the generation does not form, and all members get a ProposalConflict that names the
-validator, the member and the value seen. All members of a job must have the same validators.
+rejects, the generation does not form, and its members, except those that train already or hold the
+job's state, get a ProposalConflict that names the validator, the member and the value seen. All
+members of a job must have the same validators.
 """
 
 import threading
@@ -88,7 +89,7 @@ def validator(name: str) -> Callable[[V], V]:
 
     The function runs on a background thread while the script trains. All validators together have
     a part of the coordinator's time limit for agreement (`prepare_s`). A function that raises or
-    takes longer counts as a rejection. Raises InvalidSpec if another validator has the name.
+    takes longer counts as a rejection. Raises InvalidSpec for an invalid name, or that of another.
     """
     if not is_name(name):
         raise InvalidSpec(
@@ -115,8 +116,8 @@ def validator(name: str) -> Callable[[V], V]:
 def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
     """Return the registered validators and a session's own, by name.
 
-    A function that is not registered has its `__name__`. Raises InvalidSpec if two validators have
-    the same name.
+    A function that is not registered has its `__name__`. Raises InvalidSpec if that is no valid
+    name, or if two validators have the same name.
     """
     by_name = dict(_registered)
     registered = {id(function): name for name, function in _registered.items()}

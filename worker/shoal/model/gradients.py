@@ -38,8 +38,7 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """True if the tensor can be read without waiting. A read from a GPU waits until all work queued
-    on the GPU is done."""
+    """True if a read of the tensor waits for nothing; on a GPU it waits for all queued work."""
     return tensor.is_cpu
 
 

@@ -55,7 +55,7 @@ def refuse_taken(model: nn.Module) -> None:
 def give_buffers(model: nn.Module) -> None:
     """Compute the buffers of a model on the meta device, in host memory; parameters stay on meta.
 
-    Raises InvalidSpec with the name of a module that cannot initialise its own tensors.
+    Raises as `initialised_copy`.
     """
     for path, part in model.named_modules():
         _check(path, part)

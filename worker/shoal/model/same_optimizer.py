@@ -34,9 +34,9 @@ def kinds_of(optimizer: Optimizer) -> list[str]:
 def check_same_optimizer(
     optimizer: Optimizer, names: Sequence[Sequence[str]], values: Mapping[str, Any]
 ) -> None:
-    """Raise InvalidSpec if the state has settings of another kind of optimizer, or has parameters
-    in another group. `names`: the parameters of each group of the script's optimizer. `values`: the
-    state's values that are not tensors. A state without settings fits."""
+    """Raise InvalidSpec if the state has settings of another kind of optimizer, or has other
+    parameters or groups. `names`: the parameters of each group of the script's optimizer. `values`:
+    the state's values that are not tensors. A state without settings fits."""
     groups: Any = values.get("groups") or ()
     kinds, written = kinds_of(optimizer), values.get(KINDS)
     if groups and isinstance(written, list) and _listed(written) != _listed(kinds):

@@ -191,7 +191,8 @@ def joined(
 ) -> tuple[SeveralModels, SeveralOptimizers]:
     """Combine the models into one, and the optimizers into one.
 
-    Raises InvalidSpec if a parameter is in two models or two optimizers.
+    Raises InvalidSpec if a parameter is in two models or two optimizers, a buffer in two models, or
+    for an invalid name, or too many or no objects.
     """
     for kind, objects in (("model", models), ("optimizer", optimizers)):
         if not 1 <= len(objects) <= MAX_NAMES:

@@ -64,8 +64,7 @@ def part(start: int, stop: int) -> AbstractContextManager[None]:
 
 
 def put(samples: PresentSamples | None) -> PresentSamples | None:
-    """Set the samples that this thread computes on, until the next call. Returns the samples that
-    were set before."""
+    """Set the samples that this thread computes on; return the samples that were set before."""
     context = current()
     set_current(replace(context, samples=samples))
     return context.samples

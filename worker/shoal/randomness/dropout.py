@@ -32,9 +32,9 @@ _BLOCK_ELEMENTS = 1 << 19
 def key_dropout(model: nn.Module) -> int:
     """Make the model's dropout modules draw by the position of samples; return their number.
 
-    The modules stay the same objects. In evaluation, and if no samples are set, they work as
-    before. A layer is identified by its name in `model`, which must be its name in the whole model
-    on all ranks.
+    The modules stay the same objects; subclasses of torch's keep their own forward pass. In
+    evaluation, and if no samples are set, they work as before. A layer is identified by its name in
+    `model`, which must be its name in the whole model on all ranks.
 
     Samples are assumed to lie along the first dimension, or along the second in torch's transformer
     layers without `batch_first`; see `samples_along` for others.
@@ -218,8 +218,7 @@ def _hashed(numbers: Tensor) -> Tensor:
 
 
 def _kept(rows: tuple[int, int], key: int, *, first: int, p: float, device: torch.device) -> Tensor:
-    """Compute a mask with a row for each sample, from position `first` on, and a column for each
-    element.
+    """Compute a mask: a row for each sample from position `first` on, a column for each element.
 
     Samples and elements are hashed separately. The hash of their sum is a 32-bit random number.
     """

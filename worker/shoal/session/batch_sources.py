@@ -45,12 +45,10 @@ class BatchSource(ABC):
     @property
     @abstractmethod
     def num_steps(self) -> int | None:
-        """Number of this member's batches in the whole job; None if it depends on the pace of the
-        other members."""
+        """Number of this member's batches in the whole job; None if it depends on others' pace."""
 
     def attempted(self) -> None:
-        """Note that a step on the batch begins. Raises InvalidSpec if the batch's step is already
-        committed."""
+        """Note that a step on the batch begins. Raises InvalidSpec if one is committed already."""
         if self._is_trained and self.batch is not None:
             raise InvalidSpec(
                 f"a second step on the batch of step {self.batch.step}",
@@ -145,8 +143,7 @@ class SynchronousBatches(BatchSource):
         return cast(SynchronousStrategy, self._controller.strategy)
 
     def _end(self) -> int:
-        """Return the job's last step: that of the last batch, or the step that members agreed on
-        for an early stop."""
+        """Return the job's last step: that of the last batch, or of an agreed early stop."""
         strategy = self._strategy
         self._loader.begin_at(strategy.origin)
         stop_at, num_steps = strategy.position.stop_at, self.num_steps
@@ -228,8 +225,7 @@ class LeasedBatches(BatchSource):
         self.all_trained = True
 
     def _offer_until_committed(self, span: SampleRange) -> Iterator[Batch]:
-        """Offer the batch of a range of samples, again after a refused step, until a step on it is
-        committed."""
+        """Offer a range's batch, again after a refused step, until a step on it is committed."""
         strategy = self._controller.strategy
         step, began_s = strategy.step, time.perf_counter()
         batch = self._loader.leased(
@@ -241,8 +237,7 @@ class LeasedBatches(BatchSource):
             yield from self._offer(batch)
 
     def _likely_next(self, span: SampleRange) -> Iterator[SampleRange]:
-        """Yield the ranges that are likely next, to load them ahead: a lease covers many batches
-        in sequence."""
+        """Yield likely next ranges, to load them ahead: a lease covers many batches in sequence."""
         order = self._loader.order
         for start in range(span.stop, order.num_samples, order.global_batch_size):
             stop = min(start + order.global_batch_size, order.num_samples)

@@ -177,8 +177,7 @@ class Distribution:
         options: DistributeOptions,
         held: ExitStack,
     ) -> tuple[nn.Module, Optimizer]:
-        """Distribute one model; `held` collects the calls that undo its changes after the
-        session."""
+        """Distribute one model; `held` collects the calls that undo its changes afterwards."""
         refuse_wrapped(model)
         refuse_taken(model)
         give_own_memory(model)
@@ -238,8 +237,7 @@ class Distribution:
         chosen: Strategy,
         options: DistributeOptions,
     ) -> ScriptCalls | OwnCounts | None:
-        """Return the watch on the script's calls of schedulers and averages; None if the strategy
-        needs none."""
+        """Return the watch on calls of schedulers and averages; None if the strategy needs none."""
         if chosen.carries:
             return ScriptCalls([*optimizers, *models], self.registered, options.in_step)
         if chosen.schedule_option:
@@ -289,7 +287,8 @@ class Distribution:
         """Choose the optimizers for the strategy's next call, if there are several. Returns the
         strategy; None if there is one optimizer.
 
-        Raises InvalidSpec if the choice is unclear, or for an optimizer of another session.
+        Raises InvalidSpec if the choice is unclear, for an optimizer of another session, and for a
+        weight if there are several optimizers.
         """
         if self.training is None:
             if given is not None and given is not self._optimizer:

@@ -316,8 +316,9 @@ class ElasticController:
     def recover(self, error: BaseException) -> None:
         """Roll back to the last committed step, after a peer was lost in the generation.
 
-        Raises `error` again if the coordinator does not report the break in time, InvalidSpec if
-        the members' scripts wait at different points, and Drained as `ensure_generation`.
+        If the coordinator does not report the break in time, raises `error` again, or after a hang
+        GenerationBroken. Raises InvalidSpec if the members' scripts wait at different points, and
+        Drained as `ensure_generation`.
         """
         try:
             with drained():

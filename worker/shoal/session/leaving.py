@@ -43,8 +43,8 @@ class SessionEnd:
         self._controller.membership.drain(reason)
 
     def check_drain(self, silent_s: float) -> None:
-        """Raise Drained if this member was asked to leave and the batch that the script waits for
-        may never be loaded. `silent_s`: time for which the loading processes have been silent."""
+        """Raise Drained while the script waits for a batch, if this member was asked to leave and
+        is alone, or the loading processes have been silent for long (`silent_s`)."""
         is_alone = isinstance(self._controller.membership, LoneMember)
         if self._drain_reason and (is_alone or silent_s >= SILENT_DRAIN_S):
             raise Drained(f"{self._drain_reason}; the next batch was not loaded yet")

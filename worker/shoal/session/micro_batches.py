@@ -310,7 +310,7 @@ class MicroBatches:
     def counted(self, weight: float | Tensor) -> float:
         """Return the weight as a number; 0 if the present part or batch has no samples.
 
-        Raises InvalidSpec if the weight is not finite, or is negative.
+        Raises InvalidSpec if the weight is no finite number, or is negative.
         """
         one = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight
         value = as_number("the weight of a loss", one)

@@ -78,8 +78,8 @@ class SessionSeries:
         acknowledged before the call; only buffers and untrained parameters come from the member
         with rank 0.
 
-        Raises InvalidSpec within a step, before the first batch is asked for, and for a model that
-        cannot be published; Overloaded if there is no memory for the copy.
+        Raises InvalidSpec within a step, and for a model that cannot be published; Overloaded if
+        there is no memory for the copy. First waits for a generation, if there is none.
         """
         self._check_closed("series.publish")
         strategy = self._controller.strategy
@@ -122,7 +122,7 @@ class SessionSeries:
         trace: TracebackType | None,
     ) -> None:
         """Close the series at the end of the session's block, as an `__exit__`. Waits for
-        publications in progress, unless the block ends by an error."""
+        publications in progress, unless the block ends by an error other than SystemExit."""
         self._publications.close(waits=error is None or isinstance(error, SystemExit))
 
 

@@ -95,7 +95,7 @@ class ScriptCalls:
 
     def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Make the script's call on its object: at once, or within a step after the optimizer's
-        step. Raises InvalidSpec if the object is not registered."""
+        step. Raises InvalidSpec if it is not registered, or averages a model that is divided."""
         if stateful not in self._registered:
             kind = type(stateful).__name__
             raise InvalidSpec(

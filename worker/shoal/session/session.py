@@ -98,8 +98,8 @@ class ScriptPause:
 class Session:
     """Session made by `shoal.join`: a member of the job while its `with` block runs.
 
-    If the block ends normally after the last batch, the job is complete. If it ends by an exception
-    or before the last batch, only this member leaves, and the others continue.
+    If the block ends normally after the last batch, after `stop` or without `batches`, the job is
+    complete. Otherwise, or after an exception, only this member leaves, and the others continue.
 
     While the block runs, SIGTERM asks for a drain (see `drain`), unless the script handles it.
     After the block another session may follow in the same process.
@@ -227,9 +227,9 @@ class Session:
 
         With `checkpoints`, the state is written to disk every `every_steps` steps while training
         continues, and a job in which no member has state resumes from the newest checkpoint. With
-        `keyed_dropout`, the model's dropout depends on seed, step and sample alone, so that it is
-        the same with any number of members. With `sync_batchnorm`, BatchNorm uses the statistics
-        of all members' samples, as torch's SyncBatchNorm modules always do.
+        `keyed_dropout`, the Dropout modules under a synchronous strategy depend on seed, step and
+        sample alone, not on the number of members. With `sync_batchnorm`, BatchNorm uses the
+        statistics of all members' samples, as torch's SyncBatchNorm modules always do.
 
         Several models or optimizers are given by name or in lists, and returned in the same form.
         The argument `optimizer` of `backward`, `update` and `clip_grad_norm` then chooses among
@@ -238,7 +238,8 @@ class Session:
         A compiled Keras model with its own optimizer is still trained by `fit`: see
         `shoal.integrations.keras_session`. `reset_parameters` fills tensors on the meta device.
 
-        Raises UnknownStrategy, or the strategy's refusal of the model or optimizer.
+        Raises UnknownStrategy, InvalidSpec for a second call or one outside the block, or the
+        strategy's refusal of the model or optimizer.
         """
         check_entered(self._reports, "session.distribute")
         if self._trained.fields:
@@ -278,7 +279,7 @@ class Session:
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
         within `session.step()`, run once the optimizer has stepped, if the step is committed.
 
-        Raises InvalidSpec for state that cannot be carried: docs/loop.md.
+        Raises InvalidSpec after the first batch, or if state cannot be carried: docs/loop.md.
         """
         self._trained.register(name, stateful)
         return stateful
@@ -303,7 +304,7 @@ class Session:
         Samples are shuffled by default, with seed 0. `loading`: num_workers, prefetch_factor,
         pin_memory, persistent_workers, worker_init_fn and others, as in torch's DataLoader. A
         DataLoader may be given instead of a data set: its settings are the defaults, and its
-        batch_size is the global one. See docs/data.md.
+        batch_size is the global one. Raises InvalidSpec for a second call. See docs/data.md.
         """
         strategy = self._controller.strategy
         if self._source is not None:
@@ -331,9 +332,9 @@ class Session:
         """Return one optimizer step, a context: it zeroes gradients at its start, and applies and
         commits them at its end.
 
-        If a peer is lost in the block, the member recovers and the step is rolled back: `committed`
-        of the returned object stays False. After any other error the member leaves, and the error
-        is raised.
+        If a peer is lost in the block, if a member has stopped before the step, or if servers have
+        refused it as stale, it is rolled back and no error is raised: `committed` of the returned
+        object stays False. After any other error in the block the member leaves, and it is raised.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.because_of
@@ -354,7 +355,7 @@ class Session:
         the global batch. Give a weight for every pass of a step on every member, or for none.
 
         With several optimizers, `optimizer` is one of them or a list: the loss trains their
-        parameters, and gradients of all other parameters stay unchanged.
+        parameters, and gradients of all other parameters stay unchanged. `weight` is refused then.
         """
         self._steps.backward(loss, weight, optimizer)
 
@@ -381,7 +382,7 @@ class Session:
 
         Without this call, an optimizer with gradients is stepped at the end of the step. If the
         step fails, the update is undone: a copy of the changed tensors is kept until the step ends.
-        All members call it at the same point.
+        All members call it at the same point. Raises InvalidSpec if there is only one optimizer.
         """
         self._steps.update(optimizer)
 
@@ -435,8 +436,8 @@ class Session:
         All members call it after the same step; no gradients are computed, and each sample counts
         once. If a member is lost meanwhile, the others begin again in the next generation, with the
         model of `step_number` at that time. Each member may take `limit_s` seconds for its share,
-        as in a `pause`. `batch_size` is per member; a DataLoader gives its data set, batch size and
-        collate function.
+        as in a `pause`. `batch_size` is per member; a DataLoader gives its data set and the default
+        batch size and collate function. Raises as `all_reduce`.
         """
         self._steps.check_closed("session.evaluate")
         evaluation = Evaluation(data, measure, batch_size=batch_size, collate=collate)
@@ -450,8 +451,10 @@ class Session:
         """Return the "sum", "mean", "max" or "min" of all members' values: a number, a tensor, or
         several by name. All members call it after the same step.
 
-        If a member is lost meanwhile, the remaining members reduce their values in the next
-        generation.
+        If a member is lost meanwhile, the others reduce their values in the next generation. Raises
+        InvalidSpec within a step, before the first batch or step, under asynchronous strategies,
+        and on all members if their calls or values differ; StateLost if steps before the end of the
+        batches are lost.
         """
         self._steps.check_closed("session.all_reduce")
         return SharedCalls(self._controller, self._trained.fields).all_reduce(value, op)
@@ -507,14 +510,15 @@ class Session:
         One member may call it, or several. The job's last step is the step in which the call is
         made, or, between two steps, the last committed one. The batches then end on all members.
         Continue with the loop, which ends by itself, or leave it on all members. `reason` is shown
-        as the reason for the job's end. Under local SGD the job ends with the round.
+        as the reason for the job's end. Under local SGD the job ends with the round. Raises
+        InvalidSpec without `batches`, and under asynchronous strategies.
         """
         stop(self._controller, reason, has_batches=bool(self._source), in_step=self._steps.in_step)
 
     def clip_grad_norm(
         self, max_norm: float, *, optimizer: Optimizer | Sequence[Optimizer] | None = None
     ) -> Tensor:
-        """Scale the step's gradients to a common 2-norm of at most `max_norm`; returns the norm.
+        """Scale gradients to a common 2-norm of at most `max_norm`; return the norm before that.
 
         All members call it in the step, after the last backward pass. The norm covers the gradients
         of the whole model, however they are sharded; with several optimizers, those of
@@ -529,7 +533,7 @@ class Session:
         Under strategies that shard parameters, all members must call it after the same step:
         between two batches, or after the last one within the `with` block. If a member is lost
         meanwhile, the others begin again in the next generation, with the model of `step_number`
-        at that time.
+        at that time. Raises as `all_reduce` under these strategies.
         """
         strategy = self._controller.strategy
         if not strategy.state_is_spread:
@@ -560,8 +564,8 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This member's rank in the present generation, available after `session.batches`. Before
-        the first batch, reading it waits until the others have joined."""
+        """This member's rank in the present generation. Before the first one, reading it waits
+        until the others have joined, and raises InvalidSpec before `session.batches`."""
         return self._present().rank
 
     @property

@@ -73,7 +73,7 @@ class Step:
         """True from the start of the step to its end."""
         self.committed = False
         self.loss: Tensor | None = None
-        """The mean of this member's losses so far; NaN if it has no samples in the step."""
+        """The mean of this member's losses so far; None before the first, NaN without samples."""
         self._weight = 0.0
         self._rows: RowGathers | None = None
         """The step's row exchange; made by its first gather."""

@@ -68,7 +68,7 @@ class ReplicatedState:
         return self._names[parameter]  # type: ignore[index]
 
     def collect(self, step: int) -> State:
-        """Return the current state, not copied: valid until the next step."""
+        """Return the state, not copied, valid until the next step. Raises UnsupportedOptimizer."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             tensors[f"parameter/{name}"] = parameter.detach()

@@ -128,7 +128,7 @@ class StateShard:
 
     step: int
     shards: Mapping[str, TensorShard]
-    """Tensor shards by name; a rank holds at most one chunk of a tensor, and no empty ones."""
+    """Tensor shards by name; a rank holds at most one chunk of a tensor."""
     values: Mapping[str, Json] = field(default_factory=dict)
     """Values that are not tensors: settings, counters. The same on all ranks, except `slots`."""
     elsewhere: frozenset[str] = frozenset()

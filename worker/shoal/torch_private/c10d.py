@@ -34,8 +34,7 @@ _GOOD = "SUCCESS"
 
 
 def gloo_options(address: str, *, timeout_s: float) -> Any:
-    """Return options of a Gloo group that connects from this address of the host, with this timeout
-    of its operations."""
+    """Return options of a Gloo group that connects from this address, with this timeout."""
     make: Any = ProcessGroupGloo
     options = make._Options()
     _connect_from(options, address, timeout_s)

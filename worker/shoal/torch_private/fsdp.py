@@ -36,7 +36,7 @@ def groups_of(state: Any) -> Any:
 
 
 def is_in_backward(state: Any) -> bool:
-    """True if the backward pass of a module with this state has begun."""
+    """True if the backward pass of a module with this state has begun and not ended."""
     return bool(state._training_state == TrainingState.PRE_BACKWARD)
 
 
@@ -56,8 +56,7 @@ def has_run(module: nn.Module) -> bool:
 
 
 def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
-    """Free the weights that forward passes without a backward pass left gathered, and reset the
-    state of the pass.
+    """Free weights that forward passes without a backward left gathered; reset the pass's state.
 
     The gradients of these parameters stay: torch 2.15 would drop them, 2.13 does not.
     """
@@ -173,8 +172,8 @@ def whole_of(part: Any) -> Any:
 
 
 def is_as_gathered(part: Any) -> bool:
-    """True if the whole parameter was not written to, as far as torch counts writes, and has the
-    memory that it was gathered into. The gathering itself is not counted."""
+    """True unless torch has counted a write to the whole parameter since it was gathered, or the
+    parameter has other memory than it was gathered into; also True if that cannot be told."""
     whole, memory = whole_of(part), part.all_gather_outputs
     if whole is None or len(memory) != 1 or whole.is_inference():
         return True

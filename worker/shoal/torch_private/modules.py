@@ -60,7 +60,7 @@ def share_tables(module: nn.Module, other: nn.Module) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if the module has hooks on its forward or backward pass."""
+    """True if the module has hooks on its forward pass, or hooks after its backward pass."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 

@@ -17,8 +17,8 @@ def backend() -> "Creator":
 def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
     """Return a handler that has already joined the job.
 
-    Raises InvalidSpec for invalid options, RendezvousConnectionError if no coordinator answers, and
-    RendezvousClosedError if the job is finished.
+    Raises InvalidSpec for invalid options, RendezvousConnectionError if no coordinator answers,
+    RendezvousClosedError if the job is finished, and RendezvousStateError for other refusals.
     """
     # Imported late: torchrun loads every plug-in at every start, whatever the backend, and only
     # logs a warning if that fails.

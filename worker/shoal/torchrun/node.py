@@ -49,8 +49,8 @@ class NodeRank:
 
 
 class Node:
-    """Membership of one agent. All methods are for the agent's thread, except `_on_break`, which
-    runs on the membership's.
+    """Membership of one agent. All methods are for the agent's thread, except `leave`, for any, and
+    `_on_break`, which runs on the membership's.
 
     The coordinator may end the membership (after too long a silence, or if no generation formed in
     time), and the node may withdraw. It then joins again, with a new incarnation, when its agent
@@ -84,7 +84,8 @@ class Node:
     # --- joining and leaving ---
 
     def attend(self) -> None:
-        """Become a member. Raises the coordinator's refusal, or an error if it does not answer."""
+        """Become a member. Raises the coordinator's refusal, an error if it does not answer, and
+        InvalidSpec if `last_call_timeout` is too long for it."""
         membership = self._membership
         left_s = max(self._give_up_s - time.monotonic(), MIN_JOIN_S)
         membership.join(min(self._config.connect_timeout_s, left_s))
@@ -195,8 +196,8 @@ class Node:
     def enter(self) -> NodeRank:
         """Leave this node's generation, and enter the next one together with all its nodes.
 
-        Raises JobFinished, DeadlineExceeded after `join_timeout`, or the coordinator's refusal. A
-        node whose rendezvous took too long withdraws, so that no generation waits for it.
+        Raises JobFinished, MemberDrained, DeadlineExceeded after `join_timeout`, or another refusal
+        of the coordinator. After `join_timeout` the node withdraws: no generation waits for it.
         """
         self._give_up_s = time.monotonic() + self._config.join_timeout_s
         while True:

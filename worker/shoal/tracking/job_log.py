@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 WRITE_EACH_S = 1.0
 BUSY_EACH_S = 0.2
 FLUSH_WITHIN_S = 5.0
-"""Longest time that a planned change of members waits for trackers."""
+"""Longest time that a planned change of members, or a checkpoint, waits for trackers."""
 CLOSE_WITHIN_S = 30.0
 MAX_KEPT = 10_000
 """Number of steps whose values a member keeps."""
@@ -121,7 +121,7 @@ class JobLog:
                 log.warning("trackers_not_flushed", job=self._job, waited_s=limit_s)
 
     def close(self) -> None:
-        """Write the remaining values, and end the thread. May be called twice."""
+        """Write the remaining values for at most `CLOSE_WITHIN_S`. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -23,8 +23,8 @@ Scalar = float | int | Tensor
 def scalars(values: Mapping[str, Scalar]) -> dict[str, float]:
     """Return the values as Python numbers, by name. Reading a tensor waits for its device.
 
-    Raises InvalidSpec for a value that is not a number, and for a name that some tracker does not
-    accept.
+    Raises InvalidSpec for a value that is not a number, for a name that some tracker does not
+    accept, and for more than `MAX_NAMES` names.
     """
     if not isinstance(values, Mapping):
         raise InvalidSpec(

@@ -53,11 +53,11 @@ def export(
     directory's path.
 
     A tied tensor is written under its first name only, as by Hugging Face. `base`: a directory of
-    which all files without weights are copied, too, such as config.json and the tokenizer's files.
+    which all files except weights, but no folders, are copied too, such as config.json.
 
     The directory appears as a whole or not at all, even if this process is killed. A version that
-    is exported already is not written again. Raises InvalidSpec for a dtype that safetensors does
-    not support, and if the directory exists with other content.
+    is exported already is not written again. Raises InvalidSpec for an unknown format, for a dtype
+    that cannot be written, and if the directory exists without this version.
     """
     if format not in ("safetensors", "sglang"):
         raise InvalidSpec("no format to export", seen=repr(format), expected="safetensors, sglang")
@@ -151,7 +151,7 @@ def _files_of(weights: Weights) -> Iterator[dict[str, Tensor]]:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors durably as a safetensors file."""
+    """Write and sync a safetensors file. Raises InvalidSpec for a dtype that cannot be written."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():

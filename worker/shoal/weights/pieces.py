@@ -34,8 +34,7 @@ class HeldTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldWeights:
-    """The model's tensors as a rank holds them after a committed step. Not copied: valid until the
-    next step."""
+    """Tensors of a rank after a committed step, not copied: valid until the next step."""
 
     step: int
     rank: int

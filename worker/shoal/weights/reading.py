@@ -59,8 +59,7 @@ class StoredTensor:
 
     @torch.no_grad()
     def read_into(self, target: Tensor, chunk: Chunk, segments: Mapping[int, Tensor]) -> None:
-        """Copy this chunk of the tensor into a target of the same sizes; convert the values to the
-        target's dtype."""
+        """Copy this chunk of the tensor into a target of the same sizes, in the target's dtype."""
         for part in self.slices:
             common = part.chunk.overlap(chunk)
             if common is not None:
@@ -162,8 +161,7 @@ class Installation:
 
     @property
     def ranges(self) -> dict[int, list[tuple[int, int]]] | None:
-        """Byte ranges to fetch for the reader's slices, by segment; None if all its tensors are
-        whole."""
+        """Byte ranges to fetch for the reader's slices, by segment; None if all are whole."""
         if all(each.chunk.sizes == tuple(each.shape) for each in self._shards.values()):
             return None
         return self._layout.ranges_of({name: each.chunk for name, each in self._shards.items()})

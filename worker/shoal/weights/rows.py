@@ -64,7 +64,7 @@ class PublishedRows:
 
     def changes_since(self, earlier: "PublishedRows | None") -> RowChanges:
         """Copy the rows that are new since the earlier version, or whose values differ bit for bit.
-        Copies all rows if there is no earlier version, or if it has other shards."""
+        Copies all rows, and lists none as removed, without an earlier version of these shards."""
         before = earlier.shards if earlier is not None else {}
         if before.keys() != self.shards.keys():
             before = {}

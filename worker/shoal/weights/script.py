@@ -61,9 +61,10 @@ def subscribe(
     It listens on free ports at SHOAL_ADDRESS, by default the address of the interface towards the
     coordinator. A relay on the host of one of the series' servers sends nothing to other readers.
 
-    Raises InvalidSpec for an invalid name of a series and for a relay with tables, Unavailable if
-    no coordinator answers or a relay finds no port, CertificateRefused for a relay whose
-    certificate is not a reader's.
+    Does not wait for a coordinator: the subscription's calls do. Raises InvalidSpec for an invalid
+    name of a series or reader, without a coordinator's address, for a relay with tables or without
+    a route to the coordinator; for a relay also Unavailable if no port is free, and
+    CertificateRefused if its certificate is not a reader's.
     """
     addresses = _connected(series, coordinator)
     if reader is not None:
@@ -94,15 +95,16 @@ def publish(
     copies: int = 2,
     dtype: torch.dtype | None = None,
 ) -> Ticket:
-    """Publish tensors by name, or a module, as the next version of a series, from a script that is
-    not a member of a job.
+    """Publish tensors by name, or a module, as the next version of a series, from outside a job.
 
         shoal.publish("ranking/model", model, coordinator="host:7700").wait()
 
-    Returns once the tensors are copied; see `Ticket.wait`. From then on this process holds the
-    series, until the process or its lease ends: other publishers are refused with SeriesHeld. The
-    next publisher continues the numbers. `step` is a number of the script's choice. The options
-    are those of `session.series`; options of later calls are ignored.
+    Returns once the tensors are copied and sends them in the background: see `Ticket.wait`. First
+    waits for the previous publication. From the coordinator's first answer this process holds the
+    series, until `end_publishing`, its own end or that of its lease. Meanwhile publications of
+    others fail with SeriesHeld, and so does this one if another process holds the series. The next
+    publisher continues the numbers. `step` is a number of the script's choice. The options are
+    those of `session.series`; options of later calls are ignored.
     """
     step = as_index("step", step)
     addresses = _connected(series, coordinator)
@@ -115,8 +117,8 @@ def publish(
 
 
 def end_publishing(series: str) -> None:
-    """Release a series that this process holds, after its publications in progress have ended.
-    Another process may then publish it without waiting for the lease to end."""
+    """Release a series that this process holds. Waits up to 30 s for each publication in progress,
+    and abandons it then. Another process need not wait for the lease to end."""
     with _held.lock:
         for key in [key for key in _held.series if key[1] == series]:
             _held.series.pop(key).publications.close()

@@ -32,10 +32,10 @@ IN_FLIGHT = 2
 """Limit of publications in progress if several ranks publish: it bounds their memory. The next
 publication waits for the oldest, which is the same one on all ranks."""
 ORDER_S = 1.0
-"""Limit of a part's wait until the previous publication is committed. Then the part is contributed
-all the same: the previous publication may never get all its parts."""
+"""Limit of a part's wait for the end of the previous publication, after this rank's part of that is
+on its servers. Then the part is contributed: the previous one may never get all its parts."""
 CLOSE_S = 30.0
-"""Limit of the wait for publications in progress at the end of a session."""
+"""Limit of the wait for each publication in progress at the end of a session or generation."""
 LOOK_S = 0.1
 """Interval of checks if a version is on the servers' disks, and if a generation is over."""
 MAX_METADATA_BYTES = 4096
@@ -58,8 +58,7 @@ class SeriesOptions:
     dtype: torch.dtype | None = None
     """Dtype in which floating point values are published; None: their own."""
     tables: bool = False
-    """Publish the rows of the model's embedding tables, too: a version is then one cut through the
-    parameter servers."""
+    """Publish the rows of embedding tables, too: a version is then one cut through the servers."""
 
     def __post_init__(self) -> None:
         for name, most in (("keep", MAX_KEEP), ("copies", MAX_COPIES)):
@@ -139,8 +138,8 @@ class Ticket:
 
         "replicated": every copy of this rank's bytes is on its server. "committed": the parts of
         all ranks are a version, which readers see. "durable": the servers also have it on their
-        disks. Raises DeadlineExceeded after `timeout` seconds, PublicationAbandoned, StaleEpoch, or
-        another error with which the publication failed.
+        disks. Raises DeadlineExceeded after `timeout` seconds, VersionGone if the version is
+        dropped before it is durable, or the error with which the publication failed.
         """
         if level not in ("replicated", "committed", "durable"):
             raise InvalidSpec(
@@ -372,7 +371,7 @@ class Publications:
         return ticket
 
     def _next_number(self, step: int) -> int:
-        """Return the next number: above all earlier numbers, and the same on all ranks, which
+        """Return the next number: above all of this generation's, and the same on all ranks, which
         publish after the same steps."""
         last, count = self._numbers
         count = count + 1 if step == last else 0
@@ -390,8 +389,7 @@ class Publications:
         self._contributors = [self._connect(publisher) for _ in range(count)]
 
     def _drop(self) -> None:
-        """Abandon publications of an earlier generation, which may lack the parts of lost
-        members."""
+        """Abandon publications of an earlier generation: they may lack parts of lost members."""
         contributors, self._contributors = self._contributors, []
         for each in contributors:
             each.close()
@@ -431,8 +429,7 @@ class Publications:
             ticket.committed(record)
 
     def close(self, *, waits: bool = True) -> None:
-        """Close the connections. With `waits`, first wait for publications in progress, each for at
-        most `CLOSE_S`."""
+        """Close the connections; with `waits`, first wait for each publication, up to `CLOSE_S`."""
         if waits:
             for ticket in self._tickets:
                 ticket.await_end(CLOSE_S)

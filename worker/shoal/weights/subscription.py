@@ -1,8 +1,8 @@
 """Readers of a series: outside the roster, and without cost for trainers.
 
 A fetch holds a lease on the version while it stages the segments. Every chunk is verified as it
-arrives, and the whole version is staged before anything is installed. Staged memory is sealed
-against changes, so that a version's tensors never change.
+arrives, and all that is wanted of a version is staged before anything is installed. The tensors of
+`Weights` change only if their reader writes to them.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ Wanted = WeightVersion | int | Literal["newest"]
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of one version by name, verified.
+    """The tensors of one version by name, verified. Without tensors if `fetch` installed them.
 
     A tensor that is stored in one slice is a view of the segment's memory. Writing to it changes
     only this process's copy of the pages.
@@ -124,7 +124,7 @@ class Subscription:
         return 0 if self._installed is None else self._installed.number
 
     def newest(self) -> WeightVersion | None:
-        """Return the newest version, without waiting; None if nothing is published."""
+        """Return the newest version, without waiting for one; None if servers keep none."""
         versions = self.versions()
         return versions[-1] if versions else None
 
@@ -142,8 +142,8 @@ class Subscription:
         return WeightVersion(self._reader.wait(bound, timeout))
 
     def __iter__(self) -> Iterator[WeightVersion]:
-        """Yield the newest version, and then each newer one, without end. If several are published
-        while the caller is busy, only the newest is yielded."""
+        """Yield the newest version, if it is newer than the installed one, and then newer ones,
+        without end. Of several that are published meanwhile only the newest is yielded."""
         last = self.version
         while True:
             version = self.wait(last)
@@ -155,14 +155,14 @@ class Subscription:
     def fetch(self, version: Wanted = "newest", into: Target | None = None) -> Weights:
         """Fetch and verify all tensors of a version.
 
-        With `into`, a module or tensors by name, the version is installed there and reported. Only
-        this process's slices of DTensors are fetched. No tensor changes before the whole version is
-        staged and verified.
+        With `into`, a module or tensors by name, the version is installed there and reported, and
+        the returned Weights have no tensors. Of DTensors only chunks with this process's slices are
+        fetched. No tensor changes before all of these are staged and verified.
 
-        Raises VersionGone if the version is no longer kept, Regressed if it is older than the
-        installed one, and InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit `into` or
-        lacks the subscription's tables. With "newest", fetches the next version if the newest one
-        is dropped before this reader has a lease on it.
+        Raises VersionGone if the version is not kept, after 3 s if none so new is known; with
+        `into` Regressed if it is older than the installed one; InvalidSpec, ShapeMismatch or
+        DtypeMismatch if it does not fit `into` or lacks the subscription's tables; a RetryError or
+        CorruptError if calls fail for long. With "newest", fetches a newer version if it is gone.
         """
         with self._installing:
             while True:
@@ -219,7 +219,7 @@ class Subscription:
 
     def installed(self, weights: Weights | WeightVersion) -> None:
         """Report that the reader has installed the version. Raises Regressed if a newer one is
-        installed."""
+        installed, and InvalidSpec for a WeightVersion in a subscription with tables."""
         version = weights.version if isinstance(weights, Weights) else weights
         with self._installing:
             self.check_newer(version)
@@ -354,8 +354,8 @@ class Subscription:
             yield version
 
     async def stream(self, every: int | None = None) -> AsyncIterator[WeightVersion]:
-        """Yield versions as they are committed: the newest each time. With `every`, yields all
-        versions that are still kept and whose numbers are multiples of it."""
+        """Yield versions newer than the installed one as they are committed: the newest each time.
+        With `every`, all that are still kept and whose numbers are multiples of it."""
         if every is not None:
             every = as_index("every", every)
             if every < 1:
@@ -395,7 +395,7 @@ def version_digest(layout_digest: bytes, segment_digests: list[bytes]) -> bytes:
 
 
 def memory_of(segment: Segment) -> Tensor:
-    """Return the segment's bytes, without a copy. Writes change only this process's pages."""
+    """Return the segment's bytes, without a copy. Writes change no other process's pages."""
     if not segment.num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     if isinstance(segment, ReusedSegment):
@@ -411,7 +411,7 @@ def memory_of(segment: Segment) -> Tensor:
 
 
 def looking_at(addresses: Sequence[str], series: str) -> Callable[[int], WeightVersion]:
-    """Return a function that asks the coordinator for the version with a number."""
+    """Return a function that asks the coordinator for a version; it raises VersionGone."""
 
     def look(number: int) -> WeightVersion:
         reader = SeriesReader(addresses, series, reader_id())

@@ -52,7 +52,7 @@ class WeightVersion:
 
     @property
     def is_durable(self) -> bool:
-        """True if the version is on its servers' disks, too."""
+        """True if the version was on its servers' disks, too, when this record was read."""
         return self.record.durable
 
     @property

@@ -13,7 +13,7 @@ from shoal_proto.errors import MalformedMessage
 log = structlog.get_logger(__name__)
 
 FIRST_BYTES = 16 * 1024
-"""Messages up to this size take one collective, longer ones two."""
+"""Messages up to this size, less 8 bytes for the length, take one collective, others two."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16

@@ -92,8 +92,8 @@ class AbortableP2P:
         self._waiter.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def close(self) -> None:
-        """End the waiting thread: no message can be waited for afterwards. Does not block; may be
-        called twice."""
+        """End the waiting thread, after the waits that it has begun; a later wait starts another.
+        Does not block; may be called twice."""
         if self._has_thread:
             self._orders.put(None)
             self._has_thread = False

@@ -70,8 +70,8 @@ class Hub:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Return once `done()` is True. Raises DistBackendError if the job fails, a rank of
-        `needed()` has ended, or the time is over. `needed`: ranks that have not called yet."""
+        """Return once `done()` is True. Raises DistBackendError if the job fails; it does if a rank
+        of `needed()`, which have not called yet, has ended, or if the time is over."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
             while not done():

@@ -86,7 +86,8 @@ def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.envi
 
 @contextmanager
 def own_gpu_used(local_rank: LocalRank) -> Iterator[None]:
-    """Return a context in which "cuda" means this worker's GPU. Does nothing with one GPU or none.
+    """Return a context in which "cuda" means this worker's GPU. Does nothing if the worker sees
+    fewer than two GPUs, or fewer than the host has workers, or is the host's only worker.
 
     The setting remains after the block, for a script that evaluates its model, but is undone after
     an error.

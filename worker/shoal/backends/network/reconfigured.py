@@ -34,8 +34,7 @@ _READY, _FAILED = b"ready", b"failed: "
 
 
 class LiveGloo:
-    """The reconfigurable Gloo group of one process. For the trainer; one `GlooGroup` uses it at a
-    time."""
+    """The reconfigurable Gloo group of one process. For the trainer; one `GlooGroup` at a time."""
 
     def __init__(self) -> None:
         self._store = _CurrentStore(HashStore())
@@ -47,7 +46,8 @@ class LiveGloo:
     def connect(self, seat: Seat, store: Store) -> Any | None:
         """Return Gloo's group, connected for this seat; None, on all members, if a member failed.
 
-        Raises GenerationBroken if the store is aborted meanwhile.
+        Raises GenerationBroken if the store is aborted meanwhile, DeadlineExceeded if a member does
+        not write to it.
         """
         messages = _GroupMessages(seat, store)
         try:

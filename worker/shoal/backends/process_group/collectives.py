@@ -31,7 +31,10 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
-    """See the module. A transport gets tensors detached from autograd, and lists by rank."""
+    """Base class of process groups in Python. Transport methods get tensors detached from autograd.
+
+    A list with a tensor for each rank is indexed by rank; `all_reduce_each`, `reduce_each` and
+    `broadcast_each` get the tensors of one coalesced call."""
 
     def __init__(self, rank: int, size: int, name: str, timeout_s: float) -> None:
         super().__init__(rank, size)

@@ -34,11 +34,11 @@ class Group(Protocol):
         """Connect to the others; afterwards this is the default group of torch.distributed.
 
         Raises GenerationBroken if the group is cut meanwhile, RuntimeError if a peer does not
-        connect.
+        connect, InvalidSpec if torch has a default group already, or if ranks share a GPU.
         """
 
     def cut(self, reason: str) -> None:
-        """Make every present and later operation of the group raise. Any thread, quick."""
+        """End every present and later operation: it raises, or `check` does. Any thread, quick."""
 
     def check(self) -> None:
         """Raise GenerationBroken if a collective may have ended with an incomplete result.

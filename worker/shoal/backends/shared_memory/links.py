@@ -23,8 +23,8 @@ class PeerSockets:
     def __init__(
         self, connections: Sequence[socket.socket], on_lost: Callable[[str], None]
     ) -> None:
-        """`on_lost` is called once, by a thread, with the reason. Only a weak reference to it is
-        kept, so that the connections are closed even if the owner does not call `close`."""
+        """`on_lost` is called by a thread, at most once, with the reason. It is referred to weakly,
+        so that the connections are closed even if the owner does not call `close`."""
         self._connections = tuple(connections)
         # A notified rank ends its own connection at once, so all are notified before any is closed.
         # Reentrant: garbage collection may run the finalizer in the thread that holds the lock.

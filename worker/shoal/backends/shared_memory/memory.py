@@ -79,8 +79,7 @@ class SharedMemory:
         return self._num_met + self._num_awaited
 
     def watch(self, links: PeerSockets, on_left: Callable[[], None]) -> None:
-        """Set the connections to peers. `on_left` is called once this rank has left, after its last
-        write."""
+        """Set the connections to peers. `on_left` is called after this rank's last write."""
         self._links, self._on_left = links, on_left
 
     def meet(self, word: int = 0) -> Sequence[int]:

@@ -75,8 +75,7 @@ class MemoryRegion:
         return kind == fcntl.F_UNLCK
 
     def close(self) -> None:
-        """Close the descriptor; the memory is freed once nothing refers to it. May be called
-        twice."""
+        """Close the descriptor. Memory is freed once nothing refers to it. May be called twice."""
         self._finalizer()
 
     def _lock(self, command: int, kind: int) -> bytes:

@@ -191,8 +191,8 @@ class RegisteredState:
         return self._capture().copied()
 
     def adopt(self, captured: CapturedState) -> None:
-        """Load this state into the objects. Raises InvalidSpec if an object refuses it, or if it
-        lacks an object."""
+        """Load this state into the objects. Raises InvalidSpec if an object refuses it or is of
+        another class, or if it lacks an object."""
         missing = sorted(self._objects.keys() - captured.values.keys())
         if missing:
             raise InvalidSpec(
