@@ -17,6 +17,8 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.repair_pb2 import RepairReply, RepairRequest
 from shoal_proto.v1.repair_pb2_grpc import RepairsStub
+from shoal_server.coordinator.repair.mending import mended_state
+from shoal_server.core.generations.roster import JobSpec
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 
@@ -47,6 +49,17 @@ async def standing(world: Served, job: str) -> pb.JobStanding:
             coordinators.close()
 
     return await asyncio.to_thread(call)
+
+
+@pytest.mark.parametrize("bounds", [None, JobSpec(job="j", max_members=4)])
+def test_a_repaired_job_keeps_its_secret(bounds: JobSpec | None) -> None:
+    """Regression: anybody could join a job with a secret once its record had been repaired."""
+    state = good_state("j")
+    spec = state["spec"]
+    assert isinstance(spec, dict)
+    state |= {"spec": spec | {"secret_digest": "d1"}, "finished": "perhaps"}
+    mended = mended_state("j", as_json(state), generations=[1], records=[], bounds=bounds)
+    assert mended.spec.secret_digest == "d1"
 
 
 async def test_each_broken_record_is_shown_and_moved_aside() -> None:

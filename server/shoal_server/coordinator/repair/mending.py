@@ -55,9 +55,13 @@ def _spec(job: str, fields: Fields) -> JobSpec:
 
 
 def _secret_digest(fields: Fields) -> str:
-    """Digest of the job's secret. Raises UnreadableRecord: a repair must not open a job that has a
-    secret."""
-    return fields.text("secret_digest", "")
+    """Digest of the job's secret; empty if the record has no readable bounds. Raises
+    UnreadableRecord for an unreadable digest: a repair must not open a job that has a secret."""
+    try:
+        bounds = fields.object("spec")
+    except UnreadableRecord:
+        return ""
+    return bounds.text("secret_digest", "")
 
 
 def _progress(
