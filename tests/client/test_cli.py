@@ -65,7 +65,8 @@ def test_help_shows_every_option_with_its_default(
     config = _loaded(installed_commands()[name].config)
     assert isinstance(config, type) and callable(_loaded(installed_commands()[name].run))
     for option, default in _options(config):
-        shown = next(line for line in lines[1:] if option in line.split())
+        # Texts of other options may name this one.
+        shown = next(line for line in lines[1:] if option in line.strip().split("  ")[0].split())
         text = shown.strip().split("  ")[-1]
         assert len(text) > 10, f"{option} says nothing: {shown}"
         if default is dataclasses.MISSING:

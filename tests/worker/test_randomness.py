@@ -115,8 +115,8 @@ def test_transformer_layers_are_known_to_have_words_first(batch_first: bool) -> 
 
 @pytest.mark.parametrize("dim", [0, None])
 def test_what_has_no_samples_gets_one_mask_on_all_ranks(dim: int | None) -> None:
-    """Embeddings of positions have no samples, for example: declared so, or detected because the
-    size is no multiple."""
+    """Embeddings of positions are an example. The layer is declared to have no samples, or it is
+    detected: the first dimension is no multiple of the number of samples."""
     module, value = keyed(nn.Dropout()), torch.randn(1, 50)
     if dim is None:
         samples_along(module, None)
@@ -160,7 +160,7 @@ def test_alpha_dropout_keeps_mean_and_variance() -> None:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Correlation in standard deviations of that of independent masks."""
+    """Correlation, divided by the standard deviation that independent masks would have."""
     return abs(float((a * b).mean()) * 4) * math.sqrt(a.numel())
 
 
@@ -222,8 +222,8 @@ def test_gradients_are_right(kind: type[nn.Dropout], inplace: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_forward_pass_that_is_computed_again_draws_the_same(reentrant: bool) -> None:
-    """Gradients with activation checkpointing are those without it, in two segments, called
-    twice."""
+    """Gradients with activation checkpointing are those without it. Each of the two segments calls
+    its dropout layer twice."""
     torch.manual_seed(0)
     shared = nn.Dropout()
     segments = nn.ModuleList(
@@ -249,7 +249,7 @@ def test_a_forward_pass_that_is_computed_again_draws_the_same(reentrant: bool) -
 
 
 def test_evaluation_and_what_is_outside_a_place_stay_as_they_were() -> None:
-    """torch's own generator is used without a place."""
+    """Outside of `at`, layers draw from torch's own generator; in evaluation they drop nothing."""
     module, value = keyed(nn.Dropout()), torch.randn(NUM_SAMPLES, 7)
     torch.manual_seed(4)
     drawn = module(value)
@@ -290,7 +290,7 @@ def test_a_module_of_the_users_own_kind_is_left_alone_but_may_draw() -> None:
 
 
 def test_places_nest_and_end_with_their_block() -> None:
-    """An exception ends a place, too."""
+    """A block that ends by an exception restores the earlier samples, too."""
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(ValueError, match="stop"))
         stack.enter_context(at(seed=1, step=2, first=10, count=6))

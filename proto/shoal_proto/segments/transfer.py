@@ -123,8 +123,8 @@ class StagedSegment:
         self._writer.populate(start, min(CHUNK_BYTES, self._writer.num_bytes - start))
 
     def progressed(self) -> None:
-        """Note a BEAT of the sender of this segment. A relay's means that it is still receiving
-        bytes itself."""
+        """Note a BEAT of the sender of this segment. The BEAT of a relay means that the relay
+        itself is still receiving bytes."""
         self._on_progress()
 
     def verify(self, index: int, chunk: memoryview) -> None:
@@ -198,11 +198,11 @@ class SegmentConnection:
                 raise
         except (OSError, MalformedMessage) as error:
             raise Unavailable(
-                f"no bulk connection to the parameter server at {address}",
+                f"no bulk connection to the parameter server or relay at {address}",
                 seen=repr(error),
-                expected=f"port {offer.port} of the server to be reachable from this host",
-                fix="Weights are sent over this port only. Open it in the firewall; the server's"
-                " --bulk-port sets its number.",
+                expected=f"its port {offer.port} to be reachable from this host",
+                fix="Weights are sent over this port only. Open it in the firewall. A parameter"
+                " server's --bulk-port sets its number; a relay takes a free port.",
             ) from error
 
     @property
@@ -238,8 +238,9 @@ class SegmentConnection:
     def put(
         self, request: PutSegmentRequest, segment: Segment, timeout_s: float
     ) -> PutSegmentReply:
-        """Send a segment: its descriptor to a server on this host, else its bytes. Returns once the
-        server has verified it, and has forwarded it; the reply names the servers that hold it.
+        """Send a segment: its descriptor to a server on this host, else its bytes; nothing if the
+        server has the segment. Returns once the server has verified the segment and forwarded it;
+        the reply names the servers that hold the segment.
 
         Raises what the server raises, MalformedMessage, Unavailable or DeadlineExceeded.
         """
@@ -437,7 +438,7 @@ class SegmentConnection:
         if time.monotonic() >= give_up_s:
             raise DeadlineExceeded(
                 f"the server at {self._address} did not answer in time",
-                expected="the next part of a segment within the call's time limit",
+                expected="the next part of a segment within the limit of the call or of a relay",
             )
 
     def _drop_descriptors(self) -> None:

@@ -24,8 +24,8 @@ class RetentionPolicy:
     """A job that has had no members for this long has failed; `shoal retry` lets workers join it
     again. Each new leader counts from zero. inf: never."""
     records_s: Annotated[float, _option("--retention-s")] = DAY_S
-    """Time for which a job's generations, samples and (unless it finished) parameters are kept
-    after its end. inf: for ever."""
+    """Time for which a job's generations, samples and parameters are kept after its end; the
+    parameters of a job that finished are removed at its end. inf: for ever."""
     summary_s: Annotated[float, _option("--summary-retention-s")] = 30 * DAY_S
     """Time for which a job's summary is kept after its end; then its name is free again. inf: for
     ever."""

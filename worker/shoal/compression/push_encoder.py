@@ -1,8 +1,8 @@
 """Encoding of one member's own gradients for a push to parameter servers.
 
 Members do not average these gradients: an encoder encodes the gradients of a shard, and the server
-that holds the shard decodes them (`shoal_proto/v1/codec.proto`). The sender keeps the residuals,
-not the encoder: only the sender knows which pushes were applied.
+that holds the shard decodes them (`shoal_proto/v1/codec.proto`). Residuals are kept by the sender
+and not by the encoder, as only the sender knows which pushes were applied.
 """
 
 from abc import ABC, abstractmethod

@@ -71,7 +71,7 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         """Do nothing: there is no group."""
 
     def finalize(self) -> None:
-        """Do nothing: no memory was allocated."""
+        """Do nothing: there are no buckets to free. The version received last stays in memory."""
 
     # --- versions ---
 

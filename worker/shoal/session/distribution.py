@@ -350,7 +350,8 @@ class Distribution:
         return {**samples, **content}
 
     def _share_sizes(self, order: Order) -> ShareSizes | None:
-        """Return the sizes of shares; None if no layer depends on the number of members."""
+        """Return the check of share sizes for BatchNorm; None if BatchNorm is synced, or under a
+        strategy that cannot sync it."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
             return None
         assert self._model is not None, "batches are made after `distribute`"

@@ -115,7 +115,7 @@ class Holders:
 
     def questions(self, versions: Iterable[PublishedVersion]) -> dict[str, list[bytes]]:
         """Segments to ask each server about: those that the server is not known to have, and, if it
-        writes to disk, those that it is not known to have written."""
+        writes to disk, all of versions that are not durable yet."""
         asked = (_Standing.UNKNOWN, _Standing.LACKING)
         digests_of: dict[str, list[bytes]] = defaultdict(list)
         for version in versions:
@@ -150,7 +150,8 @@ class Holders:
     def replaced(
         self, version: PublishedVersion, copies: int, now_s: float
     ) -> PublishedVersion | None:
-        """The version with new holders in place of lost ones; None if nothing changes."""
+        """The version with new holders in place of servers that are gone or leaving, up to `copies`
+        for each segment; None if nothing changes."""
         segments = [self._replaced(segment, copies, now_s) for segment in version.segments]
         if segments == list(version.segments):
             return None

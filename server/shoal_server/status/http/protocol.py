@@ -87,8 +87,9 @@ class BoundedProtocol(H11Protocol):
             return
         self._counts.hung_up_on("late requests")
         late = DeadlineExceeded(
-            "no request came",
-            expected=f"one within {self._limits.http_request_s:g} s of the connection's start",
+            "no complete request head came",
+            expected=f"one within {self._limits.http_request_s:g} s of the connection's start, or"
+            " of a further request's first byte",
         )
         self.transport.write(raw_answer(408, late))
         self.transport.close()
@@ -99,7 +100,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def raw_answer(status: int, error: ShoalError) -> bytes:
-    """A complete HTTP answer, for a connection that has not sent a request."""
+    """A complete HTTP answer, for a connection on which no request is being answered."""
     body = json.dumps(
         {
             "kind": type(error).__name__,

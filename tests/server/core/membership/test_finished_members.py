@@ -19,9 +19,8 @@ def world(*names: str, least: int = 1, most: int = 8) -> World:
     return w
 
 
-@pytest.mark.parametrize("seen_by_launcher", [False, True])
-def test_one_that_is_lost_breaks_nothing(seen_by_launcher: bool) -> None:
-    """A finished member may fall silent, halt, be drained or leave: the generation runs on."""
+def test_one_that_is_lost_breaks_nothing() -> None:
+    """A finished member may exit, halt, be drained or leave: the generation runs on."""
     w = world("a", "b", "c", "d", "e")
     for name in "abcd":
         w.finish(name)
@@ -122,7 +121,7 @@ def test_a_stopped_job_is_not_completed_by_one_that_had_finished() -> None:
 
 
 def test_one_that_finishes_after_a_loss_ends_the_job() -> None:
-    """The job ends: none of the members that trained is left, though one never finished."""
+    """The job ends once its only remaining member is done, although the lost member never was."""
     w = world("a", "b")
     w.kill("b", seen_by_launcher=True)
     w.finish("a")
@@ -159,12 +158,13 @@ def test_a_planned_change_is_called_off_by_one_that_finishes() -> None:
     w.run(30.0)
     assert w.job.phase is Phase.RUNNING
     left = w.roster()
-    assert left in (["a", "b"], ["b", "c"]), "the one before, or one without it"
+    assert left in (["a", "b"], ["b", "c"]), "the roster before, or one without the finished member"
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whenever_they_finish_fail_and_come_the_job_completes(seed: int) -> None:
-    """The job is over once each member left has finished, for any delays."""
+    """Once each member left has finished, all may close, for any delays. The job is then finished,
+    or collects members if nothing was completed."""
     w = World(JobSpec(job="j", max_members=8, desired_members=3), max_delay_s=0.3, seed=seed)
     for name in "abc":
         w.join(name, stateless=True)
@@ -193,7 +193,8 @@ def test_whenever_they_finish_fail_and_come_the_job_completes(seed: int) -> None
 
 
 def test_a_closed_job_takes_nobody_in_and_goes_on() -> None:
-    """Members stay, and form no further generation."""
+    """Members stay in their generation and form no further one. When it breaks, they leave, and the
+    job is finished."""
     w = world("a", "b")
     w.finish("a", closes=True)
     w.run(2.0)

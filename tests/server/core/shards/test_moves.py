@@ -38,7 +38,7 @@ def test_a_shard_that_is_handed_over_has_moved() -> None:
 
 
 def test_so_has_one_whose_first_server_keeps_no_copy_by_then() -> None:
-    """Two changes of the record were seen as one."""
+    """The handover, and the replacement of the first server's copy, are seen as one change."""
     after = ShardAssignment(shard_id=0, epoch=4, primary=B, backups=(C,))
     assert moved(job(TO_B), job(after), {A, B, C}) == {("ps-0", "ps-1"): 1}
 

@@ -27,8 +27,8 @@ DAMP = StalenessPolicy(kind="damp")
     staleness=st.integers(0, 1000),
 )
 def test_sgds_effective_rate_is_divided(momentum: float, staleness: int) -> None:
-    """lr / (1 - momentum) is divided by 2 s + 1, for any rate and momentum, neither of which
-    exceeds the value asked for."""
+    """lr / (1 - momentum) is divided by 2 s + 1, for any momentum and staleness. Neither the rate
+    nor the momentum is raised."""
     rate, left = damping("sgd", HyperParameters(momentum=momentum), staleness)
     assert rate <= 1
     assert left <= momentum
@@ -45,7 +45,8 @@ def test_sgds_effective_rate_is_divided(momentum: float, staleness: int) -> None
 def test_a_stale_round_goes_its_share_of_the_way(
     lr: float, momentum: float, staleness: int
 ) -> None:
-    """The share is that of one of s + 1 members; undamped, DiLoCo's settings go 7 times as far."""
+    """A round goes at most 1 / (s + 1) of its way, the share of one of s + 1 members. Undamped,
+    DiLoCo's settings would go 7 times the whole way."""
     rate, left = damping("outer", HyperParameters(lr=lr, momentum=momentum), staleness)
     assert rate <= 1 + 1e-5
     assert left <= momentum
