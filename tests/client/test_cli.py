@@ -66,7 +66,8 @@ def test_help_shows_every_option_with_its_default(
     assert isinstance(config, type) and callable(_loaded(installed_commands()[name].run))
     for option, default in _options(config):
         # Texts of other options may name this one.
-        shown = next(line for line in lines[1:] if option in line.strip().split("  ")[0].split())
+        named = [line for line in lines[1:] if option in line.split()]
+        shown = min(named, key=lambda line: line.index(option))
         text = shown.strip().split("  ")[-1]
         assert len(text) > 10, f"{option} says nothing: {shown}"
         if default is dataclasses.MISSING:
