@@ -53,8 +53,9 @@ class SnapshotLibrary:
         return sorted(manifests, key=lambda each: (each.number, each.taken_unix_s)), damaged
 
     def newest(self) -> Manifest | None:
-        """The newest complete snapshot. Raises Unavailable."""
-        return self.list()[-1] if self._manifest_paths() else None
+        """The newest undamaged snapshot; None if there is none. Raises Unavailable."""
+        manifests = self.list()
+        return manifests[-1] if manifests else None
 
     def find(self, number: int = 0) -> Manifest:
         """The snapshot of that number; 0: the newest that is not damaged.

@@ -113,6 +113,14 @@ def test_a_manifest_cut_anywhere_is_not_listed(library: SnapshotLibrary, tmp_pat
         assert library.list() == [first]
 
 
+def test_there_is_no_newest_snapshot_if_every_manifest_is_damaged(
+    library: SnapshotLibrary, tmp_path: Path
+) -> None:
+    write_snapshot(library, 1, [1])
+    (tmp_path / "job" / "manifests" / "000000001-cut1.json").write_bytes(b"{")
+    assert library.newest() is None
+
+
 def test_a_changed_byte_in_a_manifest_is_noticed(library: SnapshotLibrary, tmp_path: Path) -> None:
     manifest = write_snapshot(library, 1, [1])
     data = manifest.to_bytes()
