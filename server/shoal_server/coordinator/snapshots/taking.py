@@ -8,9 +8,9 @@
     Write    every server writes its frozen shards; unchanged ones keep their earlier file
     commit   the manifest is written last
 
-If Close or Freeze fails, another cut is tried, three in all. If the last one or a later step fails,
-every server admits all pushes again, at the latest after its own time limit, and the snapshot's
-files are removed.
+If a primary is not registered, or Close or Freeze fails, another cut is tried, three in all. If the
+last one or a later step fails, every server admits all pushes again, at the latest after its own
+time limit, and the snapshot's files are removed.
 """
 
 import asyncio
@@ -255,14 +255,17 @@ class SnapshotTaker:
         the last one accepts pushes that are in some shards and not in others."""
         for attempt, wait_s in enumerate(WAITS_S, 1):
             is_last = attempt == len(WAITS_S)
-            cut = await self._planned(job, lineage, before)
+            cut: _Cut | None = None
             try:
+                cut = await self._planned(job, lineage, before)
                 return cut, await self._freeze(job, cut, wait_s, take_torn=is_last)
             except BaseException as error:
-                await self._abort(job, cut)
+                if cut is not None:
+                    await self._abort(job, cut)
                 if is_last or not isinstance(error, RetryError):
                     raise
-                log.info("cut_failed", job=job, cut=cut.cut_id, reason=str(error))
+                cut_id = cut.cut_id if cut is not None else ""
+                log.info("cut_failed", job=job, cut=cut_id, reason=str(error))
             await asyncio.sleep(PAUSE_S)
         raise AssertionError("the last attempt returns or raises")
 
