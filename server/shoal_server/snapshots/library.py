@@ -57,6 +57,11 @@ class SnapshotLibrary:
         manifests = self.list()
         return manifests[-1] if manifests else None
 
+    def next_number(self) -> int:
+        """One above the greatest number of a snapshot, damaged ones included. Raises
+        Unavailable."""
+        return 1 + max(map(_number_in, self._manifest_paths()), default=0)
+
     def find(self, number: int = 0) -> Manifest:
         """The snapshot of that number; 0: the newest that is not damaged.
 

@@ -171,6 +171,18 @@ def test_an_unchanged_job_is_not_written_again(opened: ExitStack, tmp_path: Path
     assert not {part.file for part in third.parts} & {part.file for part in first.parts}
 
 
+def test_a_snapshot_does_not_get_the_number_of_a_damaged_one(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers, snapshots = start(opened, tmp_path, num_servers=1)
+    pusher(opened, servers, "m")
+    snapshots.take()
+    damaged = snapshots.take().manifest
+    path = f"job/manifests/{damaged.number:09d}-{damaged.cut_id}.json"
+    snapshots.library.storage.write(path, b"{")
+    assert snapshots.take().manifest.number == 3
+
+
 def test_it_is_restored_on_another_number_of_servers_to_the_last_bit(
     opened: ExitStack, tmp_path: Path
 ) -> None:
