@@ -17,7 +17,10 @@ from shoal_proto.errors import InternalError, InvalidSpec, Overloaded
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_proto.v1.weights_pb2 import RollbackRequest
+from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.serving.access.roles import MAY_CALL, OPERATOR
 from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.audit import AUDITED
 from shoal_server.serving.admission.calls import CallCounts
@@ -190,14 +193,21 @@ async def test_what_operators_had_done_is_in_the_log() -> None:
                 await stub.StopJob(pb.StopJobRequest(job="j", reason="late"))
                 with pytest.raises(grpc.RpcError):
                     await stub.Drain(pb.DrainRequest(job="nope", member_id="a"))
+                with pytest.raises(grpc.RpcError):
+                    await WeightSeriesStub(channel).Rollback(RollbackRequest(series="j/w", to=1))
     calls = [line for line in logs if line["event"] == "operator_call"]
-    logged = [(line["call"], line["job"], line["outcome"]) for line in calls]
+    logged = [(line["call"], line["job"] or line["series"], line["outcome"]) for line in calls]
     assert logged == [
         ("/shoal.v1.Membership/StopJob", "j", "OK"),
         ("/shoal.v1.Membership/Drain", "nope", "UnknownJob"),
+        ("/shoal.v1.WeightSeries/Rollback", "j/w", "UnknownSeries"),
     ]
     assert all("127.0.0.1" in line["peer"] for line in calls)
 
 
 def test_every_call_that_is_audited_is_there() -> None:
     assert {call.path for call in all_calls()} >= AUDITED
+
+
+def test_every_call_that_only_operators_may_make_is_audited() -> None:
+    assert {call for call, roles in MAY_CALL.items() if roles <= {OPERATOR}} <= AUDITED
