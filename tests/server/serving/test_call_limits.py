@@ -25,7 +25,8 @@ from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.audit import AUDITED
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.admission.config import CallLimits, HttpLimits
-from shoal_server.serving.rpc import Context, bind, new_server
+from shoal_server.serving.durations import Durations
+from shoal_server.serving.rpc import Context, bind, call_durations, new_server
 
 SOON_S = 30.0
 
@@ -69,9 +70,11 @@ def _bytes(message: Empty) -> bytes:
 
 
 @asynccontextmanager
-async def serving(limits: CallLimits) -> AsyncIterator[tuple[Echo, CallCounts, int]]:
+async def serving(
+    limits: CallLimits, durations: Durations | None = None
+) -> AsyncIterator[tuple[Echo, CallCounts, int]]:
     counts, echo = CallCounts(limits), Echo()
-    server = new_server(counts=counts, limits=limits)
+    server = new_server(durations, counts, limits)
     of_echo = grpc.method_handlers_generic_handler("t.Echo", handlers(echo))
     server.add_generic_rpc_handlers((of_echo,))
     port = bind(server, "127.0.0.1:0")
@@ -161,6 +164,21 @@ async def test_a_fault_is_told_as_one_and_counted() -> None:
             await call(channel, "Refuse")
     assert dict(counts.failed) == {"/t.Echo/Fail": 1}
     assert dict(counts.refused) == {"InvalidSpec": 1}
+
+
+async def test_a_cancelled_call_is_not_counted_as_successful() -> None:
+    durations = call_durations()
+    async with (
+        serving(CallLimits(), durations) as (echo, counts, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        waiting = call(channel, "Wait")
+        while not echo.num_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        while counts.num_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert [labels for labels, _, _ in durations.series()] == [("Echo/Wait", "cancelled")]
 
 
 @pytest.mark.parametrize("kind", [CallLimits, HttpLimits])
