@@ -58,7 +58,7 @@ class SnapshotLibrary:
         return manifests[-1] if manifests else None
 
     def next_number(self) -> int:
-        """One above the greatest number of a snapshot, damaged ones included. Raises
+        """Number for the next snapshot: above those of all snapshots, damaged ones included. Raises
         Unavailable."""
         return 1 + max(map(_number_in, self._manifest_paths()), default=0)
 
