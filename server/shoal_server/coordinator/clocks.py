@@ -195,7 +195,12 @@ class ClocksService(ClocksServicer):
 
     def _standing(self, job: _Job, token: Token, who: MemberProcess) -> ClockStatus:
         if self._jobs.get(token.job) is not job:
-            raise NotLeader("this coordinator does not lead any more", details={"leader": ""})
+            raise NotLeader(
+                f"the clocks of job {token.job} were dropped",
+                seen="a job that was reset or taken over, or a coordinator that does not lead"
+                " any more",
+                details={"leader": ""},
+            )
         try:
             standing = job.clocks.standing(who, self._clock())
         except NoClock:

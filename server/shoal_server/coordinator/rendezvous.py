@@ -190,15 +190,19 @@ class RendezvousService(RendezvousServicer):
         self, request: pb.StoreGetRequest, context: Context
     ) -> pb.StoreReply | bytes:
         space, keys = self._space(request.token), tuple(request.keys)
+        wait_s = min(request.timeout_s, self.limits.rendezvous_wait_s)
         try:
-            async with asyncio.timeout(min(request.timeout_s, self.limits.rendezvous_wait_s)):
+            async with asyncio.timeout(wait_s):
                 await space.wait_for(keys)
         except TimeoutError:
             missing = [key for key in keys if key not in space.values]
             raise DeadlineExceeded(
-                f"keys were not set within {request.timeout_s:g} s",
+                f"keys were not set within {wait_s:g} s",
                 seen=f"{len(space.values)} keys",
                 expected=", ".join(missing[:10]),
+                fix="For longer waits, start the coordinator with more --rendezvous-wait-s."
+                if wait_s < request.timeout_s
+                else "",
             ) from None
         if request.wait_only:
             return pb.StoreReply()

@@ -182,8 +182,8 @@ class Election:
     async def campaign(self) -> Leadership:
         """Wait until the leader's key is free, and take it. Cancel the call to stop trying.
 
-        Retries through outages of etcd. Raises AccessDenied and other refusals, CorruptError if
-        etcd lost history, and LeaseExpired if the new lease ran out before the key was written.
+        Retries through outages of etcd, and if the new lease runs out before the key is written.
+        Raises AccessDenied and other refusals, and CorruptError if etcd lost history.
         """
         while True:
             try:
@@ -193,6 +193,10 @@ class Election:
                     return term
             except RetryError as error:
                 self.on_trouble(str(error))
+                log.warning("campaign_interrupted", reason=str(error))
+                await asyncio.sleep(RETRY_PAUSE_S)
+            except LeaseExpired as error:
+                # For example, this process was suspended. etcd answers: it is no trouble of etcd.
                 log.warning("campaign_interrupted", reason=str(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
 

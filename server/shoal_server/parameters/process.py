@@ -332,7 +332,8 @@ def _metrics(servicer: ParametersServicer, calls: Durations) -> Iterator[Metric]
     yield loop_lag("process", servicer.loop_lag)
     yield histogram(
         "shoal_ps_call_duration_seconds",
-        "Duration of gRPC calls with one answer, by method and outcome (OK, or the error).",
+        "Duration of gRPC calls with one answer, by method and outcome (OK, cancelled, or the"
+        " error).",
         calls,
     )
     yield histogram(

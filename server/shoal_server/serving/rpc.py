@@ -3,6 +3,7 @@
 No servicer sees a request that does not parse, or that is out of `bounds`.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -235,8 +236,8 @@ async def _abort(context: Context, method: str, refusal: ShoalError, counts: Cal
 
 
 def call_durations() -> Durations:
-    """Durations of calls by method ("Membership/Propose") and outcome: OK (also for a call that was
-    cancelled), "aborted", or the name of the error."""
+    """Durations of calls by method ("Membership/Propose") and outcome: OK, "cancelled", "aborted",
+    or the name of the error."""
     return Durations(("method", "outcome"))
 
 
@@ -265,6 +266,9 @@ def _once(
             return answer
         except (grpc.aio.AbortError, grpc.aio.UsageError):
             outcome = "aborted"
+            raise
+        except asyncio.CancelledError:
+            outcome = "cancelled"
             raise
         except Exception as error:  # noqa: BLE001 - the outermost frame of a call
             refusal = refusal_of(method, error)

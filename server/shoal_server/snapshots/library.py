@@ -3,8 +3,8 @@
     URL/JOB/manifests/000000007-CUT.json                    written last
     URL/JOB/parts/000000007-CUT/shard-00012.safetensors     written before the manifest
 
-A snapshot exists if it has a manifest. Files without a readable one are removed by `keep_newest`
-once a later snapshot has been completed. Every call blocks; call it from a thread.
+A snapshot exists if it has a manifest. Files to which no manifest refers are removed by
+`keep_newest` once a later snapshot has been completed. Every call blocks; call it from a thread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,8 +53,14 @@ class SnapshotLibrary:
         return sorted(manifests, key=lambda each: (each.number, each.taken_unix_s)), damaged
 
     def newest(self) -> Manifest | None:
-        """The newest complete snapshot. Raises Unavailable."""
-        return self.list()[-1] if self._manifest_paths() else None
+        """The newest undamaged snapshot; None if there is none. Raises Unavailable."""
+        manifests = self.list()
+        return manifests[-1] if manifests else None
+
+    def next_number(self) -> int:
+        """Number for the next snapshot: above those of all snapshots, damaged ones included. Raises
+        Unavailable."""
+        return 1 + max(map(_number_in, self._manifest_paths()), default=0)
 
     def find(self, number: int = 0) -> Manifest:
         """The snapshot of that number; 0: the newest that is not damaged.
@@ -124,10 +130,11 @@ class SnapshotLibrary:
         """Remove all but the newest snapshots, and every file that no remaining snapshot refers to.
 
         Files of a snapshot later than the newest complete one are kept: it is being written. A
-        damaged manifest stays and does not count; its files are removed as if it did not exist.
-        Returns the snapshots that were removed. Raises Unavailable.
+        damaged manifest, or one of a later release, stays and does not count; its snapshot's files
+        and all earlier ones are kept, since it may refer to each of them. Returns the snapshots
+        that were removed. Raises Unavailable.
         """
-        manifests = self.list()
+        manifests, damaged = self.read_all()
         kept = manifests[-num_kept:]
         removed = manifests[: len(manifests) - len(kept)]
         # Manifests first, so that none ever names a missing file.
@@ -135,9 +142,10 @@ class SnapshotLibrary:
         if not kept:
             return removed
         needed = {part.file for each in kept for part in each.parts}
+        last_unreadable = max(damaged, default=0)
         for name in self.storage.folders(f"{self.job}/{PARTS}"):
             number = name.partition("-")[0]
-            if number.isdigit() and int(number) <= kept[-1].number:
+            if number.isdigit() and last_unreadable < int(number) <= kept[-1].number:
                 self._remove_folder(f"{PARTS}/{name}", needed)
         return removed
 

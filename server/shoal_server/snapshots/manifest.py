@@ -39,7 +39,7 @@ class Manifest:
 
     job: str
     number: int
-    """Number of the snapshot: one above the newest undamaged one at its location."""
+    """Number of the snapshot: one above the greatest at its location, damaged ones included."""
     cut_id: str
     lineage: str
     """Random id, replaced when the job is restored: versions after the snapshot then exist

@@ -128,7 +128,8 @@ class _Snapshot(Collector):
         )
         yield histogram(
             "shoal_coordinator_call_duration_seconds",
-            "Duration of gRPC calls with one answer, by method and outcome (OK, or the error).",
+            "Duration of gRPC calls with one answer, by method and outcome (OK, cancelled, or the"
+            " error).",
             self.measures.calls,
         )
         num_bytes, num_keys = self.measures.rendezvous()

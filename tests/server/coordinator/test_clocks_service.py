@@ -177,13 +177,8 @@ async def test_a_clock_that_makes_no_sense_is_refused() -> None:
             )
 
 
-async def test_however_many_jobs_there_are_inherited_members_are_waited_for() -> None:
-    """Clocks that members have not reported to this leader yet are not evicted for other jobs."""
-    members = [MemberProcess(name, f"{name}-1") for name in "ab"]
-
-    async def speaks(job: str, who: MemberProcess) -> pb.AdvanceReply:
-        token = Token(job=job, **who._asdict())
-        return await service.Advance(pb.AdvanceRequest(token=token, clock=7, bound=0), None)
+def service_of_anybody() -> ClocksService:
+    """Make a service that accepts every token, and must declare no member lost."""
 
     async def anybody(token: Token) -> None:
         """Accept every token."""
@@ -191,7 +186,32 @@ async def test_however_many_jobs_there_are_inherited_members_are_waited_for() ->
     async def nobody_is_lost(job: str, who: MemberProcess, reason: str) -> None:
         raise AssertionError(f"{who} of {job} was declared lost: {reason}")
 
-    service = ClocksService(anybody, nobody_is_lost, time.monotonic, stuck_after_s=DEADLINE_S)
+    return ClocksService(anybody, nobody_is_lost, time.monotonic, stuck_after_s=DEADLINE_S)
+
+
+async def test_a_call_that_waits_when_its_job_is_reset_is_told_so() -> None:
+    service = service_of_anybody()
+    service.inherit("j", [MemberProcess(name, f"{name}-1") for name in "ab"])
+    token = Token(job="j", member_id="a", incarnation="a-1")
+    request = pb.AdvanceRequest(token=token, clock=7, bound=0, wait_s=DEADLINE_S)
+    waits = asyncio.create_task(service.Advance(request, None))
+    await until(lambda: bool(service.waiting("j")))
+    service.forget("j")
+    with pytest.raises(
+        NotLeader, match="the clocks of job j were dropped; saw a job that was reset"
+    ):
+        await waits
+
+
+async def test_however_many_jobs_there_are_inherited_members_are_waited_for() -> None:
+    """Clocks that members have not reported to this leader yet are not evicted for other jobs."""
+    members = [MemberProcess(name, f"{name}-1") for name in "ab"]
+    service = service_of_anybody()
+
+    async def speaks(job: str, who: MemberProcess) -> pb.AdvanceReply:
+        token = Token(job=job, **who._asdict())
+        return await service.Advance(pb.AdvanceRequest(token=token, clock=7, bound=0), None)
+
     service.inherit("old", members)
     for i in range(MAX_JOBS + 1):
         await speaks(f"job-{i}", members[0])

@@ -14,7 +14,7 @@ from support.processes.load import unhurried
 
 from shoal_client.local.etcd import start_members
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import KeyValueStore, Put, absent
+from shoal_server.etcd.api import KeyValueStore, LeaseId, Put, absent
 from shoal_server.etcd.election import Election, Leadership
 from shoal_server.etcd.leader_key import Leader, LeaderCandidate
 from shoal_server.etcd.memory import MemoryStore
@@ -187,6 +187,24 @@ async def test_a_cancelled_campaign_leaves_nothing(store: KeyValueStore) -> None
         async with asyncio.timeout(5):
             async with leading(store, B):
                 pass
+
+
+async def test_a_candidate_whose_lease_runs_out_before_it_leads_tries_again(
+    store: KeyValueStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_alive, ended = store.keep_alive, list[LeaseId]()
+
+    async def ending_the_first(lease: LeaseId) -> float:
+        ttl_s = await keep_alive(lease)
+        if not ended:
+            await store.revoke(lease)
+            ended.append(lease)
+        return ttl_s
+
+    monkeypatch.setattr(store, "keep_alive", ending_the_first)
+    async with leading(store) as term:
+        assert ended
+        assert term.held
 
 
 async def test_a_record_that_is_not_ours(store: KeyValueStore) -> None:

@@ -17,12 +17,16 @@ from shoal_proto.errors import InternalError, InvalidSpec, Overloaded
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_proto.v1.weights_pb2 import RollbackRequest
+from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.serving.access.roles import MAY_CALL, OPERATOR
 from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.audit import AUDITED
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.admission.config import CallLimits, HttpLimits
-from shoal_server.serving.rpc import Context, bind, new_server
+from shoal_server.serving.durations import Durations
+from shoal_server.serving.rpc import Context, bind, call_durations, new_server
 
 SOON_S = 30.0
 
@@ -66,9 +70,11 @@ def _bytes(message: Empty) -> bytes:
 
 
 @asynccontextmanager
-async def serving(limits: CallLimits) -> AsyncIterator[tuple[Echo, CallCounts, int]]:
+async def serving(
+    limits: CallLimits, durations: Durations | None = None
+) -> AsyncIterator[tuple[Echo, CallCounts, int]]:
     counts, echo = CallCounts(limits), Echo()
-    server = new_server(counts=counts, limits=limits)
+    server = new_server(durations, counts, limits)
     of_echo = grpc.method_handlers_generic_handler("t.Echo", handlers(echo))
     server.add_generic_rpc_handlers((of_echo,))
     port = bind(server, "127.0.0.1:0")
@@ -160,6 +166,21 @@ async def test_a_fault_is_told_as_one_and_counted() -> None:
     assert dict(counts.refused) == {"InvalidSpec": 1}
 
 
+async def test_a_cancelled_call_is_not_counted_as_successful() -> None:
+    durations = call_durations()
+    async with (
+        serving(CallLimits(), durations) as (echo, counts, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        waiting = call(channel, "Wait")
+        while not echo.num_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        while counts.num_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert [labels for labels, _, _ in durations.series()] == [("Echo/Wait", "cancelled")]
+
+
 @pytest.mark.parametrize("kind", [CallLimits, HttpLimits])
 def test_limits_that_let_nothing_in_are_refused(kind: type[CallLimits | HttpLimits]) -> None:
     """The error names the option."""
@@ -190,14 +211,21 @@ async def test_what_operators_had_done_is_in_the_log() -> None:
                 await stub.StopJob(pb.StopJobRequest(job="j", reason="late"))
                 with pytest.raises(grpc.RpcError):
                     await stub.Drain(pb.DrainRequest(job="nope", member_id="a"))
+                with pytest.raises(grpc.RpcError):
+                    await WeightSeriesStub(channel).Rollback(RollbackRequest(series="j/w", to=1))
     calls = [line for line in logs if line["event"] == "operator_call"]
-    logged = [(line["call"], line["job"], line["outcome"]) for line in calls]
+    logged = [(line["call"], line["job"] or line["series"], line["outcome"]) for line in calls]
     assert logged == [
         ("/shoal.v1.Membership/StopJob", "j", "OK"),
         ("/shoal.v1.Membership/Drain", "nope", "UnknownJob"),
+        ("/shoal.v1.WeightSeries/Rollback", "j/w", "UnknownSeries"),
     ]
     assert all("127.0.0.1" in line["peer"] for line in calls)
 
 
 def test_every_call_that_is_audited_is_there() -> None:
     assert {call.path for call in all_calls()} >= AUDITED
+
+
+def test_every_call_that_only_operators_may_make_is_audited() -> None:
+    assert {call for call, roles in MAY_CALL.items() if roles <= {OPERATOR}} <= AUDITED

@@ -90,6 +90,24 @@ def test_retention_keeps_what_the_kept_refer_to(library: SnapshotLibrary) -> Non
     }
 
 
+def test_retention_keeps_the_files_of_a_snapshot_of_a_later_release(
+    library: SnapshotLibrary, tmp_path: Path
+) -> None:
+    """Shard 0 of that snapshot is in a file of the first one, whose manifest is removed."""
+    first = write_snapshot(library, 1, [1, 1])
+    second = write_snapshot(library, 2, [1, 2], previous=first)
+    path = tmp_path / "job" / "manifests" / "000000002-cut2.json"
+    path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 2', 1))
+    third = write_snapshot(library, 3, [3, 3])
+    assert library.keep_newest(1) == [first]
+    assert path.exists()
+    check_whole(library, second)
+    path.unlink()
+    library.keep_newest(1)
+    assert library.storage.folders("job/parts") == ["000000003-cut3"]
+    check_whole(library, third)
+
+
 def test_what_a_broken_snapshot_left_goes_with_the_next_complete_one(
     library: SnapshotLibrary,
 ) -> None:
@@ -111,6 +129,14 @@ def test_a_manifest_cut_anywhere_is_not_listed(library: SnapshotLibrary, tmp_pat
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
         assert library.list() == [first]
+
+
+def test_there_is_no_newest_snapshot_if_every_manifest_is_damaged(
+    library: SnapshotLibrary, tmp_path: Path
+) -> None:
+    write_snapshot(library, 1, [1])
+    (tmp_path / "job" / "manifests" / "000000001-cut1.json").write_bytes(b"{")
+    assert library.newest() is None
 
 
 def test_a_changed_byte_in_a_manifest_is_noticed(library: SnapshotLibrary, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@
     Write    every server writes its frozen shards; unchanged ones keep their earlier file
     commit   the manifest is written last
 
-If Close or Freeze fails, another cut is tried, three in all. If the last one or a later step fails,
-every server admits all pushes again, at the latest after its own time limit, and the snapshot's
-files are removed.
+If a primary is not registered, or Close or Freeze fails, another cut is tried, three in all. If the
+last one or a later step fails, every server admits all pushes again, at the latest after its own
+time limit, and the snapshot's files are removed.
 """
 
 import asyncio
@@ -74,6 +74,7 @@ class TakenSnapshot:
 class _Cut:
     cut_id: str
     number: int
+    """Number of the snapshot; 0 for published weights."""
     layout: ShardMap
     addresses: Mapping[str, str]
     """Addresses of the primaries' servers, by id."""
@@ -122,7 +123,8 @@ class SnapshotTaker:
             await self._check_has_shards(job)
             lineage = await self._lineage(job)
             before = await asyncio.to_thread(library.newest)
-            cut, frozen = await self._frozen(job, lineage, before)
+            number = await asyncio.to_thread(library.next_number)
+            cut, frozen = await self._frozen(job, lineage, before, number)
             committed = threading.Event()
             try:
                 parts = await self._written(job, library.storage.url, cut, frozen)
@@ -163,7 +165,7 @@ class SnapshotTaker:
         """
         async with self._locks.setdefault(job, asyncio.Lock()):
             await self._check_has_shards(job)
-            cut, frozen = await self._frozen(job, "", None)
+            cut, frozen = await self._frozen(job, "", None, 0)
             requests = {server: request_to(server) for server in cut.addresses}
             for request in requests.values():
                 request.job, request.cut_id = job, cut.cut_id
@@ -217,7 +219,7 @@ class SnapshotTaker:
         stored = await self._store.get(keys.lineage(manifest.job))
         return stored is not None and stored.value.decode() == manifest.lineage
 
-    async def _planned(self, job: str, lineage: str, before: Manifest | None) -> _Cut:
+    async def _planned(self, job: str, lineage: str, before: Manifest | None, number: int) -> _Cut:
         layout = await shard_map.read(self._store, job)
         entry = await assignments.read(self._store, job)
         if layout is None or entry is None:
@@ -242,27 +244,30 @@ class SnapshotTaker:
         reusable = before.parts if before is not None and before.lineage == lineage else ()
         return _Cut(
             cut_id=secrets.token_hex(6),
-            number=1 + (before.number if before is not None else 0),
+            number=number,
             layout=layout,
             addresses=addresses,
             known={(part.shard_id, part.epoch, part.version): part for part in reusable},
         )
 
     async def _frozen(
-        self, job: str, lineage: str, before: Manifest | None
+        self, job: str, lineage: str, before: Manifest | None, number: int
     ) -> tuple[_Cut, _Frozen]:
         """Make a cut, in three attempts, since shards may move and servers may die meanwhile. Only
         the last one accepts pushes that are in some shards and not in others."""
         for attempt, wait_s in enumerate(WAITS_S, 1):
             is_last = attempt == len(WAITS_S)
-            cut = await self._planned(job, lineage, before)
+            cut: _Cut | None = None
             try:
+                cut = await self._planned(job, lineage, before, number)
                 return cut, await self._freeze(job, cut, wait_s, take_torn=is_last)
             except BaseException as error:
-                await self._abort(job, cut)
+                if cut is not None:
+                    await self._abort(job, cut)
                 if is_last or not isinstance(error, RetryError):
                     raise
-                log.info("cut_failed", job=job, cut=cut.cut_id, reason=str(error))
+                cut_id = cut.cut_id if cut is not None else ""
+                log.info("cut_failed", job=job, cut=cut_id, reason=str(error))
             await asyncio.sleep(PAUSE_S)
         raise AssertionError("the last attempt returns or raises")
 

@@ -44,6 +44,11 @@ def user_of_peer(connected: socket.socket) -> int | None:
         return None
     try:
         theirs, ours = connected.getpeername()[:2], connected.getsockname()[:2]
+    except OSError as error:
+        # The other process has reset the connection.
+        log.debug("socket_not_connected", reason=str(error))
+        return None
+    try:
         found = _looked_up(connected.family, theirs, ours)
     except OSError as error:
         log.debug("socket_not_looked_up", reason=str(error))

@@ -1,4 +1,4 @@
-"""Audit log of the gRPC calls by which an operator changes jobs."""
+"""Audit log of the gRPC calls by which an operator changes jobs and series of published weights."""
 
 from typing import Any
 
@@ -16,6 +16,8 @@ AUDITED = frozenset(
         "/shoal.v1.Shards/AcceptLoss",
         "/shoal.v1.Snapshots/Take",
         "/shoal.v1.Snapshots/Restore",
+        "/shoal.v1.WeightSeries/Pin",
+        "/shoal.v1.WeightSeries/Rollback",
     }
 )
 
@@ -30,6 +32,7 @@ def note(method: str, request: object, context: Any, outcome: str) -> None:
         "operator_call",
         call=method,
         job=str(getattr(request, "job", ""))[:128],
+        series=str(getattr(request, "series", ""))[:128],
         by=names[0].decode(errors="replace") if names else "",
         peer=context.peer(),
         outcome=outcome,

@@ -52,11 +52,13 @@ from shoal_server.coordinator.snapshots.loading import SnapshotLoader
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.core.limits import Limits
+from shoal_server.core.processes import Holder
 from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.shards.assignments import JobAssignments, ShardContent
 from shoal_server.etcd import keys
+from shoal_server.etcd.api import Keyspace
 from shoal_server.etcd.records import assignments as records
-from shoal_server.etcd.records import snapshot_roots
+from shoal_server.etcd.records import shard_map, snapshot_roots
 from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.shard import image_file
 from shoal_server.snapshots.library import SnapshotLibrary
@@ -169,6 +171,18 @@ def test_an_unchanged_job_is_not_written_again(opened: ExitStack, tmp_path: Path
     assert not {part.file for part in third.parts} & {part.file for part in first.parts}
 
 
+def test_a_snapshot_does_not_get_the_number_of_a_damaged_one(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers, snapshots = start(opened, tmp_path, num_servers=1)
+    pusher(opened, servers, "m")
+    snapshots.take()
+    damaged = snapshots.take().manifest
+    path = f"job/manifests/{damaged.number:09d}-{damaged.cut_id}.json"
+    snapshots.library.storage.write(path, b"{")
+    assert snapshots.take().manifest.number == 3
+
+
 def test_it_is_restored_on_another_number_of_servers_to_the_last_bit(
     opened: ExitStack, tmp_path: Path
 ) -> None:
@@ -260,6 +274,22 @@ def test_a_server_that_dies_meanwhile_leaves_no_snapshot_and_no_pause(
     with pytest.raises(SnapshotFailed, match="is not registered"):
         snapshots.take()
     assert snapshots.library.list() == []
+
+
+def test_another_cut_is_tried_if_a_primary_is_not_registered(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers, snapshots = start(opened, tmp_path, num_servers=1)
+    pusher(opened, servers, "m")
+    read, num_read = shard_map.servers, 0
+
+    async def missing_at_first(store: Keyspace) -> dict[Holder, str]:
+        nonlocal num_read
+        num_read += 1
+        return {} if num_read == 1 else await read(store)
+
+    monkeypatch.setattr(shard_map, "servers", missing_at_first)
+    assert snapshots.take().manifest.number == 1
 
 
 def test_a_push_that_its_dead_member_left_half_done_is_told(

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -47,6 +48,16 @@ def test_a_connection_that_its_owner_closed_is_nobodys(way: str) -> None:
     with connection() as (caller, taken):
         caller.close()
         assert taken.recv(1) == b""
+        assert user_of_peer(taken) is None
+
+
+def test_a_connection_that_was_reset_is_nobodys(way: str) -> None:
+    with connection() as (caller, taken):
+        # Closing such a socket resets the connection.
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        caller.close()
+        with pytest.raises(ConnectionResetError):
+            taken.recv(1)
         assert user_of_peer(taken) is None
 
 
