@@ -54,11 +54,11 @@ def show(config: ShowConfig) -> int:
 
 
 def meanings() -> Iterator[tuple[str, str]]:
-    """Yield each limit's name, and its meaning in one line."""
+    """Yield each limit's name and its meaning, without line breaks."""
     yield from _CHOSEN.items()
     for name, attribute in vars(Limits).items():
         if isinstance(attribute, property):
-            yield name, (attribute.__doc__ or "").partition("\n")[0]
+            yield name, " ".join((attribute.__doc__ or "").split())
 
 
 def shown(limits: Limits, name: str) -> str:
