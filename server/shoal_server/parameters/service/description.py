@@ -15,7 +15,7 @@ MAX_JOBS = 1024
 
 
 @dataclass(slots=True)
-class PushCounts:
+class PushOutcomeCounts:
     """Counts of one job's pushes to parameters, not to tables, since the server started: parts that
     were refused because of their epoch, and pushes that were applied in part."""
 
@@ -27,14 +27,14 @@ class PushTally:
     """Counts by job, for the 1024 jobs whose first refusal is the newest."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, PushCounts] = OrderedDict()
+        self._jobs: OrderedDict[str, PushOutcomeCounts] = OrderedDict()
 
     def count(self, job: str, outcomes: Iterable[PushOutcome]) -> None:
         """Count the outcomes of one push."""
         kinds = [each.error.kind if each.HasField("error") else "" for each in outcomes]
         if not any(kinds):
             return
-        counts = self._jobs.setdefault(job, PushCounts())
+        counts = self._jobs.setdefault(job, PushOutcomeCounts())
         counts.by_epoch += kinds.count(WrongEpoch.__name__)
         counts.partial += "" in kinds
         if len(self._jobs) > MAX_JOBS:
