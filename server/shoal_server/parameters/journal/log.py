@@ -127,7 +127,8 @@ class Journal:
         self, job: str, shard_id: int, make: Callable[[LoadedImage], State]
     ) -> RecoveredShard[State] | None:
         """Read one shard from disk; None if the journal does not have it. No records of the shard
-        may be appended meanwhile. Blocks. Raises JournalDamaged, naming the file."""
+        may be appended meanwhile. Blocks. Raises JournalDamaged, naming the file, and Unavailable
+        or OSError if a file cannot be read."""
         with self._wake:
             index = self._index.of((job, shard_id))
         recovered = replay(self._config.directory, self._images, index, make)
