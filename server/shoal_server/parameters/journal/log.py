@@ -217,8 +217,8 @@ class Journal:
         job's run, which distinguishes the shard from the same shard of another run.
 
         The image is on disk on return. Blocks. Raises DiskFull or Unavailable, without a change, if
-        the image cannot be written; Unavailable or OSError if superfluous files cannot be removed
-        afterwards.
+        the image cannot be written. If the disk refuses to remove superfluous files afterwards,
+        they stay.
         """
         with self._wake:
             # Higher than the number of any end entry that was appended before.
@@ -230,7 +230,10 @@ class Journal:
         with self._wake:
             superfluous = self._index.put(kept)
             removable = self._index.take_removable()
-        self._remove([superfluous], removable)
+        try:
+            self._remove([superfluous], removable)
+        except (OSError, Unavailable) as error:
+            log.warning("journal_not_tidied", reason=str(error))
 
     def overdue(self) -> Sequence[Key]:
         """Return the keys of the shards that need the oldest segment, once half of `max_bytes` is
