@@ -2,16 +2,11 @@
 
 from collections.abc import Callable
 
-import structlog
-
-from shoal_proto.errors import RetryError
 from shoal_server.core.processes import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.mirror import PrefixMirror
 from shoal_server.etcd.records.servers import Server, parse
-
-log = structlog.get_logger(__name__)
 
 
 class ServerDirectory:
@@ -47,10 +42,7 @@ class ServerDirectory:
 
     async def reach(self, holder: Holder) -> str | None:
         """Return the address of that process, as `address` does; if it is unknown, look it up in
-        etcd first. While etcd is unreachable, None is returned for unknown processes."""
+        etcd first. Raises RetryError if etcd cannot be reached for that."""
         if self.address(holder) is None:
-            try:
-                await self._servers.look_up(holder.server_id)
-            except RetryError as error:
-                log.warning("server_not_looked_up", server=holder.server_id, reason=str(error))
+            await self._servers.look_up(holder.server_id)
         return self.address(holder)

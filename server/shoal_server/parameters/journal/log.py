@@ -127,7 +127,8 @@ class Journal:
         self, job: str, shard_id: int, make: Callable[[LoadedImage], State]
     ) -> RecoveredShard[State] | None:
         """Read one shard from disk; None if the journal does not have it. No records of the shard
-        may be appended meanwhile. Blocks. Raises JournalDamaged, naming the file."""
+        may be appended meanwhile. Blocks. Raises JournalDamaged, naming the file, and Unavailable
+        or OSError if a file cannot be read."""
         with self._wake:
             index = self._index.of((job, shard_id))
         recovered = replay(self._config.directory, self._images, index, make)
@@ -216,8 +217,8 @@ class Journal:
         job's run, which distinguishes the shard from the same shard of another run.
 
         The image is on disk on return. Blocks. Raises DiskFull or Unavailable, without a change, if
-        the image cannot be written; Unavailable or OSError if superfluous files cannot be removed
-        afterwards.
+        the image cannot be written. If the disk refuses to remove superfluous files afterwards,
+        they stay.
         """
         with self._wake:
             # Higher than the number of any end entry that was appended before.
@@ -229,7 +230,10 @@ class Journal:
         with self._wake:
             superfluous = self._index.put(kept)
             removable = self._index.take_removable()
-        self._remove([superfluous], removable)
+        try:
+            self._remove([superfluous], removable)
+        except (OSError, Unavailable) as error:
+            log.warning("journal_not_tidied", reason=str(error))
 
     def overdue(self) -> Sequence[Key]:
         """Return the keys of the shards that need the oldest segment, once half of `max_bytes` is

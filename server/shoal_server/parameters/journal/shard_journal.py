@@ -18,7 +18,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.back_off import BackOff
-from shoal_proto.errors import JournalDamaged, ShoalError
+from shoal_proto.errors import ShoalError
 from shoal_server.core.shards.shard_log import ShardLog
 from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.images.shard_image import ShardImage
@@ -283,7 +283,7 @@ class ShardJournal:
         read = partial(self._journal.read, job, shard_id, make)
         try:
             return await loop.run_in_executor(self._pool, read)
-        except (JournalDamaged, OSError) as error:
+        except (ShoalError, OSError) as error:
             log.error("journal_not_read", job=job, shard_id=shard_id, reason=str(error))
             return None
 

@@ -41,9 +41,10 @@ def damping(kind: str, hyper: HyperParameters, staleness: int) -> Damping:
     """Return the rate factor and the momentum for a gradient. `staleness` is in updates."""
     if not staleness:
         return Damping(1.0, hyper.momentum)
-    if kind == "outer":
+    # At a rate of 0 the bound of 1 / (s + 1) is never reached: only SGD's rule remains.
+    if kind == "outer" and hyper.lr:
         return _outer(hyper, staleness)
-    if kind != "sgd":
+    if kind not in ("sgd", "outer"):
         return Damping(1.0 / math.sqrt(1 + staleness), hyper.momentum)
     slower = 2 * staleness + 1
     if not 0 < hyper.momentum < 1:

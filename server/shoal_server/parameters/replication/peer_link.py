@@ -15,7 +15,7 @@ import grpc
 import structlog
 import torch
 
-from shoal_proto.errors import InternalError, ShoalError
+from shoal_proto.errors import InternalError, RetryError, ShoalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
@@ -51,8 +51,8 @@ class LinkOwner(Protocol):
     """The owner of a link, which has the shards' images and receives the link's events."""
 
     async def reach(self, holder: Holder) -> str | None:
-        """Return the address of that process; None if etcd does not list it, or cannot be asked
-        about a process that is unknown here."""
+        """Return the address of that process; None if etcd does not list it. Raises RetryError if
+        the process is unknown here and etcd cannot be asked about it."""
         ...
 
     def header(self, image: int) -> pb.CutHeader | None:
@@ -161,7 +161,11 @@ class PeerLink:
 
     async def _carried(self) -> LinkBroken:
         """Run the link, and return how it broke."""
-        address = await self._owner.reach(self._to)
+        try:
+            address = await self._owner.reach(self._to)
+        except RetryError as error:
+            log.warning("server_not_looked_up", server=self._to.server_id, reason=str(error))
+            return LinkBroken(self._to, self._number, is_gone=False)
         if address is None:
             return LinkBroken(self._to, self._number, is_gone=True)
         has_replied, reason = False, f"{address} ended the stream"

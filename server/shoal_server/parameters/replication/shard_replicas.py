@@ -14,6 +14,7 @@ from functools import partial
 
 import structlog
 
+from shoal_proto.errors import RetryError
 from shoal_proto.routes import Route
 from shoal_proto.tls.bulk_offers import BulkOffers
 from shoal_server.core.processes import Holder
@@ -425,7 +426,11 @@ class ShardReplicas:
         log.warning(effect.what, **fields)
 
     async def _ask(self, peer: Holder) -> None:
-        address = await self.directory.reach(peer)
+        try:
+            address = await self.directory.reach(peer)
+        except RetryError as error:
+            log.warning("server_not_looked_up", server=peer.server_id, reason=str(error))
+            address = None
         is_there = address is not None and await answers(
             peer, address, options=PEER_OPTIONS, within_s=self._timeouts.silence_s / 2
         )

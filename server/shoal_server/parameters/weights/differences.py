@@ -105,18 +105,17 @@ class WeightDifferences:
         with ExitStack() as claim:
             try:
                 most_bytes = int(MAX_SIZE * target.num_bytes)
-                claim.enter_context(self._memory.reserve(most_bytes, "differences of weights"))
                 loop = asyncio.get_running_loop()
-                difference = await loop.run_in_executor(
-                    self._threads, _made, base, target, key.elements
-                )
+                with self._memory.reserve(most_bytes, "differences of weights"):
+                    difference = await loop.run_in_executor(
+                        self._threads, _made, base, target, key.elements
+                    )
+                if difference is not None:
+                    taken = self._memory.reserve(difference.num_bytes, "differences of weights")
+                    claim.enter_context(taken)
             except Overloaded as error:
                 log.info("difference_not_made", series=key.series, reason=str(error))
                 difference = None
-            claim.close()
-            if difference is not None:
-                taken = self._memory.reserve(difference.num_bytes, "differences of weights")
-                claim.enter_context(taken)
             kept = self._kept[key] = _CachedDifference(difference, claim.pop_all(), self._now_s())
         if len(self._kept) > MAX_KEPT:
             self._drop(next(iter(self._kept)))

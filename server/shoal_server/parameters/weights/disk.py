@@ -1,6 +1,7 @@
 """Segments on this server's own disk, for versions that must survive the end of all servers."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from shoal_proto.segments.sealed import Segment, SegmentWriter
 log = structlog.get_logger(__name__)
 
 DRAFT = ".draft"
+_DIGEST = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class WeightDisk:
@@ -93,7 +95,7 @@ class WeightDisk:
             job, name, file = path.relative_to(self._directory).parts
             if file.endswith(DRAFT):
                 path.unlink()
-            elif is_name(job) and is_name(name) and len(file) == 2 * DIGEST_BYTES:
+            elif is_name(job) and is_name(name) and _DIGEST.fullmatch(file):
                 yield f"{job}/{name}", bytes.fromhex(file)
 
     def _path(self, series: str, digest: bytes) -> Path:

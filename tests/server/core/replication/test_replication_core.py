@@ -1,5 +1,6 @@
 """Decisions of one server about its shards, event by event."""
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -168,6 +169,29 @@ def test_a_push_is_acknowledged_once_every_backup_has_it() -> None:
     assert only(AcknowledgeVersion, world.answered(C, RecordsReceived(KEY, 1, 2))) == [
         AcknowledgeVersion("asked")
     ]
+
+
+class Caller:
+    """A token that a weak reference can follow."""
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["in time", "after the answer"])
+def test_nothing_is_kept_of_an_abandoned_wait(is_late: bool) -> None:
+    """Not even if the answer was on its way when the caller gave up."""
+    world = World()
+    world.led(B)
+    world.tell(applied(2))
+    caller = Caller()
+    kept = weakref.ref(caller)
+    world.tell(ev.AckRequested(caller, KEY, 1, 2, ev.AckLevel.REPLICATED))
+    if not is_late:
+        world.tell(ev.AckAbandoned(caller, KEY))
+    answers = only(AcknowledgeVersion, world.answered(B, RecordsReceived(KEY, 1, 2)))
+    assert answers == ([AcknowledgeVersion(caller)] if is_late else [])
+    if is_late:
+        world.tell(ev.AckAbandoned(caller, KEY))
+    del caller, answers
+    assert kept() is None
 
 
 @pytest.mark.parametrize("level", list(ev.AckLevel))

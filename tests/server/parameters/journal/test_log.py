@@ -326,6 +326,25 @@ def no_new_segments(error: int) -> Iterator[None]:
         yield
 
 
+def test_an_image_counts_although_old_segments_cannot_be_removed(tmp_path: Path) -> None:
+    """The shard's records go on after the image, and the next process finds all of them."""
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    shard = Log(0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "unlink", refused)
+        with Journal(config(tmp_path, segment_bytes=200)) as journal:
+            journal.put_image("job", 1, shard.image())
+            for value in range(20):
+                journal.append("job", 0, 1, shard.push(value)).result(LIMIT_S)
+            assert len(segments(tmp_path)) > 2
+            journal.put_image("job", 1, shard.image())
+            journal.append("job", 0, 1, shard.push(20)).result(LIMIT_S)
+    assert contents(tmp_path) == {("job", 0): (1, bytes(range(21)))}
+
+
 def test_a_server_that_is_started_on_a_full_disk_has_what_is_on_it(tmp_path: Path) -> None:
     """Callers that wait for the disk get an error; journaling resumes once there is room."""
     shard = Log(0)

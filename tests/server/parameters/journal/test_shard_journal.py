@@ -67,3 +67,31 @@ async def test_a_shard_of_another_run_takes_the_place_of_the_last_one(tmp_path: 
             assert await on_disk.get() == 1
     (found,) = Journal(config).recover(restore)
     assert found.epoch == 1
+
+
+def make_unreadable(directory: Path) -> None:
+    """Put a directory in place of the only image of a journal."""
+    (path,) = directory.glob("images/job/*")
+    path.unlink()
+    path.mkdir()
+
+
+async def test_a_shard_whose_image_cannot_be_read_counts_as_missing(tmp_path: Path) -> None:
+    """An error would end the task that loads the shard, and nothing would report it as missing."""
+
+    async def take(replica: ShardReplica) -> ShardImage:
+        return replica.image()
+
+    config = JournalConfig(directory=tmp_path)
+    with ThreadPoolExecutor(1) as pool, Journal(config) as journal:
+        with new_led(epoch=1).image() as image:
+            journal.put_image("job", 1, image)
+        make_unreadable(tmp_path)
+        kept = ShardJournal(
+            journal,
+            pool,
+            take=take,
+            on_disk=lambda replica, version: None,
+            on_failure=lambda replica: None,
+        )
+        assert await kept.read("job", 0, restore) is None

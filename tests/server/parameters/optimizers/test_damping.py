@@ -55,6 +55,16 @@ def test_a_stale_round_goes_its_share_of_the_way(
     assert math.isclose(lr * rate / (1 - left), expected, rel_tol=1e-4)
 
 
+@given(momentum=st.floats(0.0, 0.99), staleness=st.integers(1, 1000))
+def test_a_round_at_a_rate_of_0_is_damped_as_at_a_rate_near_0(
+    momentum: float, staleness: int
+) -> None:
+    """A rate of 0 is allowed, as at the start of a warm-up."""
+    at_0 = damping("outer", HyperParameters(lr=0.0, momentum=momentum), staleness)
+    near_0 = damping("outer", HyperParameters(lr=1e-9, momentum=momentum), staleness)
+    assert at_0 == pytest.approx(near_0, rel=1e-4)
+
+
 def test_a_fresh_round_has_the_step_that_was_asked_for() -> None:
     """The outer step of one member is DiLoCo's."""
     assert damping("outer", HyperParameters(lr=0.7, momentum=0.9), 0) == (1.0, 0.9)

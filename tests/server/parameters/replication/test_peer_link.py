@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from shoal_proto.errors import AccessDenied
+from shoal_proto.errors import AccessDenied, Unavailable
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.replication_pb2 import PushRecord
@@ -19,7 +19,10 @@ from shoal_server.core.replication.protocol.events import (
 )
 from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
 from shoal_server.core.shards.shard_log import ShardLog
+from shoal_server.etcd.api import KeyValue
+from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
+from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.replication import peer_link
 from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.replication.peer_link import PeerLink
@@ -67,6 +70,42 @@ def test_a_link_that_fails_for_whatever_reason_is_told_to_be_broken() -> None:
         await link.close()
 
     asyncio.run(run())
+
+
+class Etcd(MemoryStore):
+    """An etcd that can be cut off once all servers have been listed."""
+
+    is_cut_off = False
+
+    async def get(self, key: str) -> KeyValue | None:
+        if self.is_cut_off:
+            raise Unavailable("etcd cannot be reached")
+        return await super().get(key)
+
+
+class Following(Refused):
+    """Owner that looks the other server up in etcd."""
+
+    def __init__(self, directory: ServerDirectory) -> None:
+        super().__init__()
+        self._directory = directory
+
+    async def reach(self, holder: Holder) -> str | None:
+        return await self._directory.reach(holder)
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+async def test_an_unknown_peer_is_gone_only_if_etcd_says_so(is_cut_off: bool) -> None:
+    """While etcd cannot be asked, the peer may live: its copies are not to be given up at once."""
+    store = Etcd()
+    async with ServerDirectory(store, lambda: None) as directory, asyncio.timeout(WITHIN_S):
+        store.is_cut_off = is_cut_off
+        owner = Following(directory)
+        link = PeerLink(ME, PEER, 3, owner, PeerTimeouts())
+        link.start()
+        assert await owner.told.get() == LinkBroken(PEER, 3, is_gone=not is_cut_off)
+        await link.close()
+    await store.close()
 
 
 class Open(Refused):

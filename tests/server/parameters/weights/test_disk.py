@@ -41,6 +41,17 @@ def test_what_was_half_written_counts_for_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*/*/*")) == []
 
 
+@pytest.mark.parametrize("name", ["x" * 32, "AB" * 16, "ab " * 10 + "ab"])
+def test_a_file_that_is_not_named_after_a_digest_is_left_alone(tmp_path: Path, name: str) -> None:
+    """A stray file does not keep a server from its start."""
+    disk, segment = WeightDisk(tmp_path), sealed(b"weights")
+    disk.write(SERIES, segment)
+    stray = tmp_path / SERIES / name
+    stray.write_bytes(b"stray")
+    assert WeightDisk(tmp_path).all() == [(SERIES, segment.digest)]
+    assert stray.exists()
+
+
 @pytest.mark.parametrize("damage", ["changed", "shorter", "longer", "empty"])
 def test_a_damaged_file_is_removed_and_not_served(tmp_path: Path, damage: str) -> None:
     disk, segment = WeightDisk(tmp_path), sealed(b"weights")

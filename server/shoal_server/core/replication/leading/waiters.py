@@ -12,7 +12,8 @@ class Waiters:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Token]] = []
-        self._abandoned: set[Token] = set()
+        self._waiting: set[Token] = set()
+        """Tokens in the heap whose callers have not abandoned their wait."""
         self._order = count()
 
     def __bool__(self) -> bool:
@@ -20,10 +21,11 @@ class Waiters:
 
     def add(self, version: int, token: Token) -> None:
         heapq.heappush(self._heap, (version, next(self._order), token))
+        self._waiting.add(token)
 
     def abandon(self, token: Token) -> None:
-        """Mark a waiter as abandoned; it must be waiting here."""
-        self._abandoned.add(token)
+        """Mark a waiter as abandoned, if it is waiting here."""
+        self._waiting.discard(token)
 
     def release(self, safe: int) -> Iterator[Token]:
         """Remove and yield waiters whose version is safe, oldest version first."""
@@ -36,7 +38,6 @@ class Waiters:
             yield from self._live(heapq.heappop(self._heap)[2])
 
     def _live(self, token: Token) -> Iterator[Token]:
-        if token in self._abandoned:
-            self._abandoned.discard(token)
-        else:
+        if token in self._waiting:
+            self._waiting.remove(token)
             yield token

@@ -1,0 +1,50 @@
+"""Answers of a server to questions about its segments."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from shoal_proto.v1 import weights_pb2 as pb
+from shoal_server.core.processes import Holder
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.chunk_assembler import Budget
+from shoal_server.parameters.shard.memory import Memory
+from shoal_server.parameters.weights.disk import WeightDisk
+from shoal_server.parameters.weights.holdings import WeightHoldings
+from shoal_server.parameters.weights.servicer import WeightsServicer
+from shoal_server.parameters.weights.store import SegmentOrigin
+from shoal_server.parameters.weights.upkeep import WeightUpkeep
+
+SERIES = "job/policy"
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+async def test_a_server_with_a_disk_says_that_a_segment_will_be_on_it(
+    tmp_path: Path, has_disk: bool
+) -> None:
+    """The coordinator asks again only such a server about a segment that is not on disk yet."""
+    unused = cast("Any", None)
+    disk = WeightDisk(tmp_path) if has_disk else None
+    memory = Memory(1000, Catalog(MemoryStore(), Holder("ps-0", "one")), Budget(1000))
+    with ThreadPoolExecutor(1) as threads:
+        holdings = WeightHoldings(memory, threads, unused)
+        servicer = WeightsServicer(
+            "ps-0",
+            records=unused,
+            holdings=holdings,
+            differences=unused,
+            upkeep=WeightUpkeep("ps-0", holdings, unused, threads=threads, disk=disk),
+            peers=unused,
+            offers=unused,
+        )
+        origin = SegmentOrigin(epoch=1, publication=1, rank=0)
+        segment = await holdings.make(SERIES, 100, origin, lambda buffer: None)
+        request = pb.HoldsSegmentsRequest(series=SERIES, digests=[segment.digest])
+        reply = await servicer.Holds(request, unused)
+        assert list(reply.held) == [segment.digest]
+        assert not reply.durable
+        assert reply.writes_to_disk == has_disk
+        holdings.close()
