@@ -45,10 +45,10 @@ def test_each_element_is_written_once_by_the_lowest_rank_that_holds_it(held, wri
 @pytest.mark.parametrize(
     ("held", "error", "reason"),
     [
-        ([[TOP], []], InvalidSpec, "no rank holds all of model.w"),
-        ([[TOP], [LEFT]], InvalidSpec, "cross each other"),
+        ([[TOP], []], InvalidSpec, "the ranks together do not hold all of model.w"),
+        ([[TOP], [LEFT]], InvalidSpec, "overlap each other"),
         # As many elements as the whole tensor has, but some twice and some not at all.
-        ([[TOP], [outline((1, 0), (2, 6))]], InvalidSpec, "cross each other"),
+        ([[TOP], [outline((1, 0), (2, 6))]], InvalidSpec, "overlap each other"),
         ([[TOP], [outline((0, 0), (4, 6), shape=(4, 7))]], ShapeMismatch, "rank 1"),
         ([[TOP], [outline((2, 0), (2, 6), dtype=torch.float64)]], DtypeMismatch, "rank 1"),
     ],
