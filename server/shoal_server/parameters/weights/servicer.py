@@ -87,7 +87,9 @@ class WeightsServicer(WeightStoreServicer):
     ) -> pb.HoldsSegmentsReply:
         held = [each for each in request.digests if self._holdings.holds(request.series, each)]
         durable = [each for each in held if self._upkeep.is_durable(request.series, each)]
-        return pb.HoldsSegmentsReply(held=held, durable=durable)
+        return pb.HoldsSegmentsReply(
+            held=held, durable=durable, writes_to_disk=self._upkeep.writes_to_disk
+        )
 
     async def Copy(self, request: pb.CopySegmentsRequest, context: Context) -> pb.CopySegmentsReply:
         held = []

@@ -64,6 +64,11 @@ class WeightUpkeep:
             self._may_remove = True
             self._wake.set()
 
+    @property
+    def writes_to_disk(self) -> bool:
+        """True if this server writes the segments that it is to hold to disk."""
+        return self._disk is not None
+
     def is_durable(self, series: str, digest: bytes) -> bool:
         """True if the segment is on this server's disk."""
         return self._disk is not None and self._disk.holds(series, digest)
