@@ -253,6 +253,9 @@ def test_bad_datasets_and_sizes_are_refused_by_name() -> None:
     """The text has the value seen and the value expected."""
     with pytest.raises(InvalidSpec, match=r"\[3, 4\]"):
         describe((torch.zeros(3), torch.zeros(4)))
+    for columns in ((torch.zeros(3), torch.tensor(1.0)), (torch.tensor(1.0),)):
+        with pytest.raises(InvalidSpec, match=r"have none; saw \[.*None\]"):
+            dataset_size(columns)
     with pytest.raises(InvalidSpec, match="no length"):
         dataset_size(iter([1]))  # type: ignore[arg-type]
     loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2)
