@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from shoal.data.batches import Batch, Loader, dataset_size, describe
 from shoal.data.loading import Loading
 from shoal.data.order import Order, share
 from shoal.data.parts import cut
+from shoal.data.samples import Samples
 from shoal_proto.errors import InvalidSpec
 
 orders = st.builds(
@@ -208,6 +209,16 @@ def test_torchs_own_collate_goes_by_the_type_of_a_sample(
         else:
             assert [tuple(each.shape) for each in batch.inputs] == [(size, 2, 3)] * 2
             assert batch.targets is None
+
+
+def test_a_void_batch_of_a_dataset_that_loads_whole_batches_is_not_loaded() -> None:
+    """Its begin is reported all the same, as that of a sample is."""
+    loaded: list[int] = []
+    answers = [False]
+    dataset = Described(loaded.append, is_loaded_together=True)
+    samples = Samples(dataset, default_collate, 0, seeded=False)
+    assert samples.batch(0, [1, 2], answers.pop) is None
+    assert not loaded and not answers
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
