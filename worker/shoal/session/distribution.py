@@ -338,10 +338,10 @@ class Distribution:
         if self._parameters is not None:
             self._parameters.check(0)
 
-    def note_samples(self, dataset: Any, order: Order) -> Mapping[str, str]:
+    def note_samples(self, dataset: Any, order: Callable[[], Order]) -> Mapping[str, str]:
         """Set and return the proposal's fields about the samples. Warns of layers that may not
-        train in small shares."""
-        details, samples = self._controller.details, fields_of(dataset, order)
+        train in small shares. `order` returns the present order."""
+        details, samples = self._controller.details, fields_of(dataset, order())
         self.fields |= samples
         content, listings = content_fields(dataset)
         details.optional_fields |= content
@@ -349,7 +349,7 @@ class Distribution:
         details.shares = self._share_sizes(order)
         return {**samples, **content}
 
-    def _share_sizes(self, order: Order) -> ShareSizes | None:
+    def _share_sizes(self, order: Callable[[], Order]) -> ShareSizes | None:
         """Return the sizes of shares; None if no layer depends on the number of members."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
             return None
