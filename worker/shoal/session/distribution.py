@@ -406,8 +406,8 @@ def _check_scales(strategy: Strategy, registered: RegisteredState) -> None:
         raise InvalidSpec(
             f"strategy {strategy.name} does not unscale gradients",
             seen="a registered GradScaler",
-            expected="ddp or zero1 without compression, zero2, fsdp or tensor without cpu_offload;"
-            " or bfloat16, which needs no scaling",
+            expected="ddp or zero1 without compression; zero2, zero3, fsdp or hsdp without"
+            " cpu_offload; tensor or fsdp-tensor; or bfloat16, which needs no scaling",
         )
 
 
