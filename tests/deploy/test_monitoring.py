@@ -126,6 +126,14 @@ def test_a_launcher_tells_how_its_workers_ended() -> None:
     assert found["shoal_launcher_worker_restarts_total{}"] == 1
 
 
+def test_a_restart_that_is_still_to_come_is_not_counted() -> None:
+    waits = WorkerSlot(index=0, member_id="w0", start_at_s=1.0)
+    waits.exits = [Exit(code=1, ending=MembershipEnding.PASSING)]
+    families = _Collector([waits]).collect()
+    (restarts,) = (each for each in families if each.name == "shoal_launcher_worker_restarts")
+    assert [each.value for each in restarts.samples] == [0]
+
+
 def test_a_histogram_counts_what_took_no_longer_than_each_bound() -> None:
     durations = Durations(("what",))
     for seconds in (0.0005, 0.02, 1000.0):

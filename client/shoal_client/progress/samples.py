@@ -78,6 +78,8 @@ class SampleClient:
         self._answered: dict[int, list[SampleRange]] = {}
         """Completed ranges by the request that reported them, which may not be durable yet."""
         self._unanswered: samples_pb2.LeaseRequest | None = None
+        self._not_held: list[SampleRange] = []
+        """Ranges reported as not held by answers that `lease` has not returned."""
         self._sequence = 0
 
     @property
@@ -112,12 +114,14 @@ class SampleClient:
             self._unreported = joined([*self._unreported, *done])
             self._given_back = joined([*self._given_back, *back])
             self._held = without(self._held, [*done, *back])
+            answer = None
             if self._unanswered is not None:
                 # The request may have been carried out: a retry gets the first answer.
                 answer = self._call(self._unanswered, timeout_s)
-                if answer.exhausted or (answer.range is not None and num_samples):
-                    return answer
-            return self._call(self._request(num_samples, reserve), timeout_s)
+            if answer is None or not (answer.exhausted or (answer.range and num_samples)):
+                answer = self._call(self._request(num_samples, reserve), timeout_s)
+            self._not_held = []
+            return answer
 
     def _call(self, request: samples_pb2.LeaseRequest, timeout_s: float) -> SampleLease:
         self._unanswered = request
@@ -141,7 +145,8 @@ class SampleClient:
             self._answered[request.sequence] = list(map(_range, request.completed))
         for sequence in [s for s in self._answered if s <= reply.durable_sequence]:
             del self._answered[sequence]
-        not_held = tuple(map(_range, reply.not_held))
+        not_held = list(map(_range, reply.not_held))
+        self._not_held = joined([*self._not_held, *not_held])
         leased = _range(reply.range) if reply.HasField("range") else None
         now_leased = [leased] if leased is not None else []
         self._held = joined([*without(self._held, not_held), *now_leased])
@@ -150,7 +155,7 @@ class SampleClient:
             exhausted=reply.exhausted,
             retry_after_s=reply.retry_after_s,
             reserve_max=reply.reserve_max_samples,
-            not_held=not_held,
+            not_held=tuple(self._not_held),
         )
 
     def _request(self, num_samples: int, reserve: Reserve | None) -> samples_pb2.LeaseRequest:

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from shoal.data.batches import Batch, Loader, dataset_size, describe
 from shoal.data.loading import Loading
 from shoal.data.order import Order, share
 from shoal.data.parts import cut
+from shoal.data.samples import Samples
 from shoal_proto.errors import InvalidSpec
 
 orders = st.builds(
@@ -210,6 +211,16 @@ def test_torchs_own_collate_goes_by_the_type_of_a_sample(
             assert batch.targets is None
 
 
+def test_a_void_batch_of_a_dataset_that_loads_whole_batches_is_not_loaded() -> None:
+    """Its begin is reported all the same, as that of a sample is."""
+    loaded: list[int] = []
+    answers = [False]
+    dataset = Described(loaded.append, is_loaded_together=True)
+    samples = Samples(dataset, default_collate, 0, seeded=False)
+    assert samples.batch(0, [1, 2], answers.pop) is None
+    assert not loaded and not answers
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
     ("make", "collate", "lengths"),
@@ -253,6 +264,9 @@ def test_bad_datasets_and_sizes_are_refused_by_name() -> None:
     """The text has the value seen and the value expected."""
     with pytest.raises(InvalidSpec, match=r"\[3, 4\]"):
         describe((torch.zeros(3), torch.zeros(4)))
+    for columns in ((torch.zeros(3), torch.tensor(1.0)), (torch.tensor(1.0),)):
+        with pytest.raises(InvalidSpec, match=r"have none; saw \[.*None\]"):
+            dataset_size(columns)
     with pytest.raises(InvalidSpec, match="no length"):
         dataset_size(iter([1]))  # type: ignore[arg-type]
     loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2)

@@ -13,7 +13,7 @@ from shoal.embedding.routing import route
 from shoal.embedding.rows import TableRows
 from shoal_client.parameters.table_rows import Gradients, Rows, TablePushResult, Where
 from shoal_client.parameters.table_rows import route as route_one_by_one
-from shoal_proto.errors import NonFiniteGradient
+from shoal_proto.errors import InvalidSpec, NonFiniteGradient
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
@@ -73,6 +73,12 @@ def test_what_is_too_old_is_not_found() -> None:
 def new_rows(bound: int = 0) -> TableRows:
     spec = TableSpec(name="t", dim=1, dtype="float32", num_shards=1)
     return TableRows(spec, cache_rows=64, staleness_bound=bound)
+
+
+def test_a_dtype_without_rows_is_refused_by_name() -> None:
+    spec = TableSpec(name="t", dim=1, dtype="int64", num_shards=1)
+    with pytest.raises(InvalidSpec, match=r"table t has a dtype.*saw 'int64'; expected float32"):
+        TableRows(spec, cache_rows=64, staleness_bound=0)
 
 
 def use(rows: TableRows, births: dict[int, int], version: int) -> torch.Tensor:

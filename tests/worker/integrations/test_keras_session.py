@@ -159,6 +159,8 @@ def test_what_a_session_cannot_keep_exact_is_refused(session: shoal.Session) -> 
     model.compile(optimizer="sgd", loss="mse")
     with pytest.raises(InvalidSpec, match="strategy pipeline"):
         session.distribute(model, model.optimizer, strategy="pipeline")
+    with pytest.raises(InvalidSpec, match="BatchNormalization"):
+        session.distribute(model, model.optimizer, sync_batchnorm=True)
     with pytest.raises(InvalidSpec, match="in no session"):
         SessionBatches(model, bodies.data(), global_batch_size=12)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
@@ -36,6 +36,7 @@ from torchmetrics import MeanMetric
 import shoal
 from shoal.integrations.agreed_stopping import AgreedCheckpoints
 from shoal.integrations.lightning import SessionStrategy
+from shoal.integrations.trainer_limits import epochs_of
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, JobFinished
 
@@ -362,6 +363,18 @@ def test_scripts_are_told_how_long_the_job_trains(
     trainer.fit(module, elastic.batches(data(), global_batch_size=12, **of_batches))
     assert Asking.asked == asked
     assert session.step_number == trainer.global_step == steps
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "of_batches", "expected"),
+    [(1000, None, 1000), (1000, 1000, 1000), (1000, 2, 2), (-1, None, 1)],
+)
+def test_a_trainers_thousand_epochs_are_trained_unless_batches_have_their_own(
+    max_epochs: int, of_batches: int | None, expected: int
+) -> None:
+    """Lightning, too, trains 1000 epochs, also if the Trainer was given none."""
+    trainer = Trainer(max_epochs=max_epochs, accelerator="cpu", logger=False)
+    assert epochs_of(trainer, of_batches, 5) == expected
 
 
 def test_two_lengths_are_refused(session: shoal.Session) -> None:

@@ -150,6 +150,13 @@ def test_an_optimizer_keeps_the_parameters_and_generators_stay_as_they_are() -> 
     assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
 
 
+def test_the_generators_of_gpus_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    initialise(on_meta(Net), torch.device("cpu"), SEED)
+    assert not seeds
+
+
 def test_buffers_are_made_and_parameters_stay() -> None:
     """Buffers that are in no state are made too: no other member could send them."""
     model = nn.Sequential(on_meta(Rotary), on_meta(nn.BatchNorm1d, 3))

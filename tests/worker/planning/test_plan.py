@@ -256,6 +256,15 @@ def test_a_plan_is_a_table() -> None:
     assert "0-2 all_gather forward 2 45 KiB" in lines
 
 
+def test_a_size_just_below_a_unit_is_given_in_that_unit() -> None:
+    """Three digits would not do for 1000 KiB."""
+    with torch.device("meta"):
+        model = nn.Linear(256, 1000, bias=False)
+    table = str(shoal.plan(model, FSDP(min_group_bytes=0), world_size=2))
+    assert "(model) 1 0.977 MiB" in [" ".join(line.split()) for line in table.splitlines()]
+    assert "e+" not in table
+
+
 def titles_of(*groups: tuple[str, int]) -> list[str]:
     made = [GroupFigures(title=t, num_parameters=2, num_bytes=size) for t, size in groups]
     folded = fold(made)

@@ -11,6 +11,9 @@ from support.members.small_shares import SMALLEST, Norms, train, train_member
 from support.processes.ranks import Ranks
 
 import shoal
+from shoal.data.batches import Loader
+from shoal.data.order import Order, SamplePosition
+from shoal.data.share_sizes import ShareSizes
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
@@ -48,6 +51,17 @@ def test_members_are_warned_at_the_beginning(
         assert "drop_last=True" in warning["hint"]
         assert "sync_batchnorm=True" in warning["hint"]
         assert "--max" in warning["hint"]
+
+
+def test_the_smallest_batch_follows_a_change_of_the_batch_size() -> None:
+    """The epoch's other samples are divided anew, from where the change is."""
+    loader = Loader((torch.zeros(20),), Order(num_samples=20, global_batch_size=6, num_epochs=2))
+    sizes = ShareSizes(lambda: loader.order, 4)
+    assert sizes.smallest_batch == 2
+    loader.begin_at(SamplePosition(step=1, epoch=0, offset=7))
+    assert sizes.smallest_batch == 1
+    loader.begin_at(SamplePosition(step=4, epoch=1, offset=5))
+    assert sizes.smallest_batch == 3
 
 
 def test_an_error_of_batchnorm_names_the_remedies(cluster: LocalCluster) -> None:

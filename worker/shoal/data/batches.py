@@ -337,10 +337,12 @@ def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
         return None
     if not all(isinstance(column, Tensor) for column in columns):
         return None
-    lengths = [len(column) for column in columns]
-    if len(set(lengths)) != 1:
+    lengths = [len(column) if column.ndim else None for column in columns]
+    if len(set(lengths)) != 1 or None in lengths:
         raise InvalidSpec(
-            "the tensors of the dataset differ in length", seen=str(lengths), expected="one length"
+            "the tensors of the dataset differ in length, or have none",
+            seen=str(lengths),
+            expected="one length",
         )
     return columns
 

@@ -116,6 +116,8 @@ class Samples:
         index: int | None = None
         try:
             if not self._seeded and hasattr(self.dataset, "__getitems__"):
+                if not go_on():
+                    return None
                 items = self.dataset.__getitems__(list(indices))
                 return self._collated(items, epoch, indices)
             items = []

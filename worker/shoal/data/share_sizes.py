@@ -1,7 +1,7 @@
 """Check that shares do not become too small for BatchNorm, which cannot normalise one value."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 import torch
@@ -25,13 +25,25 @@ class ShareSizes:
     if its input has one value for each sample and channel: the first forward pass shows that.
     """
 
-    def __init__(self, order: Order, most_members: int) -> None:
-        """`most_members`: the largest number of members that the job may have."""
-        rest = order.num_samples % order.global_batch_size
-        self.smallest_batch = order.global_batch_size if order.drop_last or not rest else rest
+    def __init__(self, order: Callable[[], Order], most_members: int) -> None:
+        """`order` returns the present order, whose origin is known only when training begins.
+        `most_members`: the largest number of members that the job may have."""
+        self._order = order
         self._most_members = most_members
         self._needs_two = self._is_warned = False
         before_calls(functional, "_verify_batch_size", _look)
+
+    @property
+    def smallest_batch(self) -> int:
+        """Number of samples of the smallest batch since the order's origin."""
+        order = self._order()
+        whole, origin = order.global_batch_size, order.origin
+        if order.drop_last:
+            return whole
+        lengths = [max(order.num_samples - origin.offset, 0)]
+        if origin.epoch + 1 < order.num_epochs:
+            lengths.append(order.num_samples)
+        return min(length % whole or whole for length in lengths)
 
     @property
     def _fitting(self) -> int:

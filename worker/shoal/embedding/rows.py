@@ -13,7 +13,7 @@ from shoal.embedding.cache import CachedRows, HotRows
 from shoal.embedding.routing import Ids, RoutedIds, route
 from shoal.embedding.row_codec import RowCodec
 from shoal_client.parameters.table_rows import Gradients, Rows, TablePushResult, Where
-from shoal_proto.errors import NonFiniteGradient
+from shoal_proto.errors import InvalidSpec, NonFiniteGradient
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
 
 log = structlog.get_logger(__name__)
@@ -87,7 +87,14 @@ class TableRows:
         staleness_bound: int,
         codec: RowCodec | None = None,
     ) -> None:
-        """`codec`: encodes gradients, if that makes them smaller."""
+        """`codec`: encodes gradients, if that makes them smaller. Raises InvalidSpec for a dtype
+        that is not supported."""
+        if spec.dtype not in DTYPES:
+            raise InvalidSpec(
+                f"table {spec.name} has a dtype that no row optimizer supports",
+                seen=repr(spec.dtype),
+                expected=", ".join(DTYPES),
+            )
         self.spec = spec
         self._dtype = DTYPES[spec.dtype]
         self._codec = codec if codec and codec.shrinks(spec.dim, self._dtype) else None

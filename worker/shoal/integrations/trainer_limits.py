@@ -14,28 +14,31 @@ from shoal_proto.errors import InvalidSpec
 
 NO_LIMIT = -1
 TRAINER_DEFAULT = 1000
-"""Lightning's value for a `max_epochs` that was not given."""
+"""Lightning's value for a `max_epochs` that was not given: a Trainer to which 1000 was given is the
+same."""
 
 
 def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
     """Return the number of epochs of the data: `epochs` of the batches, else the Trainer's limit,
-    else 1. A `max_epochs` of 1000 counts as not given.
+    which is 1000 by default, as without a session; 1 if both are without a limit.
 
-    Raises InvalidSpec if both are given and differ.
+    Raises InvalidSpec if both are given and differ. With `epochs`, a limit of 1000 counts as not
+    given.
     """
     limit = trainer.max_epochs
     if epochs is None and trainer.max_steps != NO_LIMIT and limit == NO_LIMIT:
         return max(1, math.ceil(trainer.max_steps / steps_per_epoch))
-    if limit in (None, NO_LIMIT, TRAINER_DEFAULT):
+    if limit is None or limit == NO_LIMIT:
         return 1 if epochs is None else epochs
-    assert isinstance(limit, int)
-    if epochs is not None and limit != epochs:
+    if epochs is None:
+        return limit
+    if limit not in (epochs, TRAINER_DEFAULT):
         raise InvalidSpec(
             "the Trainer and its batches are of different lengths",
             seen=f"Trainer(max_epochs={limit}) and batches(..., epochs={epochs})",
             expected="the same, or max_epochs=-1, or batches without epochs=",
         )
-    return limit
+    return epochs
 
 
 def refuse_parts_of_epochs(trainer: Trainer) -> None:

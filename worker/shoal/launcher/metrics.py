@@ -87,7 +87,7 @@ class _Collector:
         for cause, count in sorted(counts.items()):
             ended.add_metric([cause], count)
         yield ended
-        restarts = sum(max(0, len(slot.exits) - slot.is_over) for slot in self._slots)
+        restarts = sum(max(0, len(s.exits) - (s.process is None)) for s in self._slots)
         yield core.CounterMetricFamily(
             "shoal_launcher_worker_restarts",
             "Worker processes that were started in the place of one that had ended.",

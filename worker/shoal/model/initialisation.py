@@ -103,7 +103,8 @@ def initialised_copy(model: nn.Module, seed: int) -> nn.Module:
     memory: dict[int, Tensor] = {}
     marked = {path: _with_memory(part, memory) for path, part in parts}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # Not torch.manual_seed, which also seeds the generators of GPUs.
+        torch.default_generator.manual_seed(seed)
         for _, part in parts:
             _reset(part)
     for path, tensors in marked.items():

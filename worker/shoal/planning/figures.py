@@ -305,7 +305,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -
 def _size(num_bytes: int) -> str:
     """Format a size: exact below 10 KiB, otherwise with three digits."""
     size, unit = float(num_bytes), 0
-    while size >= 10 * 1024 or (unit and size >= 1024):
+    while size >= 10 * 1024 or (unit and size >= 999.5):
         size, unit = size / 1024, unit + 1
     return f"{num_bytes} B" if not unit else f"{size:.3g} {_UNITS[unit]}"
 

@@ -338,10 +338,10 @@ class Distribution:
         if self._parameters is not None:
             self._parameters.check(0)
 
-    def note_samples(self, dataset: Any, order: Order) -> Mapping[str, str]:
+    def note_samples(self, dataset: Any, order: Callable[[], Order]) -> Mapping[str, str]:
         """Set and return the proposal's fields about the samples. Warns of layers that may not
-        train in small shares."""
-        details, samples = self._controller.details, fields_of(dataset, order)
+        train in small shares. `order` returns the present order."""
+        details, samples = self._controller.details, fields_of(dataset, order())
         self.fields |= samples
         content, listings = content_fields(dataset)
         details.optional_fields |= content
@@ -349,7 +349,7 @@ class Distribution:
         details.shares = self._share_sizes(order)
         return {**samples, **content}
 
-    def _share_sizes(self, order: Order) -> ShareSizes | None:
+    def _share_sizes(self, order: Callable[[], Order]) -> ShareSizes | None:
         """Return the check of share sizes for BatchNorm; None if BatchNorm is synced, or under a
         strategy that cannot sync it."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
@@ -407,8 +407,8 @@ def _check_scales(strategy: Strategy, registered: RegisteredState) -> None:
         raise InvalidSpec(
             f"strategy {strategy.name} does not unscale gradients",
             seen="a registered GradScaler",
-            expected="ddp or zero1 without compression, zero2, fsdp or tensor without cpu_offload;"
-            " or bfloat16, which needs no scaling",
+            expected="ddp or zero1 without compression; zero2, zero3, fsdp or hsdp without"
+            " cpu_offload; tensor or fsdp-tensor; or bfloat16, which needs no scaling",
         )
 
 

@@ -320,7 +320,7 @@ class Session:
         )
         loader = options.loader(dataset, together=strategy.synchronous)
         loader.while_waiting(self._leaving.check_drain)
-        samples = self._trained.note_samples(dataset, loader.order)
+        samples = self._trained.note_samples(dataset, lambda: loader.order)
         strategy.trains_on({**samples, "order": loader.order.name}, loader.order)
         kind = SynchronousBatches if strategy.synchronous else LeasedBatches
         self._source = kind(self._controller, self._trained.fields, loader)

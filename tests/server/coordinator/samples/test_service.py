@@ -240,6 +240,25 @@ async def test_with_a_reserve_a_coordinators_death_repeats_nothing(world: World)
     assert (counts.completed, counts.repeated_max) == (100, 0)
 
 
+async def test_a_repeated_requests_lost_ranges_are_told_with_the_next_answer(world: World) -> None:
+    """The repeated request leases nothing, so the client makes another one, which names only the
+    ranges that are still held. The member must not begin the others."""
+    await world.join("a", "1")
+    await world.join("b", "1")
+    async with world.serving() as (_, address):
+        a = Worker(address, "a")
+        first = (await a.held(40)).range
+    reserve = Reserve(num_samples=100, step_samples=1)
+    with pytest.raises(RetryError):
+        await asyncio.to_thread(a.samples.lease, 10, reserve=reserve, timeout_s=0.2)
+    async with world.serving() as (service, address):
+        await service.open_existing(JOB)
+        service.member_lost(JOB, "a", "1")
+        assert await Worker(address, "b").must(100) == SampleRange(0, 0, 100)
+        lease = await a.held(10)
+    assert (lease.range, lease.not_held) == (None, (first,))
+
+
 async def test_who_waits_for_books_that_are_closed_is_sent_to_the_next_leader(
     world: World,
 ) -> None:
