@@ -213,10 +213,17 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     `options` are those of `Session.distribute`. The model keeps its own optimizer; the strategy
     decides which member holds its state. Raises InvalidSpec for a model that is not built and
     compiled, or has constraints or its own `train_step`; also under a strategy whose members do not
-    step together, or that needs both passes in one call; UnsupportedOptimizer as `KerasSteps`.
+    step together, or that needs both passes in one call, and for `sync_batchnorm`;
+    UnsupportedOptimizer as `KerasSteps`.
     """
     chosen = find_strategy(strategy)
     _refuse(model, chosen)
+    if options.get("sync_batchnorm"):
+        raise InvalidSpec(
+            "the BatchNormalization of Keras does not normalise over members",
+            seen="sync_batchnorm=True",
+            expected="sync_batchnorm=False, or a torch model",
+        )
     module = FittedModule(model)
     steps = KerasSteps(model.optimizer, [(v, v.value) for v in model.trainable_variables])
     fitting = Fitting(session, module, steps)

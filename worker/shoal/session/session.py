@@ -249,6 +249,7 @@ class Session:
             )
         if isinstance(model, nn.Module) and fits_by_itself(model, optimizer):
             rest = {"checkpoints": checkpoints, "keyed_dropout": keyed_dropout}
+            rest["sync_batchnorm"] = sync_batchnorm
             return adapter_of(model).distribute_in_session(self, model, strategy, **rest), optimizer
         options = DistributeOptions(
             local_rank=self._local_rank,
