@@ -26,7 +26,7 @@ from shoal.data.batches import Loader
 from shoal.data.loading import Loading
 from shoal.data.order import Order
 from shoal.data.samples import FailedSample
-from shoal.torch_private.dataloader import processes_of
+from shoal.torch_private.dataloader import ended_processes_of, processes_of
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, LoadingFailed, SampleFailed
 
@@ -185,8 +185,6 @@ def test_a_process_that_dies_of_a_sample_is_told_of() -> None:
         taken(loader, [1] * 5)
 
 
-# Within a run of all tests this has ended the process that runs it; by itself it passes.
-@pytest.mark.nightly
 def test_a_process_that_is_killed_while_the_trainer_computes_is_started_again() -> None:
     """The trainer sees no error, and its batches are the same."""
     with loader_of(Drawn(), 0) as alone, loader_of(Drawn(), 2) as ahead:
@@ -201,6 +199,34 @@ def test_a_process_that_is_killed_while_the_trainer_computes_is_started_again() 
         found += [_one(ahead, step) for step in range(3, 8)]
         assert found == expected
         assert not {first, second} & set(processes_of(ahead._samples._iterator))
+
+
+def test_a_killed_process_counts_as_ended_before_it_can_be_reaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its files are closed earlier: the trainer may find its connection closed at that moment."""
+    with loader_of(Drawn(), 2) as loader:
+        taken(loader, [1])
+        assert loader._samples is not None
+        iterator = loader._samples._iterator
+        killed, alive = iterator._workers
+        with monkeypatch.context() as patch:
+            patch.setattr(type(killed), "is_alive", lambda self: True)
+            killed.kill()
+            assert ended_processes_of(iterator, ENDS_S) == [killed.pid]
+        assert alive.is_alive()
+
+
+def test_batches_end_although_a_killed_process_held_their_lock() -> None:
+    """The lock of the event by which processes are asked to end is taken for a moment by each of
+    them, and nobody returns it for one that is killed in that moment."""
+    with loader_of(Drawn(), 2) as loader:
+        taken(loader, [1])
+        assert loader._samples is not None
+        iterator = loader._samples._iterator
+        iterator._workers_done_event._cond.acquire()
+        loader.close()
+        assert not any(each.is_alive() for each in iterator._workers)
 
 
 def _is_dead(pid: int) -> bool:

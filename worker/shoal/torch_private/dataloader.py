@@ -1,6 +1,7 @@
 """Private parts of torch's DataLoader: its worker processes. As in torch 2.13 and 2.15."""
 
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +13,20 @@ from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import dataloader, get_worker_info
 from torch.utils.data._utils import worker
 
+LOCK_S = 1.0
+"""Limit of the wait for a lock that a loader process holds for microseconds while it lives."""
+
 
 def end_iteration(iterator: Any) -> None:
     """Return once the loader processes of an iterator have ended. Processes that do not end within
     seconds are killed: multiprocessing would wait for them when the trainer exits."""
     if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
+        if iterator._workers_done_event._cond.acquire(timeout=LOCK_S):
+            iterator._workers_done_event._cond.release()
+        else:
+            # A process that was killed or stopped holds the event's lock, and torch would wait.
+            kill_processes(iterator)
+            iterator._workers_done_event = threading.Event()
         iterator._shutdown_workers()
         kill_processes(iterator)
 
@@ -66,9 +76,11 @@ def ended_processes_of(iterator: Any, within_s: float = 0.0) -> list[int]:
     for at most `within_s`."""
     if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         return []
-    if within_s:
-        wait([each.sentinel for each in iterator._workers], within_s)
-    return [int(each.pid or 0) for each in iterator._workers if not each.is_alive()]
+    # A process closes its files, the sentinel among them, before its parent can reap it. A child
+    # of the process can hold the sentinel open.
+    closed = wait([each.sentinel for each in iterator._workers], within_s)
+    ended = [e for e in iterator._workers if e.sentinel in closed or not e.is_alive()]
+    return [int(each.pid or 0) for each in ended]
 
 
 def raise_nothing_at_their_end(iterator: Any) -> None:
