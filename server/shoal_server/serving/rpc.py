@@ -262,13 +262,14 @@ def _once(
                 else:
                     with tracing.span(name, token):
                         answer = await inner(request, context)
-            audit.note(method, request, context, "OK")
+            audit.note(method, request, context, outcome)
             return answer
         except (grpc.aio.AbortError, grpc.aio.UsageError):
             outcome = "aborted"
             raise
         except asyncio.CancelledError:
             outcome = "cancelled"
+            audit.note(method, request, context, outcome)
             raise
         except Exception as error:  # noqa: BLE001 - the outermost frame of a call
             refusal = refusal_of(method, error)

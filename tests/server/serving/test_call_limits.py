@@ -21,7 +21,7 @@ from shoal_proto.v1.weights_pb2 import RollbackRequest
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.access.roles import MAY_CALL, OPERATOR
-from shoal_server.serving.admission import descriptors
+from shoal_server.serving.admission import audit, descriptors
 from shoal_server.serving.admission.audit import AUDITED
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.admission.config import CallLimits, HttpLimits
@@ -166,8 +166,19 @@ async def test_a_fault_is_told_as_one_and_counted() -> None:
     assert dict(counts.refused) == {"InvalidSpec": 1}
 
 
-async def test_a_cancelled_call_is_not_counted_as_successful() -> None:
+async def test_a_cancelled_call_is_not_counted_as_successful(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is it missing in the audit log: it may have taken effect."""
+    monkeypatch.setattr(audit, "AUDITED", {"/t.Echo/Wait"})
     durations = call_durations()
+    with structlog.testing.capture_logs() as logs:
+        await _cancel_a_call(durations)
+    assert [labels for labels, _, _ in durations.series()] == [("Echo/Wait", "cancelled")]
+    assert [line["outcome"] for line in logs if line["event"] == "operator_call"] == ["cancelled"]
+
+
+async def _cancel_a_call(durations: Durations) -> None:
     async with (
         serving(CallLimits(), durations) as (echo, counts, port),
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
@@ -178,7 +189,6 @@ async def test_a_cancelled_call_is_not_counted_as_successful() -> None:
         waiting.cancel()
         while counts.num_open:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert [labels for labels, _, _ in durations.series()] == [("Echo/Wait", "cancelled")]
 
 
 @pytest.mark.parametrize("kind", [CallLimits, HttpLimits])

@@ -367,7 +367,7 @@ def test_scripts_are_told_how_long_the_job_trains(
 
 @pytest.mark.parametrize(
     ("max_epochs", "of_batches", "expected"),
-    [(1000, None, 1000), (1000, 1000, 1000), (1000, 2, 2), (-1, None, 1)],
+    [(1000, None, 1000), (1000, 1000, 1000), (1000, 2, 2)],
 )
 def test_a_trainers_thousand_epochs_are_trained_unless_batches_have_their_own(
     max_epochs: int, of_batches: int | None, expected: int
@@ -375,6 +375,16 @@ def test_a_trainers_thousand_epochs_are_trained_unless_batches_have_their_own(
     """Lightning, too, trains 1000 epochs, also if the Trainer was given none."""
     trainer = Trainer(max_epochs=max_epochs, accelerator="cpu", logger=False)
     assert epochs_of(trainer, of_batches, 5) == expected
+
+
+@pytest.mark.parametrize(
+    "endless", [{"max_epochs": -1}, {"max_epochs": None, "max_time": "1:0:0:0"}]
+)
+def test_a_job_without_a_length_is_refused(endless: dict[str, Any]) -> None:
+    """Not trained for one epoch, which nobody asked for."""
+    trainer = Trainer(accelerator="cpu", logger=False, **endless)
+    with pytest.raises(InvalidSpec, match=r"length.*expected max_epochs= or max_steps="):
+        epochs_of(trainer, None, 5)
 
 
 def test_two_lengths_are_refused(session: shoal.Session) -> None:

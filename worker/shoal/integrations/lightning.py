@@ -103,7 +103,7 @@ class SessionStrategy(SingleDeviceStrategy):
         """Return batches for `trainer.fit`: those of `session.batches`, in a DataLoader's form.
 
         Without `epochs`, the Trainer's `max_epochs` or `max_steps` define the end: by Lightning's
-        default, 1000 epochs. If the Trainer has no limit, it is one epoch.
+        default, 1000 epochs. If the Trainer has no limit either, `fit` raises InvalidSpec.
         """
 
         def job(epochs: int, collate: Collate | None) -> JobBatches:

@@ -20,16 +20,24 @@ same."""
 
 def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
     """Return the number of epochs of the data: `epochs` of the batches, else the Trainer's limit,
-    which is 1000 by default, as without a session; 1 if both are without a limit.
+    which is 1000 by default, as without a session.
 
-    Raises InvalidSpec if both are given and differ. With `epochs`, a limit of 1000 counts as not
-    given.
+    Raises InvalidSpec if neither or both are given, unless both are the same. With `epochs`, a
+    limit of 1000 counts as not given.
     """
     limit = trainer.max_epochs
     if epochs is None and trainer.max_steps != NO_LIMIT and limit == NO_LIMIT:
         return max(1, math.ceil(trainer.max_steps / steps_per_epoch))
     if limit is None or limit == NO_LIMIT:
-        return 1 if epochs is None else epochs
+        if epochs is None:
+            raise InvalidSpec(
+                "the length of the job is not given",
+                seen="a Trainer without a limit (max_epochs=-1, or max_time alone) and batches"
+                " without epochs=",
+                expected="max_epochs= or max_steps= of the Trainer, or epochs= of the batches",
+                fix="A callback or max_time may still end the job earlier.",
+            )
+        return epochs
     if epochs is None:
         return limit
     if limit not in (epochs, TRAINER_DEFAULT):

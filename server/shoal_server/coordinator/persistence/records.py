@@ -41,10 +41,12 @@ class Records:
         Unavailable."""
         if self._read is None:
             return
-        for record in await self._read():
-            if record.roster.generation not in self._records:
-                self._put(record)
-        self._read = None
+        older = await self._read()
+        known = {each.roster.generation: each for each in (*older, *self._records.values())}
+        self._read, self._num_entries = None, 0
+        self._records.clear()
+        for _, record in sorted(known.items()):
+            self._put(record)
 
     def keep(self, record: GenerationRecord) -> None:
         """Add a durable record, and wake calls that wait for it."""

@@ -93,21 +93,23 @@ class JournalIndex:
         image = self._images.get(key)
         return image is None or (location.epoch, location.version) > (image.epoch, image.version)
 
-    def take_removable(self) -> Sequence[JournalSegment]:
-        """Remove and return the oldest segments, up to one that is needed or is the newest."""
-        removable = []
-        while len(self.segments) > 1 and not self.overdue():
-            removable.append(self.segments.pop(0))
+    def removable(self) -> Sequence[JournalSegment]:
+        """Return the oldest segments, up to one that is needed or is the newest."""
+        is_kept = (self._needing(segment) for segment in self.segments[:-1])
+        return self.segments[: next((at for at, kept in enumerate(is_kept) if kept), -1)]
+
+    def discard(self, removed: Sequence[JournalSegment]) -> None:
+        """Drop the oldest segments once their files are removed."""
+        self.segments[:] = [each for each in self.segments if each not in removed]
         first = self.segments[0].first_number if self.segments else 0
         self._ended = {key: number for key, number in self._ended.items() if number >= first}
-        return removable
 
     def overdue(self) -> Sequence[Key]:
         """Return the shards for which the oldest segment is needed."""
-        if not self.segments:
-            return ()
-        oldest = self.segments[0]
-        return [key for key, location in oldest.last.items() if self.is_needed(key, location)]
+        return self._needing(self.segments[0]) if self.segments else ()
+
+    def _needing(self, segment: JournalSegment) -> Sequence[Key]:
+        return [key for key, location in segment.last.items() if self.is_needed(key, location)]
 
 
 def _order(image: StoredImage) -> tuple[int, int]:

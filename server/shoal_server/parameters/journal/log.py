@@ -229,9 +229,8 @@ class Journal:
             raise disk_failure(self._config.directory, error) from error
         with self._wake:
             superfluous = self._index.put(kept)
-            removable = self._index.take_removable()
         try:
-            self._remove([superfluous], removable)
+            self._remove([superfluous])
         except (OSError, Unavailable) as error:
             log.warning("journal_not_tidied", reason=str(error))
 
@@ -326,7 +325,7 @@ class Journal:
         """Remove superfluous files, and begin a new segment if this one is full. If the disk
         refuses, this segment keeps growing, and superfluous files stay."""
         try:
-            self._remove(superfluous, ())
+            self._remove(superfluous)
             if self._index.segments[-1].num_bytes >= self._config.segment_bytes:
                 self._begin_segment(next_number)
         except (OSError, Unavailable) as error:
@@ -350,16 +349,19 @@ class Journal:
         with self._wake:
             last, self._file = self._file, file
             segments.append(segment)
-            removable = self._index.take_removable()
         if last is not None:
             last.close()
-        self._remove((), removable)
+        self._remove(())
 
-    def _remove(
-        self, images: Sequence[StoredImage | None], segments: Sequence[JournalSegment]
-    ) -> None:
-        for segment in segments:
+    def _remove(self, images: Sequence[StoredImage | None]) -> None:
+        """Remove these images and all removable segments. Segments whose removal fails stay in the
+        index, so that no later segment is removed before them."""
+        with self._wake:
+            removable = self._index.removable()
+        for segment in removable:
             (self._config.directory / segment.file).unlink(missing_ok=True)
+        with self._wake:
+            self._index.discard(removable)
         self._images.remove([kept for kept in images if kept is not None])
 
     def _fail(self, error: OSError, batch: Sequence[_Waiting]) -> None:

@@ -23,8 +23,9 @@ AUDITED = frozenset(
 
 
 def note(method: str, request: object, context: Any, outcome: str) -> None:
-    """Log a call if its method is audited. `outcome`: OK, or the name of the error. `by` in the log
-    is the name in the caller's certificate; empty without one."""
+    """Log a call if its method is audited. `outcome`: as in the durations of calls; a call that was
+    "cancelled", by its caller or the caller's time limit, may have taken effect. `by` in the log is
+    the name in the caller's certificate; empty without one."""
     if method not in AUDITED:
         return
     names = (context.auth_context() or {}).get("x509_common_name", ())

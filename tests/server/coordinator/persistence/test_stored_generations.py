@@ -5,7 +5,7 @@ from support.clusters.coordinator_world import jobs_in
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.durable import operations_of
-from shoal_server.coordinator.persistence.records import MAX_ENTRIES, MAX_RECORDS
+from shoal_server.coordinator.persistence.records import MAX_ENTRIES, MAX_RECORDS, Records
 from shoal_server.coordinator.persistence.stored_generations import StoredGenerations
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.core.driver.job_write import JobWrite, StateRecord
@@ -122,3 +122,15 @@ async def test_generations_of_few_members_go_with_time() -> None:
     await persist(store, generations, record(300, few))
     numbers = [int(key[-12:]) for key in await store.keys(keys.generations("j"))]
     assert numbers == [*range(44, MAX_RECORDS + 23), *range(200, 220), 300]
+
+
+async def test_the_newest_record_stays_the_newest_once_older_ones_are_read() -> None:
+    """A coordinator reads the older records of a job that is over when they are first wanted."""
+    every = [record(number, NAMES[:1]) for number in range(1, 4)]
+
+    async def read() -> list[GenerationRecord]:
+        return every[:2]
+
+    records = Records("j", every[2:], read)
+    assert (await records.get(0, 0.0)).roster.generation == 3
+    assert list(records.values()) == every

@@ -345,6 +345,32 @@ def test_an_image_counts_although_old_segments_cannot_be_removed(tmp_path: Path)
     assert contents(tmp_path) == {("job", 0): (1, bytes(range(21)))}
 
 
+def test_no_segment_is_removed_before_an_older_one(tmp_path: Path) -> None:
+    """If the removal of the oldest segment fails, later ones stay until it succeeds: a journal
+    with a gap would not be opened again."""
+    removed = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".log":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        removed(path, missing_ok)
+
+    shard = Log(0)
+    with Journal(config(tmp_path, segment_bytes=200)) as journal:
+        journal.put_image("job", 1, shard.image())
+        for value in range(40):
+            journal.append("job", 0, 1, shard.push(value)).result(LIMIT_S)
+            if value == 10:
+                with pytest.MonkeyPatch.context() as patched:
+                    patched.setattr(Path, "unlink", refused)
+                    journal.put_image("job", 1, shard.image())
+                assert "segment-000000001.log" in segments(tmp_path)
+            if value == 20:
+                journal.put_image("job", 1, shard.image())
+                assert "segment-000000001.log" not in segments(tmp_path)
+    assert contents(tmp_path) == {("job", 0): (1, bytes(range(40)))}
+
+
 def test_a_server_that_is_started_on_a_full_disk_has_what_is_on_it(tmp_path: Path) -> None:
     """Callers that wait for the disk get an error; journaling resumes once there is room."""
     shard = Log(0)
