@@ -34,7 +34,7 @@ def _limits(cgroups: Path, own: Path) -> Iterator[int]:
 
 
 def _folders(cgroups: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the folder and file name of each limit that may be set."""
+    """Yield the folder and the file name of each limit that may be set for this process."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -27,7 +27,8 @@ class ArenaSlots:
         """A slot that is filled but not announced, and its address in memory."""
 
     async def fill(self, data: memoryview) -> int:
-        """Copy at most SLOT_BYTES to the next free slot, and return its offset."""
+        """Wait for a free slot, copy at most SLOT_BYTES to it, and return its offset. The latest
+        draft is not copied: see `fill_now`."""
         while (at := self.fill_now(data)) is None:
             self._freed.clear()
             await self._freed.wait()

@@ -22,7 +22,8 @@ T = TypeVar("T")
 AnswerT = TypeVar("AnswerT")
 
 MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
-"""Bound on one shard's pushes that a backup has not received yet; beyond it, pushes are refused."""
+"""Bound on one shard's pushes that a backup has not received yet; beyond it, pushes are refused as
+Overloaded."""
 
 
 class ShardLeadership(Protocol):
@@ -43,7 +44,7 @@ class ShardLeadership(Protocol):
         self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
     ) -> "asyncio.Future[AnswerT | ShoalError]":
         """Return a future of `answer`, or of the error that `wait_acknowledged` would raise. It is
-        done once the version is safe, and needs no task."""
+        done when `wait_acknowledged` would end, and needs no task."""
         ...
 
     def check_lease(self) -> None:
@@ -128,7 +129,7 @@ class ShardReplica:
 
         Small work runs at once if no other work on the shard is running or queued, so the event
         loop never waits for a shard's lock; its errors are raised by this call. All other work runs
-        in threads, one after the other.
+        in threads, one after the other; its errors are those of the future.
         """
         if self._enters(num_bytes):
             try:
@@ -186,8 +187,8 @@ class ShardReplica:
             log.debug("shard_work_failed", job=self.job, shard_id=self.shard_id)
 
     def check_capacity(self) -> None:
-        """Raise Overloaded while a backup, or the disk, is too far behind; Unavailable while this
-        server may acknowledge nothing."""
+        """Raise Overloaded while a backup, or the journal's disk, is too far behind; Unavailable
+        while this server may have been declared dead."""
         self.leading.check_lease()
         self.check_disk()
         if self.unreplicated_bytes > MAX_UNREPLICATED_BYTES:
@@ -204,7 +205,8 @@ class ShardReplica:
             raise self.on_no_disk()
 
     def on_no_disk(self) -> InvalidSpec:
-        """Return the error for a push that asks to be durable if no journal keeps the shard."""
+        """Return the error for a push to be acknowledged as durable while no journal keeps the
+        shard."""
         return InvalidSpec(
             f"shard {self.shard_id} of job {self.job} is on no disk",
             seen="a push that is to be acknowledged as durable",

@@ -24,7 +24,8 @@ AUDITED = frozenset(
 
 def note(method: str, request: object, context: Any, outcome: str) -> None:
     """Log a call if its method is audited. `outcome`: OK, or the name of the error. `by` in the log
-    is the name in the caller's certificate; empty without one."""
+    is the name in the caller's certificate; empty without one. A call that its client cancels is
+    not passed to this function, even if it took effect."""
     if method not in AUDITED:
         return
     names = (context.auth_context() or {}).get("x509_common_name", ())

@@ -59,8 +59,8 @@ class HttpLimits:
     """The same limit for one IP address, which all workers on a machine share for their health
     reports."""
     http_request_s: Annotated[float, _SECONDS] = 10.0
-    """Time for the head of a request to arrive, and then for its body. After that the request is
-    answered with 408 and the connection closed, as is a connection that sends nothing."""
+    """Time for the head of a request to arrive, and then for its body. After that, the request is
+    answered with 408 and the connection closed; a new connection that sends nothing, too."""
     http_stalled_s: Annotated[float, _SECONDS] = 10.0
     """A connection whose client does not read the answer for this long is closed."""
     live_pages: Annotated[int, _COUNT] = 256
