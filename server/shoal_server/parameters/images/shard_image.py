@@ -8,7 +8,7 @@
 
 Before a push changes data of a chunk that is not released, the old data are copied, so that every
 chunk is read as of the image's version. Of a table, only the rows that the push touches are copied;
-a dense shard, which has a few MiB, is copied whole.
+a dense shard is copied whole, once.
 """
 
 import threading

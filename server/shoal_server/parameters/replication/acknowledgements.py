@@ -50,7 +50,7 @@ class Acknowledgements:
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
     ) -> None:
         """Return once a version of a shard is safe to that level. If it can no longer become so,
-        raise the reason."""
+        raise the reason, as `ShardLeadership.wait_acknowledged` does."""
         waiter = self._ask(replica, version, level, None)
         try:
             outcome = await waiter.answered

@@ -168,7 +168,7 @@ class ShardReplicas:
         return self._driver.core.leading.full.reasons
 
     def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
-        """The assignment of a shard, as of the newest record seen."""
+        """The assignment of a shard, as of the newest record seen; None if there is none."""
         return self._record.of_job(job).get(shard_id)
 
     def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
@@ -272,7 +272,7 @@ class ShardReplicas:
 
     async def empty_job(self, job: str) -> int:
         """Drop this server's shards of a job, so that they do not count as lost; return their
-        number."""
+        number. Raises what `change_assignments` raises; then no shard is dropped."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
         await self.change_assignments(job, shard_ids, partial(emptied, primary=self.me))
         self.drop_job(job)
@@ -287,8 +287,8 @@ class ShardReplicas:
         return len(shards)
 
     async def wait_empty(self) -> None:
-        """Return once this server has no shards left in memory, nor keeps on its disk those of
-        other primaries; or there is no other server to take them."""
+        """Return once this server has no shard in memory and may have no other primary's only
+        durable copy on disk, or once every other registered server is leaving."""
         self._check_empty()
         await self._empty.wait()
 
@@ -399,7 +399,8 @@ class ShardReplicas:
         self._driver.submit_event(ev.ServersListed(present, asked_s, ended))
 
     def _trim_journal(self, job: str) -> None:
-        """Drop the shards in the journal that the record does not place on this disk."""
+        """Drop a job's shards from the journal that may not be put on this disk by the record, and
+        shards from memory that were recovered and are not to be claimed."""
         shard_journal = self._roles.shard_journal
         if shard_journal is not None and shard_journal.keeps_for_others:
             known = self._record.of_job(job).items()

@@ -1,5 +1,5 @@
-"""Pushes to parameters: each shard's gradient comes in pieces, and is answered with its outcome and,
-on request, the shard's newest values."""
+"""Pushes to parameters: each shard's gradient comes in pieces, and is answered with its outcome
+and, on request, the shard's newest values."""
 
 import asyncio
 import math

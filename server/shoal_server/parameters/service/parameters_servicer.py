@@ -172,7 +172,11 @@ class ParametersServicer:
         self, request: PullRequest, reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[ShardData | bytes], None]:
         """Yield the messages with each shard's values, as `reply_writer` has written them. All
-        values of a shard are of one version. Messages yielded together are sent together."""
+        values of a shard are of one version. Messages yielded together are sent together.
+
+        If this server does not serve one of the shards, raises the error for the first such shard;
+        a WrongEpoch has the routes of the others, too.
+        """
         await self._fence.check(request.token)
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)

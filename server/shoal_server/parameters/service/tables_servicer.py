@@ -84,7 +84,7 @@ class TablesServicer(Base):
         """Answer a lookup of a bulk connection. Ids come in pieces; `reply_writer` writes births
         and values."""
         if not request.HasField("header") or request.rows:
-            raise no_header("TableLookupHeader, and no rows,")
+            raise no_header("TableLookupHeader without rows")
         header = request.header
         await self._fence.check(header.token)
         kind = LookupKind(
@@ -116,7 +116,7 @@ class TablesServicer(Base):
     ) -> AsyncGenerator[Sequence[TablePushReply], None]:
         """Answer a push of a bulk connection: the rows come in pieces."""
         if request.rows:
-            raise no_header("TablePushHeader, and no rows,")
+            raise no_header("TablePushHeader without rows")
         keyed = ((piece.shard_id, piece) async for piece in pieces)
         async with aclosing(self._push(request, keyed, True)) as replies:
             async for reply in replies:

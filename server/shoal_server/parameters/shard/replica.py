@@ -37,7 +37,8 @@ class ShardLeadership(Protocol):
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
         """Return once a version is safe to that level. If it can no longer become so, raise the
-        reason."""
+        reason: WrongEpoch (another primary), Unavailable (this server may have been declared dead),
+        or for a durable push the error of the disk, or InvalidSpec without a journal."""
         ...
 
     def once_acknowledged(
@@ -215,7 +216,8 @@ class ShardReplica:
         )
 
     async def wait_safe(self, version: int) -> None:
-        """Return once every backup in step has the version: then it survives this server."""
+        """Return once every backup in step has the version, so that it survives this server; at
+        once if no backup is in step. Raises what `wait_acknowledged` raises."""
         await self.leading.wait_acknowledged(version, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
 
     def deposed(self) -> WrongEpoch:

@@ -279,7 +279,7 @@ class VersionedShard(Generic[BodyT]):
             step=to_message(push.scope),
         )
         self.body.describe_push(push, record)
-        # Copied before it is decoded, unless it was decoded before: the listener then gets the bytes
+        # Copied before it is decoded, if it is not decoded yet: the listener then gets the bytes
         # that were applied, even if the sender changes its memory meanwhile.
         is_kept = push.is_borrowed and self._listener is not None
         data = self._keep(push.gradient) if is_kept else push.gradient

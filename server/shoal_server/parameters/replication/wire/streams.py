@@ -75,8 +75,7 @@ class PeerStream(Protocol):
 
     @property
     def is_in_memory(self) -> bool:
-        """True if all written data lie in the memory of the other process, which can read them even
-        if this process dies."""
+        """True if the other process can read all written data even if this process dies now."""
         ...
 
 
