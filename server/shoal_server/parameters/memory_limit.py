@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHARE = 0.8
-"""Share of the memory. The rest is for the interpreter, messages in transit, and images that are
-being sent."""
+"""Share of the memory. The rest is for the interpreter, and for messages and chunks of images in
+transit."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")

@@ -1,7 +1,7 @@
 """The previous process with this server's id, which may be partitioned from etcd and still serve.
 
-A new process does not take over the shards of the previous one before that can no longer
-acknowledge pushes. It need not wait for that if the previous process is known to have ended: it
+A new process takes over the shards of the previous process only once that process can no longer
+acknowledge pushes. It need not wait if the previous process is known to have ended: that process
 recorded its end in etcd, is gone from this machine, or has released the lock of the journal.
 """
 

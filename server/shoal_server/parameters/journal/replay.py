@@ -127,7 +127,7 @@ def _entries(
 
 
 def _cut(path: Path, num_bytes: int, seen_bytes: int) -> None:
-    """Cut off the torn end of the log: its entries were never acknowledged."""
+    """Cut off the torn end of the log: its entries were never acknowledged as durable."""
     log.warning(
         "journal_tail_cut",
         file=path.name,

@@ -37,8 +37,8 @@ class _Waiter:
 
 
 class Acknowledgements:
-    """Waits for acknowledgements of the replication core of server `me`. Lives on the event
-    loop."""
+    """Requests acknowledgements from the core of server `me`, and lets calls wait for them. Lives
+    on the event loop."""
 
     def __init__(self, driver: CoreDriver, me: Holder) -> None:
         self._driver = driver

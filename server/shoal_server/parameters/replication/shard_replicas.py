@@ -287,8 +287,8 @@ class ShardReplicas:
         return len(shards)
 
     async def wait_empty(self) -> None:
-        """Return once this server has no shard in memory and may have no other primary's only
-        durable copy on disk, or once every other registered server is leaving."""
+        """Return once this server has no shard in memory, and its disk need not keep any for
+        another primary; or once no other server is registered that is not leaving."""
         self._check_empty()
         await self._empty.wait()
 
@@ -342,7 +342,8 @@ class ShardReplicas:
         self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), None))
 
     def is_kept(self, job: str, shard_id: int) -> bool:
-        """True if this server's journal has a shard of which this server is not the primary."""
+        """True if this server's journal may have the shard, and this server does not serve it as
+        primary at present."""
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.keeps(job, shard_id)
 

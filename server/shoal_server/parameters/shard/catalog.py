@@ -48,7 +48,8 @@ class ShardLocations(Protocol):
         ...
 
     def is_kept(self, job: str, shard_id: int) -> bool:
-        """True if this server's journal has a shard of which this server is not the primary."""
+        """True if this server's journal may have the shard, and this server does not serve it as
+        primary at present."""
         ...
 
 

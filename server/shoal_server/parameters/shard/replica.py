@@ -105,7 +105,7 @@ class ShardReplica:
         self.unreplicated_bytes = 0
         """Bytes of pushes that some backup may not have received yet."""
         self.check_disk: Callable[[], None] = _check_nothing
-        """Raises Overloaded while too many records wait for the journal's disk."""
+        """Raises Overloaded while the journal cannot keep one more push."""
         self.is_journaled = False
         """True if this server's journal has the shard, or will have it."""
         self.why_no_disk: ShoalError | None = None

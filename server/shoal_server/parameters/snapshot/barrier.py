@@ -48,7 +48,7 @@ class _StepState:
     num_inside: int = 0
     """Number of admitted parts that have not ended."""
     applied: bool = False
-    """True if no shard here lacks its part, except shards that refused it."""
+    """True once no shard here lacks its part, except shards that refused it."""
     given_up: bool = False
     """True if an earlier cut ended without all parts of the step."""
 
