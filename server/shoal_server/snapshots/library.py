@@ -5,7 +5,7 @@
 
 A snapshot exists if it has a manifest. Files to which no manifest refers are removed by
 `keep_newest` once a later snapshot has been completed. Every call blocks; call it from a thread.
-`Storage` says when it raises AccessDenied; every call here may raise it, too.
+Every call may raise AccessDenied, as the calls of `Storage` may.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,8 +88,8 @@ class SnapshotLibrary:
     def read_part(self, part: ManifestEntry) -> bytes:
         """Contents of one shard's file, which are not compared with its checksum.
 
-        Raises SnapshotDamaged if the file is missing, or its name has not the form of a snapshot's
-        file; Unavailable.
+        Raises SnapshotDamaged if the file is missing, or its name does not have the form of a
+        snapshot's file; Unavailable.
         """
         check_part_file(part)
         data = self.storage.read(f"{self.job}/{part.file}")
@@ -106,8 +106,8 @@ class SnapshotLibrary:
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest of a snapshot after checking that all its files have their size.
 
-        Raises SnapshotFailed if one does not, or if its name has not the form of a snapshot's file;
-        Unavailable, after which the manifest may have been written.
+        Raises SnapshotFailed if one does not, or if its name does not have the form of a snapshot's
+        file; Unavailable, after which the manifest may have been written.
         """
         for part in manifest.parts:
             _check_reported(part)

@@ -400,8 +400,8 @@ class ShardReplicas:
         self._driver.submit_event(ev.ServersListed(present, asked_s, ended))
 
     def _trim_journal(self, job: str) -> None:
-        """Drop a job's shards from the journal that may not be put on this disk by the record, and
-        shards from memory that were recovered and are not to be claimed."""
+        """Remove a job's shards from the journal if the record does not allow them on this disk.
+        Free recovered shards that are not to be claimed."""
         shard_journal = self._roles.shard_journal
         if shard_journal is not None and shard_journal.keeps_for_others:
             known = self._record.of_job(job).items()

@@ -109,7 +109,7 @@ class ShardBuilder:
     def add(self, data: Buffer) -> None:
         """Add the next chunk, in some ms for a chunk of 2 MiB. `data` is not kept.
 
-        Raises MalformedMessage, without a change, if it has not the length of the next chunk;
+        Raises MalformedMessage, without a change, if it is longer or shorter than the next chunk;
         MalformedMessage or InternalError if it completes the image's rest, and the rest cannot be
         read or is inconsistent: then the builder cannot be used any more.
         """

@@ -63,7 +63,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "Pull": _MEMBER,
         "Push": _MEMBER,
         "OpenBulk": _MEMBER,
-        # Only shards of the caller's job: its incarnation proves that it is a member.
+        # Drops only shards of the caller's job. The incarnation proves that the caller is a member.
         "Drop": _MEMBER,
         "Describe": _READ | {COORDINATOR},
     },

@@ -1,4 +1,7 @@
-"""Audit log of the gRPC calls by which an operator changes jobs and series of published weights."""
+"""Audit log of the gRPC calls by which an operator changes jobs and series of published weights.
+
+A call that its client cancels is not logged, even if it took effect.
+"""
 
 from typing import Any
 
@@ -24,8 +27,7 @@ AUDITED = frozenset(
 
 def note(method: str, request: object, context: Any, outcome: str) -> None:
     """Log a call if its method is audited. `outcome`: OK, or the name of the error. `by` in the log
-    is the name in the caller's certificate; empty without one. A call that its client cancels is
-    not passed to this function, even if it took effect."""
+    is the name in the caller's certificate; empty without one."""
     if method not in AUDITED:
         return
     names = (context.auth_context() or {}).get("x509_common_name", ())
