@@ -73,8 +73,8 @@ def replay(
     index: JournalIndex,
     make: Callable[[LoadedImage], State],
 ) -> Sequence[RecoveredShard[State]]:
-    """Make each shard from its image, and apply the later records. Raises what `Journal.recover`
-    says."""
+    """Make each shard from its image, and apply the later records. Raises the errors that
+    `Journal.recover` names."""
     recovered = {key: _made(images, kept, make) for key, kept in index.images.items()}
     for file, number, entry in _entries(directory, index.segments):
         key, record = entry.key, entry.record

@@ -271,15 +271,17 @@ class ShardReplicas:
         self.created(replica)
 
     async def empty_job(self, job: str) -> int:
-        """Drop this server's shards of a job, so that they do not count as lost; return their
-        number. Raises what `change_assignments` raises; then no shard is dropped."""
+        """Note in the record that the job's shards of which this server is the primary have no
+        values, so that they do not count as lost. Then drop all replicas of the job's shards on
+        this server, and return their number. Raises what `change_assignments` raises; then no
+        replica is dropped."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
         await self.change_assignments(job, shard_ids, partial(emptied, primary=self.me))
         self.drop_job(job)
         return len(shard_ids)
 
     def drop_job(self, job: str) -> int:
-        """Drop this server's shards of a job, and return their number."""
+        """Drop all replicas of a job's shards on this server, and return their number."""
         shards = self._catalog.of_job(job)
         for replica in shards:
             self._driver.submit_event(ev.ShardRetired((job, replica.shard_id)))

@@ -229,8 +229,8 @@ class ParametersServicer:
         self, requests: AsyncIterator[PushRequest | OnlyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
         """Apply a push while it is being received. Yield the messages with each shard's outcome and
-        with its values, as `reply_writer` has written them. Messages yielded together are sent
-        together."""
+        with its values, if requested, as `reply_writer` has written them. Messages yielded together
+        are sent together. Raises an error that concerns the whole push."""
         first = await anext(requests, PushRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
