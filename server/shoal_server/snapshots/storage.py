@@ -26,8 +26,9 @@ class Storage:
     or through a link that leads out of it, raises AccessDenied. Can be used from any thread."""
 
     def __init__(self, location: str | Location, *, url: str = "") -> None:
-        """Open the storage. Raises InvalidSpec for a URL that is not an allowed kind of location,
-        or for which no package is installed; Unavailable if the storage cannot be set up."""
+        """Open the storage. `url`: the URL of a Location, for messages. Raises InvalidSpec for a
+        URL that is not an allowed kind of location, or for which no package is installed;
+        Unavailable if the storage cannot be set up."""
         self.location = Location.parse(location) if isinstance(location, str) else location
         self.url = (location if isinstance(location, str) else url or location.path).rstrip("/")
         """URL as the caller gave it, without a slash at its end; else the location's path."""
@@ -46,7 +47,8 @@ class Storage:
         self._has_folders = self.location.protocol in WITH_FOLDERS
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file, replacing one that exists. Raises Unavailable."""
+        """Write a file, replacing one that exists. Raises Unavailable; then the old file, the new
+        one or none may be there."""
         full = self._full(path)
         try:
             if self.location.is_local:
