@@ -100,9 +100,10 @@ class RunningServer:
 async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None) -> None:
     """Serve until `stop` is set; without one, until SIGTERM or SIGINT.
 
-    Raises AddressInUse for a taken port, server id or journal directory, InvalidSpec or
-    JournalDamaged for a journal that cannot be used, Unavailable if etcd cannot be reached, and the
-    error that ended the watch of etcd or the registration.
+    Raises AddressInUse for a taken port, server id or journal directory; InvalidSpec or
+    JournalDamaged for a journal that cannot be used; DiskFull, Unavailable or OSError if the disk
+    of the journal or of published weights fails at the start; Unavailable if etcd cannot be
+    reached; and the error that ended a watch of etcd or the registration.
     """
     # Shards are worked on in parallel: threads within one kernel would compete with that.
     torch.set_num_threads(1)

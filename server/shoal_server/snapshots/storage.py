@@ -26,11 +26,12 @@ class Storage:
     or through a link that leads out of it, raises AccessDenied. Can be used from any thread."""
 
     def __init__(self, location: str | Location, *, url: str = "") -> None:
-        """Open the storage. Raises InvalidSpec for a URL that is not an allowed kind of location,
-        or for which no package is installed; Unavailable if the storage cannot be set up."""
+        """Open the storage. `url`: the URL of a Location, for messages. Raises InvalidSpec for a
+        URL that is not an allowed kind of location, or for which no package is installed;
+        Unavailable if the storage cannot be set up."""
         self.location = Location.parse(location) if isinstance(location, str) else location
         self.url = (location if isinstance(location, str) else url or location.path).rstrip("/")
-        """URL as the caller gave it."""
+        """URL as the caller gave it, without a slash at its end; else the location's path."""
         try:
             self._files, root = _opened(self.location)
         except (ValueError, ImportError) as error:
@@ -46,7 +47,8 @@ class Storage:
         self._has_folders = self.location.protocol in WITH_FOLDERS
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file, replacing one that exists. Raises Unavailable."""
+        """Write a file, replacing one that exists. Raises Unavailable; then the old file, the new
+        one or none may be there."""
         full = self._full(path)
         try:
             if self.location.is_local:
@@ -61,7 +63,8 @@ class Storage:
     def write_pieces(self, folder: str, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
         """Write a file from pieces, replacing one that exists. `name` is called after the last
         piece. On a local disk each piece is written as it comes; a bucket gets all at once. Raises
-        Unavailable, also for an OSError of `pieces` on a local disk, and what they raise else."""
+        Unavailable, on a local disk also for an OSError of `pieces`; and other errors of `pieces`
+        as they are."""
         if not self.location.is_local:
             data = b"".join(pieces)
             self.write(f"{folder}/{name()}", data)
@@ -72,7 +75,7 @@ class Storage:
             raise self._failed("written", folder, error) from error
 
     def read(self, path: str) -> bytes | None:
-        """The bytes of a file; None if it does not exist. Raises Unavailable."""
+        """Bytes of a file; None if it does not exist. Raises Unavailable."""
         full = self._full(path)
         try:
             data = bytes(self._files.cat_file(full))
@@ -83,8 +86,8 @@ class Storage:
         return data
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Every file below a folder with its size in bytes, by its path below the location; empty
-        if there is no such folder. Raises Unavailable."""
+        """Sizes in bytes of all files below a folder at any depth, by path below the location;
+        empty if there is no such folder. Raises Unavailable."""
         full, start = self._full(folder), len(self._root) + 1
         try:
             # Other processes write here too.
@@ -188,7 +191,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
-    """The file system of a location, and the root path in that file system's spelling."""
+    """File system of a location, and the root path in that file system's spelling."""
     if location.is_local:
         return LocalFileSystem(), location.path
     files, root = fsspec.core.url_to_fs(location.url)
@@ -196,6 +199,6 @@ def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
 
 
 def open_below(roots: AllowedRoots, url: str) -> Storage:
-    """Storage at a URL of a caller. Raises AccessDenied outside the roots, and what `Storage`
-    raises."""
+    """Storage at a URL of a caller. Raises AccessDenied outside the roots, InvalidSpec for a URL
+    that is no location, and what `Storage` raises."""
     return Storage(roots.locate(url), url=url)

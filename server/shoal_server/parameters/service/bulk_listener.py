@@ -26,7 +26,8 @@ log = structlog.get_logger(__name__)
 HELLO_S = 5.0
 ACCEPT_AGAIN_S = 0.5
 MAX_CONNECTIONS = 4096
-# The kernel probes for a client whose machine vanished, at these intervals in seconds.
+# The kernel probes a connection that was silent for 10 s, each 5 s, and ends it after 3 probes
+# without an answer: the client's machine has vanished.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
@@ -50,7 +51,8 @@ class BulkListener:
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:
-        """Accept connections as long as the block runs. Raises AddressInUse."""
+        """Accept connections as long as the block runs. Raises AddressInUse if the port cannot be
+        listened on."""
         with ExitStack() as stack:
             remote = stack.enter_context(_bound(host, port))
             local, name = _named(stack)

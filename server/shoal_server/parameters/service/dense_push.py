@@ -1,4 +1,5 @@
-"""Pushes to parameters: each shard's gradient comes in pieces and is answered with new values."""
+"""Pushes to parameters: each shard's gradient comes in pieces, and is answered with its outcome
+and, on request, the shard's newest values."""
 
 import asyncio
 import math
@@ -201,7 +202,8 @@ class DensePushKind:
 
 
 def _compressed_part(item: PushItem, replica: ShardReplica, shard: DenseShard) -> DensePushPart:
-    """Make the part for a compressed gradient. Raises an error if the codec does not fit."""
+    """Make the part for a compressed gradient. Raises what `DenseBody.decoder` raises, and
+    MalformedMessage for absent blocks that do not exist."""
     num_bytes = item.codec.num_bytes
     assembler = ChunkAssembler(shard.spec, item.absent_blocks, encoded_bytes=num_bytes)
     decoder = shard.body.decoder(item.codec, assembler.blocks)

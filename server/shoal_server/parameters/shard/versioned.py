@@ -109,11 +109,12 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def apply(self, record: PushRecord, batch: BatchT) -> bytes:
-        """Change the values; return each row's fate. Changes nothing if it raises."""
+        """Change the values; return each row's fate, or nothing if all were applied. Changes
+        nothing if it raises."""
         ...
 
     def fates(self, session: str, sequence: int) -> bytes:
-        """Return the fates of the rows of a remembered push."""
+        """Return the fates of the rows of a remembered push; empty if all were applied."""
         ...
 
     def spec_message(self, spec: Shard) -> Message:
@@ -169,10 +170,11 @@ class VersionedShard(Generic[BodyT]):
         self._listener: UpdateListener | None = None
         self._keep: Keep = bytes
         self._body_lock = threading.RLock()
-        """Protects the body; taken before `_lock`. It is held for at most one push, one `read`, one
-        chunk of an image, or from `try_enter` to `leave`."""
+        """Protects the body; taken before `_lock`. It is held for at most one push or replayed
+        update, one `read`, the start or one chunk of an image, or from `try_enter` to `leave`."""
         self._lock = threading.Lock()
-        """Protects all other state; only a push holds it for longer than a moment."""
+        """Protects all other state; only a push or replayed update holds it for longer than a
+        moment."""
 
     @classmethod
     def restored(
@@ -277,8 +279,8 @@ class VersionedShard(Generic[BodyT]):
             step=to_message(push.scope),
         )
         self.body.describe_push(push, record)
-        # Copied before it is decoded: the listener then gets the bytes that were applied, even if
-        # the sender changes its memory meanwhile.
+        # Copied before it is decoded, if it is not decoded yet: the listener then gets the bytes
+        # that were applied, even if the sender changes its memory meanwhile.
         is_kept = push.is_borrowed and self._listener is not None
         data = self._keep(push.gradient) if is_kept else push.gradient
         batch = self.body.read_batch(record, data) if push.batch is None else push.batch
@@ -345,8 +347,8 @@ class VersionedShard(Generic[BodyT]):
             self._apply(record, self.body.read_batch(record.push, record.data))
 
     def try_enter(self) -> bool:
-        """Take the body's lock without waiting. True if it was free: this thread may work on the
-        body until it calls `leave`."""
+        """Take the body's lock without waiting. True if no other thread has it: this thread may
+        work on the body until it calls `leave`."""
         return self._body_lock.acquire(blocking=False)
 
     def leave(self) -> None:
@@ -360,8 +362,8 @@ class VersionedShard(Generic[BodyT]):
 
     def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
         """Call `listener` for every push from now on, instead of the previous listener; None: none.
-        Borrowed data of a push are passed to `keep` in the push's thread: the result is applied,
-        and passed to the listener."""
+        Borrowed data of a push are passed to `keep` in the push's thread: the result is decoded,
+        unless the push has a `batch`, and passed to the listener."""
         with self._lock:
             self._listener, self._keep = listener, keep
 

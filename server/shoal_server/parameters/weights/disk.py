@@ -34,8 +34,8 @@ class WeightDisk:
         return self._path(series, digest) in self._written
 
     def write(self, series: str, segment: Segment) -> None:
-        """Write a segment to disk. Raises OSError; then `holds` stays as it was, and there is no
-        draft, but the whole file may be there."""
+        """Write a segment to disk. Raises OSError; then `holds` stays as it was, but the whole file
+        may be there."""
         path = self._path(series, segment.digest)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -87,7 +87,8 @@ class WeightDisk:
         path.unlink(missing_ok=True)
 
     def all(self) -> list[tuple[str, bytes]]:
-        """Return series and digest of each segment on disk."""
+        """Return series and digest of each segment on disk. Removes drafts, so `write` must not run
+        meanwhile."""
         return [each for each in self._found() if self.holds(*each)]
 
     def _found(self) -> Iterator[tuple[str, bytes]]:
