@@ -178,7 +178,8 @@ class OutputsService(OutputsServicer):
 
         Raises what `Registry.find` raises, but Unavailable for a quarantined job; InvalidSpec for
         both positions, AccessDenied for an unknown caller without the job's secret, UnknownMember
-        if no launcher has the output, Unavailable if the launcher does not answer, Overloaded.
+        if no launcher has the output, Unavailable if the launcher does not answer or its stream
+        ends meanwhile, Overloaded.
         """
         if after is not None and before is not None:
             raise InvalidSpec("both `after` and `before` are given", expected="one of them")

@@ -24,12 +24,15 @@ def mended_state(
     records: Sequence[GenerationRecord],
     bounds: JobSpec | None = None,
 ) -> StateRecord:
-    """Reconstruct a job's record from its readable fields. Other fields follow from the numbers of
-    the job's generations and their readable records.
+    """Reconstruct a job's record from its readable fields: bounds, secret, last generation, step,
+    and whether the job is finished or its state lost. `generations`: the numbers of its generations
+    in etcd, `records`: their readable records, from which missing numbers follow. All other fields,
+    such as the reason for a stop and the result, begin anew.
 
     If the record does not say in which generation the job trained last, that is assumed to be the
     newest one whose record does not show the contrary, so that the job never starts again from
-    initial values. Raises UnreadableRecord if neither the record nor `bounds` gives the bounds.
+    initial values. Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or
+    if the digest of the job's secret cannot be read.
     """
     try:
         fields = Fields.parsed(data)

@@ -71,7 +71,8 @@ class Deadlines:
         self.overdue_check_s = _later(self.overdue_check_s, by_s)
 
     def hold(self, by_s: float) -> None:
-        """Move the limits by the time of a pause, except those that detect a loss."""
+        """Move the limits by the time of a pause, except that of a failed collective, after which a
+        loss has to be reported in time."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -94,23 +95,25 @@ class PhaseState:
 
 @dataclass(kw_only=True)
 class AttemptCounts:
-    """Failures since a generation last came to run."""
+    """Failures and changes since a generation last came to run."""
 
     failures: int = 0
+    """Number of attempts that were aborted."""
     num_excluded: int = 0
     """Number of members that were ready and had to be left out; the job does not wait for others
     in their place."""
     failed_roster: GenerationRoster | None = None
-    """The newest roster whose bring-up failed."""
+    """The newest roster whose bring-up failed; it stays when a generation runs."""
     changes: PendingChanges = field(default_factory=PendingChanges)
     """Departures and arrivals, from which the next generation's reason is made."""
 
 
 @dataclass(kw_only=True)
 class JobEnd:
-    """State of a job that is ending or has ended: members may no longer join."""
+    """End of a job. If any of these is set, members may no longer join."""
 
     completing: bool = False
+    """True once a member has completed the job's work, or the state is lost."""
     lost: Refusal | None = None
     """Refusal that every member gets once the job's state is lost."""
     stopping: str = ""
@@ -129,8 +132,8 @@ class JobState:
     running: GenerationRoster | None = None
     """The generation that trains, if one does."""
     previous: GenerationRoster | None = None
-    """The running roster, else the newest one that was committed; members keep their ranks from
-    it."""
+    """The newest committed roster, even if its bring-up failed; after a planned change that was
+    aborted, the running one. Members keep their ranks from it."""
     agreement: Agreement | None = None
     """Agreement on the roster in PREPARE or COMMITTED."""
     record: GenerationRecord | None = None

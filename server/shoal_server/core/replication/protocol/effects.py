@@ -87,7 +87,8 @@ class OpenShard:
 
 @dataclass(frozen=True, slots=True)
 class StopPushes:
-    """Refuse further pushes, because the shard is handed over; then `PushesStopped`."""
+    """Refuse further pushes, because the shard is being handed over, or a later epoch is known;
+    then `PushesStopped`."""
 
     key: Key
 
