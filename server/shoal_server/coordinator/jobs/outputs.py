@@ -85,7 +85,8 @@ class OutputsService(OutputsServicer):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._serving: dict[MemberKey, list[_Launcher]] = {}
-        """Newest last: after a reconnect, the launcher's earlier stream may still be open."""
+        """Launchers that serve each member, the newest last: after a reconnect, the launcher's
+        earlier stream may still be open."""
         self._num_served = 0
         self._pending: dict[str, _PendingRequest] = {}
         """Unanswered requests, by ticket."""

@@ -67,8 +67,7 @@ class Host:
     clock: Callable[[], float]
     """Returns Unix seconds that never jump."""
     authorize: Callable[[Token], Awaitable[None]]
-    """Raises Fenced, or what `Registry.authorize` raises, unless the token's process is a member of
-    its job now."""
+    """Raises as `Registry.authorize` does unless the token's process is a member of its job now."""
     require_leading: Callable[[], None]
     """Raises NotLeader."""
     declare_lost: Callable[[str, MemberProcess, str], Awaitable[None]]

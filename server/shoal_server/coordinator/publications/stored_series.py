@@ -128,7 +128,8 @@ class SeriesWriter:
         return serialized
 
     async def take_away(self) -> None:
-        """Delete all records of the series: its name and version numbers are free again."""
+        """Delete all records of the series: its name and version numbers are free again. Raises
+        what the store raises."""
         await self._store.transact(
             [],
             [

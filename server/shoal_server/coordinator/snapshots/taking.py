@@ -208,7 +208,8 @@ class SnapshotTaker:
             raise _without_shards(job)
 
     async def _lineage(self, job: str) -> str:
-        """Lineage of the job's shards; drawn at their first snapshot."""
+        """Lineage of the job's shards: a random text, drawn at their first snapshot and at each
+        restore."""
         key = keys.lineage(job)
         drawn = Put(key, secrets.token_hex(8).encode())
         result = await self._store.transact([absent(key)], [drawn], [Get(key)])

@@ -60,7 +60,8 @@ class JobProgress:
         self.reached = max(self.reached, step)
 
     def ran(self, generation: Generation, start: Step) -> bool:
-        """Note that a generation runs from the state after `start` steps. True for the first."""
+        """Note that a synchronous generation runs from the state after `start` steps. True for the
+        job's first one."""
         is_first = self.trained_in == NO_GENERATION
         self.trained_in, self.reached = generation, start
         return is_first

@@ -219,7 +219,9 @@ def draw_up(
 ) -> GenerationRoster:
     """Draw up the roster of a new generation, with ranks and state actions.
 
-    `trained`: True if the job may have committed steps; it must not start from initial values then.
+    `previous`: the roster from which members keep their ranks; `running`: the one that trains, if
+    the change is planned; `trained`: True if the job may have committed steps, and so must not
+    start from initial values.
 
     Members that train in `running` will stop at one common step, which is not known yet and later
     than any they reported. A newcomer's state (from a checkpoint) is of another step, so the

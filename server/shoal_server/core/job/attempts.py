@@ -61,7 +61,7 @@ class Attempts:
 
     def freeze(self, chosen: list[MemberState], now_s: float) -> bool:
         """Draw the roster up and send it to its members, or abort it at once if they are in
-        conflict; False if members were refused before it was an attempt."""
+        conflict. False if there is no attempt, as members were refused instead."""
         candidates = [m.as_candidate() for m in chosen]
         if blamed := self._confined(chosen, candidates):
             self._refuse_confined(blamed, candidates, now_s)

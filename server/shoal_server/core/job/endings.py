@@ -313,8 +313,9 @@ class Drains:
         )
 
     def _is_unreplaced(self, member: MemberState, now_s: float) -> bool:
-        """True if no generation follows without this member. False once its drain is overdue: the
-        other members did not agree on a boundary in time, and might keep it from taking a step."""
+        """True if a member that is to leave now is not replaced: no generation without it follows.
+        False once its drain is overdue: the other members did not agree on a boundary in time, and
+        might keep it from taking a step."""
         running = self._state.running
         if running is None:
             return member.holds_state and len(self._state.table.draining) == len(

@@ -113,7 +113,8 @@ class JobEnd:
     """End of a job. If any of these is set, members may no longer join."""
 
     completing: bool = False
-    """True once a member has completed the job's work, or the state is lost."""
+    """True once the job takes no more members: its work is done, a member has closed it, or its
+    state is lost."""
     lost: Refusal | None = None
     """Refusal that every member gets once the job's state is lost."""
     stopping: str = ""
@@ -195,7 +196,7 @@ class JobState:
 
     def postpone(self, by_s: float) -> None:
         """Move limits by the time in which no member could be notified: those of the phase, breaks,
-        disconnections, drains and retries. Pauses, halts and the last call go on.
+        disconnections, drains and retries. Those of pauses, halts and the last call are not moved.
 
         Decisions could not become durable meanwhile, so a member that waits for one is not late.
         """
@@ -221,7 +222,7 @@ class JobState:
         """Candidates that may be in a roster now: all but those whose next try is put off.
 
         A member that trains is never put off. A member that holds state is tried again at once
-        after its first failure.
+        after its first own failure, if it had no shared one.
         """
         candidates, setbacks = self.table.candidates, self.setbacks
         if not any(setbacks.waits(name) for name in setbacks):

@@ -21,7 +21,7 @@ class Departure:
 
     member_id: str
     cause: str
-    """SIGKILL, exit code 1, connection lost ...; or the reason for its drain."""
+    """Cause of a loss, such as SIGKILL, exit code 1, connection lost; or the reason for leaving."""
     lost: bool
     """True if the member did not leave in order."""
 

@@ -33,7 +33,7 @@ class TrainerActivity:
     moved: int = 0
     """Counter that changes as long as the bring-up makes progress."""
     moved_s: float = float("-inf")
-    """Time at which that count was last seen to change."""
+    """Time at which `moved` was last seen to change."""
     own_code_since_s: float | None = None
     """Time since which the trainer has been in the script's own code; None: it is not, or that is
     unknown."""

@@ -35,7 +35,7 @@ from shoal_server.core.shards.shard_log import Record, ShardLog
 
 class HandoverPhase(Enum):
     NONE = "there is no handover"
-    LEVELLING = "workers are notified and backups draw level, while pushes still come"
+    LEVELLING = "workers are notified and backups catch up, while pushes still come"
     STOPPING = "pushes are refused from now on"
     STOPPED = "nothing is applied any more"
 
