@@ -24,10 +24,8 @@ def mended_state(
     records: Sequence[GenerationRecord],
     bounds: JobSpec | None = None,
 ) -> StateRecord:
-    """Reconstruct a job's record from its readable fields: bounds, secret, last generation, step,
-    and whether the job is finished or its state lost. `generations`: the numbers of its generations
-    in etcd, `records`: their readable records, from which missing numbers follow. All other fields,
-    such as the reason for a stop and the result, begin anew.
+    """Reconstruct a job's record from its readable fields. Other fields follow from the numbers of
+    the job's generations in etcd (`generations`) and their readable records (`records`).
 
     If the record does not say in which generation the job trained last, that is assumed to be the
     newest one whose record does not show the contrary, so that the job never starts again from
