@@ -25,11 +25,12 @@ def mended_state(
     bounds: JobSpec | None = None,
 ) -> StateRecord:
     """Reconstruct a job's record from its readable fields. Other fields follow from the numbers of
-    the job's generations and their readable records.
+    the job's generations in etcd (`generations`) and their readable records (`records`).
 
     If the record does not say in which generation the job trained last, that is assumed to be the
     newest one whose record does not show the contrary, so that the job never starts again from
-    initial values. Raises UnreadableRecord if neither the record nor `bounds` gives the bounds.
+    initial values. Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or
+    if the digest of the job's secret cannot be read.
     """
     try:
         fields = Fields.parsed(data)

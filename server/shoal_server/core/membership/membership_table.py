@@ -27,7 +27,8 @@ class MembershipTable:
     """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
     """The last MAX_EXPELLED incarnations that may not return, the oldest first, each with the
-    refusal that answers calls still in progress, if there is one."""
+    refusal that answers its later calls; None: the call is answered as that of any process that is
+    no member."""
     unproposed: set[str] = field(default_factory=set)
     """Members that joined under an earlier leader and have not proposed again."""
     pauses: Pauses = field(default_factory=Pauses)
@@ -38,8 +39,8 @@ class MembershipTable:
     """Members that have done their work, present or gone. None of them is waited for, and each
     counts towards the minimum."""
     num_announced_waiting: int = 0
-    """Number of members without a rank that the job has room for, as last reported to torchrun's
-    nodes."""
+    """Number of members without a rank that the job has room for, as the members that torchrun
+    started were last notified."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: an entry that is added later has a later time.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
@@ -162,7 +163,7 @@ class MembershipTable:
 
     @property
     def num_on_the_way(self) -> int:
-        """The number of members that have not proposed yet."""
+        """The number of members that have not proposed yet, and are not to leave."""
         known = len(self.candidates) + len(self.draining)
         return len(self.members) - known - sum(name in self.members for name in self.finished)
 
@@ -171,8 +172,8 @@ class MembershipTable:
         return any(name in self.finished for name in roster.ranks) if self.finished else False
 
     def overdue(self, now_s: float) -> Iterator[tuple[MemberState, str, str]]:
-        """Members that were disconnected or halted for too long, each with the reason for which it
-        is lost, in full and in short."""
+        """Members that were disconnected or halted for too long: (member, reason, the reason in a
+        word or two)."""
         for member in list(self._halted.values()):
             if now_s >= self._halt_ends_s(member):
                 halted = f"{self.limits.halt_s:g} s"
