@@ -26,7 +26,7 @@ def wait_s(environment: Mapping[str, str] | None = None) -> float:
 
 
 class CertificateWait:
-    """Waits for a certificate. Each wait lasts from the first refusal until a connection
+    """Time limit of waits for a certificate. A wait lasts from the first refusal until a connection
     succeeds."""
 
     def __init__(self, limit_s: float) -> None:

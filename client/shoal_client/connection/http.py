@@ -12,7 +12,7 @@ def direct_http_client(
     headers: Mapping[str, str] | None = None,
     context: ssl.SSLContext | None = None,
 ) -> httpx.Client:
-    """Client that ignores the environment (http_proxy, .netrc, SSL_CERT_FILE), to be closed.
+    """Client that ignores the environment (http_proxy, .netrc, SSL_CERT_FILE). Callers close it.
 
     `context`: the TLS context for https; by default one with the system's authorities.
     """

@@ -94,10 +94,9 @@ def _bind(address: str) -> socket.socket:
 def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[RosterEntry]:
     """Peers that this member has to reach before it accepts the roster.
 
-    Two members that both keep their state trained together before, so they are not checked. `when`:
-    "auto" checks peers on other hosts only, "always" all, "never" none. Members of an asynchronous
-    job do not connect to each other.
-    """
+    Two members that both keep their state trained together before, so they are not checked; nor are
+    peers without a probe port. `when`: "auto" checks peers on other hosts only, "always" all,
+    "never" none. Members of an asynchronous job do not connect to each other: none is checked."""
     if when == "never" or not roster.synchronous:
         return []
     entries = sorted(roster.entries, key=lambda entry: entry.rank)
@@ -125,10 +124,9 @@ def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
 
 
 def check(peers: Iterable[RosterEntry], limit_s: float) -> dict[str, str]:
-    """Connect to all peers at once; return the peers that were not reached, each with the error. A
-    peer that accepts the connection and sends nothing within the limit is busy, and counts as
-    reached. So does one whose host name is not resolved within half of the limit.
-    """
+    """Connect to all peers at once; return the ids of the members that were not reached, each with
+    the error. A peer that accepts the connection and sends nothing within the limit is busy, and
+    counts as reached. So does a peer whose host name is not resolved within half of the limit."""
     give_up_s = time.monotonic() + limit_s
     unreached: dict[str, str] = {}
     named: list[RosterEntry] = []

@@ -1,4 +1,4 @@
-"""The transport that a process was told to use, by SHOAL_TRANSPORT or an argument."""
+"""The transport that a process uses, chosen by SHOAL_TRANSPORT or an argument."""
 
 import os
 

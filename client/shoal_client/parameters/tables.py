@@ -75,8 +75,7 @@ class TableClient:
         self._sequence = 0
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
-        """Fetch the newest shard map; waits up to `wait_s` until there is one. Raises Fenced if the
-        job was started over since the last map."""
+        """Fetch the newest shard map; see `JobShards.fetch_map`."""
         return self._job.fetch_map(wait_s, timeout_s)
 
     def _adopt(self, received: ShardMap) -> ShardMap:
@@ -85,8 +84,8 @@ class TableClient:
         return received
 
     def look_up(self, wanted: Mapping[Where, Bytes]) -> dict[Where, Rows]:
-        """Return the rows of the wanted ids (bytes of int64), by shard. Creates no rows. Raises
-        UnknownShard."""
+        """Return the rows of the wanted ids (bytes of int64), by shard, in the order of the ids.
+        Creates no rows. Raises UnknownShard."""
         found: dict[Where, Rows] = {}
 
         def attempt(
@@ -115,7 +114,7 @@ class TableClient:
         return found
 
     def _cut(self, ids: Bytes, shard: Shard) -> Iterator[AskedRows]:
-        """The ids in pieces whose rows fit into a message; at least one."""
+        """The ids in pieces whose rows go into one message; at least one, which may be empty."""
         row_bytes = self._row_bytes(shard)
         size = rows_a_message(row_bytes)
         for start in range(0, max(len(ids) // ID_BYTES, 1), size):

@@ -104,10 +104,10 @@ class SampleClient:
         """Report `completed` ranges (leased ranges, or parts) and lease at most `num_samples`
         more. With a reserve, a coordinator's death loses no report. Retries through a restart or
         failover of the coordinator for `timeout_s`. Raises Fenced if this member was declared lost,
-        ProposalConflict if the job has other samples, and the last RetryError when the time is
-        over. Unless that was Overloaded, the next call first repeats the request: if the answer has
-        a range, it returns that range, and the call after it reports its `completed`.
-        """
+        ProposalConflict if the job has other samples, JobQuarantined, CertificateRefused, and the
+        last RetryError when the time is over. After one of the last three, other than Overloaded,
+        the next call first repeats the request, with its own `timeout_s`: if the answer has a
+        range, it returns that range, and the call after it reports its `completed`."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []

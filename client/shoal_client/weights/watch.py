@@ -19,7 +19,8 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 2.0
-"""Time to wait for a coordinator's first view before another is asked; doubled each time."""
+"""Time to wait for a coordinator's first view before another is asked; doubled each time, up to 8
+times as long."""
 
 
 class SeriesWatch:
