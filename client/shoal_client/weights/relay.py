@@ -413,8 +413,8 @@ class Relay(WeightStoreServicer):
         return entry
 
     def _wait(self, wire: "_Wire", entry: _RelayedSegment, condition: Callable[[], bool]) -> None:
-        """Wait until `condition()` is true; send beats meanwhile. Raises Unavailable if no data arrives for
-        STALLED_S, the fetch was given up, or the relay is closed."""
+        """Wait until `condition()` is true; send beats meanwhile. Raises Unavailable if no data
+        arrives for STALLED_S, the fetch was given up, or the relay is closed."""
         while True:
             with self._changed:
                 if self._changed.wait_for(condition, BEAT_S):
