@@ -32,9 +32,9 @@ _HINTS = {
 
 
 class LoadingOptions(TypedDict, total=False):
-    """Options for loading samples, most of them keywords of torch's DataLoader. One that is not
-    given comes from the script's DataLoader if it has it (`prefetch_factor` and
-    `persistent_workers`: with processes), else has the default of `shoal.data.loading.Loading`."""
+    """Options for loading samples, most of them keywords of torch's DataLoader. If the script gives
+    a DataLoader, its options replace those that are not given (`prefetch_factor` and
+    `persistent_workers` only if it has processes). Defaults: see `shoal.data.loading.Loading`."""
 
     num_workers: int
     prefetch_factor: int | None

@@ -131,7 +131,7 @@ class Loader:
 
     def start(self) -> None:
         """Start the loading processes, if there are any. Call it before connections exist: the
-        processes would inherit them."""
+        processes would inherit them. Raises LoadingFailed."""
         if self._samples is not None:
             self._samples.start()
 
@@ -184,8 +184,7 @@ class Loader:
     ) -> Batch:
         """Return a batch of this member alone: the samples at [start, stop) of an epoch's order.
 
-        `after` yields the spans that are likely to be requested next.
-        """
+        `after` yields the spans that are likely to be requested next. Raises as `synchronous`."""
         indices = self._indices(epoch, start, stop)
         inputs, targets = self._load(SampleRange(epoch, start, stop), indices, after)
         return Batch(

@@ -5,8 +5,8 @@ the same type, size and dtypes but different samples.
 
 The digest covers a few values, at positions that depend on sizes alone. No item of a data set is
 loaded: that may be slow, random, or have side effects. The contents of torch's and Hugging Face's
-data sets are read directly. For other classes, the digest covers the public attributes that have
-one entry for each sample or are data sets.
+data sets are read directly. For other classes, the digest covers the public attributes
+(torchvision's: all attributes) that have one entry for each sample or are data sets.
 
 Only the last part of a text with slashes counts: hosts may keep a data set in different folders.
 

@@ -91,7 +91,7 @@ class ListPerSample(list[Any]):
 
 
 class PerColumn(list[Any]):
-    """A list of which each item is known to cover all samples."""
+    """A list whose items are columns: each is known to cover all samples."""
 
 
 def columns_marked(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:

@@ -135,7 +135,7 @@ class Shards(Dataset[Any]):
 
     @staticmethod
     def count(shards: Iterable[Any], read: Read = read_shard) -> list[int]:
-        """Count the samples in each shard by reading all shards."""
+        """Count the samples in each shard by reading all shards. Raises as `read`."""
         return [sum(1 for _ in read(shard)) for shard in shards]
 
     def __len__(self) -> int:

@@ -70,7 +70,8 @@ class SessionAccelerator(Accelerator):
     # --- what a script calls ---
 
     def prepare(self, *given: Any, device_placement: list[bool] | None = None) -> Any:
-        """Return the given objects, distributed, in the same order."""
+        """Return the given objects, distributed, in the same order. Raises InvalidSpec for other
+        numbers of them, and in a second call."""
         models = [each for each in given if isinstance(each, nn.Module)]
         optimizers = [each for each in given if isinstance(each, Optimizer)]
         loaders = [each for each in given if isinstance(each, DataLoader)]
@@ -105,7 +106,7 @@ class SessionAccelerator(Accelerator):
         return self._prepared("accumulate")
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients of the mean loss over the samples of the batch."""
+        """Compute gradients of `loss`, a mean over the samples of this part of the batch."""
         self._prepared("backward").check_within("accelerator.backward")
         self._session.backward(loss, **options)
 

@@ -70,7 +70,7 @@ class AgreedCheckpoints:
 
     def exists(self, path: Any, trainer: Any) -> bool:
         """True if rank 0 found the file. All members use rank 0's result, as another member may
-        look for the file after rank 0 has written it."""
+        look for the file after rank 0 has written it. A member that fails uses its own result."""
         found = self._exists(path, trainer)
         if sys.exception() is not None:
             return found  # Lightning saves because this member fails: no collectives

@@ -40,9 +40,9 @@ _MARK = "shoal_fitting"
 class SessionBatches(DataLoader[Any]):
     """Batches for `fit` in a session: this member's part of each step, up to the job's last.
 
-    `model` was distributed by the session; the other arguments are those of `session.batches`.
-    Pass `epochs=batches.epochs` to `fit`. On a member that joined late, `fit` runs fewer epochs.
-    """
+    `model` was distributed by the session, otherwise InvalidSpec is raised; the other arguments are
+    those of `session.batches`. Pass `epochs=batches.epochs` to `fit`. On a member that joined late,
+    `fit` runs fewer epochs."""
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ class KerasSteps(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step of every parameter that has a gradient."""
+        """Take one step of every parameter that has a gradient. `closure` is not called."""
         held = {
             group["params"][0]: variable
             for group, variable in zip(self.param_groups, self._variables, strict=True)

@@ -294,7 +294,8 @@ class SessionStrategy(SingleDeviceStrategy):
         model: Any = None,
         **options: Any,
     ) -> Any:
-        """Commit one step, repeating failed attempts."""
+        """Commit one step, repeating failed attempts; after the job's last step, wait for the other
+        members to end theirs."""
         batches, max_steps = self._present_batches(), self._trainer().max_steps
         self._replacement = result = None
         while True:

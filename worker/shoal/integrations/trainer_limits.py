@@ -14,13 +14,13 @@ from shoal_proto.errors import InvalidSpec
 
 NO_LIMIT = -1
 TRAINER_DEFAULT = 1000
-"""Lightning's value for a `max_epochs` that was not given: a Trainer to which 1000 was given is the
+"""Lightning's value for a `max_epochs` that was not given. A Trainer with a given 1000 looks the
 same."""
 
 
 def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
     """Return the number of epochs of the data: `epochs` of the batches, else the Trainer's limit,
-    which is 1000 by default, as without a session; 1 if both are without a limit.
+    which is 1000 by default, as without a session, or follows from `max_steps`; 1 without a limit.
 
     Raises InvalidSpec if both are given and differ. With `epochs`, a limit of 1000 counts as not
     given.
@@ -42,7 +42,8 @@ def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int
 
 
 def refuse_parts_of_epochs(trainer: Trainer) -> None:
-    """Raise InvalidSpec for options that make Lightning end an epoch before the job's ends."""
+    """Raise InvalidSpec for options that make Lightning end an epoch before the job's ends, or
+    train none."""
     refused = {
         # These two options set limit_train_batches: the error names them in place of it.
         "fast_dev_run": bool(trainer.fast_dev_run),  # type: ignore[attr-defined]
@@ -63,7 +64,7 @@ def refuse_parts_of_epochs(trainer: Trainer) -> None:
 
 
 def _is_part(limit: int | float | None) -> bool:
-    """True unless the limit is the whole epoch. The float 1.0 means all batches, the int 1 one."""
+    """True unless the limit is the whole epoch: 1.0 means all batches, the int 1 a single one."""
     return not (limit is None or (isinstance(limit, float) and limit == 1.0))
 
 

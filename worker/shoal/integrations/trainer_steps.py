@@ -38,7 +38,7 @@ class TrainerSteps:
         """True if all members have reached the job's end."""
 
     def position(self) -> int:
-        """Return the job's current step; after a loss, wait for the other members first."""
+        """Return the job's current step; after the loss of a member, first wait for the others."""
         batch = self._peek()
         return self._session.step_number if batch is None else batch.step
 

@@ -329,8 +329,9 @@ class SessionTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate. For the loss alone, each member measures its share of the samples. Otherwise
-        each member predicts all samples, which requires a strategy of FORWARD_ALONE."""
+        """Evaluate; before the training, as Trainer does. For the loss alone, each member measures
+        its share of the samples. Otherwise each member predicts all samples, and InvalidSpec is
+        raised under a strategy that is not in FORWARD_ALONE."""
         if self._steps is None:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix

@@ -42,7 +42,7 @@ def use_series(series: str, *, coordinator: str | None = None) -> None:
 
 
 class _Publisher:
-    """Publishes named tensors as a version, and waits until it is committed."""
+    """Publishes named tensors as a version, and waits up to COMMIT_S until it is committed."""
 
     def __init__(self, series: str | None, coordinator: str | None) -> None:
         self.series = series or os.environ.get(SERIES_VARIABLE, "")

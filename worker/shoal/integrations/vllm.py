@@ -60,7 +60,7 @@ class ShoalInitInfo(WeightTransferInitInfo):
     coordinator: str | None = None
     """host:port of the coordinators, separated by commas; None: SHOAL_COORDINATOR."""
     reader: str | None = None
-    """Name in `shoal status`, followed by the worker's rank; None: a name is made up."""
+    """Name in `shoal status`, to which the worker's rank is appended; None: a generated name."""
 
 
 @dataclass
@@ -105,7 +105,8 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShoalUpdateInfo) -> None:
-        """Install a version on every worker. If one fails, none installs it, and all raise."""
+        """Install a version on every worker. If one fails, none installs it, and all raise: the
+        own error of staging, or PublicationAbandoned."""
         staged = self._staged(update_info.version)
         failure: Exception | None = None
         try:
@@ -253,10 +254,8 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
         return engine
 
     def send_weights(self) -> None:
-        """Publish the source's weights, and return once the engine serves them.
-
-        Iterating the source may be a collective of all ranks; the first rank publishes.
-        """
+        """Publish the source's weights, and return once the engine serves them. Iterating the
+        source may be a collective of all ranks; only the sender publishes and waits."""
         if self.source is None:
             raise InvalidSpec("there is nothing to publish", expected="source=ModuleSource(model)")
         weights = {name: tensor.detach() for name, tensor in self.source}

@@ -56,9 +56,9 @@ class RendezvousStores:
 class RendezvousStore(Store):
     """Store of one generation's keys. Any thread.
 
-    Raises DeadlineExceeded for a key that is not set within the timeout. After `abort`, calls in
-    progress and later ones raise GenerationBroken at once.
-    """
+    Raises DeadlineExceeded for a key that is not set within the timeout, Fenced for a token out of
+    date, and as `Coordinators.call`. After `abort`, calls in progress and later ones raise
+    GenerationBroken at once."""
 
     def __init__(
         self,

@@ -89,8 +89,8 @@ def validator(name: str) -> Callable[[V], V]:
 
     The function runs on a background thread while the script trains. All validators together have
     a part of the coordinator's time limit for agreement (`prepare_s`). A function that raises or
-    takes longer counts as a rejection. Raises InvalidSpec for an invalid name, or that of another.
-    """
+    takes longer counts as a rejection. Raises InvalidSpec for a name that is invalid, or taken by
+    another function."""
     if not is_name(name):
         raise InvalidSpec(
             "a validator's name is not valid",
@@ -149,7 +149,9 @@ class ValidatorSet:
         return ",".join(self._validators)
 
     def rejections(self, roster: pb.Roster, limit_s: float) -> list[pb.Rejection]:
-        """Return the validators' rejections of the roster, within `limit_s`."""
+        """Return the validators' rejections of the roster, within `limit_s`. A validator that has
+        not returned by then counts as a rejection, and goes on; until it returns, so does each
+        later roster."""
         if not self._validators:
             return []
         late = self._running

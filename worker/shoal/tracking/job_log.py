@@ -109,8 +109,8 @@ class JobLog:
         return dict(self._newest) if self.is_writer else {}
 
     def flush(self, limit_s: float = FLUSH_WITHIN_S) -> None:
-        """Wait until all kept values are written, up to `limit_s`. No effect unless this member is
-        the writer."""
+        """Wait until all kept values are written, up to `limit_s`; then only log a warning. Do
+        nothing unless this member is the writer."""
         with self._changed:
             if self._thread is None or not self.is_writer:
                 return
@@ -121,7 +121,8 @@ class JobLog:
                 log.warning("trackers_not_flushed", job=self._job, waited_s=limit_s)
 
     def close(self) -> None:
-        """Write the remaining values for at most `CLOSE_WITHIN_S`. May be called twice."""
+        """Write the remaining values if this member is the writer, and close the trackers; wait for
+        at most `CLOSE_WITHIN_S`. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

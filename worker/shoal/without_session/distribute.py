@@ -170,9 +170,8 @@ def forward_backward(
     """Run forward and backward in one call, as strategies with a pipeline require. Returns the mean
     loss, detached.
 
-    `model`: the model that `shoal.distribute` returned. Call `optimizer.step()` afterwards as
-    usual.
-    """
+    `model`: the model that `shoal.distribute` returned; this call and those below raise InvalidSpec
+    for another one. Call `optimizer.step()` afterwards as usual."""
     return _static(model).forward_backward(inputs, targets, loss_function)
 
 
