@@ -111,7 +111,8 @@ class EmbeddingTable(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of the ids, in shape (*ids.shape, embedding_dim). Raises TypeError or
-        IndexError for bad ids, InvalidSpec if the table is not connected yet."""
+        IndexError for bad ids, InvalidSpec if the table is not connected yet, and the errors of
+        `TableClient`: a RetryError, StateLost or Fenced."""
         rows, positions, padding = self._look_up(ids)
         return functional.embedding(positions, rows, padding_idx=padding)
 

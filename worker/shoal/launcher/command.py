@@ -39,7 +39,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def run(config: RunConfig) -> int:
-    """Run the workers and return the exit code; 2 if the script is missing or does not compile."""
+    """Run the workers and return the exit code; 2 if the script is missing or does not compile.
+    Raises ShoalErrors, such as Unavailable, JobFinished or InvalidSpec, only before workers start;
+    SystemExit for a SIGTERM before or after the launcher's run."""
     if not config.module and not Path(config.script[0]).is_file():
         _say(
             f"no such script; saw {config.script[0]}; expected a Python file."
@@ -144,7 +146,8 @@ def _await_coordinator(config: RunConfig) -> None:
 
 
 def _check_job(config: RunConfig) -> None:
-    """Reset the job if --fresh is given, else refuse a finished job. No worker runs yet."""
+    """Reset the job if --fresh is given; else raise JobFinished if it is finished. No worker of
+    this run exists yet."""
     if not config.fresh:
         check_not_finished(config.coordinators, config.job)
     elif reset_job(config.coordinators, config.job, job_secret(config.environment)):

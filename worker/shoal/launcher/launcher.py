@@ -9,7 +9,8 @@ must be started or ended, or until a signal arrives.
 
 A worker that cannot end does not keep the launcher alive. A worker that was declared lost while it
 was halted is killed and replaced. A worker that does not end within the grace time after the job's
-end is killed, and abandoned if it hangs in the kernel.
+end is killed, unless its script has left the finished job; it is abandoned if it hangs in the
+kernel.
 
 The exit code alone does not tell why a worker ended. So a worker writes how its membership ended to
 the beat board that it shares with the launcher. A worker that was fenced (declared lost, but alive)

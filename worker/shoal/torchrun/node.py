@@ -123,7 +123,8 @@ class Node:
 
     def close(self, reason: str) -> None:
         """Close the job to new nodes and new generations. The nodes that train, including this one,
-        continue. Raises a RetryError if no coordinator answers for `close_timeout`."""
+        continue. Do nothing if the job is closed. Raises a RetryError if no coordinator answers for
+        `close_timeout`, and refusals."""
         if self.is_closed:
             return
         self._closed = True
@@ -197,8 +198,7 @@ class Node:
         """Leave this node's generation, and enter the next one together with all its nodes.
 
         Raises JobFinished, MemberDrained, DeadlineExceeded after `join_timeout`, or another refusal
-        of the coordinator. After `join_timeout` the node withdraws: no generation waits for it.
-        """
+        of the coordinator. After `join_timeout` the node withdraws: no generation waits for it."""
         self._give_up_s = time.monotonic() + self._config.join_timeout_s
         while True:
             try:
