@@ -1,7 +1,6 @@
 """Wait for a renewed certificate. While a job trains, a certificate may expire, or be renewed on
 one side first. A process that was connected before is then refused. It tries again, and reads its
-certificate files again at each attempt.
-"""
+certificate files again at each attempt."""
 
 import os
 from collections.abc import Mapping

@@ -77,8 +77,7 @@ class Coordinators:
     """The coordinators as one peer: calls go to the leader, and are retried elsewhere.
 
     Thread-safe. `call` is bounded by its `timeout_s`, retries included, and up to 3 s to find out
-    why TLS failed; `persist` has no limit.
-    """
+    why TLS failed; `persist` has no limit."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         if not addresses:
@@ -238,8 +237,7 @@ def close_channels(channels: Iterable[Closable]) -> None:
     """Close the channels: calls in progress fail. Returns within CLOSE_WITHIN_S in any case.
     gRPC's `close` waits for every call to end. A call never ends if KeyboardInterrupt was raised
     between its registration and the start of the thread that serves it. A worker that is to stop
-    must not wait for such a call.
-    """
+    must not wait for such a call."""
     closing = [
         threading.Thread(target=channel.close, name="shoal-close", daemon=True)
         for channel in channels

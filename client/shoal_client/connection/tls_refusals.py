@@ -3,8 +3,7 @@ TLS.
 
 gRPC reports `UNAVAILABLE` in these cases, as for a server that does not run, and the call would be
 repeated in vain. So after such a failure a TLS handshake is made directly, twice if the first one
-gives no reason: it shows the error, and the side that refused.
-"""
+gives no reason: it shows the error, and the side that refused."""
 
 import socket
 import ssl

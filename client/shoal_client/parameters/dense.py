@@ -1,8 +1,7 @@
 """A job's parameters on its parameter servers: create, pull and push, without asyncio.
 
 Values and gradients are the caller's own buffers, one a parameter. This module finds the server of
-each part, and repeats calls while a server is unavailable.
-"""
+each part, and repeats calls while a server is unavailable."""
 
 import math
 import time

@@ -1,8 +1,7 @@
 """A job's tables on its parameter servers: look up and push rows, without asyncio.
 
 Ids, births and values are little-endian bytes, sorted by shard; `route` sorts plain integers. This
-module finds the server of each shard, and repeats calls while a server is unavailable.
-"""
+module finds the server of each shard, and repeats calls while a server is unavailable."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,8 +44,7 @@ class TableClient:
     A call is bounded by `timeout_s`, retries included; `ShardServers.run` names the longer waits. A
     retry never applies a gradient twice. Raises RetryError when the time is over, Fenced if the
     member was declared lost or the job was started over, StateLost if a shard is lost, RefusedError
-    for a bad request.
-    """
+    for a bad request."""
 
     def __init__(
         self,
@@ -138,8 +136,7 @@ class TableClient:
         `step`: the result of `ParameterClient.joint_step` for this push and one of parameters; give
         one for all pushes of this client, or for none. Raises NonFiniteGradient with table and row,
         ShapeMismatch for lengths that do not fit the ids, and UnknownShard. After an error, some
-        shards may have applied their rows.
-        """
+        shards may have applied their rows."""
         for (name, _), rows in pushed.items():
             if name in self._tables:
                 plain = row_bytes_of(self._tables[name])

@@ -27,8 +27,7 @@ class Clock:
     """One member's clock, kept at the coordinator. For one thread; the last call is `rest`.
 
     A step of a round begins with `begin` and ends with `finished`. Meanwhile the other members that
-    take steps are at most `bound` rounds ahead or behind.
-    """
+    take steps are at most `bound` rounds ahead or behind."""
 
     def __init__(
         self,

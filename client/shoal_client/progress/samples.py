@@ -52,8 +52,7 @@ class SampleClient:
     """Leases samples of one job for one member. Thread-safe: calls are made one after the other.
 
     Leased ranges are held until they are reported as completed or given back. The first call gives
-    back all ranges that another client of the same process had leased.
-    """
+    back all ranges that another client of the same process had leased."""
 
     def __init__(
         self,
@@ -65,8 +64,7 @@ class SampleClient:
     ) -> None:
         """`token` returns the member's current token, at each call.
 
-        Both numbers must be the same for every member of the job.
-        """
+        Both numbers must be the same for every member of the job."""
         self.coordinators = coordinators
         self._token = token
         self._dataset_size = dataset_size

@@ -52,8 +52,7 @@ class ShardBlocks:
         self, buffers: Buffers, piece_bytes: int = SEND_PIECE_BYTES
     ) -> Iterator[tuple[int, Sequence[memoryview]]]:
         """Yield (offset, parts) of pieces that together hold every block with a buffer, in order.
-        The parts of a piece are consecutive in the shard; they are the caller's memory.
-        """
+        The parts of a piece are consecutive in the shard; they are the caller's memory."""
         parts: list[memoryview] = []
         held = start = 0
         for run in self._runs:

@@ -77,8 +77,7 @@ class WeightStores:
         """Fetch a segment from one of these servers, those on this host first. If a server fails,
         the next one sends what is still missing.
 
-        Raises the error of the last server, or a server's refusal at once.
-        """
+        Raises the error of the last server, or a server's refusal at once."""
         give_up_s = time.monotonic() + timeout_s
         request = FetchSegmentRequest(series=self._series, digest=staged.digest)
         failure: ShoalError = Unavailable(

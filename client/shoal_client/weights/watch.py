@@ -41,8 +41,7 @@ class SeriesWatch:
     def newest(self, newer_than: int, timeout_s: float | None) -> SeriesView:
         """Wait for a view whose newest version is above `newer_than`; -1: for any view.
 
-        Raises DeadlineExceeded, the coordinator's refusal, or Unavailable once this is closed.
-        """
+        Raises DeadlineExceeded, the coordinator's refusal, or Unavailable once this is closed."""
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while True:

@@ -108,8 +108,7 @@ class BatchOptions:
         whole batches.
 
         Raises InvalidSpec if the dataset, the DataLoader or the options do not determine the
-        samples of each step, and for options out of range.
-        """
+        samples of each step, and for options out of range."""
         if isinstance(dataset, DataLoader):
             dataset_size(dataset.dataset)
             return _completed(self, dataset).loader(dataset.dataset, together=together)

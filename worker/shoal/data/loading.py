@@ -5,8 +5,7 @@ delivers a batch, it takes another request from its sampler: a fixed number is r
 
 If the trainer needs a batch that was not requested (in a generation of another size, or for a step
 that is taken again), a new *run* of batches begins. Requests of the earlier run are void: the
-processes skip samples that they have not begun, and the trainer drops batches of that run.
-"""
+processes skip samples that they have not begun, and the trainer drops batches of that run."""
 
 import os
 import threading

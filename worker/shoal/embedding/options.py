@@ -1,8 +1,7 @@
 """Options of a table: initialiser, row optimizer, admission and eviction.
 
 Here only their types are checked. The coordinator checks ranges when the table is placed, and its
-errors name the setting.
-"""
+errors name the setting."""
 
 from dataclasses import dataclass
 from typing import Protocol

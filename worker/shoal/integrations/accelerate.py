@@ -13,8 +13,7 @@
 
 The loop is accelerate's own. The global batch is the batch size of the script's DataLoader times
 `gradient_accumulation_steps`, and each member takes its share. If a member is lost, the code within
-`accumulate` runs again on the samples of that step.
-"""
+`accumulate` runs again on the samples of that step."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -41,8 +40,7 @@ class SessionAccelerator(Accelerator):
 
     `prepare` takes the model, the optimizer, the DataLoader to train on and any schedulers in one
     call. Raises InvalidSpec for float16, a backward pass outside of `accumulate`, other clipping
-    than by 2-norm, `save_state`, `load_state`, `no_sync`, and calls that gather values.
-    """
+    than by 2-norm, `save_state`, `load_state`, `no_sync`, and calls that gather values."""
 
     def __init__(
         self,

@@ -51,8 +51,7 @@ class AgreedStopping:
 class AgreedCheckpoints:
     """Makes the callback choose the same checkpoints on all members: rank 0 writes them, and any
     member may get rank 0 next. If the choices are registered, a member that joins knows the best
-    checkpoint. Stored paths are relative to the callback's folder, which may differ by member.
-    """
+    checkpoint. Stored paths are relative to the callback's folder, which may differ by member."""
 
     def __init__(self, callback: ModelCheckpoint, session: Session) -> None:
         self._callback: Any = callback

@@ -8,8 +8,7 @@
 
 Each member runs `fit`, and its logs cover its own samples. If a member is lost, the failed step and
 any rolled-back steps are trained again within Keras's current batch, so Keras counts each step of
-the job once.
-"""
+the job once."""
 
 import types
 from collections.abc import Iterator
@@ -214,8 +213,7 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     decides which member holds its state. Raises InvalidSpec for a model that is not built and
     compiled, or has constraints or its own `train_step`; also under a strategy whose members do not
     step together, or that needs both passes in one call, and for `sync_batchnorm`;
-    UnsupportedOptimizer as `KerasSteps`.
-    """
+    UnsupportedOptimizer as `KerasSteps`."""
     chosen = find_strategy(strategy)
     _refuse(model, chosen)
     if options.get("sync_batchnorm"):

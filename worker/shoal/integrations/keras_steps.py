@@ -3,8 +3,7 @@
 In each generation, a strategy gives a torch optimizer new parameters, which may be parts of whole
 ones, and moves its state between members by parameter name. So the state is kept in torch's form.
 For each generation, a Keras optimizer is built whose variables share memory with the parameters and
-that state.
-"""
+that state."""
 
 import json
 import operator

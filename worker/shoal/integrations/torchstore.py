@@ -3,8 +3,7 @@
     from shoal.integrations import torchstore as ts
 
 Each put of a key publishes a new version, and each get reads one version: a reader never sees
-tensors of two puts, and a writer need not wait for readers before it writes again.
-"""
+tensors of two puts, and a writer need not wait for readers before it writes again."""
 
 import asyncio
 import os

@@ -2,8 +2,7 @@
 
 Lightning counts the steps of its own process, so a member that joins would begin at epoch 0. But
 scripts read the counters: `self.current_epoch` to raise a weight,
-`trainer.estimated_stepping_batches` for a schedule.
-"""
+`trainer.estimated_stepping_batches` for a schedule."""
 
 import math
 from typing import Any
@@ -23,8 +22,7 @@ def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int
     which is 1000 by default, as without a session, or follows from `max_steps`; 1 without a limit.
 
     Raises InvalidSpec if both are given and differ. With `epochs`, a limit of 1000 counts as not
-    given.
-    """
+    given."""
     limit = trainer.max_epochs
     if epochs is None and trainer.max_steps != NO_LIMIT and limit == NO_LIMIT:
         return max(1, math.ceil(trainer.max_steps / steps_per_epoch))

@@ -6,8 +6,7 @@
 
 The job trains as one process would with these arguments: its global batch has
 `per_device_train_batch_size` times `gradient_accumulation_steps` samples, and each member takes a
-share. When a member is lost, Trainer's loop continues from the job's current step.
-"""
+share. When a member is lost, Trainer's loop continues from the job's current step."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -49,8 +48,7 @@ class SessionTrainer(Trainer):
     Schedulers, callbacks that export their state, clipping, bfloat16 and evaluation work for the
     whole job. Raises InvalidSpec for what a session does not support, such as float16, Trainer's
     own checkpoints (`checkpoints=` writes the session's), its wrappers FSDP and DeepSpeed, an order
-    that depends on the samples, and callbacks that end an epoch early.
-    """
+    that depends on the samples, and callbacks that end an epoch early."""
 
     model: Any
     optimizer: Any
@@ -222,8 +220,7 @@ class SessionTrainer(Trainer):
     def _end_job(self) -> None:
         """Wait until all members have ended the job's steps.
 
-        Raises StepRetaken if a member was lost meanwhile and steps must be repeated.
-        """
+        Raises StepRetaken if a member was lost meanwhile and steps must be repeated."""
         steps = self._present()
         if not steps.is_done:
             # A callback asked to stop. All members begin one more step, which is not committed.

@@ -2,8 +2,7 @@
 
 Start vLLM with `--weight-transfer-config '{"backend": "shoal"}'`; see `shoal.integrations.vllm`.
 Unlike TRL's own clients, these need no CUDA: nothing is broadcast. Each synchronisation is a
-numbered version, and an engine that cannot install it keeps serving the previous version.
-"""
+numbered version, and an engine that cannot install it keeps serving the previous version."""
 
 import os
 from collections.abc import Iterable, Iterator

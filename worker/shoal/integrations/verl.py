@@ -7,8 +7,7 @@
 
 There is no process group and no bucket: a rollout that is slow, dead or new delays no other
 process. Each rollout gets a whole, verified version: the newest, or that of the step that verl
-asks for.
-"""
+asks for."""
 
 import asyncio
 import os

@@ -3,8 +3,7 @@
 Enabled by `--weight-transfer-config '{"backend": "shoal"}'`. Each of vLLM's processes finds the
 engine through the plug-in entry point `vllm.general_plugins`. Every worker stages and verifies a
 whole version before a weight changes. If one worker fails, none installs the version, and vLLM
-keeps serving the previous one.
-"""
+keeps serving the previous one."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

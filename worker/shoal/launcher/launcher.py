@@ -15,8 +15,7 @@ kernel.
 The exit code alone does not tell why a worker ended. So a worker writes how its membership ended to
 the beat board that it shares with the launcher. A worker that was fenced (declared lost, but alive)
 or hit a time limit is restarted whatever its error code, up to the number of restarts; one that
-would be refused again is not.
-"""
+would be refused again is not."""
 
 import math
 import os

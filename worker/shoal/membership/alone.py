@@ -1,8 +1,7 @@
 """A member that trains alone: no coordinator was named, so no member can join it.
 
 `LoneMember` replaces the `MemberSession` of a job with several members, so that the same script
-runs in both cases. There is one generation of one member. Only checkpoints outlive the process.
-"""
+runs in both cases. There is one generation of one member. Only checkpoints outlive the process."""
 
 import math
 import time

@@ -1,8 +1,7 @@
 """A store for `torch.distributed`, whose keys the coordinator holds for one generation.
 
 No member opens a port for it, and it survives the loss of any member's host. Every call carries the
-fencing token, so that only members of the generation read or write its keys.
-"""
+fencing token, so that only members of the generation read or write its keys."""
 
 import threading
 from collections.abc import Callable, Sequence

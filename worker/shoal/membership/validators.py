@@ -10,8 +10,7 @@ def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
 Each member runs its validators before each generation that it takes part in. If a validator
 rejects, the generation does not form, and its members, except those that train already or hold the
 job's state, get a ProposalConflict that names the validator, the member and the value seen. All
-members of a job must have the same validators.
-"""
+members of a job must have the same validators."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -117,8 +116,7 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
     """Return the registered validators and a session's own, by name.
 
     A function that is not registered has its `__name__`. Raises InvalidSpec if that is no valid
-    name, or if two validators have the same name.
-    """
+    name, or if two validators have the same name."""
     by_name = dict(_registered)
     registered = {id(function): name for name, function in _registered.items()}
     for function in own:

@@ -54,8 +54,7 @@ class Node:
 
     The coordinator may end the membership (after too long a silence, or if no generation formed in
     time), and the node may withdraw. It then joins again, with a new incarnation, when its agent
-    asks for the next generation.
-    """
+    asks for the next generation."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
@@ -106,8 +105,7 @@ class Node:
         """End the membership. Returns True if the coordinator knows of it. Later calls have no
         effect.
 
-        Tries for `close_timeout`, less the time for which no coordinator has answered already.
-        """
+        Tries for `close_timeout`, less the time for which no coordinator has answered already."""
         if self._left:
             return True
         self._left = True
@@ -148,8 +146,7 @@ class Node:
         """Report that this node's workers are done. The end of this node then does not disturb the
         others.
 
-        Raises Unavailable if no coordinator answers for `close_timeout`.
-        """
+        Raises Unavailable if no coordinator answers for `close_timeout`."""
         self._finished = True
         membership, now_s = self._membership, time.monotonic()
         close_s = self._config.close_timeout_s
@@ -171,8 +168,7 @@ class Node:
         """Wait until all other nodes have finished, or continue without this one.
 
         Raises DeadlineExceeded after `timeout_s`, Unavailable if no coordinator answered for
-        `close_timeout`.
-        """
+        `close_timeout`."""
         membership, close_s = self._membership, self._config.close_timeout_s
         if membership.await_others_done(self._number, timeout_s, away_limit_s=close_s):
             return
@@ -214,8 +210,7 @@ class Node:
         """Return the number of nodes that wait for another rendezvous; 1 if this generation is
         over.
 
-        If it is above 0, the agent stops its workers and enters the next generation.
-        """
+        If it is above 0, the agent stops its workers and enters the next generation."""
         membership = self._membership
         if self.is_closed or self._finished or not self._is_member:
             return 0

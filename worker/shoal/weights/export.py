@@ -1,8 +1,7 @@
 """Export of a version to a directory that engines load: safetensors files in Hugging Face's format.
 
 With format "sglang" each version has a directory of its own, `weight_v000057/`, which SGLang's
-`/pull_weights`, slime and miles read. It is a full checkpoint: no earlier version is needed.
-"""
+`/pull_weights`, slime and miles read. It is a full checkpoint: no earlier version is needed."""
 
 import json
 import os

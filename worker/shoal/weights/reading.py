@@ -1,8 +1,7 @@
 """Tensors from a version's bytes: the whole model, or the slices of a reader's own layout.
 
 Segments are staged and verified before tensors are read from them. A tensor that is stored in one
-slice is a view of its segment; a tensor that several ranks have published is assembled.
-"""
+slice is a view of its segment; a tensor that several ranks have published is assembled."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -464,8 +464,7 @@ def held_state(
     """Return a rank's weights of a script's own tensors. Plain tensors are the same on all ranks; a
     rank holds its slice of a DTensor. Several names of one tensor object are tied.
 
-    Raises InvalidSpec for a value that is not a tensor, and for a name that is not a str.
-    """
+    Raises InvalidSpec for a value that is not a tensor, and for a name that is not a str."""
     named_tensors = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
     tensors: dict[str, HeldTensor] = {}
     tied: dict[str, str] = {}

@@ -2,8 +2,7 @@
 
 A fetch holds a lease on the version while it stages the segments. Every chunk is verified as it
 arrives, and all that is wanted of a version is staged before anything is installed. The tensors of
-`Weights` change only if their reader writes to them.
-"""
+`Weights` change only if their reader writes to them."""
 
 import asyncio
 import mmap
@@ -59,8 +58,7 @@ class Weights(Mapping[str, Tensor]):
     """The tensors of one version by name, verified. Without tensors if `fetch` installed them.
 
     A tensor that is stored in one slice is a view of the segment's memory. Writing to it changes
-    only this process's copy of the pages.
-    """
+    only this process's copy of the pages."""
 
     def __init__(
         self,
