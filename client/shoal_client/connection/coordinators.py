@@ -146,9 +146,8 @@ class Coordinators:
         An attempt that takes longer than `attempt_s` is repeated at another replica; give it only
         for a request that may be carried out twice. Raises the server's error, or
         CertificateRefused. A RetryError is raised only if no time is left for another attempt, if
-        `gives_up()` returns True after an attempt, once the connection is closed, or, without
-        `attempt_s`, if it is a DeadlineExceeded: a server may answer with one before the time is
-        over."""
+        `gives_up()` returns True after an attempt, once the connection is closed, or if it is a
+        DeadlineExceeded and less than `attempt_s` was left: a server may answer with one early."""
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
                 if (token := getattr(request, "token", None)) is not None:
