@@ -118,7 +118,7 @@ class Clock:
             log.info("clock_not_reported", reason=str(error))
 
     def _wait(self, *, pulled: bool) -> None:
-        waited_s, reason = 0.0, "nobody"
+        waited_s, reason = 0.0, "no member"
         while waited_s < self._wait_s:
             reply, took_s = self._ask(min(POLL_S, self._wait_s - waited_s), pulled=pulled)
             self._adopt(reply)

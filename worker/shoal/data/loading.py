@@ -49,7 +49,8 @@ WORK_SHARE = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Options for loading batches; as in torch's DataLoader, except for the last one."""
+    """Options for loading batches, as in torch's DataLoader, except for `silence_s` and the default
+    of `persistent_workers`. Raises InvalidSpec for values out of range."""
 
     num_workers: int = 0
     """Number of loading processes. 0: the trainer loads a batch when it needs one."""

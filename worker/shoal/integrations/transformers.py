@@ -280,7 +280,8 @@ class SessionTrainer(Trainer):
         return loss * share if share else torch.zeros_like(loss)
 
     def _check_normalised(self, items: Any) -> None:
-        """Raise InvalidSpec for a `compute_loss` that does not say what its loss is a mean over."""
+        """Raise InvalidSpec for a script's `compute_loss` unless the script has set if its loss is
+        divided by `num_items_in_batch`, or is a mean over samples."""
         own = type(self).compute_loss is not Trainer.compute_loss
         if own and items is not None and self.loss_is_scaled_for_ga is None:
             raise refused(

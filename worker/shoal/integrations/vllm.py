@@ -139,8 +139,8 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         return found
 
     def _check_whole(self, weights: Weights) -> None:
-        """Raise InvalidSpec for a version that is not the whole model. vLLM itself would only log
-        that a layer got no values, and serve a mixture of old and new values."""
+        """Raise InvalidSpec for a version of another model, or of a part of this one. vLLM itself
+        would only log that a layer got no values, and serve a mixture of old and new values."""
         if self._outline is None:
             self._outline = {name: tensor.shape for name, tensor in self._serves()}
         for name, shape in self._outline.items():
