@@ -71,8 +71,9 @@ class SeriesPublisher:
     def begin(self, timeout_s: float = TIMEOUT_S) -> pb.BeginPublicationReply:
         """Announce a publication; return epoch, newest version and servers for the rank's segment.
 
-        Raises StaleEpoch, SeriesHeld, NoServers, other refusals and Overloaded at once; the last
-        RetryError, JobQuarantined or CertificateRefused once the time is over or this is closed."""
+        Raises StaleEpoch, SeriesHeld, NoServers and other refusals at once, Overloaded after CALL_S
+        and the last other RetryError, JobQuarantined or CertificateRefused once the time is over or
+        this is closed."""
         give_up_s = time.monotonic() + timeout_s
         with self._lock:
             reply = self._persist(lambda: self._begin(CALL_S), give_up_s)

@@ -102,8 +102,8 @@ class Node:
         log.info("job_joined", job=self.job, member=self._member.member_id)
 
     def leave(self, *, completed: bool, reason: str) -> bool:
-        """End the membership. Returns True if the coordinator knows of it. Later calls have no
-        effect.
+        """End the membership. Returns True if the coordinator has acknowledged that, or there was
+        no membership to end. Later calls do nothing.
 
         Tries for `close_timeout`, less the time for which no coordinator has answered already."""
         if self._left:

@@ -181,7 +181,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def state_dict(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the whole state_dict of a distributed model, on the host of every rank. Collective."""
+    """Return the whole state_dict of a distributed model, on the host, to each rank. Collective."""
     return _static(model).state_dict()
 
 
