@@ -52,7 +52,8 @@ class SessionAccelerator(Accelerator):
         seed: int | None = None,
         **options: Any,
     ) -> None:
-        """Pass `arguments` and `options` on to `accelerate.Accelerator`."""
+        """Pass `arguments` and `options` on to `accelerate.Accelerator`. The other arguments are
+        those of `Session.distribute` and `Session.batches`. Raises InvalidSpec."""
         super().__init__(*arguments, **options)
         if self.mixed_precision == "fp16" or self.num_processes != 1:
             raise InvalidSpec(

@@ -64,7 +64,8 @@ class SessionTrainer(Trainer):
         checkpoints: Checkpoints | None = None,
         **options: Any,
     ) -> None:
-        """Pass `arguments` and `options` on to `transformers.Trainer`."""
+        """Pass `arguments` and `options` on to `transformers.Trainer`; `strategy` and `checkpoints`
+        to `Session.distribute`. Raises InvalidSpec."""
         self._session = session
         self._strategy, self._checkpoints = strategy, checkpoints
         self._steps: TrainerSteps | None = None

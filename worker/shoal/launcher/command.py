@@ -122,8 +122,9 @@ def _log_from_level(config: RunConfig) -> None:
 
 
 def _await_coordinator(config: RunConfig) -> None:
-    """Return once one of the coordinators leads, or knows the leader. Raises Unavailable if none
-    does: at once, or after SHOAL_ADMISSION_S seconds if that is set. The wait is printed."""
+    """Return once one of the coordinators leads, or knows the leader. Raises CertificateRefused, or
+    Unavailable if none does: after one attempt of a few seconds, or SHOAL_ADMISSION_S seconds if
+    that is set. The wait is printed."""
     text = config.environment.get(ADMISSION_VARIABLE, "")
     give_up_s, back_off = time.monotonic() + (admission_s(text) if text else 0.0), BackOff()
     is_logged = False

@@ -79,7 +79,7 @@ class JoinConfig:
     else Gloo."""
     reconfigure: bool = False
     """Reconfigure the process group of the last generation for the next one, instead of making a
-    new one. Needs torch 2.14 or newer; the same on all members."""
+    new one. Needs torch 2.14 or newer, and Gloo; the same on all members."""
     local_rank: int = 0
     """Index of this worker among those of its launcher on this host. If the worker sees several
     GPUs, it uses the one with this index."""
