@@ -183,7 +183,7 @@ class TableRows:
             return total.view(torch.uint8).numpy()
         data, is_held = self._codec.encode(total)
         if not is_held.all():
-            self._refuse(routed, is_held, f"beyond the range of {self._codec.message.kind}")
+            self._refuse(routed, is_held, f"beyond what {self._codec.message.kind} can hold")
         return data.numpy()
 
     def pushed(self, parts: Mapping[Where, Gradients], result: TablePushResult) -> None:
