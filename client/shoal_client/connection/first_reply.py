@@ -51,8 +51,8 @@ class FirstReplyTimeout:
         self._limit_s = self._first_s
 
     def error(self, address: str) -> Unavailable | None:
-        """Error for the stream that just ended; it doubles the limit. None if another cause ended
-        the stream."""
+        """Error for the stream that just ended, if the time limit ended it, which also doubles the
+        next limit; else None."""
         if not self._waited_s:
             return None
         self._limit_s = min(2 * self._limit_s, MAX_FACTOR * self._first_s)

@@ -99,12 +99,13 @@ def publish(
         shoal.publish("ranking/model", model, coordinator="host:7700").wait()
 
     Returns once the tensors are copied and sends them in the background: see `Ticket.wait`. First
-    waits for the previous publication. From the coordinator's first answer this process holds the
-    series, until `end_publishing`, its own end or that of its lease. Meanwhile publications of
-    others fail with SeriesHeld, and so does this one if another process holds the series. The next
-    publisher continues the numbers. `step` is a number of the script's choice. The options are
-    those of `session.series`; options of later calls are ignored. Raises InvalidSpec for wrong
-    arguments, and Overloaded without memory for the copy; `Ticket.wait` raises all other errors."""
+    waits for the previous publication, and for calls of other threads, also about other series.
+    From the coordinator's first answer this process holds the series, until `end_publishing`, its
+    own end or that of its lease. Meanwhile publications of others fail with SeriesHeld, and so does
+    this one if another process holds the series. The next publisher continues the numbers. `step`
+    is a number of the script's choice. The options are those of `session.series`; options of later
+    calls are ignored. Raises InvalidSpec for wrong arguments, and Overloaded without memory for the
+    copy; `Ticket.wait` raises all other errors."""
     step = as_index("step", step)
     addresses = _connected(series, coordinator)
     options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
