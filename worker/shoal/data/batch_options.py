@@ -32,9 +32,9 @@ _HINTS = {
 
 
 class LoadingOptions(TypedDict, total=False):
-    """Options for loading samples, most of them keywords of torch's DataLoader. If the script gives
-    a DataLoader, its options replace those that are not given (`prefetch_factor` and
-    `persistent_workers` only if it has processes). Defaults: see `shoal.data.loading.Loading`."""
+    """Options for loading samples, most of them keywords of torch's DataLoader. An option that is
+    not given is that of the script's DataLoader (`prefetch_factor` and `persistent_workers`: only
+    if it has processes), or else the default of `shoal.data.loading.Loading`."""
 
     num_workers: int
     prefetch_factor: int | None

@@ -37,7 +37,7 @@ class RowConstant:
 
 @dataclass(frozen=True, kw_only=True)
 class RowUniform:
-    """Elements drawn evenly between `low` and `high`."""
+    """Elements drawn uniformly between `low` and `high`."""
 
     low: float = -0.05
     high: float = 0.05

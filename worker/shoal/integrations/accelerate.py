@@ -69,8 +69,8 @@ class SessionAccelerator(Accelerator):
     # --- what a script calls ---
 
     def prepare(self, *given: Any, device_placement: list[bool] | None = None) -> Any:
-        """Return the given objects, distributed, in the same order. Raises InvalidSpec for other
-        numbers of them, and in a second call."""
+        """Return the given objects, distributed, in the same order. Raises InvalidSpec unless there
+        are one model, optimizer and DataLoader, and in a second call."""
         models = [each for each in given if isinstance(each, nn.Module)]
         optimizers = [each for each in given if isinstance(each, Optimizer)]
         loaders = [each for each in given if isinstance(each, DataLoader)]

@@ -104,8 +104,8 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShoalUpdateInfo) -> None:
-        """Install a version on every worker. If one fails, none installs it, and all raise: the
-        own error of staging, or PublicationAbandoned."""
+        """Install a version on every worker. If one fails, none installs it, and all raise: a
+        worker that could not stage it its own error, others PublicationAbandoned."""
         staged = self._staged(update_info.version)
         failure: Exception | None = None
         try:

@@ -148,8 +148,8 @@ class ValidatorSet:
 
     def rejections(self, roster: pb.Roster, limit_s: float) -> list[pb.Rejection]:
         """Return the validators' rejections of the roster, within `limit_s`. A validator that has
-        not returned by then counts as a rejection, and goes on; until it returns, so does each
-        later roster."""
+        not returned by then keeps running. It rejects this roster, and each later one until it
+        returns."""
         if not self._validators:
             return []
         late = self._running

@@ -2,10 +2,10 @@
 
 Every member keeps the values that its own script logged in its newest committed steps. The member
 whose state the generation started from is the writer, as it has committed every step that any
-member has; under asynchronous strategies rank 0 is. It writes within a second, and before each
-planned change of members. If it is killed, the next writer continues from its own kept values,
-after those that the trackers already have (see `Tracker`). Values of a repeated step are not
-written again."""
+member has; under an asynchronous strategy, rank 0 is the writer. The writer writes within a second,
+and before each planned change of members. If it is killed, the next writer continues from its own
+kept values, after those that the trackers already have (see `Tracker`). Values of a repeated step
+are not written again."""
 
 import math
 import threading
