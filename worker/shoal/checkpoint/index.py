@@ -104,7 +104,8 @@ def read_index(path: CheckpointPath, content: bytes | None = None) -> Checkpoint
     published yet.
 
     Raises InvalidSpec if there is no checkpoint, or if a later version of DCP wrote it;
-    MalformedMessage if the index is damaged or refers to bytes that the files do not have.
+    MalformedMessage if the index is damaged or refers to bytes that the files do not have; OSError
+    if the storage fails.
     """
     if content is None and size_of(path / METADATA) < 0:
         raise InvalidSpec(

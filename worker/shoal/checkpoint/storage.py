@@ -20,7 +20,7 @@ def complete(location: CheckpointPath) -> Mapping[int, CheckpointPath]:
 
 
 def newest(location: CheckpointPath) -> CheckpointPath | None:
-    """Return the complete checkpoint of the highest step, if there is one."""
+    """Return the complete checkpoint of the highest step, if there is one. Raises as `complete`."""
     checkpoints = complete(location)
     return checkpoints[max(checkpoints)] if checkpoints else None
 

@@ -251,8 +251,8 @@ class StepReports:
         )
 
     def close(self, *, completed: bool) -> None:
-        """Send the last reports, for a bounded time. If the job is complete, they include the last
-        step's loss."""
+        """Send the last report, and wait for that up to 3 s. If the job is complete, it includes
+        the last step's loss."""
         if completed:
             # Not after a failure: reading a loss from a failed device might never return.
             self._report()

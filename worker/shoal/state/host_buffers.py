@@ -63,7 +63,7 @@ class StepCopies:
         self.full = False
         """True if this rank has received all its peers' copies of the step."""
         self.everywhere = False
-        """True if the copy of this step is complete on all ranks."""
+        """True once this rank knows that the copy of this step is complete on all ranks."""
         self.own: StateShard | None = None
         self.travelling = torch.empty(0, dtype=torch.uint8)
         """Memory of the part of this rank's snapshot that is sent to peers."""

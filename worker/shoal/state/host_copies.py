@@ -62,7 +62,8 @@ def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
 
 
 def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
-    """Return uninitialized bytes, page-locked if some of these sources lie on a GPU.
+    """Return uninitialized bytes, page-locked if some of these sources lie on a GPU. If the CUDA
+    runtime refuses, logs a warning and returns ordinary memory.
 
     Allocates exactly `num_bytes`: torch would round pinned memory up to a power of two. The memory
     is unlocked when the last tensor that views it is freed.

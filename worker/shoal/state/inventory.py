@@ -220,10 +220,8 @@ class TensorTable:
         self._picked: dict[tuple[int, ...], Mapping[tuple[int, ...], Names]] = {}
 
     def pick(self, numbers: Sequence[Any]) -> Mapping[tuple[int, ...], Names]:
-        """Return the names of the tensors with these numbers, by shape.
-
-        Raises ValueError, TypeError or LookupError.
-        """
+        """Return the names of the tensors with these numbers, by shape. Raises ValueError,
+        TypeError or LookupError for invalid numbers."""
         key = tuple(numbers)
         names_by_shape = self._picked.get(key)
         if names_by_shape is None:

@@ -110,7 +110,8 @@ def take_settings(optimizer: Optimizer) -> list[dict[str, Json]]:
 def plain_setting(
     value: Any, path: tuple[str, ...], refused: Refusal, taken: set[str] | None = None
 ) -> Json:
-    """Return the value of a setting as JSON, with tensors inline as numbers."""
+    """Return the value of a setting as JSON, with tensors inline as numbers. Raises the error of
+    `refused` for a value that cannot be sent."""
     if _is_small(value):
         small: Json = value
         return small

@@ -72,8 +72,9 @@ class PeerCheckpoints:
         travels: Callable[[str], bool],
         hosts: Sequence[str] = (),
     ) -> None:
-        """Begin a generation with this state shard; its members' shards make up a whole state.
-        `hosts`: the host of each member, by rank; empty if all members are on one host."""
+        """Begin a generation with this state shard; its members' shards make up a whole state. At
+        step 0, waits for the first copy. `travels`: see `PeerCopies`. `hosts`: the host of each
+        member, by rank; empty if all members are on one host."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
@@ -128,7 +129,7 @@ class PeerCheckpoints:
     def hand_over(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
         """Copy the state to peers as `offer` does, and wait until all members have completed it.
 
-        If a member is lost before the next generation's first copy, the job continues from this
+        If a member is lost before the next generation's first copy, the job can continue from this
         copy. `leaving`: the ranks that leave, the same on all members; only ranks that stay receive
         copies.
         """

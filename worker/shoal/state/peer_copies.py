@@ -41,9 +41,10 @@ CHUNK_BYTES = 4 * 1024 * 1024
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
     """Return, for each rank, the ranks that get its copies; `hosts` is the host of each rank. Pure.
 
-    Ranks form a ring, sorted by host. A rank's copies go to ranks ahead of it in the ring, at
-    distances that are multiples of the number of ranks on the largest host. So they go to other
-    hosts, unless one host has more than half of the ranks. A rank receives as many as it sends.
+    Ranks form a ring, sorted by host. A rank's copies go to ranks ahead of it in the ring, first at
+    distances that are multiples of the number of ranks on the largest host. So the first copy goes
+    to another host, unless one host has more than half of the ranks. If no rank leaves, a rank
+    receives as many copies as it sends.
 
     If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
     as its own snapshot is lost with it.
@@ -86,7 +87,7 @@ class _Ring:
 
 @dataclass(frozen=True)
 class LaterGroup:
-    """Process group that all ranks create when the first copy is offered."""
+    """Stand-in for a process group that all ranks create when the first copy is offered."""
 
     make: Callable[[], dist.ProcessGroup]
 

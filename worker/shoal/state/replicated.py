@@ -198,8 +198,8 @@ class ReplicatedState:
 
 def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
     """Return a copy of a tensor of the optimizer's state, on the device where torch keeps it: the
-    parameter's device. A step count stays on its own device, unless the group is `fused` or
-    `capturable`: kernels read it then."""
+    parameter's device. A tensor without dimensions, such as a step count, stays on its own device,
+    unless the group is `fused` or `capturable`: kernels read it then."""
     own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     by_kernels = own.get("fused") or own.get("capturable")
     if tensor.ndim or by_kernels:

@@ -90,8 +90,9 @@ class Chunk:
 
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
-"""Function of a tensor's (name, whole shape, dtype) that returns the chunk that a rank needs, or
-None. Called once for every tensor of a state; may raise ShapeMismatch or DtypeMismatch."""
+"""Function of a tensor's (name, whole shape, dtype) that returns the chunk that a rank needs; None
+if it needs none. Called once for every tensor of a state; may raise ShapeMismatch or
+DtypeMismatch."""
 
 
 def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:

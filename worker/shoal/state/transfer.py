@@ -56,7 +56,8 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
 
 
 def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> State:
-    """Receive the state that the member of rank `source` sends; this rank is in `receivers`."""
+    """Receive the state that the member of rank `source` sends; this rank is in `receivers`. Raises
+    MalformedMessage for a manifest of impossible size."""
     length = torch.zeros(1, dtype=torch.int64)
     branch = _Branch(source, receivers, group)
     branch.pass_on(length)
