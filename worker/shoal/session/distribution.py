@@ -335,7 +335,7 @@ class Distribution:
 
     def check_model(self) -> None:
         """Check the model before the first generation uses it. Raises InvalidSpec if the script has
-        replaced or frozen parameters since the model was distributed."""
+        changed its layers or parameters since it was distributed."""
         if self._parameters is not None:
             self._parameters.check(0)
 

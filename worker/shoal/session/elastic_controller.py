@@ -88,7 +88,7 @@ class ProposalDetails:
     optional_fields: dict[str, str] = field(default_factory=dict)
     """Values that must be the same on all members that propose them; some may leave them out."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """Contents by field: the field's value is the digest of its content."""
+    """Listings by field, from which the coordinator names the first entry that differs."""
     shares: ShareSizes | None = None
     """Share sizes, if shares may be too small for a layer of the model."""
 

@@ -138,8 +138,8 @@ class PeerCopies:
         `travels`: True for the name of a tensor that is sent, as it would be lost with its rank;
         the same on all ranks.
 
-        A message that takes longer than `limit_s` fails the copy. None: the group's own limit; for
-        a Gloo group of a session, a sixth of the limit of its bring-up.
+        A message that takes longer than `limit_s` fails the copy. None: the group's own limit; in a
+        session a day, as the session's watch ends a generation whose copy hangs.
         """
         if copies < 0 or every_steps < 1:
             raise InvalidSpec(

@@ -93,7 +93,7 @@ class SharedMessages:
     def receive_values(self) -> list[list[int]]:
         """Wait for the words of all ranks; return them by rank. Raises GenerationBroken or
         RuntimeError if a rank dies before it has sent them. If it dies later, every rank still
-        reads its words in memory; over Gloo only some may have received them."""
+        reads its words in memory (on x86-64); over Gloo only some may have received them."""
         self.has_sent = False
         memory, count = self._memory, self._num_words
         if memory is not None:
