@@ -139,10 +139,8 @@ CheckpointPath = Path | BucketPath
 
 
 def located(location: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
-    """Return the path of a directory or of a URL.
-
-    Raises InvalidSpec for an unsupported URL, or if no installed package can reach it.
-    """
+    """Return the path of a directory or of a URL. Raises InvalidSpec for an unsupported URL, or if
+    no installed package can reach it."""
     if isinstance(location, BucketPath):
         return location
     name = os.fspath(location)

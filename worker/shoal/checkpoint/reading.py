@@ -40,11 +40,8 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
 
 def check_written(path: CheckpointPath, index: bytes) -> None:
     """Raise CheckpointFailed if `read` would refuse a checkpoint whose files are written and whose
-    index is not published yet. `index`: the index's bytes.
-
-    Reads all objects and settings, and one tensor chunk of each dtype. Checksums cover the contents
-    of the other chunks.
-    """
+    index is not published yet. `index`: the index's bytes. Reads all objects and settings, and one
+    tensor chunk of each dtype. Checksums cover the contents of the other chunks."""
     try:
         with ExitStack() as stack:
             _Reader(path, read_index(path, index), stack).check()

@@ -23,10 +23,8 @@ class HostBuffer:
         sources: Sequence[Tensor] = (),
     ) -> tuple[dict[str, TensorShard], Tensor]:
         """Return uninitialized shards, in the order of `chunks`, and the memory they lie in.
-
         Overwrites the shards of the previous call. Allocates new memory only if the size differs;
-        that memory is page-locked if some of the `sources` lie on a GPU.
-        """
+        that memory is page-locked if some of the `sources` lie on a GPU."""
         spans = {}
         end = 0
         for name, chunk in chunks.items():
@@ -54,9 +52,7 @@ class HostBuffer:
 
 class StepCopies:
     """Copies that one rank keeps of one step: its own snapshot, and the copies received from peers.
-
-    One thread at a time may write; any thread may call `shown`.
-    """
+    One thread at a time may write; any thread may call `shown`."""
 
     def __init__(self) -> None:
         self.step: int | None = None

@@ -116,10 +116,8 @@ class PeerCheckpoints:
         return self._uncopied or step == 1 or self._copies.due(step)
 
     def offer(self, state_shard: StateShard) -> None:
-        """Copy the state to peers, in the background; all members offer the same steps.
-
-        Waits for the previous copy, and raises its error if it failed.
-        """
+        """Copy the state to peers, in the background; all members offer the same steps. Waits for
+        the previous copy, and raises its error if it failed."""
         self._uncopied = False
         if self._copies is not None:
             self._copies.offer(state_shard)
@@ -194,11 +192,8 @@ class PeerCheckpoints:
         return frozenset(f"{OPTIM}{parameter}/{key}" for parameter in new for _, _, key in parts)
 
     def close(self) -> None:
-        """Free all state.
-
-        Waits up to `CLOSE_S` for a copy in progress: a thread that frees a tensor while the
-        interpreter exits aborts the process (torch 2.13, SIGABRT).
-        """
+        """Free all state. Waits up to `CLOSE_S` for a copy in progress: a thread that frees a
+        tensor while the interpreter exits aborts the process (torch 2.13, SIGABRT)."""
         self._live = self._alone = None
         if self._copies is not None:
             self._copies.close()

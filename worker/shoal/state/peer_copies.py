@@ -219,10 +219,8 @@ class PeerCopies:
 
     def held(self) -> Sequence[StateShard]:
         """Return all state shards that this rank can give: its own snapshots and its peers' copies.
-
         Any thread. Excludes copies that are still being received. The result is valid until the
-        next `offer`, also after `close`.
-        """
+        next `offer`, also after `close`."""
         return [
             state_shard
             for slot in (*self._earlier_copies, *self._slots)
@@ -246,11 +244,9 @@ class PeerCopies:
         return sum(slot.num_bytes for slot in (*self._earlier_copies, *self._slots))
 
     def close(self) -> None:
-        """End copying. Does not block; may be called twice.
-
-        A copy in progress continues, as peers may still take part in it, until it is complete or
-        its group is cut. Complete copies are kept.
-        """
+        """End copying. Does not block; may be called twice. A copy in progress continues, as peers
+        may still take part in it, until it is complete or its group is cut. Complete copies are
+        kept."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -351,9 +347,7 @@ class Catalogue:
 
     def announce(self, own: StateShard, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
         """Exchange the inventories of a step, by a collective, and return each rank's values.
-
-        Raises InternalError if the ranks are at different steps, and MalformedMessage.
-        """
+        Raises InternalError if the ranks are at different steps, and MalformedMessage."""
         inventory = inventory_of([StateShard(step=0, shards=own.shards)])
         announcement = None if inventory == self._announced else to_json(inventory)
         self._announced = inventory

@@ -38,10 +38,8 @@ Refusal = Callable[[tuple[str, ...], str, str], ShoalError]
 
 def take_apart(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
     """Split the state into JSON and tensors; the JSON refers to the tensors by their dotted paths.
-
     Tensors are not copied. Raises InvalidSpec, with the path, for a value that cannot be sent to
-    another member.
-    """
+    another member."""
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
         return InvalidSpec(

@@ -122,10 +122,8 @@ def _arrived(chunk: Tensor, message: P2PMessage) -> Tensor:
 
 
 def _wait_in_order(batches: Iterable[Sequence[P2PMessage]]) -> None:
-    """Wait for messages, which the iterator `batches` starts; a few are in progress at a time.
-
-    Each wait that returns counts as progress of the transfer.
-    """
+    """Wait for messages, which the iterator `batches` starts; a few are in progress at a time. Each
+    wait that returns counts as progress of the transfer."""
     in_progress: deque[Sequence[P2PMessage]] = deque()
     for messages in batches:
         in_progress.append(messages)

@@ -62,11 +62,9 @@ class CapturedState:
 
 
 class RegisteredState:
-    """Registered objects of one session; false while nothing is registered.
-
-    If a step is undone, each object is restored to its state at the time when the script asked for
-    that step's batch: after the last committed step and the script's later changes.
-    """
+    """Registered objects of one session; false while nothing is registered. If a step is undone,
+    each object is restored to its state at the time when the script asked for that step's batch:
+    after the last committed step and the script's later changes."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
@@ -83,11 +81,9 @@ class RegisteredState:
         return any(each is registered for each in self._objects.values())
 
     def add(self, name: str, registered: Stateful) -> None:
-        """Register this object under this name.
-
-        Raises InvalidSpec for an invalid or used name, for an object whose state cannot be carried,
-        and beyond MAX_OBJECTS or MAX_TENSOR_BYTES; nothing is changed then.
-        """
+        """Register this object under this name. Raises InvalidSpec for an invalid or used name, for
+        an object whose state cannot be carried, and beyond MAX_OBJECTS or MAX_TENSOR_BYTES; nothing
+        is changed then."""
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == GROUPS:
             raise InvalidSpec(
                 "state cannot be registered under this name",
@@ -407,10 +403,8 @@ def _outline(tensor: Tensor) -> str:
 
 def _figures(tensor: Tensor) -> list[Json]:
     """Return figures by which tensors are compared: shape and dtype, the sum of magnitudes, and
-    sums that depend on signs and on positions.
-
-    Each sum is about as large as the sum of magnitudes, so that rounding is small relative to it.
-    """
+    sums that depend on signs and on positions. Each sum is about as large as the sum of magnitudes,
+    so that rounding is small relative to it."""
     flat = tensor.detach().reshape(-1)
     values = flat.abs() if flat.is_complex() else flat
     exact = values.to("cpu", torch.float64)
