@@ -37,7 +37,7 @@ class Checkpoints:
     Each rank of a job has a `Checkpoints` with the same settings, for all generations. The
     directory must be on storage that all ranks share; it may be the URL of a bucket, such as
     `s3://bucket/prefix`. Memory: one copy of the shards that this rank writes, and one chunk of up
-    to 64 MiB.
+    to 64 MiB, or a row if that is larger.
     """
 
     def __init__(

@@ -114,7 +114,8 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
 
 
 def is_read(path: Path) -> bool:
-    """True if Shoal reads objects at this path. Raises InvalidSpec if a state cannot hold one."""
+    """True if Shoal reads objects at this path. Raises InvalidSpec for an object of the model: a
+    state holds only its tensors."""
     if path[0] == "model":
         raise _not_representable(path, "an extra state that is no tensor")
     return path[0] == "optim" or path in {OWN, STEP}

@@ -280,7 +280,8 @@ class Session:
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
         within `session.step()`, run once the optimizer has stepped, if the step is committed.
 
-        Raises InvalidSpec after the first batch, or if state cannot be carried: docs/loop.md.
+        Raises InvalidSpec after the first batch, step or read of `rank`, or if the state cannot be
+        carried: docs/loop.md.
         """
         self._trained.register(name, stateful)
         return stateful

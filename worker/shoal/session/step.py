@@ -190,8 +190,8 @@ class Step:
                     f"session.gather under {strategy.name}",
                     seen=lack,
                     expected="a strategy whose members compute each step together, from whole"
-                    " samples: ddp, zero1, zero2, fsdp, hsdp, tensor, fsdp-tensor, or hybrid"
-                    " with one stage",
+                    " samples: ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, fsdp-tensor, or"
+                    " hybrid with one stage",
                 )
             batch = self.batch
             self._rows = RowGathers(

@@ -96,8 +96,8 @@ class StepGuard:
         self._modules: list[nn.Module] = []
         self.modes = ScriptModes()
         self._emptied: list[tuple[Optimizer, bool]] = []
-        """Optimizers of which the script has dropped all gradients since the last pass that
-        computed any; True if they were set to None, False if they were set to zeros."""
+        """Optimizers of which the script has dropped all gradients in this step; True if it set
+        them to None, False if to zeros. A later pass removes the latter."""
         self._optimizers = list(optimizers)
         self._others = OtherParameters(
             trained.parameters, given, self._optimizers, lambda: self._commits
@@ -200,8 +200,8 @@ class StepGuard:
                 self._emptied.append((optimizer, to_none))
 
     def check_gradients(self) -> None:
-        """Raise InvalidSpec before the commit if the script has dropped all gradients after the
-        last pass that computed some, as a loop of plain torch does after its optimizer.step()."""
+        """Raise InvalidSpec before the commit if the script has dropped all gradients of an
+        optimizer, and no later pass computed any, as after optimizer.step() in plain torch."""
         for optimizer, to_none in self._emptied:
             if not to_none or next(iter(_with_gradient(optimizer)), None) is None:
                 raise InvalidSpec(

@@ -56,8 +56,7 @@ class SharedMessages:
 
     def share(self, beside_bytes: int = 0) -> None:
         """Send words through shared memory from now on, if all ranks can share memory. Collective;
-        raises as the group's collectives do. `beside_bytes`: additional memory for the caller.
-        """
+        raises as `share_memory`. `beside_bytes`: additional memory for the caller."""
         assert self._group is not None, "not closed"
         self.may_share = False
         num_bytes = _NUM_SETS * self._world_size * self._num_words * _WORD_BYTES
