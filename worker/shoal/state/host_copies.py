@@ -177,7 +177,7 @@ def _empty_buffer(full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] 
 def _batches(
     pairs: Sequence[tuple[Tensor, Tensor]], batch_bytes: int
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield runs of the pairs, as bytes; each run fits into one buffer."""
+    """Yield runs of the pairs, as bytes, cut so that each run fits into one buffer."""
     batch: list[tuple[Tensor, Tensor]] = []
     free_bytes = batch_bytes
     for target, source in pairs:
