@@ -24,8 +24,9 @@ from shoal_proto.errors import CheckpointFailed, ChecksumMismatch, MalformedMess
 def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
     """Read the chunks that `needs` asks for into host memory, in the dtypes they were saved in.
 
-    Reads only stored chunks that overlap the needed ones, one at a time. The step of a checkpoint
-    of plain torch is its entry `step`, beside `model` and `optim`; 0 without this entry.
+    Of the tensors, reads only stored chunks that overlap the needed ones, one at a time. The step
+    of a checkpoint of plain torch is its entry `step`, beside `model` and `optim`; 0 without this
+    entry, or if that is no int.
 
     Raises InvalidSpec if there is no checkpoint, if a later version wrote it, or if it has an entry
     that Shoal's state cannot hold; MalformedMessage if it is damaged or truncated; ChecksumMismatch

@@ -25,7 +25,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 
 NEAR_NODES = 64
-"""Number of graph nodes, from the loss backwards, that are searched for the mean of the loss."""
+"""Number of graph nodes, from the loss backwards, at which the search for its mean ends."""
 
 
 def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
@@ -65,7 +65,7 @@ def _before(node: Node) -> Iterable[Node | None]:
 
 
 def _near(loss: Tensor) -> Iterable[Node]:
-    """Return the last operations that computed a loss."""
+    """Return the last operations that computed a loss, about NEAR_NODES of them."""
     nodes = [loss.grad_fn] if loss.grad_fn is not None else []
     for node in nodes:
         new = [before for before, _ in node.next_functions if before not in nodes]

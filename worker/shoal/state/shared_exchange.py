@@ -97,7 +97,7 @@ class SharedExchange:
     def _pieces(
         self, number: int, sender: int, receiver: int, boxes: Sequence[Cut]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of a piece of this round and its part of the shared memory, memory first."""
+        """Return this round's pieces, as pairs of a part of the shared memory and the piece."""
         if number >= len(boxes):
             return []
         world_size = self._memory.world_size
