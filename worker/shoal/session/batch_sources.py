@@ -264,7 +264,8 @@ class Batches(Iterator[Batch]):
 
     After the script has left a loop over the batches, a call between steps raises StateLost if the
     state was rolled back to an earlier step: see `CallBetweenSteps.end_step`. A later loop
-    continues from the job's present step."""
+    continues from the job's present step; it raises InvalidSpec if no step was taken on the batch
+    that was handed out last."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source

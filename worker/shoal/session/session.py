@@ -402,7 +402,8 @@ class Session:
         Members that join or leave wait. Losses are detected as usual. After `limit_s` seconds, by
         default half an hour, this member counts as hung: the others continue without it, and its
         next step raises DeadlineExceeded. Several members may pause at a time. `shoal why` shows
-        `reason`. Entering the block raises InvalidSpec within another pause, or without a reason.
+        `reason`. Entering the block raises InvalidSpec within another pause, without a reason, and
+        for a `limit_s` above a day.
 
         Asynchronous strategies wait for no member, paused or not.
         """
