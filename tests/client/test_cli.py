@@ -228,6 +228,7 @@ def test_the_environment_stands_in_for_options(monkeypatch: pytest.MonkeyPatch) 
     assert [tuple(each.coordinators) for each in seen] == [("a:1", "b:2"), ("c:3",), ()]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The script also has the commands' options."""
@@ -258,6 +259,7 @@ def test_without_a_command_the_list_is_shown(capsys: pytest.CaptureFixture[str])
     assert build_app(installed_commands()).name[0] == "shoal"
 
 
+@pytest.mark.long
 def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
     """`shoal completion zsh | head -1` prints no traceback, neither Shoal's nor Python's."""
     reading, writing = os.pipe()

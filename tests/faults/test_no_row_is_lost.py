@@ -112,6 +112,8 @@ def test_a_job_that_begins_right_after_a_kill_is_placed_on_servers_that_live(
         assert check(work) > 0
 
 
+@pytest.mark.long
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("num_servers", "coming_back"),

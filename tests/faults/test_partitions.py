@@ -38,6 +38,7 @@ def test_a_network_that_comes_back_in_time_costs_nothing(cast: Cast, wire: Wire)
     cast.agrees()
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("held", [True, False], ids=["a change forms", "a generation runs"])
 def test_who_is_cut_off_for_long_is_lost_and_comes_as_another(
     cast: Cast, wire: Wire, held: bool

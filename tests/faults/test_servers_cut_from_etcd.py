@@ -139,6 +139,7 @@ def soon_dead(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "DEAD_AFTER_S", DEAD_AFTER_S)
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("level", LEVELS)
 def test_who_may_be_taken_for_dead_acknowledges_nothing(

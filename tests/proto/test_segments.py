@@ -201,6 +201,7 @@ def test_memory_that_is_reused_goes_to_no_other_process() -> None:
         Segment.adopt(os.dup(segment.descriptor), 7)
 
 
+@pytest.mark.long
 def test_memory_of_another_size_and_of_a_closed_owner_is_given_back() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     memory = ReusedMemory()

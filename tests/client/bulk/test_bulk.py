@@ -141,6 +141,7 @@ def test_a_later_call_with_larger_shards_shares_more_memory(servers: ParameterSe
             assert seen == values
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
 def test_more_shards_are_refused_than_shared_memory_holds(transport: str) -> None:
     """The pushes are refused before the client sends these shards: no slot is reserved for them."""

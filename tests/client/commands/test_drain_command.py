@@ -61,6 +61,7 @@ async def world() -> AsyncIterator[World]:
             yield World(members=members, url=http.url)
 
 
+@pytest.mark.long
 async def test_one_of_two_leaves_and_the_other_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     """The command returns when the member has left, and names the generation that runs without
     it."""

@@ -46,6 +46,7 @@ def lose_a_member(world: World) -> None:
     world.board.report("digits", "w1", status_world.health("w1", **pause))
 
 
+@pytest.mark.long
 def test_events_tell_the_story_in_a_line(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +88,7 @@ def test_events_that_come_are_followed(world: World, url: str) -> None:
     assert found == ["the first", "the second", "the third"]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("command", ["events", "top"])
 def test_a_job_that_there_is_not_is_refused_by_name(
     url: str, command: str, capsys: pytest.CaptureFixture[str]
@@ -103,6 +105,7 @@ def test_status_of_a_job_that_there_is_not_is_refused_by_name(
     assert "there is no job nojob" in errors and "digits" in errors
 
 
+@pytest.mark.long
 def test_top_fits_a_narrow_terminal(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def put_process(world: World, pid: int) -> None:
     world.change("digits", members=tuple(members))
 
 
+@pytest.mark.long
 def test_a_member_alone_is_asked_about(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +72,7 @@ def test_an_unknown_member_is_named_with_those_that_are_there(url: str) -> None:
         parse(["why", "w9", "--job", "digits", "--http", url])()
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("columns", ["80", "200"])
 def test_status_shows_process_ids(
     world: World,
@@ -97,6 +99,7 @@ def test_a_member_is_killed_by_its_name(
     assert f"killed w1, pid {worker.pid}; `shoal events digits`" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_no_process_is_killed_that_is_not_the_member(
     world: World, url: str, worker: "subprocess.Popen[bytes]"
 ) -> None:
@@ -129,6 +132,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     "command", ["stop", "retry", "rm", "wait", "accept-loss", "repair", "snapshot", "snapshots"]
 )

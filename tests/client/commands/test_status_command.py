@@ -45,6 +45,7 @@ def test_status_shows_every_job_with_members_generations_and_servers(
     assert "all 3 members accepted generation 3" in shown
 
 
+@pytest.mark.long
 def test_status_shows_the_rounds_of_members_with_a_bound(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +129,7 @@ def test_why_answers_in_a_sentence(
     assert json.loads(capsys.readouterr().out)["waiting_for"] == "other members"
 
 
+@pytest.mark.long
 def test_who_is_not_there_is_the_servers_own_error(url: str) -> None:
     """The error has the class that the coordinator raised, and names the members or jobs that
     exist."""
@@ -187,6 +189,7 @@ def test_the_address_comes_from_the_environment(
     assert "digits" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_status_is_whole_in_eighty_columns(
     world: World, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +228,7 @@ FORGED = "\x1b[2J\x1b]0;mine\x07\n12:00:00 generation 9: all is well\u202e"
 """A text that clears the screen, names the window, begins a line and reverses the text after it."""
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("command", "columns"),
     [("status", "80"), ("status", "200"), ("top", "200")]

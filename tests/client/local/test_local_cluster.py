@@ -34,6 +34,7 @@ from shoal_proto.v1.membership_pb2 import JobSpec, Limits, MemberInfo
 DEADLINE_S = 60.0
 
 
+@pytest.mark.long
 def test_all_parts_serve_and_end(tmp_path: Path) -> None:
     """The coordinator answers on both ports inside the block, and the death of a part is reported
     at once; no part is left after the block."""
@@ -92,6 +93,7 @@ def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
     assert cluster.processes == {}
 
 
+@pytest.mark.long
 def test_two_clusters_share_an_etcd(tmp_path: Path) -> None:
     """Clusters have leaders and jobs under their own prefixes, and do not see each other's. If a
     cluster has two coordinators, the second takes over from the first."""
@@ -195,6 +197,7 @@ def test_a_part_that_does_not_come_up_is_told(tmp_path: Path) -> None:
     assert cluster.processes == {}
 
 
+@pytest.mark.long
 def test_the_time_limits_of_a_command_reach_its_coordinator(tmp_path: Path) -> None:
     """Limits given to `shoal run` and `shoal up` are those that members get on admission."""
     assert ClusterOptions().limits == {}

@@ -148,6 +148,7 @@ def test_rows_are_looked_up_and_trained(servers: ParameterServers, transport: st
     other.close()
 
 
+@pytest.mark.sampled()
 @by_every_way
 def test_many_rows_travel_in_many_messages(servers: ParameterServers, transport: str) -> None:
     """Lookups and pushes have no bound on their rows, though a message has one."""

@@ -235,6 +235,7 @@ def test_a_relay_beside_a_server_passes_nothing_on(
             assert apart.relayed_bytes == 0
 
 
+@pytest.mark.long
 def test_slices_are_refused_by_name(cluster: ParameterCluster, script: Script) -> None:
     script.publish(os.urandom(2 * CHUNK_BYTES), b"bytes")
     with (

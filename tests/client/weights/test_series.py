@@ -134,6 +134,7 @@ def contents(segments: Sequence[Segment]) -> list[bytes]:
     return [bytes(segment.view()) for segment in segments]
 
 
+@pytest.mark.long
 def test_readers_get_each_version_as_it_was_published(script: Script, reader: SeriesReader) -> None:
     for number in (1, 2, 3):
         parts = [os.urandom(2 * CHUNK_BYTES + 2), os.urandom(10)]
@@ -148,11 +149,13 @@ def test_readers_get_each_version_as_it_was_published(script: Script, reader: Se
     awaited(lambda: _kept(reader) == [2, 3], LIMIT_S, "the first version is dropped")
 
 
+@pytest.mark.long
 def test_a_reader_that_waits_longer_than_it_may_is_told(reader: SeriesReader) -> None:
     with pytest.raises(DeadlineExceeded, match="no newer version"):
         reader.wait(newer_than=0, timeout_s=0.5)
 
 
+@pytest.mark.long
 def test_a_version_of_another_series_is_gone(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
@@ -176,6 +179,7 @@ def test_an_older_version_is_not_installed(script: Script, reader: SeriesReader)
     assert reader.installed == second.number
 
 
+@pytest.mark.long
 def test_a_version_without_a_lease_is_gone_and_one_with_a_lease_is_not(
     cluster: ParameterCluster, reader: SeriesReader
 ) -> None:
@@ -189,6 +193,7 @@ def test_a_version_without_a_lease_is_gone_and_one_with_a_lease_is_not(
             reader.fetch(first)
 
 
+@pytest.mark.long
 def test_a_reader_that_is_started_again_under_its_name_is_heard_at_once(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
@@ -202,6 +207,7 @@ def test_a_reader_that_is_started_again_under_its_name_is_heard_at_once(
         assert contents(again.fetch(again.wait(0, LIMIT_S))) == [b"one", b"more"]
 
 
+@pytest.mark.long
 def test_another_script_waits_until_the_first_one_has_ended(cluster: ParameterCluster) -> None:
     """Numbers continue, and the replaced script cannot publish any more."""
     with ExitStack() as stack:
@@ -217,6 +223,7 @@ def test_another_script_waits_until_the_first_one_has_ended(cluster: ParameterCl
             late.publish(b"33", timeout_s=3.0)
 
 
+@pytest.mark.long
 def test_a_version_survives_each_server_in_turn(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
@@ -253,6 +260,7 @@ def _all_hold(cluster: ParameterCluster, reader: SeriesReader, record: pb.Versio
     return True
 
 
+@pytest.mark.long
 def test_a_durable_version_survives_the_end_of_all_servers(tmp_path: Path) -> None:
     part = os.urandom(CHUNK_BYTES + 2)
     with ExitStack() as stack:
@@ -272,6 +280,7 @@ def test_a_durable_version_survives_the_end_of_all_servers(tmp_path: Path) -> No
         assert contents(reader.fetch(reader.wait(0, LIMIT_S))) == [part]
 
 
+@pytest.mark.long
 def test_a_late_reader_gets_a_version_whose_publisher_is_gone(
     cluster: ParameterCluster,
 ) -> None:
@@ -281,6 +290,7 @@ def test_a_late_reader_gets_a_version_whose_publisher_is_gone(
         assert contents(late.fetch(late.wait(0, LIMIT_S))) == [b"11"]
 
 
+@pytest.mark.long
 def test_publishing_goes_on_when_the_coordinator_is_started_again(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
@@ -290,6 +300,7 @@ def test_publishing_goes_on_when_the_coordinator_is_started_again(
     assert contents(reader.fetch(reader.wait(1, LIMIT_S))) == [b"33", b"44"]
 
 
+@pytest.mark.long
 def test_only_the_difference_crosses_a_socket(cluster: ParameterCluster) -> None:
     draw = np.random.default_rng(0)
     before = draw.integers(0, 65536, CHUNK_BYTES, np.uint16)
@@ -319,6 +330,7 @@ def test_only_the_difference_crosses_a_socket(cluster: ParameterCluster) -> None
         assert 0 < reader.fetched_bytes - whole_bytes < before.nbytes / 1000
 
 
+@pytest.mark.long
 def test_versions_arrive_in_the_memory_of_earlier_ones(cluster: ParameterCluster) -> None:
     """A reader over a socket keeps only a base, so each version arrives in the memory of the
     version two before it. A fetch for another use gets memory of its own."""
@@ -343,6 +355,7 @@ def test_versions_arrive_in_the_memory_of_earlier_ones(cluster: ParameterCluster
         assert apart.view() == data and os.fstat(apart.descriptor).st_ino not in places
 
 
+@pytest.mark.long
 def test_a_wrong_base_gives_the_right_version_all_the_same(cluster: ParameterCluster) -> None:
     """A reader has another version than it believes: the result is verified, and fetched again."""
     with ExitStack() as stack:
@@ -366,6 +379,7 @@ def test_a_wrong_base_gives_the_right_version_all_the_same(cluster: ParameterClu
         assert contents(found) == [bytes(998) + b"12"]
 
 
+@pytest.mark.long
 def test_closing_a_reader_ends_its_waiting_calls(cluster: ParameterCluster) -> None:
     reader = SeriesReader([cluster.coordinator.grpc], SERIES, "reader-1")
     errors: list[Exception] = []

@@ -85,6 +85,7 @@ def closing(members: list[MemberSession]) -> Iterator[list[MemberSession]]:
             one.close()
 
 
+@pytest.mark.long
 def test_a_killed_leader_is_succeeded_and_training_does_not_notice(tmp_path: Path) -> None:
     """Members find the new leader; the generation that ran before runs on."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
@@ -106,6 +107,7 @@ def test_a_killed_leader_is_succeeded_and_training_does_not_notice(tmp_path: Pat
                 assert one.begin_step(0) is None
 
 
+@pytest.mark.long
 def test_members_of_a_replica_that_does_not_lead_are_sent_to_the_leader(
     tmp_path: Path,
 ) -> None:
@@ -118,6 +120,7 @@ def test_members_of_a_replica_that_does_not_lead_are_sent_to_the_leader(
             assert [e.member_id for e in record.roster.entries] == ["a"]
 
 
+@pytest.mark.long
 def test_etcd_away_stops_no_running_generation(tmp_path: Path) -> None:
     """Members are not declared lost; once etcd is back, a pending change is made."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
@@ -153,6 +156,7 @@ def test_one_that_starts_while_etcd_is_away_waits_for_it(tmp_path: Path) -> None
         awaited(only.leads, START_S, "it leads, now that etcd is back")
 
 
+@pytest.mark.long
 def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
     """The exit code is 0, and its successor leads at once, without waiting for a lease."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:

@@ -84,6 +84,7 @@ async def test_alone_it_leads_at_once(store: KeyValueStore) -> None:
     assert await store.get(keys.LEADER) is None
 
 
+@pytest.mark.sampled()
 async def test_a_leader_stays_one_beyond_its_lease(store: KeyValueStore) -> None:
     """Renewals keep a term alive while its leader lives, and rivals wait."""
     async with leading(store) as term:
@@ -321,6 +322,7 @@ async def hold_up_the_loop(turn_s: float, for_s: float) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.long
 async def test_a_leader_whose_loop_is_busy_keeps_its_term(etcd_endpoint: str) -> None:
     """A call needs several turns of the loop, each of which may take half a lease: the term
     continues as long as the loop turns at all."""

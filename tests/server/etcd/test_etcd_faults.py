@@ -172,6 +172,7 @@ async def test_the_only_endpoint_hangs_for_a_while(single: Cluster) -> None:
         await flow.more(50)
 
 
+@pytest.mark.long
 async def test_a_partition_is_noticed_and_healed(single: Cluster) -> None:
     """A network that silently drops everything breaks no promise either."""
     _, (etcd,) = single

@@ -154,6 +154,7 @@ async def test_a_refused_transaction_changes_nothing(bench: Bench) -> None:
     assert (await bench.store.range(bench.prefix)).items == ()
 
 
+@pytest.mark.sampled()
 async def test_a_lease_ends_with_its_keys(bench: Bench) -> None:
     """Keys live as long as their lease, renewals included, and a watch sees them go."""
     brief, kept = await bench.store.grant(1), await bench.store.grant(1)

@@ -42,6 +42,7 @@ def trained(servers: ParameterServers) -> ParameterClient:
     return client
 
 
+@pytest.mark.long
 def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
     """The servers each have a part of the model; SIGTERM ends a server with exit code 0 and removes
     its key; a busy port and a bad argument end it with an error that says so."""

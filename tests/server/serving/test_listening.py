@@ -74,6 +74,7 @@ def test_the_defaults_are_loopback() -> None:
         assert address.startswith("127.0.0.1:")
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("program", "options"),
     [
@@ -112,6 +113,7 @@ def test_who_may_reach_the_ports_is_said_in_one_line() -> None:
     assert hidden["event"] == "reached_from_this_machine_only" and "--bind" in hidden["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("bind", ["", "0.0.0.0"])
 def test_every_socket_of_a_process_is_where_it_was_bound(tmp_path: Path, bind: str) -> None:

@@ -118,6 +118,7 @@ async def test_every_call_of_the_api_by_everybody(world: World, tmp_path: Path) 
         ]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     "value",
     ["", "Bearer", "Bearer x", "Basic YTpi", "bearer  x y", "Bearer " + "x" * 5000],
@@ -167,6 +168,7 @@ async def test_a_session_of_the_page(world: World, tmp_path: Path) -> None:
         assert again.status_code == 401
 
 
+@pytest.mark.long
 async def test_a_page_of_another_site_cannot_act(world: World, tmp_path: Path) -> None:
     """The session's cookie does not help such a page, nor does a server without tokens."""
     async with serving(world, tmp_path) as served:
@@ -245,6 +247,7 @@ async def test_a_job_whose_state_is_lost_is_no_fault_of_the_server(
         assert "409" in described["responses"]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("takes_tokens", [False, True])
 async def test_only_its_own_user_gets_in_without_a_token(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_tokens: bool

@@ -35,6 +35,7 @@ def body_of_error(response: httpx.Response, status: int, kind: str) -> dict[str,
     return body
 
 
+@pytest.mark.long
 async def test_the_process_is_alive_even_when_it_is_not_ready(
     world: World, http: httpx.AsyncClient
 ) -> None:
@@ -407,6 +408,7 @@ async def test_shards_cannot_be_read_while_etcd_is_away(
     assert (await http.get("/metrics")).status_code == 200
 
 
+@pytest.mark.long
 async def test_a_failure_of_ours_is_an_error_of_the_same_form(
     world: World, http: httpx.AsyncClient
 ) -> None:

@@ -102,6 +102,7 @@ async def test_live_pages_are_bounded_and_given_back(world: World) -> None:
                 await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 async def test_over_tls_a_browser_is_let_in_where_it_shows_a_token(
     world: World, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ async def test_a_stopped_coordinator_is_not_ready() -> None:
     assert response.json()["reason"]
 
 
+@pytest.mark.long
 async def test_a_refused_joiner_leaves_a_trace() -> None:
     """The events have the reason why a member is not there."""
     async with endpoint() as (world, http):

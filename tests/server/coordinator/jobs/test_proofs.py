@@ -191,6 +191,7 @@ async def test_a_job_that_was_begun_without_a_secret_gets_none_later() -> None:
         assert "begun without a secret" in refused.what
 
 
+@pytest.mark.long
 async def test_http_without_tokens_does_nothing_to_a_job_with_a_secret() -> None:
     """Servers without tokens let every caller in, so that none has proved anything."""
     async with served(MemoryStore()) as world:

@@ -109,6 +109,7 @@ def newest_of(sessions: list[SessionImage]) -> dict[str, int]:
     return {each.session: max(each.sequences) for each in sessions}
 
 
+@pytest.mark.long
 def test_a_snapshot_under_load_tears_no_push(opened: ExitStack, tmp_path: Path) -> None:
     """Members subtract different powers of 1,000: the values show each one's number of pushes."""
     servers, snapshots = start(opened, tmp_path)

@@ -144,6 +144,7 @@ def test_servers_that_come_and_go_meanwhile_tear_no_step(opened: ExitStack, tmp_
         cut_of(work, manifest)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("begins_with", ["rows", "parameters"])
 def test_what_a_step_lacks_is_known_where_its_beginning_went(
     opened: ExitStack, tmp_path: Path, begins_with: str

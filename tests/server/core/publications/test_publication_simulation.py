@@ -13,6 +13,7 @@ from support.sim.publications.schedule import simulate_publications
 NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "40"))
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_no_schedule_of_faults_tears_loses_or_takes_back_a_version(seed: int) -> None:
     """Once the faults stop, all readers get the newest version, and versions have their copies."""

@@ -140,6 +140,8 @@ OF_TABLES = (steps_that_began_on_other_servers_are_not_merged, a_server_that_cut
 
 
 SLOW = (
+    a_deposed_leader_grants_leases,
+    a_number_is_that_of_the_versions_that_are_kept,
     a_committed_part_counts_as_new,
     copies_of_a_server_that_is_gone_are_not_replaced,
     *OF_TABLES,

@@ -277,6 +277,8 @@ FAULTS: Sequence[Fault] = (
     a_record_is_discarded_once_one_follower_has_it,
 )
 RARE = (
+    a_shard_is_handed_over_before_its_copies_have_read_all,
+    what_was_held_in_another_run_is_kept,
     what_follows_on_a_copy_is_refused_of_who_leads_no_longer,
     a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step,
     a_version_is_durable_before_the_record_names_the_disk,

@@ -35,6 +35,7 @@ def buffer(value: float) -> dict[str, memoryview]:
     return {"w": memoryview(np.full(SIZE, value, dtype=np.float32)).cast("B")}
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("transport", ["tcp", "auto", "grpc"])
 def test_pushes_and_pulls_by_each_way(
     world: TlsWorld, transport: str, monkeypatch: pytest.MonkeyPatch

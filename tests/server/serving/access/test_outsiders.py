@@ -180,6 +180,7 @@ def test_the_documented_table_is_the_one_in_the_code() -> None:
     assert as_markdown() in (ROOT / "docs" / "security.md").read_text()
 
 
+@pytest.mark.long
 def test_each_call_is_refused_to_each_role_that_it_is_not_for(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
