@@ -129,7 +129,8 @@ class RetryConfig:
 
 
 def stop(config: StopConfig) -> int:
-    """Stop the job. Returns 0 once its members are gone, 1 if some are left when the time is up."""
+    """Stop the job. Returns 1 if members are left when the time is up, except with `wait_s` 0;
+    0 otherwise. Raises UnknownJob."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:
@@ -158,7 +159,8 @@ def stop(config: StopConfig) -> int:
 
 
 def wait(config: WaitConfig) -> int:
-    """Wait for the job's end, also while no coordinator is there. Raises UnknownJob."""
+    """Wait for the job's end, through failures of coordinators. Raises UnknownJob, and Unavailable
+    if no coordinator answers at the start."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     deadline_s = time.monotonic() + config.wait_s

@@ -79,7 +79,8 @@ class LogsConfig:
 
 
 def logs(config: LogsConfig) -> int:
-    """Print the lines. Raises UnknownMember if there are none."""
+    """Print the lines. Raises UnknownMember if there are none, InvalidSpec for --follow of several
+    files, and the coordinator's error if this host has no files of the job."""
     if config.directory is not None:
         return _from_files(config, config.directory)
     try:

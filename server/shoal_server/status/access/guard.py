@@ -94,8 +94,8 @@ def session_of(scope: Scope) -> str:
 
 
 class AccessControl:
-    """Answers 401 to unknown callers, 403 to other sites' pages and roles that may not act, and 503
-    to all if the tokens cannot be read."""
+    """Answers 401 to unknown callers, 403 to actions of other sites' pages and of roles that may
+    not act, and 503 to requests with a token or session if the tokens cannot be read."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app
