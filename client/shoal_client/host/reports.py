@@ -195,7 +195,7 @@ class HostReporter:
         self._phase = phase
 
     def report(self, request: Report) -> None:
-        """Send a report after the earlier ones; drop it if MAX_REPORTS wait. Safe from any thread."""
+        """Send a report after earlier ones; drop it if MAX_REPORTS wait. Safe from any thread."""
         if self._reports.qsize() < MAX_REPORTS:
             self._reports.put(request)
         else:
