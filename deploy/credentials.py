@@ -86,7 +86,8 @@ def parts() -> dict[str, dict[str, str]]:
 def make(
     authority: Path, valid: timedelta, hosts: Sequence[str], etcd_hosts: Sequence[str]
 ) -> None:
-    """Make all files in the authority's folder; certificates are new. Raises ShoalError, OSError."""
+    """Make all files in the authority's folder; certificates are new. Raises ShoalError or
+    OSError."""
     authority.mkdir(mode=0o700, exist_ok=True, parents=True)
     wanted = {
         "shoal": [
