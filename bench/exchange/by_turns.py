@@ -133,7 +133,7 @@ class RunningPeer:
         return num_bytes / (max(ended_s) - min(began_s)) / 1e9
 
     def _signal(self, number: signal.Signals) -> None:
-        # Shoal's own keep their leases, and take next to nothing while nobody asks.
+        # Shoal's processes run on: they have to keep their leases, and an idle one uses little CPU.
         for process in () if self._is_own else self._started:
             assert process.pid is not None
             os.kill(process.pid, number)
@@ -156,7 +156,7 @@ class RunningPeer:
 def by_turns(
     peers: Mapping[str, tuple[str, Mapping[str, str]]], num_workers: int, num_turns: int
 ) -> dict[str, list[float]]:
-    """GB/s of each turn of each peer, which is given by its module and its environment."""
+    """GB/s of each turn of each peer. `peers`: module and environment of each, by name."""
     with ExitStack() as stack:
         running = {
             name: stack.enter_context(RunningPeer(module, num_workers, environment))
@@ -170,5 +170,5 @@ def by_turns(
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median over the rounds, in each of which both had their turn."""
+    """Median of the ratios over all rounds, in each of which both had a turn."""
     return median(own / other for own, other in zip(ours, theirs, strict=True))
