@@ -3,15 +3,15 @@
     make bench NAME=data
     .venv/bin/python bench/data.py 12    # pairs of blocks instead of the default
 
-One rank under "ddp" and one of plain DistributedDataParallel, two processes that load for each, the
-same data set of single samples that are changed at random; the session also seeds each sample, as
-it does by default. Both live throughout and take blocks of 60 steps by turns (training/turns.py);
-the median of the ratios counts. Batches that were loaded during the other one's turn are used up
-before a block is timed.
+One rank under "ddp" and one of plain DistributedDataParallel, each with two loading processes and
+the same data set of single samples, which are augmented at random; the session also seeds each
+sample, as it does by default. Both systems run all the time and take blocks of 60 steps in turns
+(training/turns.py); the figure is the median of the ratios. Batches that were loaded during a block
+of the other system are used up before a block is timed.
 
-- `data_overhead`: mean seconds a step, session over DataLoader, where loading takes longer than
-  the step: 16 samples of 2 ms each for two processes, beside a wait of 4 ms as for a device. The
-  mean, as each process brings batches in bursts.
+- `data_overhead`: mean time of a step, session over DataLoader, where loading takes longer than the
+  step: 16 samples of 2 ms each for two processes, and a pause of 4 ms as for a device. It is the
+  mean because the processes deliver batches in bursts.
 - `data_overhead_hidden`: the same where the step takes longer (30 ms), so that loading should not
   be seen at all.
 - `data_step_cpu`: CPU time of the trainer itself for a step, which other work on the machine

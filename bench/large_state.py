@@ -1,4 +1,4 @@
-"""A member that joins a job of 2 GB of state over a link of 200 Mb/s, and no live member is expelled.
+"""A member joins a job of 2 GB of state over links of 200 Mb/s; no live member may be expelled.
 
     make bench NAME=large_state
     sudo .venv/bin/python bench/large_state.py 500    # megabytes of state

@@ -110,7 +110,7 @@ def strikes(steps: Steps, directory: Path, number: int, num_runs: int) -> list[f
 
 
 def join_pauses(cluster: LocalCluster, directory: Path, num_runs: int) -> list[float]:
-    """Seconds that four workers stood still while a fifth joined, which then is killed."""
+    """Seconds of each `join_pause`: a fifth worker joins four, and is then killed."""
     seen: list[float] = []
     with ShoalJob(cluster, directory, max_members=NUM_WORKERS + 1) as job:
         while len(seen) < num_runs:
@@ -122,7 +122,7 @@ def join_pauses(cluster: LocalCluster, directory: Path, num_runs: int) -> list[f
                 raise Stuck(f"the fifth did not join:\n{logs_in(directory)}")
             (fifth,) = set(job.steps.training(NUM_WORKERS + 1, STEPS_BETWEEN)) - set(pids)
             joined_s = job.steps.by_pid[fifth][0].at_s
-            # The gaps of the time after it count too.
+            # Gaps after the join count too.
             job.steps.await_step(pids, after_s=joined_s + AROUND_JOIN_S, within_s=START_S)
             seen.append(job.steps.pause(pids, joined_s, AROUND_JOIN_S))
             print(f"{directory.name}: {seen[-1]:.3f} s", flush=True)
@@ -132,7 +132,7 @@ def join_pauses(cluster: LocalCluster, directory: Path, num_runs: int) -> list[f
 
 
 def takeovers(cluster: LocalCluster, directory: Path, num_runs: int) -> list[float]:
-    """Seconds from the SIGKILL of one of four to a step of all four, with the one that stood by."""
+    """Seconds of each `standby_takeover`: one of four workers is killed, a standby replaces it."""
     seen: list[float] = []
     with ShoalJob(cluster, directory, max_members=NUM_WORKERS) as job:
         await_training(job.steps, directory)
@@ -140,7 +140,7 @@ def takeovers(cluster: LocalCluster, directory: Path, num_runs: int) -> list[flo
         while len(seen) < num_runs:
             pids = await_training(job.steps, directory)
             if not job.steps.await_true(lambda: job.num_standbys() == 1, START_S):
-                raise Stuck(f"nobody stands by:\n{logs_in(directory)}")
+                raise Stuck(f"no member is on standby:\n{logs_in(directory)}")
             seen.append(takeover(job, directory, pids))
             print(f"{directory.name}: {seen[-1]:.3f} s", flush=True)
     return seen
@@ -195,8 +195,8 @@ def measure_peers(directory: Path) -> dict[str, list[float]]:
 
 
 def peer_kills(steps: Steps, directory: Path, num_runs: int) -> list[float]:
-    """Kill as `strikes` does, up to the run after which the peer did not recover: that run is left
-    out."""
+    """Kill as `strikes` does, and stop at the first run after which the peer does not recover; that
+    run is left out."""
     seen: list[float] = []
     try:
         for _ in range(num_runs):
@@ -207,7 +207,7 @@ def peer_kills(steps: Steps, directory: Path, num_runs: int) -> list[float]:
 
 
 def percentile_99(values: Sequence[float]) -> float:
-    """The value that 99 of 100 do not exceed; of fewer than 100 values the largest."""
+    """The 99th percentile; the largest value if there are fewer than 100."""
     return sorted(values)[ceil(0.99 * len(values)) - 1]
 
 

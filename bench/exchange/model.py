@@ -52,7 +52,7 @@ def new_gradients() -> list[Tensor]:
 
 
 def flat_parts(received: bytearray) -> list[Tensor]:
-    """Gradients that lie one after the other, as tensors on the same memory."""
+    """Return the consecutive gradients in `received` as tensors that share its memory."""
     flat = torch.frombuffer(received, dtype=torch.float32)
     sizes = [rows * columns for rows, columns in SHAPES.values()]
     return [
