@@ -8,7 +8,7 @@ from shoal_proto.errors import InvalidSpec
 MAX_NAME_LENGTH = 128
 NAME_RULE = f"1 to {MAX_NAME_LENGTH} letters, digits, '.', '_' or '-', not starting with '.' or '-'"
 
-SERIES_RULE = "JOB/NAME, each of letters, digits, '.', '_' and '-'"
+SERIES_RULE = f"JOB/NAME, each of {NAME_RULE}"
 
 MAX_PREFIX_LENGTH = 200
 PREFIX_RULE = (

@@ -120,7 +120,7 @@ class AccessControl:
             refusal = self._refusal(scope, holder, acts=acts)
         except InvalidSpec as error:
             log.error("http_tokens_not_read", reason=str(error))
-            refusal = AccessDenied("no request is admitted", seen="tokens that cannot be read"), 503
+            refusal = AccessDenied("no token is accepted", seen="tokens that cannot be read"), 503
         if refusal is None:
             scope[HOLDER] = holder
             await self._app(scope, receive, sending)

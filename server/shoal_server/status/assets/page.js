@@ -448,7 +448,7 @@ function shards(state) {
     lost_in_words.map((loss) => h("p", { class: "empty error", role: "alert" }, `Lost: ${loss}`)),
     accepted_losses.map((s) => h("p", { class: "empty" },
       `Loss of shard ${s.shard_id} (${s.version ? `at least version ${count(s.version)}` : "no version known"})`
-        + ` accepted by ${s.by}; samples ${s.samples_anew ? "began anew" : "stayed counted"} `, ago(s.accepted_unix_s, state.now_unix_s))),
+        + ` accepted by ${s.by}; samples ${s.samples_anew ? "started over" : "stayed counted"} `, ago(s.accepted_unix_s, state.now_unix_s))),
     servers.map((entry) => server(entry, state.shards.shards)));
 }
 
