@@ -129,8 +129,7 @@ class RetryConfig:
 
 
 def stop(config: StopConfig) -> int:
-    """Stop the job. Returns 1 if members are left when the time is up, except with `wait_s` 0;
-    0 otherwise. Raises UnknownJob."""
+    """Stop the job. Returns 1 if members are left after `wait_s`, unless that is 0; else 0."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:
@@ -159,8 +158,7 @@ def stop(config: StopConfig) -> int:
 
 
 def wait(config: WaitConfig) -> int:
-    """Wait for the job's end, through failures of coordinators. Raises UnknownJob, and Unavailable
-    if no coordinator answers at the start."""
+    """Wait for the job's end. Raises UnknownJob, Unavailable if no coordinator answers at first."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     deadline_s = time.monotonic() + config.wait_s

@@ -34,8 +34,7 @@ class KillConfig:
 
 
 def kill(config: KillConfig) -> int:
-    """Kill the process. Raises UnknownMember, or InvalidSpec if this user has no such process on
-    this host, or several jobs have such a member."""
+    """Kill the process. Raises UnknownMember, InvalidSpec if it is not this user's on this host."""
     with StatusClient(config.address.urls()) as client:
         job = config.job or client.job_of(config.member)
         process = client.member(job, config.member)["member"]["process"]

@@ -79,8 +79,7 @@ class LogsConfig:
 
 
 def logs(config: LogsConfig) -> int:
-    """Print the lines. Raises UnknownMember if there are none, InvalidSpec for --follow of several
-    files, and the coordinator's error if this host has no files of the job."""
+    """Print the lines. Raises UnknownMember if there are none, InvalidSpec to follow several files."""
     if config.directory is not None:
         return _from_files(config, config.directory)
     try:

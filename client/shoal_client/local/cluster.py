@@ -64,8 +64,7 @@ class LocalClusterConfig:
     """URLs at and below which callers may have snapshots written. Snapshots without a URL go to
     `snapshots` in the directory."""
     start_timeout_s: float = 60.0
-    """Maximum time for a coordinator or server to come up if it makes no progress; with progress,
-    ten minutes. etcd has its own: `EtcdOptions`."""
+    """Limit for a coordinator or server to come up; with progress, ten minutes."""
     grace_s: float = 5.0
     """Time for the parts to end by themselves, before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
