@@ -198,7 +198,7 @@ class StatusClient:
     def events(
         self, job: str, after: int, *, details: bool = True, newest: int | None = None
     ) -> Json:
-        """Up to 1000 events with ids above `after`, oldest first; if given, only the last `newest`."""
+        """Up to 1000 events with ids above `after`, oldest first, or the last `newest` of them."""
         query = f"after={after}&details={str(details).lower()}&limit=1000"
         answer = self._get(f"/api/v1/jobs/{quote(job, safe='')}/events?{query}")
         if newest is not None:
