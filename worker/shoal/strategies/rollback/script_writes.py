@@ -209,7 +209,7 @@ def _set_state(
     states: Iterable[tuple[Optimizer, Mapping[Tensor, dict[str, Any]]]],
     copy_of: CopyOf = lambda _: None,
 ) -> None:
-    """Set the state of optimizers, with the copies of its tensors if there are any."""
+    """Set the state of optimizers; a tensor that has a copy is replaced by its copy."""
     for optimizer, state in states:
         optimizer.state.clear()
         for parameter, values in state.items():

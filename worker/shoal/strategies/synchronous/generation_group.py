@@ -96,7 +96,7 @@ class GenerationGroup:
         return self._group is not None
 
     def has_cut(self, generation: int) -> bool:
-        """True if the generation is over."""
+        """True if this or a later generation was cut: the generation is over."""
         return self._cut_up_to >= generation
 
     def cut(self, generation: int) -> None:

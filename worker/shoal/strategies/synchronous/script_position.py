@@ -140,7 +140,7 @@ class ScriptPosition:
         return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed), end]
 
     def follow(self, positions: Sequence[Sequence[int]], own_step: int) -> None:
-        """Apply the consequences of all members' positions; no I/O."""
+        """Apply the consequences of all members' positions; no I/O. Raises as `meet`."""
         newest = max(step for step, *_ in positions)
         if newest == NO_STATE:
             return

@@ -182,7 +182,7 @@ class SynchronousStrategy(Strategy):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group of the generation entered last. Raises GenerationBroken if it was abandoned."""
+        """The group of the present generation. Raises GenerationBroken if there is none."""
         if self._process_group is None:
             raise GenerationBroken("there is no running generation")
         return self._process_group
@@ -330,7 +330,8 @@ class SynchronousStrategy(Strategy):
         self._transaction.chosen = optimizers
 
     def update(self) -> None:
-        """Step the chosen optimizers now, within the step; undone if the step fails."""
+        """Step the chosen optimizers now, within the step; undone if the step fails. Raises
+        InvalidSpec if there is only one optimizer."""
         raise InvalidSpec(
             "an update within a step, of the session's only optimizer",
             expected="session.step() alone, which steps the optimizer when its block ends",
