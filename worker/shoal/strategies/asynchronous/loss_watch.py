@@ -119,7 +119,7 @@ class LossMonitor:
         return str(self._logged) if self._logged is not None else ""
 
     def add(self, loss: Tensor) -> None:
-        """Add a loss. `look` reads it, as reading waits for the GPU."""
+        """Add a loss. Only `look` reads it, as reading waits for the GPU."""
         self._losses.append(loss.detach().float().reshape(()))
 
     def is_due(self, step: int) -> bool:

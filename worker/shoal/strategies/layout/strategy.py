@@ -73,8 +73,8 @@ class LayoutStrategy(SynchronousStrategy):
         """Lay the model out for a new generation. See `shoal.layouts.base.LayOut`."""
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise an error if the strategy cannot train this model with this optimizer. Called once,
-        after the base's own checks of layers, optimizer and parameters' hooks."""
+        """Raise an error if the strategy cannot train this model with this optimizer. Called after
+        the base's own checks of layers, optimizer and hooks, and by itself for a plan."""
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
         """Raise InvalidSpec if the model cannot be laid out for this size. Quick; thread-safe."""
@@ -178,7 +178,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._meta_model.forget_weights()
 
     def _lay_out_all(self, model: nn.Module, world: World) -> Layout:
-        """Lay out the model or models; from now on `cut` reaches the layout."""
+        """Lay out the model or models. Once this has returned, `cut` reaches the layout."""
         if isinstance(model, SeveralModels):
             layouts = {name: self.lay_out(each, world) for name, each in model.items()}
             layout: Layout = SeveralLayouts(model, layouts, world)
