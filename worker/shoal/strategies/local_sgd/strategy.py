@@ -301,7 +301,7 @@ class LocalSGD(SynchronousStrategy):
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the model, on the host, as of the last round's end: within rounds replicas differ."""
+        """Return the model of the last round's end, on the host: within rounds replicas differ."""
         agreed = self._outer_loop.agreed.tensors
         names: dict[Tensor, str] = {}
         for kind, tensors in (
