@@ -94,7 +94,7 @@ class OuterLoop:
             self._compressor.regroup()
 
     def outgoing(self) -> State:
-        """Return the state for members that lack it; not copied, valid until the next round's end."""
+        """Return the state for members that lack it, not copied; valid until a round ends."""
         agreed = self.agreed
         velocity = {_OUTER + name: tensor for name, tensor in self._velocity.items()}
         tensors = {**agreed.tensors, **velocity}
