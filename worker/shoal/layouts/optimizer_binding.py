@@ -103,7 +103,8 @@ class MetaModel:
         """Keep the state that the optimizer has for the user's own parameters: the script loaded
         it before there was a layout.
 
-        Raises UnsupportedOptimizer for values that the state of a job cannot hold.
+        Does nothing after `forget_weights`. Raises UnsupportedOptimizer for values that the state
+        of a job cannot hold.
         """
         for parameter in self.model.parameters():
             name, state = self._names.get(id(parameter)), optimizer.state.get(parameter)
@@ -112,7 +113,8 @@ class MetaModel:
             self._given[name] = take_slots(state, name, optimizer)
 
     def copy(self) -> nn.Module:
-        """Copy the model: parameters on the meta device, buffers real and not shared."""
+        """Copy the model: parameters on the meta device, buffers real and not shared. Raises
+        InvalidSpec if `copy.deepcopy` cannot copy it."""
         try:
             copied: nn.Module = copy.deepcopy(self.model, self._empty_parameters())
         except (TypeError, RuntimeError) as error:
