@@ -52,10 +52,10 @@ from shoal_proto.errors import (
 class MetaModel:
     """A model without its weights, and the position of each parameter in the optimizer.
 
-    Raises InvalidSpec if there is nothing to train, if the optimizer holds a parameter that is not
-    the model's (its copies on the members would diverge), if a tensor of the model cannot be sent
-    to a member, if different parameters share memory, or if a module on the meta device cannot
-    initialise itself; UnsupportedOptimizer as `take_state`.
+    Raises InvalidSpec if there is nothing to train, or if a tensor of the model cannot be sent to a
+    member. The same for a parameter of the optimizer that is not the model's (its copies on the
+    members would diverge), for different parameters that share memory, and for a module on the meta
+    device that cannot initialise itself. Raises UnsupportedOptimizer as `take_state`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -129,11 +129,8 @@ class MetaModel:
 
     def initial(self) -> StateShard:
         """Return the state of step 0: the model's weights as the script made them, and the
-        optimizer's state for them.
-
-        A model made on the meta device is initialised by its modules, with the seed that the script
-        had given torch.
-        """
+        optimizer's state for them. A model made on the meta device is initialised by its modules,
+        with the seed that the script had given torch."""
         model = initialised_copy(self.model, self._seed) if self._made_on_meta else self.model
         state = {**dict(model.named_parameters()), **persistent_buffers(model)}
         shards = {
@@ -150,10 +147,7 @@ class MetaModel:
 
     def forget_weights(self) -> None:
         """Free the memory of the user's own parameters and of the optimizer's state for them: from
-        now on a layout holds both.
-
-        Tied parameters stay tied, in this model and in each `copy`.
-        """
+        now on a layout holds both. Tied parameters stay tied, in this model and in each `copy`."""
         if not all(parameter.is_meta for parameter in self.model.parameters()):
             empty = self._empty_parameters()
             for part in self.model.modules():

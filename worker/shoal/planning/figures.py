@@ -40,10 +40,8 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """Memory of one rank, in bytes, and its collectives in a step.
-
-    Activations, and the buffers of collectives in progress, are not included.
-    """
+    """Memory of one rank, in bytes, and its collectives in a step. Activations, and the buffers of
+    collectives in progress, are not included."""
 
     parameters: int
     """Parameters between steps, with padding."""

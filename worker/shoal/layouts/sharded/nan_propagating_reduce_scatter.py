@@ -19,14 +19,10 @@ from shoal.torch_private.fsdp import DefaultReduceScatter
 
 
 class NanPropagatingReduceScatter(DefaultReduceScatter):
-    """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN.
-
-    Each rank gets only its own rows of the sum: a rank whose rows are finite would train on while
-    another stops. Spreading NaN costs one pass over the gradients, and no message.
-
-    With `copies` the result is averaged over these ranks too: they hold the same rows, and used
-    other samples.
-    """
+    """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN. Each
+    rank gets only its own rows of the sum: a rank whose rows are finite would train on while
+    another stops. Spreading NaN costs one pass over the gradients, and no message. With `copies`
+    the result is averaged over these ranks too: they hold the same rows, and used other samples."""
 
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter

@@ -30,6 +30,8 @@ KINDS = ("damp", "none", "scale")
 
 
 class AsyncDiLoCo(AsyncSGD):
+    """Strategy "async-diloco", see the head of this module."""
+
     name: ClassVar[str] = "async-diloco"
     pushes_rows: ClassVar[bool] = False
 
@@ -48,8 +50,8 @@ class AsyncDiLoCo(AsyncSGD):
         servers take one outer step for each member's push.
 
         `staleness`: the effect of rounds that other members have pushed meanwhile. "damp" slows the
-        outer step down by their number, momentum first, so that the settings of "diloco" suit
-        several members; "scale" divides the rate by their number; "none" ignores them, so
+        outer step down by their number, by a lower momentum first, so that the settings of "diloco"
+        suit several members; "scale" divides the rate by their number; "none" ignores them, so
         `outer_lr` and `outer_momentum` have to be chosen for the number of members.
 
         `compression`: compresses the changes of a round, as for `shoal.DiLoCo`.

@@ -196,6 +196,8 @@ class StepRefusals:
 
 
 class AsyncSGD(LeasingStrategy):
+    """Strategy "async-sgd", see the head of this module."""
+
     name: ClassVar[str] = "async-sgd"
     pushes_rows: ClassVar[bool] = True
     """True if each step pushes the rows of embedding tables."""
@@ -416,6 +418,8 @@ class AsyncSGD(LeasingStrategy):
         return self._shared.model
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
+        """Push the gradients; see the base class. Raises StalePush if the step has to be repeated
+        (see `redoes`) or was refused too often, and as `ParameterClient.push`."""
         refuse_changes(self._shared.optimizer, self._shared.spec, self._step)
         gradients = gradients_of(self._shared.values.parameters, self._step)
         rows = self._tables.gather()

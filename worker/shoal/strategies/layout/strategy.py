@@ -114,6 +114,8 @@ class LayoutStrategy(SynchronousStrategy):
         return self._proxy, optimizer
 
     def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
+        """Lay the model out for a fixed world, without a session. Raises as `distribute`; but state
+        that only a session would have to send to members is not refused."""
         refuse_lbfgs(self.name, optimizer)
         refuse_layers(self.name, meta_model.model)
         refuse_parameter_hooks(meta_model.model)
@@ -197,9 +199,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
         """Return, within a step, the state of `_collect` without the script's changes in the step.
-
-        Raises GenerationBroken as `StepSnapshot.as_begun`.
-        """
+        Raises GenerationBroken as `StepSnapshot.as_begun`."""
         with self._transaction.snapshot.as_begun(binding.held) as changed:
             own = self._collect(binding)
         paths = ((MODEL + name, tensor) for name, tensor in changed.items())

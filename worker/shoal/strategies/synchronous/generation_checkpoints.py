@@ -65,11 +65,8 @@ class GenerationCheckpoints:
 
     def newest(self, generation: Generation, group: dist.ProcessGroup) -> int | None:
         """Return the step of the newest complete checkpoint that every member sees, or None.
-        Collective.
-
-        Raises StateLost on all members if there is none and the generation needs one, and
-        InvalidSpec if the storage cannot be listed.
-        """
+        Collective. Raises StateLost on all members if there is none and the generation needs one,
+        and InvalidSpec if the storage cannot be listed."""
         self._is_first = generation.rank == 0
         needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
         own = self._checkpoints.steps() if self._checkpoints is not None else ()

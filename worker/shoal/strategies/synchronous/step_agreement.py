@@ -178,9 +178,9 @@ class StepAgreement:
     # --- votes on passes ---
 
     def exchange_parts(self) -> None:
-        """Send a vote on the parts as a forward pass begins, if one is due: after a step that was
-        cut into parts, and in each step if members share samples. The latter wait for all votes
-        here, and raise UnequalPasses if votes differ; other members do so in `passing`."""
+        """Send a vote on the parts as a forward pass begins, if one is due: in each step if members
+        share samples, else after a step that was cut into parts. Members that share samples wait
+        for all votes here, and raise UnequalPasses if votes differ; others do so in `passing`."""
         if self._cut.is_voted_on_first and not self._words.has_sent:
             self._cast(StepVote(parts=self._cut.num_parts))
             if self._cut.shares_samples:

@@ -322,10 +322,8 @@ class SynchronousStrategy(Strategy):
             self._reduce_in_backward(True)
 
     def choose(self, optimizers: frozenset[str]) -> None:
-        """Choose the optimizers for the next pass, update or clipping, if there are several.
-
-        Raises InvalidSpec if they train only a part of a model.
-        """
+        """Choose the optimizers for the next pass, update or clipping, if there are several. Raises
+        InvalidSpec if they train only a part of a model."""
         self._transaction.models(optimizers)
         self._transaction.chosen = optimizers
 
