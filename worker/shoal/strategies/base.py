@@ -144,8 +144,9 @@ class Strategy(ABC):
         """
 
     def checkpoint_steps(self) -> Sequence[int]:
-        """Return the steps of the newest complete checkpoints, at most 100. Called on the
-        membership's thread. Raises InvalidSpec if the storage cannot be listed."""
+        """Return the steps of the newest complete checkpoints that this member sees, at most 100.
+        Called on the membership's thread if no member of a roster holds the job's state. Raises
+        InvalidSpec if the storage cannot be listed."""
         return ()
 
     @property

@@ -70,7 +70,8 @@ class FSDPTensor(FSDP):
         self._sequence = sequence
 
     def plan(self, model: nn.Module, world_size: int) -> TensorPlan:
-        """Return the split of layers for a world size; it can be printed before anything runs."""
+        """Return the split of layers for a world size; it can be printed before anything runs.
+        Raises as `derive`."""
         degree = tensor_degree(world_size, self._tensor)
         return derive(
             model,

@@ -44,6 +44,7 @@ class ScriptPosition:
     num_calls: int = 0
     """Number of confirmed calls."""
     in_call: bool = False
+    """True while the script is in a shared call that has no result yet."""
     unconfirmed: bool = False
     """True if the script has the result of one more call, which is not confirmed."""
     wish: int | None = None

@@ -109,6 +109,7 @@ class StepVote:
     stops_before: bool = field(default=False, compare=False)
     """True if the member's script has stopped before this step."""
     stops_after: bool = field(default=False, compare=False)
+    """True if the member's script stops after this step."""
     leaves: bool = field(default=False, compare=False)
     """True if the member leaves after this step and no other replaces it."""
     conflict: str = field(default="", compare=False)
