@@ -140,7 +140,8 @@ class Strategy(ABC):
         """Set what determines the order of samples: global batch, dataset, seed, shuffle.
 
         Called once, before the first generation; never if the script makes its own batches.
-        Checkpoints contain it, see `shoal.checkpoint.samples`.
+        Checkpoints contain it, see `shoal.checkpoint.samples`. May refuse hooks on gradients that
+        the script has added since `distribute`, with InvalidSpec.
         """
 
     def checkpoint_steps(self) -> Sequence[int]:
@@ -182,8 +183,8 @@ class Strategy(ABC):
     def fields(self) -> Mapping[str, str]:
         """Values for the proposal that all members must have in common for this strategy.
 
-        At least "schema" and "optimizer" digests. The session adds strategy, synchronous, torch,
-        global_batch, dataset and seed.
+        At least "schema" and "optimizer" digests. The session adds fields of its own, such as
+        strategy, torch, device, dataset, global_batch and seed.
         """
 
     def refuses(self, world_size: int) -> str:

@@ -41,8 +41,9 @@ _KINDS: Mapping[type[Optimizer], str] = {
 
 
 def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> OptimizerSpec:
-    """Describe the optimizer for the servers. Raises UnsupportedOptimizer if they lack it, or if it
-    has stepped, and InvalidSpec for a schedule that they cannot follow from the beginning."""
+    """Describe the optimizer for the servers. Raises UnsupportedOptimizer if they lack it, if it
+    has stepped, or if its groups decay weights in different ways; InvalidSpec for a schedule that
+    cannot be followed from the beginning."""
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         raise UnsupportedOptimizer(

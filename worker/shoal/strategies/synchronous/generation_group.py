@@ -75,7 +75,7 @@ class GenerationGroup:
         return group
 
     def open(self, group: Group) -> dist.ProcessGroup:
-        """Wait for all members, and return the process group for collectives."""
+        """Wait for all members, and return the process group. Raises as `Group.open`."""
         self._opened = opened = group.open()
         return opened
 
