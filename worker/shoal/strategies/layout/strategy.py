@@ -49,9 +49,10 @@ class LayoutStrategy(SynchronousStrategy):
     """A synchronous strategy defined by how it lays a model over the ranks of a generation.
 
     The state of a lost member comes from copies that its peers keep in host memory. They are made
-    every `copy_every_steps` steps, each on `copies` other members, while training goes on. After a
-    loss all members roll back by at most twice that number of steps, and train on the same samples
-    again. Without copies (0) training survives a loss for certain only with a checkpoint.
+    after the first step of each generation, and every `copy_every_steps` steps, each on `copies`
+    other members, while training continues. After a loss all members roll back by at most twice
+    that number of steps, and train on the same samples again. Without copies (0) training survives
+    a loss for certain only with a checkpoint.
     """
 
     state_is_spread = True

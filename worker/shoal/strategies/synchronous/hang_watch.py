@@ -252,7 +252,7 @@ class HangWatch:
 
 
 def _cpu_ticks(native_id: int) -> int | None:
-    """Return the CPU time of a thread, in ticks; None if the thread is gone."""
+    """Return the CPU time of a thread, in ticks; None if the thread has ended."""
     try:
         stat = Path(f"/proc/self/task/{native_id}/stat").read_text()
     except OSError:
