@@ -157,7 +157,8 @@ class RowGathers:
         *,
         by_messages: bool,
     ) -> None:
-        """Send to and receive from the given ranks. All tensors are contiguous."""
+        """Send to and receive from the given ranks. All tensors are contiguous. Raises InvalidSpec
+        after `close`."""
         p2p = self._p2p
         if p2p is None:
             raise InvalidSpec(

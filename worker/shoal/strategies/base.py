@@ -152,7 +152,7 @@ class Strategy(ABC):
 
     @property
     def written_checkpoint(self) -> WrittenCheckpoint | None:
-        """The newest checkpoint that this member helped to write. Thread-safe."""
+        """The newest checkpoint that this member helped to write, if any. Thread-safe."""
         return None
 
     @property
@@ -293,7 +293,8 @@ class Strategy(ABC):
 
     def weights(self) -> HeldWeights:
         """Return this member's part of the model after the last committed step or round of local
-        steps; not copied. Synchronous strategies raise GenerationBroken outside a generation."""
+        steps; not copied. Raises GenerationBroken outside a generation (only if synchronous), and
+        InvalidSpec if the strategy does not publish its weights."""
         raise InvalidSpec(
             f"strategy {self.name} does not publish its weights",
             expected="one of Shoal's own strategies; or publish(model=...) of a module",
@@ -301,7 +302,7 @@ class Strategy(ABC):
 
     def own_weights(self) -> HeldWeights:
         """Return what `weights` returns, without the part that is on parameter servers. Called for
-        a series with tables."""
+        a series with tables. Raises InvalidSpec if the strategy publishes no tables."""
         raise InvalidSpec(
             f"strategy {self.name} does not publish tables",
             seen="session.series(..., tables=True)",

@@ -91,7 +91,7 @@ class StageSplitter:
         return [stage_of_part[part] for part in part_of]
 
     def _starts(self, outline: Outline) -> list[int]:
-        """Return the indices of the segments that a stage may begin with."""
+        """Return the indices of the segments that a stage may begin with. Raises as `outline`."""
         names = [segment.name for segment in outline.segments]
         if self._split_at is None:
             return list(range(len(names)))

@@ -172,7 +172,7 @@ class ShardedLayout(Layout):
 
     def _share(self, options: ShardedOptions) -> SharedSlots | None:
         """Choose how ranks gather and sum: in shared memory if all are on one machine, over Gloo,
-        or on a device. Collective."""
+        or on a device. Returns the slots in shared memory, or None. Collective."""
         device, rows = self.world.device, self._groups.get("rows", self.world.group)
         if takes_batches(rows, device):
             self._note_order()

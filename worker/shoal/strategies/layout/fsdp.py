@@ -150,7 +150,7 @@ class HSDP(FSDP):
     name = "hsdp"
 
     def __init__(self, *, shard: int = 8, **options: Any) -> None:
-        """`options`: see `FSDP`."""
+        """`options`: see `FSDP`. Raises InvalidSpec if `shard` is below 2."""
         shard = as_index("shard", shard)
         if shard < 2:
             raise InvalidSpec(

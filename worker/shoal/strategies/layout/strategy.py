@@ -370,7 +370,8 @@ class LayoutStrategy(SynchronousStrategy):
             layout.updated()
 
     def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
-        """Reduce and check the gradients that these optimizers use; return the layouts."""
+        """Reduce and check the gradients that these optimizers use; return the layouts. Raises
+        InvalidSpec if some gradients are not reduced, and as `Layout.check`."""
         layout = self._activate(optimizers)
         assert isinstance(layout, SeveralLayouts), "only several optimizers are updated early"
         layout.reduce()

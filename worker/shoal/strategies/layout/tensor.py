@@ -71,7 +71,7 @@ class TensorParallel(LayoutStrategy):
         )
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.PlannableStrategy`."""
+        """See `shoal.planning.figures.PlannableStrategy`. Refuses a `SelfSplittingModule`."""
         if isinstance(subject.model, SelfSplittingModule):
             raise InvalidSpec(
                 "this model splits its layers itself, so their costs cannot be computed beforehand",

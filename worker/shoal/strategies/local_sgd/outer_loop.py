@@ -59,8 +59,8 @@ class OuterLoop:
 
     @property
     def agreed(self) -> State:
-        """The last state agreed on. Its model is the same on all members, its optimizer state each
-        member's own."""
+        """The last state agreed on; InternalError if there is none. Its model is the same on all
+        members, its optimizer state each member's own."""
         if self._agreed is None:
             raise InternalError("no state was agreed on yet", expected="a generation entered")
         return self._agreed

@@ -138,7 +138,7 @@ class GenerationCheckpoints:
 
     @property
     def written(self) -> WrittenCheckpoint | None:
-        """The newest checkpoint that was written. Thread-safe."""
+        """The newest checkpoint that was written, if any. Thread-safe."""
         return self._checkpoints.written if self._checkpoints is not None else None
 
     def due(self, step: int) -> bool:
