@@ -72,8 +72,8 @@ class ExchangeSite:
 
 
 class LayerExchanges:
-    """Exchanges of one rank in one generation. Used by the trainer's thread; another thread may
-    call `record` while the trainer waits."""
+    """Exchanges of one rank in one generation. Used by one thread at a time, the trainer's or
+    autograd's; another thread may call `record` while that one waits."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
