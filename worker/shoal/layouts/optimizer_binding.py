@@ -53,9 +53,9 @@ class MetaModel:
     """A model without its weights, and the position of each parameter in the optimizer.
 
     Raises InvalidSpec if there is nothing to train, or if a tensor of the model cannot be sent to a
-    member. The same for a parameter of the optimizer that is not the model's (its copies on the
-    members would diverge), for different parameters that share memory, and for a module on the meta
-    device that cannot initialise itself. Raises UnsupportedOptimizer as `take_state`.
+    member; if the optimizer holds a parameter that is not the model's (its copies on the members
+    would diverge); if different parameters share memory; and if a module on the meta device cannot
+    initialise itself. Raises UnsupportedOptimizer as `take_state`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -107,8 +107,8 @@ class SampleReserve:
 
     def beyond_share(self, share: int, num_held: int) -> list[SampleRange]:
         """Remove and return the newest samples, as far as they are to be given back. `share`: the
-        number of samples that this member may hold, so that others have their shares; 0 if unknown:
-        then none are. `num_held`: the number that it holds, begun ones included."""
+        number of samples that this member may hold, so that others have their shares; 0 if unknown,
+        and then none are removed. `num_held`: the number that it holds, begun ones included."""
         self._share = share or self._least
         surplus = min(num_held - self._share, self.num_ready)
         return self._taken_from_the_end(surplus - surplus % self.step_samples) if share else []

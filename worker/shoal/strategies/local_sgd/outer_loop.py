@@ -103,7 +103,7 @@ class OuterLoop:
         return State(step=agreed.step, tensors=tensors, values={**agreed.values, "groups": groups})
 
     def take(self, given: State) -> None:
-        """Restore another member's `outgoing` state; of the optimizer's, this member's own if that
+        """Restore another member's `outgoing` state, with this member's own optimizer state if that
         was set aside at the same step. Raises ShapeMismatch or DtypeMismatch if it does not fit."""
         own = {name: t for name, t in given.tensors.items() if not name.startswith(_OUTER)}
         values, kept = given.values, self._set_aside

@@ -77,7 +77,7 @@ class ParameterWatch:
     torch counts writes, except writes through `.data` and those of `torch._foreach` functions to
     DTensors. So a few elements are compared too: of all parameters if asked to look `closely`, else
     of some parameters in some steps. On a GPU, where a comparison waits, they are compared less
-    often. Such a write that leaves these elements unchanged goes unnoticed.
+    often. An uncounted write that leaves these elements unchanged goes unnoticed.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

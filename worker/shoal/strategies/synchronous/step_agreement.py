@@ -273,8 +273,7 @@ class StepAgreement:
         return factor
 
     def _settle_ballots(self, ballots: Sequence[Ballot]) -> float:
-        """Return the factor of `settle` if ballots differ, or have flags or weights; raise as it
-        does."""
+        """Return `settle`'s factor if ballots differ, or have flags or weights. Raises as it."""
         self._check_passes(ballots)
         stops = any(each.has(Flag.STOPS_BEFORE) for each in ballots)
         if need_whole_votes(ballots):
