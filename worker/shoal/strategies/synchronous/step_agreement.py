@@ -273,7 +273,7 @@ class StepAgreement:
         return factor
 
     def _settle_ballots(self, ballots: Sequence[Ballot]) -> float:
-        """Return `settle`'s factor if ballots differ, or have flags or weights. Raises as it."""
+        """Return the factor of `settle` for ballots that differ, or have flags or weights."""
         self._check_passes(ballots)
         stops = any(each.has(Flag.STOPS_BEFORE) for each in ballots)
         if need_whole_votes(ballots):
