@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 
 import structlog
 
-from shoal_proto.errors import Fenced, MalformedMessage, NotLeader
+from shoal_proto.errors import Fenced, MalformedMessage, NotLeader, ShoalError
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksServicer
@@ -218,8 +218,10 @@ class ClocksService(ClocksServicer):
             log.warning("member_stuck", job=name, member=who.member_id, reason=reason)
             try:
                 await self._declare_lost(name, who, reason)
-            except Fenced as error:
-                log.debug("stuck_member_gone_already", member=who.member_id, reason=str(error))
+            except ShoalError as error:
+                # Most likely the member is gone already. The error is about that member, and not
+                # about the one whose call found it.
+                log.info("stuck_member_not_lost", member=who.member_id, reason=str(error))
 
     def _job(self, name: str) -> _Job:
         job = self._jobs.setdefault(name, _Job(Clocks()))

@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import json
-import os
 import re
 import signal
 import time
@@ -65,7 +63,12 @@ from shoal_server.serving import tasks
 from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.durations import Durations
-from shoal_server.serving.listening import advertised, split_address, warn_of_reach
+from shoal_server.serving.listening import (
+    advertised,
+    split_address,
+    warn_of_reach,
+    write_ready_file,
+)
 from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.serving.process_metrics import (
     MetricsEndpoint,
@@ -121,8 +124,7 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
     gc.freeze()
     async with opened(config.etcd) as store, running(config, store) as server:
         gc.freeze()
-        if config.ready_file is not None:
-            _write_ready(config.ready_file, server.address)
+        write_ready_file(config.ready_file, {"grpc": server.address})
         await _until(stop, server)
         await hand_everything_over(server, config.drain_s)
 
@@ -394,10 +396,3 @@ def _host(address: str) -> str:
 
 def _id_of(address: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", address).lstrip(".-")
-
-
-def _write_ready(path: Path, address: str) -> None:
-    """Write the ready file atomically: it may be read as soon as it exists."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps({"pid": os.getpid(), "grpc": address}))
-    draft.replace(path)

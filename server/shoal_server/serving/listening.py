@@ -57,9 +57,10 @@ class StopRequest:
 def split_address(address: str) -> tuple[str, int]:
     """Host (without brackets) and port of `host:port`. Raises InvalidSpec for another form."""
     host, colon, port = address.rpartition(":")
+    host = host.strip("[]")
     if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
         raise InvalidSpec("bad address", seen=repr(address), expected="host:port")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 def join_address(host: str, port: int | str) -> str:
@@ -86,16 +87,17 @@ def listening(listen: str, bind: str, option: str = "--listen") -> str:
 def advertised(advertise: str, listen: str, port: int) -> str:
     """host:port for others to connect to.
 
-    `advertise` is HOST:PORT, or HOST, which gets `port`; empty: the host of `listen`. A HOST alone
-    in WILDCARDS becomes this machine's name. Raises InvalidSpec if `listen` is needed and is not
+    `advertise` is HOST:PORT, or HOST, which gets `port`; empty: the host of `listen`. A HOST in
+    WILDCARDS becomes this machine's name. Raises InvalidSpec if `listen` is needed and is not
     host:port.
     """
-    host = advertise or split_address(listen)[0]
-    if host in WILDCARDS:
+    host, number = advertise or split_address(listen)[0], str(port)
+    name, colon, last = host.rpartition(":")
+    if colon and last.isdigit() and (":" not in name or name.endswith("]")):
+        host, number = name, last
+    if host.strip("[]") in WILDCARDS:
         host = socket.gethostname()
-    name, colon, number = host.rpartition(":")
-    is_whole = colon and number.isdigit() and (":" not in name or name.endswith("]"))
-    return host if is_whole else join_address(host, port)
+    return join_address(host, number)
 
 
 def is_loopback(host: str) -> bool:

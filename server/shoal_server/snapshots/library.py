@@ -123,11 +123,14 @@ class SnapshotLibrary:
                     seen="no file" if seen is None else f"{seen} bytes",
                     expected=f"{part.num_bytes} bytes in {part.file}",
                 )
-        self.storage.write(self._manifest_path(manifest), manifest.to_bytes())
+        path = self._manifest_path(manifest.number, manifest.cut_id)
+        self.storage.write(path, manifest.to_bytes())
 
     def discard(self, number: int, cut_id: str) -> None:
-        """Remove the shards' files of a snapshot that was not completed. A manifest of it, if there
-        is one, stays. Raises Unavailable."""
+        """Remove all files of a snapshot that failed. Raises Unavailable; then the snapshot is
+        whole, or has no manifest."""
+        # The manifest first, so that it never names a missing file.
+        self.storage.remove([self._manifest_path(number, cut_id)])
         self._remove_folder(folder_of(number, cut_id))
 
     def keep_newest(self, num_kept: int) -> Sequence[Manifest]:
@@ -143,7 +146,7 @@ class SnapshotLibrary:
         kept = manifests[-num_kept:]
         removed = manifests[: len(manifests) - len(kept)]
         # Manifests first, so that none ever names a missing file.
-        self.storage.remove(self._manifest_path(each) for each in removed)
+        self.storage.remove(self._manifest_path(each.number, each.cut_id) for each in removed)
         if not kept:
             return removed
         needed = {part.file for each in kept for part in each.parts}
@@ -179,8 +182,8 @@ class SnapshotLibrary:
         found = self.storage.sizes(f"{self.job}/{MANIFESTS}")
         return [path for path in found if path.endswith(".json") and _number_in(path)]
 
-    def _manifest_path(self, manifest: Manifest) -> str:
-        return f"{self.job}/{MANIFESTS}/{manifest.number:09d}-{manifest.cut_id}.json"
+    def _manifest_path(self, number: int, cut_id: str) -> str:
+        return f"{self.job}/{MANIFESTS}/{number:09d}-{cut_id}.json"
 
 
 def _number_in(path: str) -> int:

@@ -7,6 +7,7 @@ file gets its name once its bytes are on the disk. Every call blocks; call it fr
 import os
 import secrets
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from pathlib import Path
 
 import fsspec
@@ -166,6 +167,7 @@ def _write_local(path: Path, data: bytes) -> None:
 
 
 def _write_draft(folder: Path, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
+    new_folders = list(takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{secrets.token_hex(8)}"
     try:
@@ -179,10 +181,12 @@ def _write_draft(folder: Path, name: Callable[[], str], pieces: Iterable[Buffer]
         draft.unlink(missing_ok=True)
         raise
     sync_folder(folder)
+    for each in new_folders:
+        sync_folder(each.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of the files in a local folder durable."""
+    """Make the names of files and folders in a local folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -37,7 +37,7 @@ def test_a_port_alone_is_served_at_the_bind_address(listen: str, bind: str, addr
     assert listening(listen, bind) == address
 
 
-@pytest.mark.parametrize("listen", ["", "somewhere", "70000", "host:70000", "-1"])
+@pytest.mark.parametrize("listen", ["", "somewhere", "70000", "host:70000", "-1", "[]:80"])
 def test_what_is_no_port_is_refused(listen: str) -> None:
     with pytest.raises(InvalidSpec, match="expected host:port, or a port"):
         listening(listen, "127.0.0.1")
@@ -56,6 +56,9 @@ def test_what_is_no_port_is_refused(listen: str) -> None:
         ("fe80::1", "0.0.0.0:0", "[fe80::1]:9"),
         ("[fe80::1]", "0.0.0.0:0", "[fe80::1]:9"),
         ("[fe80::1]:8", "0.0.0.0:0", "[fe80::1]:8"),
+        ("0.0.0.0:8", "0.0.0.0:0", f"{socket.gethostname()}:8"),
+        ("[::]:8", "0.0.0.0:0", f"{socket.gethostname()}:8"),
+        ("::", "0.0.0.0:0", f"{socket.gethostname()}:9"),
     ],
 )
 def test_what_is_announced_can_be_connected_to(advertise: str, listen: str, address: str) -> None:

@@ -403,7 +403,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 except (RetryError, AccessDenied) as error:
                     self._write_failed(job, opened, error)
                 except Exception as error:  # noqa: BLE001 - concerns that job alone, which is quarantined
-                    self._open.pop(job, None)
+                    self._close(job)
                     self._on_failed(job, error)
             return len(due)
 

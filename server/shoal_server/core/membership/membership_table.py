@@ -42,7 +42,7 @@ class MembershipTable:
     """Number of members without a rank that the job has room for, as the members that torchrun
     started were last notified."""
     _unsettled: set[str] = field(default_factory=set)
-    # By id, the earliest first: an entry that is added later has a later time.
+    # Both by id, the earliest time first.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
     _halted: dict[str, MemberState] = field(default_factory=dict)
 
@@ -108,8 +108,13 @@ class MembershipTable:
 
     def disconnect(self, member: MemberState, now_s: float) -> None:
         self._disconnected.pop(member.member_id, None)
+        last = next(reversed(self._disconnected.values()), None)
         member.disconnected_s = now_s
         self._disconnected[member.member_id] = member
+        # A new leader, and `postpone`, set times in the future.
+        if last is not None and _disconnected_s(last) > now_s:
+            members = sorted(self._disconnected.values(), key=_disconnected_s)
+            self._disconnected = {each.member_id: each for each in members}
 
     def halt(self, member: MemberState, now_s: float) -> None:
         if member.halted_s is None:
@@ -130,8 +135,7 @@ class MembershipTable:
     def postpone(self, by_s: float) -> None:
         """Extend the time limits of disconnected and draining members: see `JobState.postpone`."""
         for member in self._disconnected.values():
-            assert member.disconnected_s is not None
-            member.disconnected_s += by_s
+            member.disconnected_s = _disconnected_s(member) + by_s
         self.postpone_drains(by_s)
 
     def postpone_drains(self, by_s: float) -> None:
@@ -195,9 +199,13 @@ class MembershipTable:
             yield next(iter(table.values()))
 
     def _reconnect_ends_s(self, member: MemberState) -> float:
-        assert member.disconnected_s is not None
-        return member.disconnected_s + self.limits.reconnect_s
+        return _disconnected_s(member) + self.limits.reconnect_s
 
     def _halt_ends_s(self, member: MemberState) -> float:
         assert member.halted_s is not None
         return member.halted_s + self.limits.halt_s
+
+
+def _disconnected_s(member: MemberState) -> float:
+    assert member.disconnected_s is not None
+    return member.disconnected_s

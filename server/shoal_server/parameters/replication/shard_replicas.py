@@ -53,7 +53,7 @@ from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.serving.identify import answers
-from shoal_server.serving.tasks import SupervisedTasks
+from shoal_server.serving.tasks import SupervisedTasks, keep_on
 
 log = structlog.get_logger(__name__)
 
@@ -125,7 +125,7 @@ class ShardReplicas:
     async def __aenter__(self) -> "ShardReplicas":
         await self.directory.__aenter__()
         await self._record.__aenter__()
-        self._tasks.start(self._comparing.run_for_ever(), name="comparing")
+        self._tasks.start(keep_on(self._comparing.run_for_ever, "comparing"), name="comparing")
         return self
 
     async def __aexit__(self, *exc: object) -> None:

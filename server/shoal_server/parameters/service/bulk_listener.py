@@ -122,13 +122,16 @@ class BulkListener:
         )
 
     def _arena(self, hello: "_Hello", stack: ExitStack) -> SharedArena | None:
-        try:
-            claim = self._memory.reserve(hello.arena_bytes, "memory shared with a client")
-            arena = SharedArena(hello.arena_bytes)
-        except (Overloaded, OSError) as error:
-            log.warning("no_shared_memory", num_bytes=hello.arena_bytes, reason=str(error))
-            return None
-        stack.enter_context(claim)
+        # If the system has no memory, the claim is released at once.
+        with ExitStack() as claims:
+            try:
+                what = "memory shared with a client"
+                claims.enter_context(self._memory.reserve(hello.arena_bytes, what))
+                arena = SharedArena(hello.arena_bytes)
+            except (Overloaded, OSError) as error:
+                log.warning("no_shared_memory", num_bytes=hello.arena_bytes, reason=str(error))
+                return None
+            stack.enter_context(claims.pop_all())
         return arena
 
 

@@ -165,8 +165,15 @@ class DensePushKind:
     def _push(self, part: DensePushPart, writer: CopyOut | None) -> ShardAnswer:
         item, group = part.item, part.shard.spec.group
         gradient, body = part.assembler.join(), part.shard.body
-        # Decoded before the shard's lock is taken, so that other pushes can be applied meanwhile.
-        batch = None if part.decoder is None else body.decode(part.decoder, gradient)
+        is_borrowed = part.assembler.is_borrowed
+        batch: memoryview | None = None
+        if part.decoder is not None:
+            if is_borrowed:
+                # Backups and the journal get the bytes that are decoded here, even if the sender
+                # changes its memory meanwhile.
+                gradient, is_borrowed = bytes(gradient), False
+            # Decoded before the shard's lock is taken: other pushes can be applied meanwhile.
+            batch = body.decode(part.decoder, gradient)
         push = DensePush(
             session=self._session,
             sequence=self._header.sequence,
@@ -178,7 +185,7 @@ class DensePushKind:
             gradient=gradient,
             codec=None if part.decoder is None else item.codec,
             batch=batch,
-            is_borrowed=part.assembler.is_borrowed,
+            is_borrowed=is_borrowed,
             scope=self._scope,
         )
         read = None if writer is None else partial(body.values, writer=writer)

@@ -49,7 +49,8 @@ class Push:
     """The shards of the step that the push is part of. None: all dense shards; of a push to a
     table: only this shard."""
     batch: object = None
-    """The result of the body's `read_batch` if the data were decoded before; else None."""
+    """The result of the body's `read_batch` if the data were decoded before; else None. Data that
+    are borrowed are not decoded before: they are copied first."""
     at_unix_s: float = field(default_factory=time.time)
     """Time at which this server received the push, by its clock."""
 
@@ -279,8 +280,8 @@ class VersionedShard(Generic[BodyT]):
             step=to_message(push.scope),
         )
         self.body.describe_push(push, record)
-        # Copied before it is decoded, if it is not decoded yet: the listener then gets the bytes
-        # that were applied, even if the sender changes its memory meanwhile.
+        # Copied before it is decoded: the listener then gets the bytes that were applied, even if
+        # the sender changes its memory meanwhile.
         is_kept = push.is_borrowed and self._listener is not None
         data = self._keep(push.gradient) if is_kept else push.gradient
         batch = self.body.read_batch(record, data) if push.batch is None else push.batch
@@ -363,7 +364,7 @@ class VersionedShard(Generic[BodyT]):
     def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
         """Call `listener` for every push from now on, instead of the previous listener; None: none.
         Borrowed data of a push are passed to `keep` in the push's thread: the result is decoded,
-        unless the push has a `batch`, and passed to the listener."""
+        and passed to the listener."""
         with self._lock:
             self._listener, self._keep = listener, keep
 

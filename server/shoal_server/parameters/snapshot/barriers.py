@@ -7,7 +7,7 @@ opens at once. The images stay as of the cut while pushes go on and the snapshot
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import structlog
@@ -306,8 +306,16 @@ class _Lacking:
 
 
 async def _images(led: Sequence[ShardReplica]) -> list[ShardImage]:
-    """Make images of all these shards in a thread, as each waits for a push in progress."""
-    making = asyncio.ensure_future(asyncio.to_thread(lambda: [each.image() for each in led]))
+    """Make images of all these shards in a thread, as each waits for a push in progress. If one
+    fails, the others are closed."""
+
+    def make() -> list[ShardImage]:
+        with ExitStack() as stack:
+            images = [stack.enter_context(each.image()) for each in led]
+            stack.pop_all()
+        return images
+
+    making = asyncio.ensure_future(asyncio.to_thread(make))
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:

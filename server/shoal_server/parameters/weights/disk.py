@@ -49,7 +49,9 @@ class WeightDisk:
                         at += file.write(chunk[at:]) or 0
                 os.fsync(file.fileno())
             draft.replace(path)
-            _synchronize(path.parent)
+            # Their names are in the folders above, and may be new.
+            for folder in (path.parent, path.parent.parent, self._directory):
+                _synchronize(folder)
         except OSError:
             draft.unlink(missing_ok=True)
             raise

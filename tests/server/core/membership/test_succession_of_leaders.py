@@ -132,6 +132,14 @@ def test_a_newcomer_does_not_replace_those_who_have_not_proposed_again() -> None
     assert sorted(job.attempt.member_ids) == ["a", "b", "x"]
 
 
+def test_a_member_that_comes_and_goes_is_missed_though_others_have_not_come_yet() -> None:
+    """A new leader waits for members that have not come longer than for one whose stream broke."""
+    job = new_leader("abc", roster(1, "abc"))
+    attend(job, "b", 1.0)
+    job.handle(events.StreamDisconnected(**who("b")), 2.0)
+    assert min(job.state.table.deadlines()) == 2.0 + Limits().reconnect_s
+
+
 def test_a_change_of_the_leader_before_is_not_taken_back_once_somebody_may_have_gone_over() -> None:
     """The boundary is not durable: unless both generations end, one member may train alone."""
     old = roster(1, "ab")
