@@ -254,7 +254,13 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": "400"},
+            # Actors of TorchStore are processes that import the readers' modules.
+            env={
+                **os.environ,
+                "PYTHONPATH": str(HERE),
+                "OMP_NUM_THREADS": "1",
+                "RAY_raylet_start_wait_time_s": "400",
+            },
         )
         stack.callback(self.end)
         assert read_report(self.process) == ["ready"]

@@ -1,7 +1,8 @@
 """Other systems as entrants of bench/weights.py, in an environment of their own.
 
     python -m venv bench/.venvs/peers
-    bench/.venvs/peers/bin/pip install torch numpy ray torchstore  # torchstore: from git
+    bench/.venvs/peers/bin/pip install torch numpy ray torchmonarch pygtrie portpicker
+    # and TorchStore from its repository: its package on PyPI is older
     bench/.venvs/peers/bin/python bench/weights_peers.py torchstore 256 4
     bench/.venvs/peers/bin/python bench/weights_peers.py torchstore-torn 64 2
 
