@@ -86,7 +86,7 @@ def closing(members: list[MemberSession]) -> Iterator[list[MemberSession]]:
 
 
 def test_a_killed_leader_is_succeeded_and_the_generation_runs_on(tmp_path: Path) -> None:
-    """Members find the new leader. Before it leads, only `/readyz?standby=1` reports it as ready."""
+    """Members find the new leader. Until it leads, only `/readyz?standby=1` shows it as ready."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         first = replica(supervisor, tmp_path, "first", etcd)
         second = replica(supervisor, tmp_path, "second", etcd)

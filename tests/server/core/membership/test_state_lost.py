@@ -116,7 +116,7 @@ def test_a_running_generation_is_durable_before_members_are_notified() -> None:
 
 
 def test_the_end_of_a_generation_that_never_ran_loses_nothing() -> None:
-    """It was committed and not brought up: no step was taken, so the next one has initial values."""
+    """It was committed but not brought up: no step was taken, so the next has initial values."""
     w = World(JobSpec(job="j", desired_members=2))
     w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
     w.join("a")

@@ -1,7 +1,7 @@
 """Seeded simulations of coordinators, servers, publishers, readers and etcd, with faults.
 
-The coordinators' service, its writes to etcd, the servers' store, records and repair are the shipped
-code. Invariants are checked at each write of a record, each install and each death.
+The coordinators' service, its writes to etcd, the servers' store, records and repair are the code
+that ships. Invariants are checked at each write of a record, each install and each death.
 """
 
 import os

@@ -27,7 +27,7 @@ class Run:
         host: str | None = "",
         is_leaving: bool = False,
     ) -> dict[int, str]:
-        """Report as a relay on `host`, by default on its own host; None: as a reader that is no relay."""
+        """Report as a relay on `host`, by default on its own; None: as a reader, no relay."""
         self.sequence += 1
         report = ReaderReport(
             reader=name,
