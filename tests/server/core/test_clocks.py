@@ -118,7 +118,7 @@ def test_in_bulk_no_member_pushes_before_all_have_their_values() -> None:
 
 
 def test_a_member_that_others_wait_for_too_long_is_overdue() -> None:
-    """Members that wait themselves are not. A new leader counts from when a member waited for it."""
+    """Members that wait themselves are not. Under a new leader, a silent member may be overdue."""
     clocks = Clocks()
     for who in (A, B, C):
         request_step(clocks, who, 0, 0)
@@ -191,7 +191,7 @@ def test_answers_equal_those_of_the_plain_definition(
 
 
 def test_a_request_costs_as_much_among_thousands_as_among_hundreds() -> None:
-    """The cost is the number of function calls, for all members but one that have to wait for it."""
+    """The cost is the number of function calls; all members but one have to wait for it."""
 
     def num_calls(num_members: int) -> float:
         clocks = Clocks()
@@ -280,8 +280,8 @@ class Drift(RuleBasedStateMachine):
 
     @rule(data=st.data(), arrive=st.integers(0, 2), answered=st.integers(0, 2))
     def begin(self, data: st.DataObject, arrive: int, answered: int) -> None:
-        """Begin a step that the member's own clock allows, and report it: `arrive` calls arrive, and
-        are answered if `answered` is not 0."""
+        """Begin a step that the member's own clock allows. `arrive` reports of it arrive, and are
+        answered if `answered` is not 0."""
         member = self._pick(data, begun=False)
         if member is None or self._needs_permission(member):
             return
@@ -347,7 +347,7 @@ class Drift(RuleBasedStateMachine):
 
     @invariant()
     def some_member_may_always_go_on(self) -> None:
-        """If no member can end or begin a step on its own, a request of one is allowed: no deadlock."""
+        """If no member can end or begin a step on its own, one request is allowed: no deadlock."""
         if not hasattr(self, "members") or not self.members:
             return
         if any(m.begun and not (self.bulk and not m.pulled) for m in self.members):

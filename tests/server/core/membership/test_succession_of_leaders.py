@@ -133,8 +133,8 @@ def test_a_new_leader_admits_no_joiner_before_all_members_have_proposed_again() 
 
 
 def test_a_planned_change_of_the_last_leader_that_fails_ends_both_generations() -> None:
-    """The new leader cannot know if members have passed the boundary: if only one of the generations
-    ended, a member might train alone."""
+    """The new leader cannot know if members have passed the boundary: if only one of the two
+    generations ended, a member might train alone."""
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "abc":

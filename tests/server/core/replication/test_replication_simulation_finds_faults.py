@@ -236,10 +236,10 @@ def a_server_without_a_copy_stays_in_the_record(patch: Patch) -> None:
     patch.setattr(MissingShards, "revised", lambda missing, key, a: a)
 
 
-# Two more faults break no invariant. If a shard is handed over to a successor that is not up to date,
-# the update that it lacks was not acknowledged, because the successor is required: it is pushed
-# again, and the old primary's copy, which differs, is replaced. If replies of another epoch count:
-# a link keeps the order of its messages, so that none follows the offer of this epoch.
+# Two more faults break no invariant. One hands a shard over to a successor that is not up to date:
+# the update that it lacks was not acknowledged, because the successor is required. It is pushed
+# again, and the old primary's copy, which differs, is replaced. The other counts replies of another
+# epoch: a link keeps the order of its messages, so that none follows the offer of this epoch.
 
 FOCUS: Mapping[Fault, Sequence[str]] = {
     a_joining_server_is_not_required_while_its_write_is_in_progress: [

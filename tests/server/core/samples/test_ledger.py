@@ -375,7 +375,7 @@ OPERATIONS = st.lists(
 def test_the_ledger_does_what_the_slow_twin_does(
     size: int, epochs: int, operations: list[tuple[str, str, int, int]]
 ) -> None:
-    """Leases and counts are the same after each request; a round trip through JSON changes nothing."""
+    """Leases and counts are equal after each request; a round trip through JSON changes nothing."""
     ledger, twin = SampleLedger(dataset_size=size, num_epochs=epochs), Twin(size, epochs)
     hands: dict[str, list[LedgerRange]] = {name: [] for name in NAMES}
     incarnation = dict.fromkeys(NAMES, 0)
@@ -517,8 +517,8 @@ def shared_out(num_members: int, num_steps: int, asked_steps: int, step: int = 3
 def test_too_few_samples_are_shared_between_the_members(
     num_members: int, num_steps: int, asked_steps: int, expected: list[int]
 ) -> None:
-    """The first member to request more than its share gets the share in whole steps, even before the
-    others request any. A member gets none only if there are fewer steps than members."""
+    """The first member to request more than its share gets the share in whole steps, even before
+    other requests. A member gets none only if there are fewer steps than members."""
     assert shared_out(num_members, num_steps, asked_steps) == expected
 
 

@@ -133,8 +133,8 @@ OTHER_LOST = replace(LOST, shard_id=4)
 def test_samples_begin_anew_if_no_trained_shard_is_left(
     shards: list[ShardAssignment], left: list[int]
 ) -> None:
-    """If one is left, or may be found on a disk, the operator has to choose: there is no default. Any
-    choice is followed."""
+    """If one is left, or may be found on a disk, there is no default: the operator has to choose.
+    Any choice is followed."""
     given_up = {LOST.shard_id}
     assert [s.shard_id for s in losses.still_trained(job(*shards), given_up)] == left
     expected = None if left else losses.SamplesAfterLoss.ANEW
