@@ -111,7 +111,7 @@ class Changes:
 
 
 async def test_a_job_of_many_shards_is_read_as_it_was_placed(store: WatchedStore) -> None:
-    """Transactions stay within etcd's limit of operations; the last one writes the deciding record."""
+    """Transactions stay within etcd's limit of operations; the last one decides."""
     wanted = placed(1050)
     assert (await records.place(store, wanted)).succeeded
     assert await read(store) == wanted
@@ -184,7 +184,7 @@ async def test_a_deposed_leader_places_nothing(store: WatchedStore) -> None:
 
 
 async def test_changes_of_a_hundred_shards_are_one_transaction(store: WatchedStore) -> None:
-    """If another writer changes one shard meanwhile, its change is kept, and all shards are changed."""
+    """If another writer changes one shard meanwhile, both changes are made."""
     await records.place(store, placed(120))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
@@ -287,9 +287,9 @@ async def test_a_write_of_unknown_outcome_cannot_take_effect_later(store: Watche
 async def test_a_change_returns_once_the_outcome_of_its_write_is_known(
     store: WatchedStore, monkeypatch: pytest.MonkeyPatch, *, is_made: bool
 ) -> None:
-    """etcd is unavailable after the write, and the caller no longer wants the change. The call returns
-    once the write took effect or never can. Otherwise a primary might go on without a backup that
-    the record names."""
+    """etcd is unavailable after the write, and the caller no longer wants the change. The call
+    returns once the write took effect or never can. Otherwise a primary might go on without a
+    backup that the record names."""
     monkeypatch.setattr(assignment_changes, "RETRY_PAUSE_S", 0.0)
     await records.place(store, placed(1))
     transact, late = store.transact, list[tuple[Sequence[Compare], Sequence[Operation]]]()
@@ -410,7 +410,7 @@ async def test_an_unreadable_record_affects_only_its_job(
         assert sorted(mirror.jobs) == ["job", "other"]
 
 
-async def test_a_refresh_of_one_shard_reads_the_whole_job_only_for_another_run(
+async def test_a_refresh_of_one_shard_notices_another_run(
     store: WatchedStore,
 ) -> None:
     """The mirror then has the new run, and reports the end of the last."""

@@ -18,8 +18,8 @@ async def connections() -> AsyncIterator[Connections]:
 
 
 async def test_a_call_that_grpc_cancels_is_made_again(connections: Connections) -> None:
-    """Regression: gRPC may end a call with CancelledError although no task was cancelled. This ended
-    parameter servers that renewed their registration."""
+    """Regression: gRPC may end a call with CancelledError although no task was cancelled. This
+    ended parameter servers that renewed their registration."""
     attempts: list[Attempt] = []
 
     async def given_up_once(to: Attempt) -> int:

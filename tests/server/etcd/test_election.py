@@ -68,7 +68,7 @@ async def leading(
 
 
 async def test_a_candidate_without_rivals_leads_at_once(store: KeyValueStore) -> None:
-    """It leads within half a second, publishes its addresses, and deletes its key when it resigns."""
+    """It leads within half a second, publishes its addresses, and resigns with its key deleted."""
     await store.range(keys.ROOT)
     begun_s = time.monotonic()
     async with leading(store) as term:
@@ -230,8 +230,8 @@ async def test_garbage_under_the_leaders_key_delays_a_campaign(store: KeyValueSt
 async def test_a_leaders_key_without_a_lease_prevents_no_candidate_from_leading(
     store: KeyValueStore, value: bytes
 ) -> None:
-    """It was written over the key of a leader, whose term is lost. No candidate writes such a key, and
-    it would never expire."""
+    """It was written over the key of a leader, whose term is lost. It would never expire; no
+    candidate writes such a key."""
     async with leading(store) as old:
         await store.put(keys.LEADER, value)
         async with asyncio.timeout(unhurried(5)):
@@ -270,10 +270,10 @@ async def test_a_killed_leader_has_a_successor_once_its_lease_ends(tmp_path: Pat
             await child.wait()
 
 
-async def test_a_leader_that_is_cut_off_ends_its_term_before_its_successor_leads(
+async def test_a_leader_that_is_cut_off_ends_its_term_first(
     tmp_path: Path,
 ) -> None:
-    """Its later transaction with the condition of the term fails."""
+    """It does so before its successor leads, and a later transaction of its term fails."""
     with running_etcd(tmp_path) as endpoint:
         async with (
             open_gate(endpoint) as gate,
@@ -324,8 +324,8 @@ async def delay_the_loop(turn_s: float, for_s: float) -> None:
 
 
 async def test_a_leader_whose_loop_is_busy_keeps_its_term(etcd_endpoint: str) -> None:
-    """A call needs several turns of the loop, each of which takes a third of the lease here: the lease
-    is renewed without waiting for them."""
+    """A call needs several turns of the loop, each of which takes a third of the lease here. The
+    lease is renewed without waiting for them."""
     async with EtcdClient(EtcdConfig(endpoints=(etcd_endpoint,))) as client:
         await client.delete(keys.ROOT, prefix=True)
         async with leading(client) as term:

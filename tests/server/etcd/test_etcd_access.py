@@ -27,7 +27,7 @@ from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
 
 @dataclass(frozen=True)
 class Secured:
-    """An etcd that serves TLS only and requires a client certificate, with the files to reach it."""
+    """An etcd with TLS that requires a client certificate, and the files to reach it."""
 
     endpoint: str
     config: EtcdConfig
@@ -77,7 +77,7 @@ async def test_calls_and_watches_work_over_mutual_tls(secured: Secured) -> None:
             assert (await anext(watch)).revision == revision
 
 
-async def test_the_error_of_plain_text_to_an_etcd_with_tls_names_the_option(
+async def test_plain_text_to_an_etcd_with_tls_fails_with_the_option(
     secured: Secured,
 ) -> None:
     """The option is --etcd-ca."""
@@ -103,10 +103,8 @@ async def test_a_client_without_a_certificate_is_refused(secured: Secured) -> No
             await client.get("/shoal/a")
 
 
-async def test_the_error_of_tls_to_an_etcd_without_it_mentions_tls(
-    secured: Secured, etcd_endpoint: str
-) -> None:
-    """The client has a CA file, and etcd serves plain text."""
+async def test_tls_to_an_etcd_without_it_fails(secured: Secured, etcd_endpoint: str) -> None:
+    """The error mentions TLS."""
     async with EtcdClient(replace(secured.config, endpoints=(etcd_endpoint,))) as client:
         with pytest.raises(Unavailable, match="check that etcd serves TLS"):
             await client.get("/shoal/a")
@@ -315,7 +313,8 @@ def test_endpoints_are_separated_by_commas() -> None:
     "prefix", ["/shoal/v1", "/shoal/v1/jobs", "/team-a/shoal/v1", "/team-a/shoal/v1/members"]
 )
 def test_a_prefix_within_the_keys_of_a_cluster_is_refused(prefix: str) -> None:
-    """The other cluster, without a prefix or at /team-a, would read these keys as jobs and members."""
+    """The other cluster, without a prefix or at /team-a, would read its keys as jobs and
+    members."""
     with pytest.raises(InvalidSpec, match="expected one without /shoal/v1"):
         EtcdConfig(endpoints=("127.0.0.1:1",), prefix=prefix)
 

@@ -109,9 +109,7 @@ async def _check(flow: Traffic, client: EtcdClient, start: Revision) -> None:
     assert len(set(delivered)) == len(delivered), "an event was delivered twice"
     assert delivered == history[: len(delivered)], "the watch differs from etcd's own history"
     assert set(flow.acknowledged) <= set(history), "etcd lost a write that it acknowledged"
-    print(
-        f"{len(flow.acknowledged)} writes acknowledged, {len(delivered)} events delivered, each once"
-    )
+    print(f"{len(flow.acknowledged)} writes acknowledged, {len(delivered)} events delivered once")
 
 
 def config(*endpoints: str, timeout_s: float = 10) -> EtcdConfig:

@@ -185,7 +185,7 @@ async def test_an_error_of_the_first_list_is_raised_at_once() -> None:
             raise AssertionError("the block has begun")
 
 
-async def test_a_mirror_with_resync_lists_all_keys_again_after_an_error(
+async def test_a_mirror_with_resync_lists_again_after_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Keys deleted and added meanwhile are reported."""

@@ -1,4 +1,4 @@
-"""The contract of KeyValueStore, run against etcd and against the stores that replace it in tests."""
+"""The contract of KeyValueStore, run against etcd and against the store in memory."""
 
 import asyncio
 import random
@@ -100,9 +100,7 @@ async def test_a_transaction_runs_one_branch_at_one_revision(bench: Bench) -> No
 
 
 @pytest.mark.parametrize("right", [True, False])
-async def test_every_kind_of_comparison_holds_for_the_stored_value_alone(
-    bench: Bench, right: bool
-) -> None:
+async def test_each_comparison_holds_for_the_stored_value_alone(bench: Bench, right: bool) -> None:
     """An absent key has revision 0, and no value."""
     key = bench.prefix + "k"
     created = await bench.store.put(key, b"1")

@@ -196,8 +196,8 @@ def test_an_abandoned_wait_keeps_no_reference_to_its_caller(is_late: bool) -> No
 
 @pytest.mark.parametrize("level", list(ev.AckLevel))
 def test_no_push_is_acknowledged_after_the_lease(level: ev.AckLevel) -> None:
-    """The lease counts from when its last renewal was sent. When it ends, waiting callers are refused;
-    after another renewal, pushes are acknowledged again."""
+    """The lease counts from when its last renewal was sent. When it ends, waiting callers are
+    refused; after another renewal, pushes are acknowledged again."""
     world = World()
     world.core.leading.keeps_journal = True
     world.led(B, on_disk="a")
@@ -281,8 +281,8 @@ def test_a_joining_server_is_required_while_a_write_may_put_it_in_step() -> None
 
 
 def test_a_joining_server_that_is_named_again_during_a_write_gets_another_offer() -> None:
-    """The primary cannot reach etcd. Before it knows the outcome of its write, the coordinator names
-    another server, and then the first one again, which has dropped its copy."""
+    """The primary cannot reach etcd. Before it knows the outcome of its write, the coordinator
+    names another server, and then the first one again, which has dropped its copy."""
     world = World()
     joined(world)
     world.answered(B, BackupRefused(KEY, 1, BackupRefusalReason.NO_COPY, "the copy was dropped"))
