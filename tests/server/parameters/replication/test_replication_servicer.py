@@ -105,7 +105,7 @@ class Primary:
                 requests += map(as_message, chunk)
         return requests
 
-    def told(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:
+    def frames_of(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:
         return [as_message(f) for f in frames.of_record(JOB, 0, epoch, record)]
 
 
@@ -222,7 +222,7 @@ class Link:
         return await self.answers(num)
 
 
-def told(answers: Sequence[Reply]) -> list[int | BackupRefusalReason]:
+def results(answers: Sequence[Reply]) -> list[int | BackupRefusalReason]:
     """Return the version of each answer, or the reason of a refusal."""
     return [
         answer.why if isinstance(answer, BackupRefused) else answer.version
@@ -236,9 +236,11 @@ async def test_a_copy_is_the_same_bit_for_bit(world: World) -> None:
     world.primary.push()
     async with Link(world) as link:
         assert await link.request([OFFER]) == [BackupState(KEY, EPOCH)]
-        assert told(await link.request(world.primary.image())) == [2]
+        assert results(await link.request(world.primary.image())) == [2]
         for version in (3, 4, 5):
-            assert told(await link.request(world.primary.told(world.primary.push()))) == [version]
+            assert results(await link.request(world.primary.frames_of(world.primary.push()))) == [
+                version
+            ]
     await world.assert_same()
 
 
@@ -261,7 +263,7 @@ async def test_an_image_is_continued_over_a_new_link(world: World) -> None:
     assert (holds.version, holds.image, holds.next_chunk) == (0, 1, 2)
     async with Link(world) as link:
         assert await link.request([OFFER]) == [holds]
-        assert told(await link.request(world.primary.image(begin=2))) == [1]
+        assert results(await link.request(world.primary.image(begin=2))) == [1]
     await world.assert_same()
 
 
@@ -269,12 +271,12 @@ async def test_a_copy_is_continued_over_a_new_link(world: World) -> None:
     """The answer to the offer has the copy's version, so that earlier updates need not be sent
     again."""
     async with Link(world) as link:
-        assert told(await link.request(world.primary.image())) == [1]
-        assert told(await link.request(world.primary.told(world.primary.push()))) == [2]
+        assert results(await link.request(world.primary.image())) == [1]
+        assert results(await link.request(world.primary.frames_of(world.primary.push()))) == [2]
     async with Link(world) as link:
         (holds,) = await link.request([OFFER])
         assert holds == BackupState(KEY, EPOCH, EPOCH, 1, 2)
-        assert told(await link.request(world.primary.told(world.primary.push()))) == [3]
+        assert results(await link.request(world.primary.frames_of(world.primary.push()))) == [3]
     await world.assert_same()
 
 
@@ -282,11 +284,11 @@ async def test_a_copy_that_differs_is_dropped_and_replaced_by_an_image(world: Wo
     """The primary sends digests of pieces. A copy that equals them stays."""
     walk = PieceWalk()
     async with Link(world) as link:
-        assert told(await link.request(world.primary.image())) == [1]
+        assert results(await link.request(world.primary.image())) == [1]
         for _ in range(3):
             digest = frames.of_digest(KEY, EPOCH, walk.next(world.primary.shard))
             await link.write([digest])
-        assert told(await link.request(world.primary.told(world.primary.push()))) == [2]
+        assert results(await link.request(world.primary.frames_of(world.primary.push()))) == [2]
         await world.settle()
         received = world.server.replicas.received
         assert (received.num_compared, received.num_different) == (3, 0)
@@ -297,9 +299,9 @@ async def test_a_copy_that_differs_is_dropped_and_replaced_by_an_image(world: Wo
         for _ in range(9):
             digest = frames.of_digest(KEY, EPOCH, walk.next(world.primary.shard))
             await link.write([digest])
-        assert told(await link.answers(1)) == [BackupRefusalReason.NO_COPY]
+        assert results(await link.answers(1)) == [BackupRefusalReason.NO_COPY]
         assert (received.num_different, world.version) == (1, 0)
-        assert told(await link.request(world.primary.image())) == [2]
+        assert results(await link.request(world.primary.image())) == [2]
     await world.assert_same()
 
 
@@ -358,11 +360,11 @@ def corrupted(requests: Frames) -> Frames:
 # Each case ends with the message that must be refused.
 BAD_FRAMES: dict[str, tuple[Callable[[Frames], Frames], type[ShoalError]]] = {
     "corrupted": (corrupted, ChecksumMismatch),
-    "bytes twice": (lambda told: [*told, told[-1]], MalformedMessage),
-    "bytes of nothing": (lambda told: told[-1:], MalformedMessage),
-    "another within it": (lambda told: [*told[:-1], told[0]], MalformedMessage),
-    "hello twice": (lambda told: [pb.FollowRequest(hello=pb.Hello())], MalformedMessage),
-    "nothing at all": (lambda told: [pb.FollowRequest()], MalformedMessage),
+    "bytes twice": (lambda sent: [*sent, sent[-1]], MalformedMessage),
+    "bytes of nothing": (lambda sent: sent[-1:], MalformedMessage),
+    "another within it": (lambda sent: [*sent[:-1], sent[0]], MalformedMessage),
+    "hello twice": (lambda sent: [pb.FollowRequest(hello=pb.Hello())], MalformedMessage),
+    "nothing at all": (lambda sent: [pb.FollowRequest()], MalformedMessage),
 }
 
 
@@ -372,15 +374,15 @@ async def test_a_bad_record_is_not_applied(world: World, name: str) -> None:
     """The link ends with the error. The next link continues, and the copy is the same."""
     spoil, kind = BAD_FRAMES[name]
     async with Link(world) as link:
-        assert told(await link.request(world.primary.image())) == [1]
-        record = world.primary.told(world.primary.push())
+        assert results(await link.request(world.primary.image())) == [1]
+        record = world.primary.frames_of(world.primary.push())
         await link.write(spoil(record))
         with pytest.raises(kind):
             await link.answers(2)
     await world.settle()
     assert world.version == (2 if name == "bytes twice" else 1)
     async with Link(world) as link:
-        assert told(await link.request(record)) == [2]
+        assert results(await link.request(record)) == [2]
     await world.assert_same()
 
 
@@ -407,10 +409,10 @@ async def test_a_bad_image_is_refused(world: World, spoil: Callable[[pb.ImageSta
     image = world.primary.image()
     spoil(image[0].image)
     async with Link(world) as link:
-        (refused,) = told(await link.request(image))
+        (refused,) = results(await link.request(image))
         assert refused in (BackupRefusalReason.FAILED, BackupRefusalReason.FULL)
         assert world.version == 0
-        assert told(await link.request(world.primary.image())) == [1]
+        assert results(await link.request(world.primary.image())) == [1]
     await world.assert_same()
 
 
@@ -418,13 +420,13 @@ async def test_records_are_accepted_only_in_order(world: World) -> None:
     """A record that arrives too early, or before its image, is refused; a repeated one is
     acknowledged."""
     image = world.primary.image()
-    first, second, third = (world.primary.told(world.primary.push()) for _ in range(3))
+    first, second, third = (world.primary.frames_of(world.primary.push()) for _ in range(3))
     no_copy = BackupRefusalReason.NO_COPY
     async with Link(world) as link:
-        assert told(await link.request(first)) == [no_copy]
-        assert told(await link.request(image)) == [1]
-        assert told(await link.request([*second, *first, *first], 3)) == [no_copy, 2, 2]
-        assert told(await link.request([*third, *second, *third], 3)) == [no_copy, 3, 4]
+        assert results(await link.request(first)) == [no_copy]
+        assert results(await link.request(image)) == [1]
+        assert results(await link.request([*second, *first, *first], 3)) == [no_copy, 2, 2]
+        assert results(await link.request([*third, *second, *third], 3)) == [no_copy, 3, 4]
     await world.assert_same()
 
 
@@ -437,11 +439,11 @@ async def test_only_requests_of_the_recorded_primary_are_accepted(world: World) 
             world.primary.image(EPOCH + 1),
             world.primary.image(job="another"),
         ):
-            assert told(await link.request(image[:1])) == [other]
+            assert results(await link.request(image[:1])) == [other]
         assert world.version == 0
-        assert told(await link.request(world.primary.image())) == [1]
+        assert results(await link.request(world.primary.image())) == [1]
         record = world.primary.push()
-        assert told(await link.request(world.primary.told(record, EPOCH - 1))) == [other]
+        assert results(await link.request(world.primary.frames_of(record, EPOCH - 1))) == [other]
         deposed = ShardAssignment(
             shard_id=0,
             epoch=EPOCH + 1,
@@ -450,8 +452,8 @@ async def test_only_requests_of_the_recorded_primary_are_accepted(world: World) 
             content=Content.PRESENT,
         )
         await world.write(deposed)
-        assert told(await link.request(world.primary.told(record))) == [other]
-        assert told(await link.request([OFFER])) == [other]
+        assert results(await link.request(world.primary.frames_of(record))) == [other]
+        assert results(await link.request([OFFER])) == [other]
 
 
 async def test_a_stream_without_a_hello_is_refused(world: World) -> None:
@@ -472,7 +474,7 @@ async def test_a_stream_for_images_needs_a_link_and_ends_with_it(world: World) -
         assert await link.request([OFFER]) == [BackupState(KEY, EPOCH)]
         async with Link(world, images_of=world.links) as images:
             await images.write(world.primary.image())
-            assert told(await link.answers(1)) == [1]
+            assert results(await link.answers(1)) == [1]
         message = grpc.aio.EOF
         async with asyncio.timeout(ANSWER_S):
             while message is not grpc.aio.EOF:
@@ -510,7 +512,7 @@ async def led(world: World) -> ShardReplica:
 
 async def in_step(world: World, link: Link) -> None:
     """Give the server a copy, and name it as backup in the record."""
-    assert told(await link.request(world.primary.image())) == [1]
+    assert results(await link.request(world.primary.image())) == [1]
     me = world.server.replicas.me
     await world.write(
         ShardAssignment(
@@ -541,7 +543,7 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_the_leading_replic
             push = new(sequence=sequence, blocks=[0], gradient=gradient)
             replica.state.push(push, lambda session: True)
         gate.go_on.set()
-        assert told(await link.request([OFFER])) == [BackupRefusalReason.OTHER_HOLDERS]
+        assert results(await link.request([OFFER])) == [BackupRefusalReason.OTHER_HOLDERS]
     assert world.copy() is replica
     assert (replica.role, replica.epoch, replica.state.version) == (
         ReplicaRole.PRIMARY,
@@ -568,13 +570,13 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
     async with Link(world) as link:
         await in_step(world, link)
         monkeypatch.setattr(received._capacity, "wait_for", held_up)
-        await link.write(world.primary.told(world.primary.push()))
+        await link.write(world.primary.frames_of(world.primary.push()))
         async with asyncio.timeout(ANSWER_S):
             await reached.wait()
         await world.write(led_by(world))
         replica = await led(world)
         go_on.set()
-        assert told(await link.answers(1)) == [BackupRefusalReason.OTHER_HOLDERS]
+        assert results(await link.answers(1)) == [BackupRefusalReason.OTHER_HOLDERS]
     assert world.copy() is replica
     assert (replica.role, replica.state.version) == (ReplicaRole.PRIMARY, 1)
 
@@ -588,7 +590,7 @@ async def test_acknowledged_updates_are_applied_before_the_copy_leads(
         await in_step(world, link)
         gate = Gate(received._run)
         monkeypatch.setattr(received, "_run", gate)
-        assert told(await link.request(world.primary.told(world.primary.push()))) == [2]
+        assert results(await link.request(world.primary.frames_of(world.primary.push()))) == [2]
         async with asyncio.timeout(ANSWER_S):
             await gate.reached.wait()
         await world.write(led_by(world))
@@ -604,6 +606,6 @@ async def test_an_image_that_is_older_than_the_copy_is_refused(world: World) -> 
     older = world.primary.image()
     world.primary.push()
     async with Link(world) as link:
-        assert told(await link.request(world.primary.image())) == [2]
-        assert told(await link.request(older)) == [BackupRefusalReason.FAILED]
+        assert results(await link.request(world.primary.image())) == [2]
+        assert results(await link.request(older)) == [BackupRefusalReason.FAILED]
     await world.assert_same()
