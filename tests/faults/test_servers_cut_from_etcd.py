@@ -1,8 +1,4 @@
-"""Parameter servers that are cut only from etcd serve until they may be declared dead.
-
-Their streams do not break, and workers do not notice. In etcd their leases run out. So they serve
-for as long as their shards may not be given away, and no longer.
-"""
+"""Parameter servers that are cut off only from etcd serve until they may be declared dead."""
 
 import sys
 import time
@@ -40,7 +36,7 @@ LEVELS = {
 
 @pytest.fixture
 def wires(tmp_path: Path, network: Network) -> Iterator[dict[str, Wire]]:
-    """Connections of each server and of the coordinator to an etcd."""
+    """Connections of each server and of the coordinator to etcd."""
     with running_etcd(tmp_path) as etcd:
         yield {name: network.wire(etcd) for name in (*HOLDERS, "ps-2", "coordinator")}
 
@@ -92,8 +88,7 @@ def assignment(servers: ParameterServers) -> ShardAssignment:
 
 
 def cut_from_etcd(servers: ParameterServers, wires: dict[str, Wire]) -> None:
-    """Cut both holders of the shard off from etcd once they are in step, and wait until their
-    leases have run out."""
+    """Cut both holders of the shard off from etcd, and wait until their leases have expired."""
     awaited(lambda: assignment(servers).backups, LIMIT_S, "the shard has a copy")
     for name in HOLDERS:
         wires[name].silence()
@@ -105,7 +100,7 @@ def cut_from_etcd(servers: ParameterServers, wires: dict[str, Wire]) -> None:
     awaited(lambda: not registered() & set(HOLDERS), LIMIT_S, "the leases run out")
 
 
-def test_pushes_go_on_where_etcd_comes_back_in_time(
+def test_pushes_continue_during_a_short_cut_from_etcd(
     servers: ParameterServers, wires: dict[str, Wire]
 ) -> None:
     """Pushes continue even for a worker that fetches the map meanwhile and finds no server's
@@ -141,7 +136,7 @@ def soon_dead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("level", LEVELS)
-def test_who_may_be_taken_for_dead_acknowledges_nothing(
+def test_a_server_that_may_be_declared_dead_acknowledges_no_push(
     soon_dead: None, servers: ParameterServers, wires: dict[str, Wire], level: str
 ) -> None:
     """Holders of the shard are cut from etcd for good, and a third server is there. Pushes are
@@ -157,7 +152,7 @@ def test_who_may_be_taken_for_dead_acknowledges_nothing(
         while (now := assignment(servers)).primary.server_id in HOLDERS and (
             now.content is not ShardContent.LOST
         ):
-            assert time.monotonic() < give_up_s, "nobody takes the holders for dead"
+            assert time.monotonic() < give_up_s, "the holders were not declared dead"
             try:
                 client.push(filled(-1.0))
             except ShoalError as error:

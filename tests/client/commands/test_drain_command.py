@@ -117,7 +117,7 @@ class ChangingLeaders:
 
 
 def test_a_drain_is_requested_again_after_a_change_of_leaders() -> None:
-    """The next leader may not know of the request: it is draining for the drain as well."""
+    """The next leader may not know of the request."""
     at = ChangingLeaders(
         DeadlineExceeded("no answer in time"), NotLeader("a standby"), Unavailable("nobody leads")
     )

@@ -51,7 +51,7 @@ def test_events_has_one_line_for_a_change_of_generations(
 ) -> None:
     """`-v` shows the other events as well."""
     lose_a_member(world)
-    capsys.readouterr()  # the board's own log
+    capsys.readouterr()  # discard log lines of the board
     assert parse(["events", "digits", "--http", url])() == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith(f" {LINE}")
@@ -108,7 +108,7 @@ def test_top_fits_a_narrow_terminal(
 ) -> None:
     """The output is of all jobs, or of one with its members and newest changes."""
     lose_a_member(world)
-    capsys.readouterr()  # the board's own log
+    capsys.readouterr()  # discard log lines of the board
     world.put(status_world.job("x" * 60))
     assert parse(["top", "--once", "--http", url])() == 0
     of_all = capsys.readouterr().out

@@ -254,8 +254,8 @@ class EtcdKeys:
         return [item.key.decode() for item in self._kv.Range(request).kvs]
 
 
-def test_bad_number_of_servers(tmp_path: Path) -> None:
-    """A negative number is refused when the settings are made."""
+def test_a_negative_number_of_servers_is_refused(tmp_path: Path) -> None:
+    """The settings raise the error."""
     with pytest.raises(InvalidSpec, match="-1"):
         LocalClusterConfig(directory=tmp_path, num_parameter_servers=-1)
     with pytest.raises(InvalidSpec, match="0"):
@@ -276,8 +276,8 @@ print("swept")
 """
 
 
-def test_an_orphan_does_not_get_out_of_sight() -> None:
-    """A grandchild in a session of its own, whose parent has ended, is found and killed."""
+def test_an_orphaned_grandchild_is_killed() -> None:
+    """It has a session of its own, and its parent has ended."""
     done = subprocess.run(
         [sys.executable, "-c", ORPHANS],
         capture_output=True,
@@ -288,7 +288,7 @@ def test_an_orphan_does_not_get_out_of_sight() -> None:
     assert done.stdout == "swept\n", done.stderr
 
 
-def test_a_directory_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = LocalClusterConfig(directory=tmp_path / "file" / "below", num_parameter_servers=0)
     with pytest.raises(InvalidSpec, match=r"cannot be made; saw .*below: Not a directory"):
