@@ -251,9 +251,7 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert sorted(done.stdout.split()) == ["completion", "config", "coordinator"], done.stderr
 
 
-def test_without_a_command_the_list_of_commands_is_shown(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_a_command_the_list_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "coordinator" in capsys.readouterr().out
     assert build_app(installed_commands()).name[0] == "shoal"

@@ -23,10 +23,12 @@ FRAGMENT = "tests/docs/test_fragments.py::test_a_fragment_runs"
 TUTORIAL = "tests/docs/test_tutorials.py::test_a_tutorial_prints_what_its_page_says"
 EXTENDING = "tests/docs/test_extending.py"
 HTTP = "tests/server/status/test_http_api.py"
-DEMO = "tests/e2e/test_demo.py::test_the_demo_reaches_its_accuracy_and_loses_no_sample"
+DEMO = "tests/e2e/test_demo.py::test_the_demo_trains_and_loses_no_sample"
 UP = "tests/e2e/test_run_own_script.py::test_up_serves_until_ctrl_c"
 RUN_AGAIN = "tests/e2e/test_run_again.py::test_a_jobs_name_can_be_used_again"
-DRAIN = "tests/client/commands/test_drain_command.py::test_the_command_returns_once_the_member_has_left"
+DRAIN = (
+    "tests/client/commands/test_drain_command.py::test_the_command_returns_once_the_member_has_left"
+)
 SNAPSHOTS = "tests/e2e/test_snapshots.py::test_a_job_continues_in_another_cluster"
 COMPOSE = "tests/deploy/test_compose.py::test_trains_through_the_loss_of_a_worker"
 TLS = "tests/e2e/test_tls.py::test_jobs_train_and_recover_with_tls"
@@ -164,7 +166,7 @@ TABLE = {
     + "openssl's own; a test makes the secret itself",
     ("docs/status.md", "generation 4"): NO_CODE,
     ("docs/status.md", "shoal repair"): (
-        "tests/e2e/test_quarantine.py::test_a_quarantined_job_is_repaired_while_both_jobs_train"
+        "tests/e2e/test_quarantine.py::test_a_job_is_repaired_while_both_train"
     ),
     ("docs/status.md", "$ curl -s localhost:7780/readyz"): HTTP,
     ("docs/status.md", "$ curl -s localhost:7780/api/v1/jobs/digits/members/w7"): HTTP,

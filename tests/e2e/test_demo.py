@@ -12,9 +12,7 @@ EPOCHS = "40"
 
 
 @pytest.mark.long
-def test_the_demo_reaches_its_accuracy_and_loses_no_sample(
-    shoal_command: Shoal, tmp_path: Path
-) -> None:
+def test_the_demo_trains_and_loses_no_sample(shoal_command: Shoal, tmp_path: Path) -> None:
     """Jobs with either kind of strategy reach 95 %, and continue within 2 s of a kill; no process
     is left."""
     figures = tmp_path / "figures.json"

@@ -240,9 +240,7 @@ def test_a_stopped_job_keeps_its_last_step(shoal_command: Shoal, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_waiting_worker_that_ignores_sigterm_is_killed(
-    shoal_command: Shoal, tmp_path: Path
-) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed(shoal_command: Shoal, tmp_path: Path) -> None:
     """Too few workers are left in a run with a cluster of its own: a worker that ignores SIGTERM is
     killed after the grace period."""
     script = tmp_path / "train.py"

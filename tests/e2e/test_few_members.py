@@ -37,9 +37,7 @@ def test_a_joiner_whose_time_limit_expired_is_started_again(
 
 
 @pytest.mark.long
-def test_signals_to_launcher_and_workers_at_once_drain(
-    shoal_command: Shoal, tmp_path: Path
-) -> None:
+def test_signals_to_launcher_and_workers_drain(shoal_command: Shoal, tmp_path: Path) -> None:
     """Slurm and systemd signal both the launcher and its workers."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

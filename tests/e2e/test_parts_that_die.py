@@ -23,9 +23,7 @@ EPOCHS, STEPS_PER_EPOCH, RATE = 60, 28, 2.0**-10
 
 
 @pytest.mark.long
-def test_training_survives_a_kill_of_each_part_of_a_cluster(
-    shoal_command: Shoal, tmp_path: Path
-) -> None:
+def test_training_survives_a_kill_of_each_part(shoal_command: Shoal, tmp_path: Path) -> None:
     """Parts of `shoal up` are killed in turn while a DDP job and an asynchronous one train. Each
     part is started again, both jobs end with every update applied once, and no process is left."""
     (tmp_path / "train.py").write_text(counting_script(EPOCHS, STEPS_PER_EPOCH, RATE))

@@ -126,9 +126,7 @@ def test_the_command_works_from_the_wheel(installed: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_the_wheel_contains_the_module_that_writes_the_demos_data(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_writes_the_data_of_the_demo(installed: Path, tmp_path: Path) -> None:
     target = tmp_path / "digits.npz"
     run(str(installed / "python"), "-m", "shoal.demo.data", str(target), cwd=tmp_path)
     assert target.stat().st_size > 100_000

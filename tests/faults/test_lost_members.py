@@ -54,8 +54,6 @@ def _wakes(job: Losable, outcome: Future[None]) -> None:
 
 
 @pytest.mark.parametrize("phase", LOSABLE)
-def test_survivors_continue_without_a_lost_member(
-    struck: Mapping[str, Future[None]], phase: str
-) -> None:
+def test_survivors_of_a_loss_continue(struck: Mapping[str, Future[None]], phase: str) -> None:
     """Survivors have one record of each generation, and calls of the lost member are refused."""
     struck[phase].result()

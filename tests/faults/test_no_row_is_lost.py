@@ -99,9 +99,7 @@ def test_moves_lose_no_row(cluster: ParameterCluster) -> None:
 
 
 @pytest.mark.long
-def test_a_job_right_after_a_kill_is_placed_on_living_servers(
-    tmp_path: Path,
-) -> None:
+def test_a_job_right_after_a_kill_is_placed_on_living_servers(tmp_path: Path) -> None:
     """The lease of the killed server has not expired yet."""
     with ParameterCluster(tmp_path, 2) as cluster:
         cluster["ps-0"].kill()

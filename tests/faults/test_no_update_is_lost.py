@@ -85,9 +85,7 @@ def test_a_few_killed_servers_lose_no_update(cluster: ParameterCluster, tmp_path
 @pytest.mark.parametrize(
     "kind", [KINDS[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in KINDS[1:])]
 )
-def test_killed_servers_lose_no_update(
-    cluster: ParameterCluster, kind: str, tmp_path: Path
-) -> None:
+def test_killed_servers_lose_no_push(cluster: ParameterCluster, kind: str, tmp_path: Path) -> None:
     """30 kills of primaries under load, divided among the optimizers: each acknowledged push is
     applied exactly once, and the values are equal to the last bit."""
     kill_servers(cluster, kind, tmp_path, NUM_KILLS // len(KINDS))

@@ -38,9 +38,7 @@ def read_all(stream: bytes, sizes: list[int]) -> list[tuple[FrameKind, int, int,
     bodies=st.lists(BODIES, min_size=1, max_size=4),
     sizes=st.lists(st.integers(1, 100_000), min_size=1, max_size=5),
 )
-def test_frames_are_complete_however_the_stream_is_divided(
-    bodies: list[bytes], sizes: list[int]
-) -> None:
+def test_frames_of_a_divided_stream_are_complete(bodies: list[bytes], sizes: list[int]) -> None:
     stream, expected = b"", []
     for body in bodies:
         stream += (

@@ -103,9 +103,7 @@ def test_tmpdir_does_not_decide_where_a_record_is(
         announced.close()
 
 
-def test_clusters_of_another_network_namespace_are_not_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_clusters_of_another_network_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """127.0.0.1:7700 in a container is another address than on its host."""
     announced = Announcement(record("127.0.0.1:7700"))
     monkeypatch.setattr(local_clusters, "_network", lambda: -1)

@@ -85,7 +85,7 @@ def test_status_shows_process_ids(
     assert "4194000" in capsys.readouterr().out
 
 
-def test_kill_ends_a_member_by_its_id(
+def test_kill_ends_a_member_by_id(
     world: World,
     url: str,
     worker: "subprocess.Popen[bytes]",

@@ -87,9 +87,7 @@ def test_status_can_be_limited_to_one_job(
     assert "digits" not in capsys.readouterr().out
 
 
-def test_status_as_json_has_the_content_of_the_api(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_as_json_equals_the_api(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It has all jobs with members and shards."""
     assert shoal("status", "--http", url, "--json") == 0
     (job,) = json.loads(capsys.readouterr().out)

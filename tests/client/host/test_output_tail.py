@@ -64,7 +64,7 @@ def test_invalid_text_is_kept_with_a_replacement() -> None:
     st.integers(1, 40),
     st.integers(0, 400),
 )
-def test_parts_in_both_directions_add_up_to_the_output(
+def test_parts_of_both_directions_are_the_output(
     lines: list[str], most: int, position: int
 ) -> None:
     """Parts before and after any position have each byte once."""

@@ -199,9 +199,7 @@ def test_wrong_buffers_are_refused_before_anything_is_sent(servers: ParameterSer
         connect(servers, servers.admit("w1")).pull({})
 
 
-def test_a_gradient_that_is_not_finite_is_refused_with_its_name(
-    servers: ParameterServers,
-) -> None:
+def test_a_gradient_that_is_not_finite_is_refused_with_its_name(servers: ParameterServers) -> None:
     """Other members continue."""
     client, other = trained(servers), trained(servers, "w1")
     gradients = filled(-1.0)

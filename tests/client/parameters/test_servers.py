@@ -40,9 +40,7 @@ def moved_to(address: str, shard: Shard) -> WrongEpoch:
     return WrongEpoch("it is led elsewhere", details=routes.as_details([route]))
 
 
-def test_a_redirection_is_followed_before_others_have_answered(
-    servers: ShardServers[str],
-) -> None:
+def test_a_redirection_is_followed_before_others_have_answered(servers: ShardServers[str]) -> None:
     found, at_c = shard_map(A, B), threading.Event()
 
     def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
@@ -59,9 +57,7 @@ def test_a_redirection_is_followed_before_others_have_answered(
     assert [shard.epoch for shard in found.shards] == [2, 1]
 
 
-def test_calls_to_one_server_are_made_one_after_the_other(
-    servers: ShardServers[str],
-) -> None:
+def test_calls_to_one_server_are_made_one_after_the_other(servers: ShardServers[str]) -> None:
     """A connection serves one thread at a time."""
     found, refused, calls = shard_map(A, B), threading.Event(), threading.Semaphore()
 
@@ -113,9 +109,7 @@ def test_a_cycle_of_redirections_ends() -> None:
     servers.close()
 
 
-def test_a_connection_can_be_opened_ahead_in_the_background(
-    servers: ShardServers[str],
-) -> None:
+def test_a_connection_can_be_opened_ahead_in_the_background(servers: ShardServers[str]) -> None:
     """A call that comes meanwhile waits for the connection, and uses it."""
     begun, go_on, order = threading.Event(), threading.Event(), list[str]()
 
@@ -137,9 +131,7 @@ def test_a_connection_can_be_opened_ahead_in_the_background(
     assert order == [f"connected to {C}", f"called {C}"]
 
 
-def test_a_failed_connection_ahead_does_not_prevent_a_call(
-    servers: ShardServers[str],
-) -> None:
+def test_a_failed_connection_ahead_does_not_prevent_a_call(servers: ShardServers[str]) -> None:
     def connect(stub: str) -> None:
         raise Unavailable("nobody listens there yet")
 
@@ -151,9 +143,7 @@ def test_a_failed_connection_ahead_does_not_prevent_a_call(
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 30.0])
-def test_lost_servers_are_awaited_before_the_shards_are_reported_lost(
-    wait_s: float,
-) -> None:
+def test_lost_servers_are_awaited_before_the_shards_are_reported_lost(wait_s: float) -> None:
     """The wait counts from the call's start, and includes the time until the loss is declared."""
     servers = ShardServers[str](lambda address, channel: address, 0.2)
     servers.lost_wait_s = wait_s
@@ -174,9 +164,7 @@ def test_lost_servers_are_awaited_before_the_shards_are_reported_lost(
     servers.close()
 
 
-def test_a_forked_process_may_not_use_its_parents_connections(
-    servers: ShardServers[str],
-) -> None:
+def test_a_forked_process_may_not_use_its_parents_connections(servers: ShardServers[str]) -> None:
     """The two would read each other's answers, and use the same sequence numbers."""
 
     def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:

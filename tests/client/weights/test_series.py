@@ -272,9 +272,7 @@ def test_a_durable_version_survives_the_end_of_all_servers(tmp_path: Path) -> No
         assert contents(reader.fetch(reader.wait(0, LIMIT_S))) == [part]
 
 
-def test_a_late_reader_gets_a_version_of_an_ended_publisher(
-    cluster: ParameterCluster,
-) -> None:
+def test_a_late_reader_gets_a_version_of_an_ended_publisher(cluster: ParameterCluster) -> None:
     with closing(Script(cluster)) as script:
         script.publish(b"11")
     with closing(SeriesReader([cluster.coordinator.grpc], SERIES, "late")) as late:

@@ -106,9 +106,7 @@ def test_a_killed_leader_is_succeeded_and_the_generation_runs_on(tmp_path: Path)
                 assert one.begin_step(0) is None
 
 
-def test_a_coordinator_that_does_not_lead_sends_members_to_the_leader(
-    tmp_path: Path,
-) -> None:
+def test_a_coordinator_that_does_not_lead_sends_members_to_the_leader(tmp_path: Path) -> None:
     """A worker may be given the address of any coordinator."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         replica(supervisor, tmp_path, "first", etcd)
@@ -175,9 +173,7 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
         (["--etcd-user", "u"], "password"),
     ],
 )
-def test_a_bad_argument_is_one_line_of_error(
-    tmp_path: Path, arguments: list[str], words: str
-) -> None:
+def test_a_bad_argument_gives_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
     """The line names the argument or the problem; the exit code is 1 or 2."""
     log_path = tmp_path / "log"
     command = ChildCommand(

@@ -155,9 +155,7 @@ async def test_of_two_placements_at_once_one_is_decided(store: WatchedStore) -> 
     assert len(await store.keys(keys.ASSIGNMENTS)) == 151
 
 
-async def test_a_placement_whose_records_were_deleted_is_not_decided(
-    store: WatchedStore,
-) -> None:
+async def test_a_placement_whose_records_were_deleted_is_not_decided(store: WatchedStore) -> None:
     """The job is reset while it is placed: otherwise some of its shards would have no holders."""
     hits = []
 
@@ -410,9 +408,7 @@ async def test_an_unreadable_record_affects_only_its_job(
         assert sorted(mirror.jobs) == ["job", "other"]
 
 
-async def test_a_refresh_of_one_shard_notices_another_run(
-    store: WatchedStore,
-) -> None:
+async def test_a_refresh_of_one_shard_notices_another_run(store: WatchedStore) -> None:
     """The mirror then has the new run, and reports the end of the last."""
     await records.place(store, placed(3, "first"))
     changes = Changes()

@@ -270,9 +270,7 @@ async def test_a_killed_leader_has_a_successor_once_its_lease_ends(tmp_path: Pat
             await child.wait()
 
 
-async def test_a_leader_that_is_cut_off_ends_its_term_first(
-    tmp_path: Path,
-) -> None:
+async def test_a_leader_that_is_cut_off_ends_its_term_first(tmp_path: Path) -> None:
     """It does so before its successor leads, and a later transaction of its term fails."""
     with running_etcd(tmp_path) as endpoint:
         async with (

@@ -77,9 +77,7 @@ async def test_calls_and_watches_work_over_mutual_tls(secured: Secured) -> None:
             assert (await anext(watch)).revision == revision
 
 
-async def test_plain_text_to_an_etcd_with_tls_fails_with_the_option(
-    secured: Secured,
-) -> None:
+async def test_plain_text_to_an_etcd_with_tls_fails_with_the_option(secured: Secured) -> None:
     """The option is --etcd-ca."""
     plain = EtcdConfig(endpoints=(secured.endpoint,), timeout_s=1, attempt_timeout_s=1)
     async with EtcdClient(plain) as client:
@@ -206,9 +204,7 @@ async def test_a_user_may_do_what_its_role_allows(guarded: tuple[Supervisor, Run
             assert (await anext(watch)).revision == made.revision
 
 
-async def test_a_wrong_or_missing_password_is_refused(
-    guarded: tuple[Supervisor, RunningEtcd],
-) -> None:
+async def test_a_wrong_or_no_password_is_refused(guarded: tuple[Supervisor, RunningEtcd]) -> None:
     """The error names the option of the password's file."""
     _, etcd = guarded
     for config in (

@@ -335,9 +335,7 @@ def test_a_worker_may_wait_for_a_lost_shard(
     assert pulled(first) == [2.0, 2.0]
 
 
-def test_a_wait_for_a_lost_shard_ends_when_its_loss_is_accepted(
-    opened: ExitStack,
-) -> None:
+def test_a_wait_for_a_lost_shard_ends_when_its_loss_is_accepted(opened: ExitStack) -> None:
     """The push is refused as stale once another worker has created the shard."""
     servers = cluster(opened, 1)
     first = client(opened, servers, "w0")

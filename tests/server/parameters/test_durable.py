@@ -88,9 +88,7 @@ def test_pushes_survive_the_end_of_all_servers(
     again.close()
 
 
-def test_a_shard_stays_with_a_backup_that_went_on(
-    servers: ParameterServers, tmp_path: Path
-) -> None:
+def test_a_shard_stays_with_a_continuing_backup(servers: ParameterServers, tmp_path: Path) -> None:
     """The journal of the server that was away is outdated, and is not led from."""
     start(servers, tmp_path, "ps-0", "ps-1")
     client = trained(servers, servers.admit("w0"))

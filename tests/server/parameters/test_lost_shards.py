@@ -88,9 +88,7 @@ def test_the_error_of_a_lost_shard_has_the_version_that_the_member_saw(
         assert "version 2" in str(lost.value)
 
 
-def test_the_version_in_the_error_counts_pushes_without_values(
-    servers: ParameterServers,
-) -> None:
+def test_the_version_in_the_error_counts_pushes_without_values(servers: ParameterServers) -> None:
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(0.0))
         client.pull(filled(9.0))
@@ -102,9 +100,7 @@ def test_the_version_in_the_error_counts_pushes_without_values(
         assert lost.value.details["version"] == "4"
 
 
-def test_a_new_member_does_not_create_a_lost_shard(
-    servers: ParameterServers,
-) -> None:
+def test_a_new_member_does_not_create_a_lost_shard(servers: ParameterServers) -> None:
     """Both the member that is to create the values and one that waits for them are refused."""
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(0.0))

@@ -63,9 +63,7 @@ def to_push(move: Move, number: int, shard: DenseShard, dtype: str) -> DensePush
 @given(moves=st.lists(MOVES, max_size=10))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SPECS)
-def test_a_copy_that_replays_is_the_same_bit_for_bit(
-    case: str, dtype: str, moves: list[Move]
-) -> None:
+def test_a_replaying_copy_is_the_same_bit_for_bit(case: str, dtype: str, moves: list[Move]) -> None:
     """Values, optimizer state and sessions are equal, whenever the copy was begun. Later pushes,
     also repeated ones, have the same effect on both."""
     shard = new_shard(case, dtype)

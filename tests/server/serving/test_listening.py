@@ -58,9 +58,7 @@ def test_an_invalid_listening_address_is_refused(listen: str) -> None:
         ("[fe80::1]:8", "0.0.0.0:0", "[fe80::1]:8"),
     ],
 )
-def test_the_announced_address_can_be_connected_to(
-    advertise: str, listen: str, address: str
-) -> None:
+def test_the_announced_address_is_reachable(advertise: str, listen: str, address: str) -> None:
     assert advertised(advertise, listen, 9) == address
 
 

@@ -184,9 +184,7 @@ def test_any_content_of_a_manifest_is_damage(tmp_path: Path, data: bytes) -> Non
         {"cut_id": "../x"},
     ],
 )
-def test_a_manifest_with_invalid_values_is_damaged(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_an_invalid_manifest_is_damaged(tmp_path: Path, change: dict[str, object]) -> None:
     """Its checksum is correct."""
     library = SnapshotLibrary(Storage(str(tmp_path)), "job")
     part = write_part(library, image(0), 3, "cut3")

@@ -320,9 +320,7 @@ def test_a_file_that_its_group_can_read_is_accepted(tmp_path: Path, mode: int) -
 
 
 @pytest.mark.parametrize("mode", [0o660, 0o604, 0o666, 0o644])
-def test_a_file_that_others_can_read_or_its_group_can_write_is_refused(
-    tmp_path: Path, mode: int
-) -> None:
+def test_a_file_with_access_for_other_users_is_refused(tmp_path: Path, mode: int) -> None:
     file = tmp_path / "tokens"
     tokens.add(file, "ann", HttpRole.VIEWER)
     file.chmod(mode)
@@ -333,9 +331,7 @@ def test_a_file_that_others_can_read_or_its_group_can_write_is_refused(
 @pytest.mark.parametrize(
     "text", ["ann viewer", "ann boss " + "0" * 64, "ann viewer secret", "a b c d"]
 )
-def test_the_error_for_a_bad_line_has_its_number_and_not_its_text(
-    tmp_path: Path, text: str
-) -> None:
+def test_the_error_for_a_bad_line_has_only_its_number(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tokens"
     tokens.add(file, "good", HttpRole.VIEWER)
     with file.open("a") as lines:

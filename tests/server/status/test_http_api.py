@@ -59,9 +59,7 @@ async def test_readyz_is_503_with_the_reason_until_the_coordinator_leads(
     assert (await http.get("/readyz")).status_code == 200
 
 
-async def test_jobs_are_listed_in_the_order_of_their_names(
-    world: World, http: httpx.AsyncClient
-) -> None:
+async def test_jobs_are_listed_in_order_of_names(world: World, http: httpx.AsyncClient) -> None:
     """Each has its phase, the reason for it, and the number of members that train."""
     world.put(status_world.job("abc", phase="collect", reason="waiting for 2 members", members=()))
     abc, digits = (await http.get("/api/v1/jobs")).json()
@@ -205,9 +203,7 @@ async def test_a_job_has_its_command_commit_and_hyperparameters(
     assert "at most 4000 characters" in body_of_error(refused, 422, "MalformedMessage")["expected"]
 
 
-async def test_a_wrong_step_is_corrected_by_the_next_report(
-    world: World, http: httpx.AsyncClient
-) -> None:
+async def test_the_next_report_corrects_the_step(world: World, http: httpx.AsyncClient) -> None:
     """So is the job's step."""
     for synchronous in (True, False):
         world.change("digits", synchronous=synchronous)
@@ -351,9 +347,7 @@ async def test_only_the_newest_events_are_kept(world: World, http: httpx.AsyncCl
     assert "limit = " in body_of_error(refused, 422, "MalformedMessage")["seen"]
 
 
-async def test_shards_and_servers_are_shown_with_their_state(
-    world: World, http: httpx.AsyncClient
-) -> None:
+async def test_shards_and_servers_have_their_state(world: World, http: httpx.AsyncClient) -> None:
     """A job without shards has empty lists."""
     assert (await http.get("/api/v1/jobs/digits/shards")).json() == {
         "servers": [],

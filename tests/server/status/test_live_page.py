@@ -213,9 +213,7 @@ async def test_an_update_keeps_open_details_and_the_focus(
     assert await page.evaluate("document.activeElement.dataset.job") == "digits"
 
 
-async def test_text_of_workers_is_never_read_as_html(
-    world: World, server: StatusServer, page: Page
-) -> None:
+async def test_text_of_workers_is_not_html(world: World, server: StatusServer, page: Page) -> None:
     """Reasons, errors, fields and devices are shown literally."""
     process = ProcessView(host=HOSTILE, device=HOSTILE)
     hostile = status_world.member("w0", 0, waiting_for=HOSTILE, process=process)
@@ -252,9 +250,7 @@ async def test_a_lost_connection_is_shown_and_made_again(
         await expect(page.locator("body")).not_to_have_class("stale")
 
 
-async def test_jobs_can_be_chosen_by_keyboard(
-    world: World, server: StatusServer, page: Page
-) -> None:
+async def test_jobs_are_chosen_by_keyboard(world: World, server: StatusServer, page: Page) -> None:
     """Tab and Enter choose a job, the page's URL names it, and Back returns to the last one."""
     world.put(status_world.job("other", reason="the other one"))
     await page.goto(f"{server.url}/?job=digits")
@@ -268,9 +264,7 @@ async def test_jobs_can_be_chosen_by_keyboard(
     await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
 
 
-async def test_problems_are_shown_with_their_reason(
-    world: World, server: StatusServer, page: Page
-) -> None:
+async def test_problems_have_their_reason(world: World, server: StatusServer, page: Page) -> None:
     """The coordinator is not ready, shards cannot be read, or there is no such job."""
     world.ready = Readiness(ready=False, reason="etcd is away")
     world.shards_error = Unavailable("etcd does not answer")

@@ -169,9 +169,7 @@ async def test_of_a_thousand_members_disconnected_and_slow_ones_are_first(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
-async def test_the_page_equals_its_screenshots(
-    world: World, page: Page, scheme: str, width: int
-) -> None:
+async def test_the_page_has_not_changed(world: World, page: Page, scheme: str, width: int) -> None:
     """SHOAL_NEW_SCREENSHOTS=1 writes the files in `screenshots/` anew; look at them before a
     commit."""
     world.shards_of["digits"] = status_world.shards(silent="ps1")

@@ -58,9 +58,7 @@ async def scale_of(page: Page, title: str) -> list[float]:
     return [scale["min"], scale["max"]]
 
 
-async def test_values_can_be_read_by_keyboard(
-    world: World, server: StatusServer, page: Page
-) -> None:
+async def test_values_are_read_by_keyboard(world: World, server: StatusServer, page: Page) -> None:
     """Arrow keys move by one value; step, value and changes of generations are shown as text."""
     trained(world, "digits", 120)
     await page.goto(f"{server.url}/?job=digits")

@@ -112,9 +112,7 @@ async def calls(address: str) -> list[str]:
     return texts
 
 
-async def test_a_stranger_sees_no_incarnation_of_a_member(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stranger_sees_no_incarnation_of_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[str] = []
     step = MemberCore.step
 

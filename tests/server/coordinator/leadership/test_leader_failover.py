@@ -85,9 +85,7 @@ def test_a_killed_leader_is_succeeded_long_before_its_lease_ends(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_restarted_coordinator_does_not_wait_for_its_old_lease(
-    tmp_path: Path,
-) -> None:
+def test_a_restarted_coordinator_does_not_wait_for_its_old_lease(tmp_path: Path) -> None:
     """The new process listens at the address in the leader's key, so the old one is dead."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         first = started(supervisor, tmp_path, etcd, LONG_LEASE_S)

@@ -286,9 +286,7 @@ async def _waits(client: Client, num_parts: int) -> bool:
     return sum(len(each.parts) for each in publications) == num_parts
 
 
-async def test_a_repeated_part_is_answered_with_its_version(
-    world: WorldWithServers,
-) -> None:
+async def test_a_repeated_part_is_answered_with_its_version(world: WorldWithServers) -> None:
     async with world.leading() as client:
         await world.published(client, 1, 2)
         assert (await client.contribute(part(2))).number == 2
@@ -443,9 +441,7 @@ async def test_a_reader_that_reports_an_earlier_version_is_refused(world: WorldW
         await client.report(installed=0)
 
 
-async def test_a_reader_with_other_bytes_is_listed(
-    world: WorldWithServers,
-) -> None:
+async def test_a_reader_with_other_bytes_is_listed(world: WorldWithServers) -> None:
     async with world.leading() as client:
         version = await world.published(client, 1)
         await client.report("good", installed=1, installed_digest=version.digest)
@@ -455,9 +451,7 @@ async def test_a_reader_with_other_bytes_is_listed(
         assert {each.id: each.differs for each in view.readers} == {"good": False, "bad": True}
 
 
-async def test_a_script_holds_its_series_until_its_lease_ends(
-    world: WorldWithServers,
-) -> None:
+async def test_a_script_holds_its_series_until_its_lease_ends(world: WorldWithServers) -> None:
     series = "svc/ranker"
     async with world.leading() as client:
         first = await client.begin(script("a"), series=series)

@@ -173,9 +173,7 @@ class Training:
         return num_steps
 
 
-def rows_by_shard(
-    rows: PublishedRows,
-) -> dict[tuple[str, int], tuple[bytes, bytes, bytes]]:
+def rows_by_shard(rows: PublishedRows) -> dict[tuple[str, int], tuple[bytes, bytes, bytes]]:
     found = {}
     for index, shard in rows.shards.items():
         at = shard.is_live.nonzero().view(-1)
@@ -272,9 +270,7 @@ def test_rows_of_a_leased_version_stay_and_those_of_a_dropped_one_are_gone(
         own.fetch(first.number)
 
 
-def test_a_replaced_publisher_gets_no_cut(
-    opened: ExitStack,
-) -> None:
+def test_a_replaced_publisher_gets_no_cut(opened: ExitStack) -> None:
     training = Training(opened)
     push(training, [1, 2], 1)
     training.publish()
@@ -297,9 +293,7 @@ def test_a_replaced_publisher_gets_no_cut(
     assert isinstance(from_rpc_error(refused.value, "it"), StaleEpoch)
 
 
-def test_a_reader_with_tables_is_refused_a_series_without_them(
-    opened: ExitStack,
-) -> None:
+def test_a_reader_with_tables_is_refused_a_series_without_them(opened: ExitStack) -> None:
     training = Training(opened)
     writer = SegmentWriter(4)
     layout = pb.Layout(

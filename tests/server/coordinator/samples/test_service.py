@@ -189,9 +189,7 @@ async def test_a_restart_continues_from_the_ledger_written_on_close(world: World
     assert (counts.completed, counts.repeated_max) == (100, 0)
 
 
-async def test_without_a_reserve_a_coordinators_death_repeats_samples(
-    world: World,
-) -> None:
+async def test_without_a_reserve_a_coordinators_death_repeats_samples(world: World) -> None:
     """Samples whose completion is not in etcd's ledger are leased again; none is lost.
 
     The dead coordinator's late write fails, as its successor has written since.
@@ -261,9 +259,7 @@ async def test_ranges_lost_before_a_repeated_request_are_in_the_next_answer(worl
     assert (lease.range, lease.not_held) == (None, (first,))
 
 
-async def test_a_call_that_waits_when_the_ledger_is_closed_is_repeated(
-    world: World,
-) -> None:
+async def test_a_call_that_waits_when_the_ledger_is_closed_is_repeated(world: World) -> None:
     """The coordinator refuses it with NotLeader; here the same one leads again."""
     await world.join("a", "1")
     async with world.serving() as (service, address):

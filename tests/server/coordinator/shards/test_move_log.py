@@ -40,9 +40,7 @@ async def first(lines: Lines) -> None:
         await lines.came.wait()
 
 
-async def test_moves_of_a_job_are_one_line_for_each_pair_of_servers(
-    moves: MoveLog, lines: Lines
-) -> None:
+async def test_moves_of_a_job_have_a_line_per_pair_of_servers(moves: MoveLog, lines: Lines) -> None:
     for _ in range(3):
         moves.add("a", TO_1)
     moves.add("a", TO_0)

@@ -71,9 +71,7 @@ def test_members_with_the_same_first_differing_entry_are_named_together() -> Non
 
 
 @pytest.mark.parametrize("lines", [None, ENTRIES])
-def test_values_are_shown_without_listings_that_differ(
-    lines: tuple[str, ...] | None,
-) -> None:
+def test_values_are_shown_without_listings_that_differ(lines: tuple[str, ...] | None) -> None:
     """The other member sends no listing, or an equal one."""
     text = refusal_of(member("w0", "1", ENTRIES), member("w1", "2", lines))
     assert text.startswith("schema: '1' in w0 but '2' in w1.")

@@ -757,9 +757,7 @@ def test_a_server_with_a_failed_copy_removes_itself_from_the_record() -> None:
     ],
     ids=["a backup has it", "no server has it"],
 )
-def test_a_new_primary_without_a_copy_resigns(
-    given: ShardAssignment, revised: ShardAssignment
-) -> None:
+def test_a_primary_without_a_copy_resigns(given: ShardAssignment, revised: ShardAssignment) -> None:
     """The copy fails during the takeover, or was missing when the coordinator chose the server."""
     world = World()
     world.backs()

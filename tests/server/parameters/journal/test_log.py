@@ -396,9 +396,7 @@ def test_a_server_started_on_a_full_disk_recovers_its_journal(tmp_path: Path) ->
     assert contents(tmp_path) == {("job", 0): (1, b"\1\2\3")}
 
 
-def test_a_server_that_ends_on_a_full_disk_leaves_its_journal_unchanged(
-    tmp_path: Path,
-) -> None:
+def test_a_server_that_ends_on_a_full_disk_leaves_its_journal_unchanged(tmp_path: Path) -> None:
     shard = Log(0)
     with Journal(config(tmp_path)) as journal:
         journal.put_image("job", 1, shard.image())

@@ -322,9 +322,7 @@ def test_no_call_passes_without_a_valid_certificate(
     assert state(world) == before and standing(world) == standing_before and member.failure is None
 
 
-def test_a_session_ticket_does_not_replace_a_certificate(
-    world: TlsWorld, member: ScriptedMember
-) -> None:
+def test_a_session_ticket_is_no_certificate(world: TlsWorld, member: ScriptedMember) -> None:
     """gRPC issues tickets, and does not check the certificate again when a session is resumed."""
     before, token, standing_before = state(world), member.token(), standing(world)
     # With a cache, gRPC's client resumes the session of an earlier connection to that name.
