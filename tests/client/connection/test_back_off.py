@@ -20,7 +20,7 @@ def test_pauses_are_short_for_a_leader_failover_and_then_grow() -> None:
     assert max(later) <= LONGEST_S
 
 
-def test_pauses_begin_anew_after_a_success() -> None:
+def test_pauses_start_over_after_a_success() -> None:
     """The length of earlier pauses does not matter."""
     back_off = BackOff()
     while back_off.pause_s(chance()) < LONGEST_S / 2:
@@ -48,7 +48,7 @@ def test_pauses_leave_the_scripts_random_numbers() -> None:
     assert random.getstate() == before
 
 
-def test_pauses_grow_to_their_bound_and_begin_anew() -> None:
+def test_pauses_grow_to_their_bound_and_start_over() -> None:
     """Pauses double each time; without a bound all are as long as the first."""
     pauses = BackOff(1.0, 5.0)
     assert [pauses.pause_s() for _ in range(4)] == [1.0, 2.0, 4.0, 5.0]

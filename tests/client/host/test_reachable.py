@@ -59,7 +59,7 @@ async def test_addresses_that_do_not_answer_delay_no_call(silent: str, refusing:
         assert took_s < unhurried(3.0)
 
 
-async def test_the_search_goes_on_until_a_coordinator_leads(silent: str) -> None:
+async def test_the_search_continues_until_a_coordinator_leads(silent: str) -> None:
     """A silent address does not delay it."""
     async with served(MemoryStore(), Limits()) as world:
         await world.coordinator.step_down()

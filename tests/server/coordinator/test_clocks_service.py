@@ -70,7 +70,7 @@ async def two(
 
 
 async def test_a_member_that_waits_is_shown_with_the_reason() -> None:
-    """`waiting_for` names the slow member and its round; both members go on together."""
+    """`waiting_for` names the slow member and its round; both members continue together."""
     async with two(bound=1) as (world, (fast, slow)):
         fast.clock.finished()
         assert not await fast.step(), "one round ahead is within the bound"
@@ -115,7 +115,7 @@ async def test_no_member_waits_for_one_without_samples() -> None:
 
 
 async def test_a_member_that_is_stuck_is_declared_lost() -> None:
-    """It sends heartbeats but takes no step. The other member goes on, and it is fenced."""
+    """It sends heartbeats but takes no step. The other member continues, and it is fenced."""
     async with two(bound=0, limits=IMPATIENT) as (_, (waits, stuck)):
         waits.clock.finished()
         assert await asyncio.wait_for(waits.step(), DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Coordinators with many silent connections on their ports go on with their jobs."""
+"""Coordinators with many silent connections on their ports continue with their jobs."""
 
 import resource
 import socket

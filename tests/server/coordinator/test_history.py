@@ -115,7 +115,7 @@ def test_a_good_record_is_read_although_it_has_unknown_fields() -> None:
     ],
 )
 async def test_a_record_that_cannot_be_read_loses_only_the_charts(value: bytes) -> None:
-    """A warning is logged, and the job itself goes on."""
+    """A warning is logged, and the job itself continues."""
     store = MemoryStore()
     async with served(store) as world:
         await world.training("a")

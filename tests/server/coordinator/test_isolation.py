@@ -1,4 +1,4 @@
-"""Faults of one job quarantine that job and no other; the term goes on."""
+"""Faults of one job quarantine that job and no other; the term continues."""
 
 import asyncio
 from collections.abc import Callable, Sequence

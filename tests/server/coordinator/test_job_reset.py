@@ -1,4 +1,4 @@
-"""Jobs that begin anew: what is deleted, what stays, and which processes are refused then."""
+"""Jobs that start over: what is deleted, what stays, and which processes are refused then."""
 
 import asyncio
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ async def beat(world: Served, token: Token) -> ShoalError | None:
     return from_detail(answer.error) if answer.HasField("error") else None
 
 
-async def test_a_finished_job_begins_anew() -> None:
+async def test_a_finished_job_starts_over() -> None:
     """The record of earlier runs is kept, with the last generation's number; all other keys go."""
     store = MemoryStore()
     async with served(store) as world:
@@ -66,7 +66,7 @@ async def test_a_finished_job_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("garbage", ["abc", "9" * 5000])
-async def test_a_job_begins_anew_with_garbage_among_its_generations(garbage: str) -> None:
+async def test_a_job_starts_over_with_garbage_among_its_generations(garbage: str) -> None:
     """A reset is the last resort. It finds the newest generation by the keys that have a number."""
     store = MemoryStore()
     async with served(store) as world:
@@ -79,7 +79,7 @@ async def test_a_job_begins_anew_with_garbage_among_its_generations(garbage: str
 
 
 @pytest.mark.parametrize("new_leader", [False, True])
-async def test_a_job_whose_state_is_lost_begins_anew(new_leader: bool) -> None:
+async def test_a_job_whose_state_is_lost_starts_over(new_leader: bool) -> None:
     """A reset alone does that: joins are refused, under this leader and the next."""
     async with served(MemoryStore()) as world:
         for member in await world.training("a", "b"):

@@ -92,7 +92,7 @@ def test_a_killed_leader_is_succeeded_and_the_generation_runs_on(tmp_path: Path)
         second = replica(supervisor, tmp_path, "second", etcd)
         assert http.get(f"{first.http}/readyz").status_code == 200
         assert http.get(f"{second.http}/readyz").status_code == 503
-        # With `standby=1` a coordinator that does not lead is ready, so that a rollout goes on.
+        # With `standby=1` a coordinator that does not lead is ready, so that a rollout continues.
         assert http.get(f"{second.http}/readyz?standby=1").status_code == 200
         addresses = [first.grpc, second.grpc]
         with closing([member(name, addresses, 2) for name in ("a", "b")]) as members:

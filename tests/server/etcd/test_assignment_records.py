@@ -286,7 +286,7 @@ async def test_a_change_returns_once_the_outcome_of_its_write_is_known(
     store: WatchedStore, monkeypatch: pytest.MonkeyPatch, *, is_made: bool
 ) -> None:
     """etcd is unavailable after the write, and the caller no longer wants the change. The call
-    returns once the write took effect or never can. Otherwise a primary might go on without a
+    returns once the write took effect or never can. Otherwise a primary might continue without a
     backup that the record names."""
     monkeypatch.setattr(assignment_changes, "RETRY_PAUSE_S", 0.0)
     await records.place(store, placed(1))

@@ -185,7 +185,7 @@ def login(endpoint: str, password: str = "secret") -> EtcdConfig:
 
 
 async def test_a_user_may_do_what_its_role_allows(guarded: tuple[Supervisor, RunningEtcd]) -> None:
-    """After a restart of etcd, which loses the token, calls and watches go on."""
+    """After a restart of etcd, which loses the token, calls and watches continue."""
     supervisor, etcd = guarded
     async with EtcdClient(login(etcd.endpoint)) as client:
         lease = await client.grant(30)

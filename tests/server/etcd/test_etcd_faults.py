@@ -39,7 +39,7 @@ def three(tmp_path: Path) -> Iterator[Cluster]:
 
 
 class Traffic:
-    """A writer and a watch that go on during the faults of a test."""
+    """A writer and a watch that continue during the faults of a test."""
 
     def __init__(self, client: EtcdClient) -> None:
         self.acknowledged: list[tuple[Revision, str]] = []
@@ -132,8 +132,8 @@ async def test_a_watch_delivers_each_event_once_over_restarts_of_etcd(single: Cl
             await flow.more(50)
 
 
-async def test_calls_go_on_when_one_of_three_endpoints_is_killed(three: Cluster) -> None:
-    """The watch goes on as well, over another endpoint."""
+async def test_calls_continue_when_one_of_three_endpoints_is_killed(three: Cluster) -> None:
+    """The watch continues as well, over another endpoint."""
     _, members = three
     async with (
         EtcdClient(config(*(each.endpoint for each in members))) as client,
@@ -144,7 +144,7 @@ async def test_calls_go_on_when_one_of_three_endpoints_is_killed(three: Cluster)
 
 
 @pytest.mark.long
-async def test_calls_go_on_when_one_of_three_endpoints_hangs(three: Cluster) -> None:
+async def test_calls_continue_when_one_of_three_endpoints_hangs(three: Cluster) -> None:
     """Its connections stay open; the client changes to another endpoint within seconds."""
     _, members = three
     async with (
@@ -158,7 +158,7 @@ async def test_calls_go_on_when_one_of_three_endpoints_hangs(three: Cluster) -> 
 
 
 @pytest.mark.long
-async def test_calls_go_on_after_the_only_endpoint_has_hung(single: Cluster) -> None:
+async def test_calls_continue_after_the_only_endpoint_has_hung(single: Cluster) -> None:
     """The halt is longer than the limits of a silence and of one attempt."""
     _, (etcd,) = single
     async with (
@@ -172,7 +172,7 @@ async def test_calls_go_on_after_the_only_endpoint_has_hung(single: Cluster) -> 
         await flow.more(50)
 
 
-async def test_calls_go_on_after_a_partition(single: Cluster) -> None:
+async def test_calls_continue_after_a_partition(single: Cluster) -> None:
     """The network drops all data silently, or breaks the connections."""
     _, (etcd,) = single
     async with (

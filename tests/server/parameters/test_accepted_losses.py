@@ -1,4 +1,4 @@
-"""Lost shards whose loss an operator accepts: they begin anew, and nothing of the earlier
+"""Lost shards whose loss an operator accepts: they start over, and nothing of the earlier
 remains."""
 
 import time
@@ -137,7 +137,7 @@ def accept(
             raise from_rpc_error(error, servers.coordinator) from None
 
 
-def test_a_shard_whose_loss_is_accepted_begins_anew_and_others_stay(
+def test_a_shard_whose_loss_is_accepted_starts_over_and_others_stay(
     opened: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error has the versions and the server; the loss is accepted and recorded once. Another

@@ -104,7 +104,7 @@ def test_a_shard_stays_with_a_continuing_backup(servers: ParameterServers, tmp_p
 
 def test_an_older_copy_of_a_journal_is_an_error(servers: ParameterServers, tmp_path: Path) -> None:
     """An operator may have put it back. The error has both versions; with the newest copy, training
-    goes on."""
+    continues."""
     folder = tmp_path / "ps-0"
     start(servers, tmp_path, "ps-0")
     client = trained(servers, servers.admit("w0"))
@@ -135,7 +135,7 @@ def test_a_journal_of_another_run_of_the_job_is_not_led(
     servers: ParameterServers, tmp_path: Path
 ) -> None:
     """Its shards have the same numbers and more updates, as from before a reset of the job. With
-    the server's own journal, training goes on."""
+    the server's own journal, training continues."""
     folder, own = tmp_path / "ps-0", tmp_path / "own"
     start(servers, tmp_path, "ps-0")
     client = trained(servers, servers.admit("w0"))
@@ -203,8 +203,8 @@ def fill(folder: Path) -> Path:
 def test_a_durable_push_waits_for_space_on_a_full_disk(
     servers: ParameterServers, small_disk: Path
 ) -> None:
-    """The wait is longer than the worker's timeout of calls. Pushes of another level go on, and the
-    next process has every acknowledged push, once."""
+    """The wait is longer than the worker's timeout of calls. Pushes of another level continue;
+    the next process has every acknowledged push, once."""
     start(servers, small_disk, "ps-0")
     trained(servers, servers.admit("w0")).close()
     token, other_token = servers.admit("w1"), servers.admit("w2")

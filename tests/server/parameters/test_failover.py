@@ -146,7 +146,7 @@ def test_a_push_that_is_repeated_at_the_new_primary_is_not_applied_again(
 
 
 def test_a_new_server_gets_shards(servers: ParameterServers) -> None:
-    """Pushes go on meanwhile."""
+    """Pushes continue meanwhile."""
     client = trained(servers)
     servers.add("ps-2")
     pushed = 0

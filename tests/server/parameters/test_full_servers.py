@@ -1,4 +1,4 @@
-"""Servers at their memory limit refuse copies, and primaries go on without these."""
+"""Servers at their memory limit refuse copies, and primaries continue without these."""
 
 import itertools
 from array import array
@@ -75,7 +75,7 @@ def await_refusal(servers: ParameterServers) -> str:
     return servers.run(follow())
 
 
-def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
+def test_training_continues_without_the_copies_that_a_full_server_refuses(
     servers: ParameterServers,
 ) -> None:
     """The primary's description has the reason. Shards can be created meanwhile, and a server that
@@ -153,7 +153,7 @@ def test_a_refused_copy_is_made_once_there_is_memory(servers: ParameterServers) 
 
 
 def test_a_copy_of_a_table_grows_only_up_to_the_memory_limit(servers: ParameterServers) -> None:
-    """The primary, which has memory, goes on without the copy, and acknowledges all pushes."""
+    """The primary, which has memory, continues without the copy, and acknowledges all pushes."""
     servers.add("ps-0", timeouts=PATIENCE)
     member = Embedder(servers, users(), timeout_s=20.0)
     member.push(range(100))

@@ -1,4 +1,4 @@
-"""Shards that take long to copy: they get their copies, and pushes to other shards go on."""
+"""Shards that take long to copy: they get their copies, and pushes to other shards continue."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Lost shards that had values: every call is refused with StateLost, and none begins anew."""
+"""Lost shards that had values: every call is refused with StateLost, and none starts over."""
 
 import asyncio
 from array import array
@@ -204,7 +204,7 @@ def test_initial_values_are_readable_once_the_record_has_them(
 
 
 def test_a_snapshot_restores_lost_shards(servers: ParameterServers, tmp_path: Path) -> None:
-    """Training goes on after the restore."""
+    """Training continues after the restore."""
     snapshots = Snapshots(servers, tmp_path)
     member = Pusher(servers, "w0", weight=1.0)
     member.push()

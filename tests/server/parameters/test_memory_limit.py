@@ -1,4 +1,4 @@
-"""Servers at their memory limit refuse what needs more memory, with the reason, and go on."""
+"""Servers at their memory limit refuse what needs more memory, with the reason, and continue."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`shoal ps` processes on a real etcd: they start, serve, end, and go on without etcd."""
+"""`shoal ps` processes on a real etcd: they start, serve, end, and continue without etcd."""
 
 import signal
 import sys
@@ -73,7 +73,7 @@ def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_training_goes_on_while_etcd_is_away(tmp_path: Path) -> None:
+def test_training_continues_while_etcd_is_away(tmp_path: Path) -> None:
     """Known members push for 6 s without etcd, longer than a server's lease. Once etcd is back, the
     server is registered."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:

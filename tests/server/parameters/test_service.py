@@ -431,7 +431,7 @@ async def test_the_bytes_of_unfinished_pushes_are_bounded(world: World) -> None:
 
 
 async def test_a_pull_has_the_values_of_one_version(world: World) -> None:
-    """Each pull returns all values of one version while pushes go on."""
+    """Each pull returns all values of one version while pushes continue."""
     await create(world, LARGE)
     done = asyncio.Event()
 

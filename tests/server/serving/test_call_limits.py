@@ -110,7 +110,7 @@ async def test_a_silent_connection_is_closed() -> None:
 
 
 async def test_the_number_of_connections_is_bounded() -> None:
-    """Existing connections go on; once some are closed, another one is accepted."""
+    """Existing connections continue; once some are closed, another one is accepted."""
     async with serving(CallLimits(max_connections=4, handshake_s=20.0)) as (echo, _, port):
         echo.may_answer.set()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as first:

@@ -158,7 +158,7 @@ def test_requests_of_members_are_accepted() -> None:
 
 
 async def test_every_service_refuses_requests_out_of_bounds() -> None:
-    """The usual client makes the calls, and the coordinator goes on with its job."""
+    """The usual client makes the calls, and the coordinator continues with its job."""
     async with served(MemoryStore()) as world:
         await world.training("a", "b")
 

@@ -69,7 +69,7 @@ async def test_background_work_runs_as_long_as_its_block() -> None:
 
 
 async def test_a_wait_for_several_ends_with_the_first() -> None:
-    """Coroutines given to the call are cancelled; a task goes on."""
+    """Coroutines given to the call are cancelled; a task continues."""
     done, never = asyncio.Event(), asyncio.Event()
     other = asyncio.create_task(never.wait())
     asyncio.get_running_loop().call_soon(done.set)

@@ -83,7 +83,7 @@ def test_only_its_own_job_is_quarantined(coordinator: CoordinatorProcess, garbag
 
 
 def test_other_jobs_train(coordinator: CoordinatorProcess) -> None:
-    """Two members form a generation, and the leader's term goes on."""
+    """Two members form a generation, and the leader's term continues."""
     scripts = [Script(job="good", member_id=name) for name in ("a", "b")]
     members = [ScriptedMember([coordinator.grpc], script).start() for script in scripts]
     try:

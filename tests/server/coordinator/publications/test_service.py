@@ -310,7 +310,7 @@ async def test_a_write_of_unknown_outcome_is_made_once(
         assert [each.number for each in view.versions] == [1, 2] and not world.store.loses
 
 
-async def test_numbers_go_on_under_the_next_leader_and_the_next_generation(
+async def test_numbers_continue_under_the_next_leader_and_the_next_generation(
     world: WorldWithServers,
 ) -> None:
     async with world.leading() as client:

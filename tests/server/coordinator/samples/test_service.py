@@ -355,7 +355,7 @@ async def test_many_leases_make_few_writes(world: World) -> None:
     assert (await world.books()).completed == 990
 
 
-async def test_leasing_goes_on_while_etcd_is_away(world: World) -> None:
+async def test_leasing_continues_while_etcd_is_away(world: World) -> None:
     """Without a reserve, leases do not wait for a write, which is made when etcd is back."""
     await world.join("a", "1")
     async with world.serving() as (_, address):

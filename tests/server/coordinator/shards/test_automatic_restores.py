@@ -73,7 +73,7 @@ async def test_a_restore_that_hangs_does_not_delay_another_job(opened: Opened) -
     assert sorted(storages.asked) == ["other", "slow"]
 
 
-async def test_a_long_restore_is_reported_and_goes_on(
+async def test_a_long_restore_is_reported_and_continues(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(automatic_restores, "REPORTED_AFTER_S", 0.05)

@@ -39,7 +39,9 @@ def test_each_mixture_is_logged_when_it_begins() -> None:
     assert mixtures([a, b], [b, a], [c, b, a], [c, b], [b, a]) == [mixed, wider, mixed]
 
 
-def test_a_job_on_several_versions_goes_on_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_on_several_versions_continues_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The coordinator's log and the job's status both show the versions."""
     own = torch.__version__
     with capture_logs() as logs, ParameterServers(1) as servers:

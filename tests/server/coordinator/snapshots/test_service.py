@@ -781,7 +781,7 @@ def test_a_snapshot_cancelled_during_its_commit_is_whole(opened: ExitStack, tmp_
         taking = asyncio.create_task(snapshots.taking())
         await asyncio.to_thread(library.begun.wait)
         taking.cancel()
-        # The cancellation is delivered before the commit goes on.
+        # The cancellation is delivered before the commit continues.
         await asyncio.sleep(0)
         library.may_commit.set()
         with suppress(asyncio.CancelledError):

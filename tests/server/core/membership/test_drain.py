@@ -1,4 +1,4 @@
-"""Drains: the other members go on without a break, and state is handed over."""
+"""Drains: the other members continue without a break, and state is handed over."""
 
 import pytest
 from support.members.job_world import World
@@ -26,7 +26,7 @@ def running(*names: str, low: int = 1, high: int = 8, max_delay_s: float = 0.0) 
     return w
 
 
-def test_the_others_go_on_without_a_break() -> None:
+def test_the_others_continue_without_a_break() -> None:
     """Member b is left out by a planned change, and leaves once the others train."""
     w = running("a", "b", "c")
     leaver = w.members["b"]
@@ -101,7 +101,7 @@ def test_the_last_member_leaves_at_once() -> None:
     assert not w.job.members
 
 
-def test_a_drain_below_the_minimum_goes_on_and_the_others_wait() -> None:
+def test_a_drain_below_the_minimum_continues_and_the_others_wait() -> None:
     """The member leaves; the others wait for another member, and keep the state."""
     w = running("a", "b", low=2)
     leaver = w.members["b"]

@@ -36,7 +36,7 @@ def test_after_any_faults_all_living_members_train_in_one_generation(seed: int) 
 
 @pytest.mark.parametrize("seed", [*range(NUM_FAILOVERS), *MISSED_ENDS])
 def test_a_change_outlives_its_leader_without_a_loss_or_delay(seed: int) -> None:
-    """Only leaders die: members go on, and none waits for a time limit."""
+    """Only leaders die: members continue, and none waits for a time limit."""
     simulate_failover(seed)
 
 
@@ -47,7 +47,7 @@ def test_a_change_outlives_a_long_time_without_a_leader(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(NUM_CRASH_LOOPS))
-def test_training_goes_on_while_leaders_die_one_after_the_other(seed: int) -> None:
+def test_training_continues_while_leaders_die_one_after_the_other(seed: int) -> None:
     """Leaders die before they know the members, and declare none lost."""
     simulate_crash_loop(seed)
 

@@ -74,7 +74,7 @@ def test_a_later_joiner_of_a_lost_job_gets_the_same_refusal() -> None:
     assert "step 3" in late.refused.what
 
 
-def test_a_standby_does_not_begin_anew_when_the_last_survivor_is_lost() -> None:
+def test_a_standby_does_not_start_over_when_the_last_survivor_is_lost() -> None:
     """It had joined before the loss, but has no state."""
     w = World(JobSpec(job="j", max_members=1))
     w.join("a")

@@ -1,4 +1,4 @@
-"""New leaders, and calls that arrive late: a generation that trains goes on."""
+"""New leaders, and calls that arrive late: a generation that trains continues."""
 
 import pytest
 from support.members.job_world import digest_of
@@ -94,7 +94,7 @@ def attend(
 
 
 def test_a_joiner_with_a_checkpoint_receives_the_state_of_the_running_generation() -> None:
-    """The joiner's step may be the higher one: the others have gone on since their last report."""
+    """The joiner's step may be the higher one: others have continued since their report."""
     trains = roster(1, "ab", step=5)
     grown = draw_up(
         Generation(2),

@@ -298,7 +298,7 @@ def test_a_new_leader_keeps_all_versions_while_earlier_leases_may_last() -> None
     assert run.series.head.kept == (2, 3)
 
 
-def test_under_new_leaders_publications_go_on_within_a_bound() -> None:
+def test_under_new_leaders_publications_continue_within_a_bound() -> None:
     """Leases of earlier terms may be on the versions that a new leader finds. A version of its own
     replaces the one before. So the number of versions stays bounded over any number of terms."""
     stored = StoredSeries()

@@ -11,7 +11,7 @@ def test_an_absence_is_counted_from_when_it_was_first_seen() -> None:
 
 
 def test_a_server_that_is_present_again_is_forgotten() -> None:
-    """A later absence begins anew."""
+    """A later absence starts over."""
     absences = ServerAbsences[str]()
     absences.away_s({"a", "b"}, 10.0)
     assert absences.away_s({"b"}, 11.0) == {"b": 1.0}
@@ -19,7 +19,7 @@ def test_a_server_that_is_present_again_is_forgotten() -> None:
     assert absences.away_s((), 13.0) == {}
 
 
-def test_an_absence_begins_anew_after_a_gap_between_two_lists() -> None:
+def test_an_absence_starts_over_after_a_gap_between_two_lists() -> None:
     """A server missing before and after a gap may have acknowledged pushes meanwhile."""
     absences = ServerAbsences[str](longest_gap_s=2.0)
     assert absences.away_s({"a"}, 10.0) == {"a": 0.0}

@@ -19,7 +19,7 @@ def test_a_hot_shard_weighs_more() -> None:
     assert found == {0: 700_000, 1: 300_000}
 
 
-def test_the_count_of_a_shard_that_moved_begins_anew() -> None:
+def test_the_count_of_a_shard_that_moved_starts_over() -> None:
     """A lower count than the last one is the new primary's: that many bytes were pushed since."""
     found = weights({0: 100, 1: 100}, {0: 9000, 1: 0}, {0: 50, 1: 150})
     assert found == {0: 375_000, 1: 625_000}

@@ -101,7 +101,7 @@ def test_a_shard_that_was_never_created_is_not_lost() -> None:
     assert losses.lost(rebalance(empty, BOTH_GONE, {})) == []
 
 
-def test_an_accepted_loss_begins_anew_and_is_not_led_from_a_disk() -> None:
+def test_an_accepted_loss_starts_over_and_is_not_led_from_a_disk() -> None:
     """The epoch rises. The record keeps the operator who accepted the loss, also under later
     primaries. A shard that is not lost stays as it is."""
     anew = losses.given_up(replace(LOST, on_disk="a"), "ann", 2.0)
@@ -130,7 +130,7 @@ OTHER_LOST = replace(LOST, shard_id=4)
     ],
     ids=["all", "all created", "the last", "a part", "a part that is loaded", "one of two"],
 )
-def test_samples_begin_anew_if_no_trained_shard_is_left(
+def test_samples_start_over_if_no_trained_shard_is_left(
     shards: list[ShardAssignment], left: list[int]
 ) -> None:
     """If one is left, or may be found on a disk, there is no default: the operator has to choose.

@@ -91,7 +91,7 @@ class SlowStore(MemoryStore):
         return await super().transact(*what, **how)
 
 
-async def test_a_server_goes_on_if_etcd_answers_late() -> None:
+async def test_a_server_continues_if_etcd_answers_late() -> None:
     """Regression: the server ended as if another server had its id."""
     store = SlowStore()
     async with registration(store, identity(), 0.1):

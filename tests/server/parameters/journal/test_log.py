@@ -240,7 +240,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_a_failed_disk_is_reported_and_tried_again(tmp_path: Path, kind: str) -> None:
-    """Durable pushes get the error, and pushes that need no disk go on. Once the disk works and
+    """Durable pushes get the error, and pushes that need no disk continue. Once the disk works and
     after another image, the journal has all pushes."""
     error, expected = FAILURES[kind]
     disk, shard = Disk(), Log(0)

@@ -37,7 +37,7 @@ async def test_small_work_is_done_at_once(run: Workers) -> None:
 
 
 async def test_small_work_does_not_wait_for_the_lock(run: Workers) -> None:
-    """While another thread has the lock, the loop goes on; a thread does the work later."""
+    """While another thread has the lock, the loop continues; a thread does the work later."""
     replica, entered, leave = new_replica(), threading.Event(), threading.Event()
 
     def hold(version: int) -> None:

@@ -305,7 +305,7 @@ def test_each_step_is_whole_in_any_interleaving(
     actors: list[Client | Coordinator] = [*clients, coordinator]
     for pick in picks:
         actors[pick % len(actors)].advance(pick // len(actors))
-    # All actors go on until the cut and every step are done. The order is random: in a fixed one, a
+    # All actors continue until the cut and every step are done, in random order: in a fixed one, a
     # part might break at each of its turns.
     chance = random.Random(0)
     for _ in range(20_000):
