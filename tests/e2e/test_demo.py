@@ -38,7 +38,8 @@ def test_the_demo_trains_and_loses_no_sample(shoal_command: Shoal, tmp_path: Pat
 @pytest.mark.sampled()
 @pytest.mark.parametrize("moment", ["starting etcd", "status page", "async-sgd: SIGKILL to"])
 def test_ctrl_c_leaves_no_process(shoal_command: Shoal, moment: str) -> None:
-    """SIGINT at any stage gives exit code 130; no process is left when the command returns."""
+    """SIGINT in each of three stages gives exit code 130; no process is left at the command's
+    end."""
     process = shoal_command.start("demo")
     lines = read_until(process, moment)
     process.send_signal(signal.SIGINT)

@@ -76,7 +76,7 @@ def test_a_joiner_during_an_outage_of_etcd_is_admitted_afterwards(
         c = cast.joins("c")
         # No coordinator leads without etcd. The joiner's attendance waits until it can be
         # written.
-        awaited(lambda: not leader.leads(), AWAY_S, "without etcd nobody leads")
+        awaited(lambda: not leader.leads(), AWAY_S, "no coordinator leads")
     finally:
         etcd.restore()
     (generation,) = {member.trains_with("a", "b", "c") for member in (a, b, c)}

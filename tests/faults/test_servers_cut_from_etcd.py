@@ -103,8 +103,8 @@ def cut_from_etcd(servers: ParameterServers, wires: dict[str, Wire]) -> None:
 def test_pushes_continue_during_a_short_cut_from_etcd(
     servers: ParameterServers, wires: dict[str, Wire]
 ) -> None:
-    """Pushes continue even for a worker that fetches the map meanwhile and finds no server's
-    address in it. The shard stays with its holders, and nothing is lost."""
+    """Pushes continue even for a worker that fetches the map meanwhile, without any server's
+    address. The shard stays with its holders, and no push is lost."""
     with closing(new_client(servers)) as client:
         awaited(lambda: assignment(servers).backups, LIMIT_S, "the shard has a copy")
         # Have another server lead the shard than the layout names.
@@ -136,12 +136,12 @@ def soon_dead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_server_that_may_be_declared_dead_acknowledges_no_push(
+def test_a_server_declared_dead_acknowledges_no_push(
     soon_dead: None, servers: ParameterServers, wires: dict[str, Wire], level: str
 ) -> None:
-    """Holders of the shard are cut from etcd for good, and a third server is there. Pushes are
-    acknowledged only until the record declares the shard lost or another server's; later ones to
-    the old pair are refused by name."""
+    """Both holders of the shard are cut off from etcd for good, and a third server runs. Pushes are
+    acknowledged only until the record declares the shard lost or another server's, and refused
+    later."""
     new_client(servers).close()
     impatient = new_client(servers, LEVELS[level], member="w1", timeout_s=1.0)
     with closing(impatient) as client:
@@ -162,6 +162,6 @@ def test_a_server_that_may_be_declared_dead_acknowledges_no_push(
                 pushed, last_s = pushed + 1, time.monotonic()
         declared_s = time.monotonic()
         assert pushed and last_s < declared_s
-        assert refusal is not None, "acknowledged until the shard was given away"
+        assert refusal is not None, "no push was refused"
         with pytest.raises(ShoalError):
             client.push(filled(-1.0))

@@ -75,7 +75,6 @@ def test_a_silent_server_does_not_delay_a_fork() -> None:
 
 
 def test_an_answer_that_is_not_tls_is_an_oserror() -> None:
-    """The connection is closed as well."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     with socket.create_server(("127.0.0.1", 0)) as server:
         connected = socket.create_connection(server.getsockname())

@@ -50,8 +50,8 @@ def test_a_received_roster_has_the_senders_digest() -> None:
     assert roster_digest(pb.Roster.FromString(sent.SerializeToString())) == roster_digest(sent)
 
 
-def test_the_digest_and_packed_form_are_fixed() -> None:
-    """The form is part of the protocol, and does not depend on a member's version of protobuf."""
+def test_the_digest_is_fixed() -> None:
+    """It is part of the protocol, and does not depend on a member's version of protobuf."""
     digest = "1cab775e729fd3c8c2cfb56f31bb8a2e85807567e63134ffe357e9e5c4653c5a"
     assert roster_digest(roster(FIELDS)) == digest
 

@@ -274,7 +274,5 @@ async def test_a_drain_ends_a_report_without_a_coordinator() -> None:
                 await reported
             begun_s = time.monotonic()
             left = asyncio.to_thread(a.leave, completed=False, reason="drained", timeout_s=60.0)
-            assert not await left, "nobody took note"
-            assert time.monotonic() - begun_s < unhurried(5.0), (
-                "it was not heard for all of a drain"
-            )
+            assert not await left, "the leave was acknowledged"
+            assert time.monotonic() - begun_s < unhurried(5.0), "leaving took too long"

@@ -89,7 +89,7 @@ async def test_a_member_that_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> N
         assert slot.ending is MembershipEnding.UNKNOWN
 
 
-async def test_a_replaced_member_is_not_restarted(slot: BeatSlot) -> None:
+async def test_the_end_of_a_replaced_member_is_final(slot: BeatSlot) -> None:
     """Two processes with one name would replace each other again and again."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
@@ -110,7 +110,7 @@ async def test_a_replaced_member_is_not_restarted(slot: BeatSlot) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, ShoalError) else value.name,
 )
-async def test_the_trainers_error_decides_on_a_restart(
+async def test_each_error_of_the_trainer_has_its_ending(
     slot: BeatSlot, error: ShoalError, ending: MembershipEnding
 ) -> None:
     """The launcher learns if the next process would end with the same error, and if it would

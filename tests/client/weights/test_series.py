@@ -189,10 +189,10 @@ def test_a_version_without_a_lease_is_gone_and_one_with_a_lease_is_not(
             reader.fetch(first)
 
 
-def test_a_restarted_reader_is_counted_at_once(
+def test_a_restarted_reader_can_fetch_at_once(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
-    """The number of reports of the process before does not matter."""
+    """The number of reports of its earlier process does not matter."""
     version = script.publish(b"one", b"more")
     for _ in range(5):
         with reader.leased(version.number):
