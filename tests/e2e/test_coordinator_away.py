@@ -63,7 +63,7 @@ def test_training_continues_while_the_coordinator_or_etcd_is_down(
             ).ready()
         else:
             etcd.process.send_signal(signal.SIGCONT)
-        awaited(leader.leads, LEADS_WITHIN_S, "it leads again")
+        awaited(leader.leads, LEADS_WITHIN_S, "a coordinator leads")
         (tmp_path / "done").touch()
         for strategy, run in runs.items():
             code, output = finish(run, outputs[strategy])
