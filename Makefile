@@ -61,14 +61,14 @@ run_tests = $(PYTEST) -m "$(TESTS) and $(1)" || case $$? in 5) ;; \
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "$(TESTS) and $(1)" ;; \
 	*) exit 1 ;; esac
 
-test: $(VENV)/.installed ## every capability once, on real parts
+test: $(VENV)/.installed ## all but the slow tests, on real parts
 	$(call run_tests,not long)
 
-# All of them take 25 minutes on two idle cores: each commit begins with other files, leaves out what is left, and says
+# All of them take 40 minutes on two idle cores: each commit begins with other files, leaves out what is left, and says
 # so. 0: no limit.
 LONG_WITHIN_S ?= 1200
 
-test-long: $(VENV)/.installed ## their further combinations, begun within 20 minutes (LONG_WITHIN_S=0: all of them)
+test-long: $(VENV)/.installed ## slow tests and further combinations, begun within 20 minutes (LONG_WITHIN_S=0: all of them)
 	export SHOAL_TESTS_WITHIN_S=$(LONG_WITHIN_S) SHOAL_TESTS_ORDER=$$(git rev-parse HEAD 2> /dev/null); $(call run_tests,long)
 
 # What compares each strategy with one process, on time and with collectives that end late; and of

@@ -227,6 +227,7 @@ def test_variables_replace_missing_options(monkeypatch: pytest.MonkeyPatch) -> N
     assert [tuple(each.coordinators) for each in seen] == [("a:1", "b:2"), ("c:3",), ()]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The script also has the commands' options."""
@@ -257,6 +258,7 @@ def test_without_a_command_the_list_is_shown(capsys: pytest.CaptureFixture[str])
     assert build_app(installed_commands()).name[0] == "shoal"
 
 
+@pytest.mark.long
 def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
     """As in `shoal completion zsh | head -1`."""
     reading, writing = os.pipe()

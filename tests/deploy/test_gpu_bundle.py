@@ -202,6 +202,7 @@ def test_the_folder_s_nccl_is_used_where_torch_s_is_too_old(
     assert "several ranks on one GPU need NCCL 2.30" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_folder_that_says_no_runs_nothing(tmp_path: Path) -> None:
     """The script runs by itself, as it is copied."""
     requirements = own_machine(ranges={"torch": ">=999"})
@@ -268,6 +269,7 @@ def test_what_an_image_tells_pip_is_not_for_the_folder_s_wheels(
     assert (tmp_path / "into" / "site" / "carried.py").exists()
 
 
+@pytest.mark.long
 def test_a_folder_of_others_is_not_unpacked_to(folder: Path, tmp_path: Path) -> None:
     """A folder of an earlier run is used again."""
     into = tmp_path / "into"
@@ -370,6 +372,7 @@ def test_a_folder_that_has_not_come_whole_is_told_of(folder: Path, name: str, fa
     assert name in done.stdout and "copy the folder once more" in done.stdout
 
 
+@pytest.mark.long
 def test_a_machine_without_a_gpu_is_told_of_by_looking(folder: Path, tmp_path: Path) -> None:
     into = ["--device", "cuda", "--into", str(tmp_path / "into")]
     done = run_of(folder, *into, CUDA_VISIBLE_DEVICES="")

@@ -85,6 +85,7 @@ def kubectl() -> str:
     return command
 
 
+@pytest.mark.sampled()
 def test_kubectl_renders_the_same(variant: Path) -> None:
     """`kubectl kustomize` gives the resources that the other checks examine."""
     output = subprocess.run(
@@ -95,6 +96,7 @@ def test_kubectl_renders_the_same(variant: Path) -> None:
     assert theirs == without_hashes(render(variant))
 
 
+@pytest.mark.sampled()
 def test_schema(variant: Path, tmp_path: Path) -> None:
     """Resources are valid by Kubernetes' own schemas: no unknown field, no warning."""
     path = tmp_path / "all.yaml"
@@ -265,6 +267,7 @@ async def test_probed_paths_are_served(resources: list[Resource]) -> None:
     assert {path: (await answer(path)).status_code for path in asked} == dict.fromkeys(asked, 200)
 
 
+@pytest.mark.sampled()
 async def test_the_workers_probe_asks_for_a_member(resources: list[Resource]) -> None:
     """The coordinator decides a worker's readiness, on a path of its API."""
     worker = find(resources, kinds={"Deployment"}, name="worker")
@@ -290,6 +293,7 @@ def given_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sampled()
 def test_commands_parse(resources: list[Resource], given_out: Path) -> None:
     """The program itself parses each flag, and listens where the manifests say."""
     parsed = {}

@@ -33,6 +33,7 @@ def shoal_errors() -> set[str]:
     return found
 
 
+@pytest.mark.long
 def test_every_error_has_a_section_under_its_name() -> None:
     """Sections with another name than an error's, or `Drained`, are refused."""
     names = shoal_errors()

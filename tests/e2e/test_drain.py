@@ -142,6 +142,7 @@ def as_one_process(directory: Path) -> dict[str, torch.Tensor]:
     return torch.load(alone / "trained.pt")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy",
     [

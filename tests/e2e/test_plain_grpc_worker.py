@@ -28,6 +28,7 @@ def test_the_example_uses_generated_modules_only() -> None:
     assert any(module.endswith("_grpc") for module in ours)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tls", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_plain_grpc_clients_train_together(tmp_path: Path, tls: bool) -> None:
     """Two clients fit one line, and each push of each client is counted once; with TLS, too."""

@@ -144,7 +144,7 @@ def struck(
             job.cast.agrees()
 
 
-@pytest.mark.sampled("phase")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("phase", HELD)
 def test_a_job_in_any_phase_continues(struck: Mapping[str, Future[None]], phase: str) -> None:
     """Generations are neither lost nor decided twice, and training members are not disturbed."""

@@ -53,6 +53,7 @@ def _wakes(job: Losable, outcome: Future[None]) -> None:
     assert job.cast.record() == before
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("phase", LOSABLE)
 def test_survivors_of_a_loss_continue(struck: Mapping[str, Future[None]], phase: str) -> None:
     """Survivors have one record of each generation, and calls of the lost member are refused."""

@@ -76,6 +76,7 @@ def kill_servers(cluster: ParameterCluster, kind: str, directory: Path, num_kill
     assert_nothing_lost(run)
 
 
+@pytest.mark.long
 def test_a_few_killed_servers_lose_no_update(cluster: ParameterCluster, tmp_path: Path) -> None:
     """A short campaign, with one optimizer."""
     kill_servers(cluster, KINDS[0], tmp_path, NUM_FIRST_KILLS)

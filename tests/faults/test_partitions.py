@@ -38,6 +38,7 @@ def test_a_short_partition_costs_no_member(cast: Cast, wire: Wire) -> None:
     cast.agrees()
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("held", [True, False], ids=["a change forms", "a generation runs"])
 def test_a_member_cut_off_for_long_is_lost_and_joins_again(
     cast: Cast, wire: Wire, held: bool

@@ -134,6 +134,7 @@ def soon_dead(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "DEAD_AFTER_S", DEAD_AFTER_S)
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_server_declared_dead_acknowledges_no_push(

@@ -60,6 +60,7 @@ def _training(replicas: Replicas, job: str) -> Iterator[list[MemberSession]]:
             each.close()
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("num_settled", [0, 1])
 def test_a_leader_may_die_between_a_loss_and_the_next_generation(
     replicas: Replicas, num_settled: int

@@ -120,6 +120,7 @@ def test_cases_are_chosen_by_name_in_the_order_of_their_value() -> None:
         campaign.chosen("K9")
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "gpu.campaign", "--out", str(tmp_path / "out")]

@@ -161,6 +161,7 @@ def test_unknown_pushes_are_found_where_they_were_applied() -> None:
     assert 0 < applied < len(SHARDS) * sum(report.num_unknown for report in reports)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("faulty", "name", "others"), FAULTS, ids=[f.__name__ for f, *_ in FAULTS])
 def test_a_faulty_server_is_caught(

@@ -16,6 +16,7 @@ LAYER = (
 )
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_parameters_are_listed_each_by_name() -> None:
     """Equal layers make the listing a few kilobytes."""
     lines = [f"parameter layers.{n}.{each}" for n in range(20_000) for each in LAYER]

@@ -199,6 +199,7 @@ def test_reusable_memory_is_not_shared_with_another_process() -> None:
         Segment.adopt(os.dup(segment.descriptor), 7)
 
 
+@pytest.mark.long
 def test_memory_of_another_size_or_of_a_closed_owner_is_freed() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     memory = ReusedMemory()

@@ -19,6 +19,8 @@ EPOCHS, STEPS_PER_EPOCH, RATE = 2, 28, 2.0**-10
 __all__ = ["shoal_command"]
 
 
+@pytest.mark.long
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize("coordinator", ["now", "next"])

@@ -149,7 +149,7 @@ def test_what_benches_and_examples_import_of_the_source_is_there() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {module}.{name}"
         for folder in ("bench", "examples")
-        for path in (ROOT / folder).rglob("*.py")
+        for path in sources_in(folder)
         for module, name in from_source(path)
         if f"{module}.{name}" not in modules() and name not in names_of(modules()[module])
         if not name.endswith("_pb2")
@@ -161,7 +161,7 @@ def test_what_benches_import_of_each_other_is_there() -> None:
     """A script's own folder is searched first, then `bench`."""
     bench = ROOT / "bench"
     found = []
-    for path in bench.rglob("*.py"):
+    for path in sources_in("bench"):
         for node in walked(path):
             if not isinstance(node, ast.ImportFrom) or node.module is None:
                 continue
@@ -173,6 +173,11 @@ def test_what_benches_import_of_each_other_is_there() -> None:
                 lacking = [each.name for each in node.names if each.name not in named]
                 found += [f"{path.relative_to(ROOT)}: {node.module}.{name}" for name in lacking]
     assert found == []
+
+
+def sources_in(folder: str) -> list[Path]:
+    """Source files of a folder, without environments that benches of peers use."""
+    return [path for path in (ROOT / folder).rglob("*.py") if ".venvs" not in path.parts]
 
 
 def from_source(path: Path) -> Iterator[tuple[str, str]]:

@@ -57,6 +57,7 @@ FOLLOWED: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 }
 
 
+@pytest.mark.long
 def test_schedules_travel_with_the_job(servers: ParameterServers) -> None:
     """The result is bit for bit that of one torch worker that steps the schedule itself, in groups
     with rates of their own. Here nobody steps it."""

@@ -36,6 +36,7 @@ def start(
     return ranks.start(rank_bodies.train, run)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["async-sgd", "async-diloco"])
 def test_members_share_out_each_sample_once_an_epoch(cluster: LocalCluster, strategy: str) -> None:
     """Holds for members of any speed, step by step or in rounds."""
@@ -48,6 +49,7 @@ def test_members_share_out_each_sample_once_an_epoch(cluster: LocalCluster, stra
     assert set(found.values()) == {1}
 
 
+@pytest.mark.long
 def test_what_a_killed_member_held_is_trained_on_by_the_other(cluster: LocalCluster) -> None:
     """A single batch may count twice: the one whose completion was being reported."""
     with Ranks() as ranks:

@@ -58,6 +58,7 @@ def in_turns(servers: ParameterServers, num_members: int, **options: str) -> tup
     return right, warning
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("num_members", [3, 8])
 def test_the_readmes_settings_train_by_default(servers: ParameterServers, num_members: int) -> None:
     """The rate of 0.1 and momentum of 0.9, found with one process, train without a warning."""
@@ -66,6 +67,7 @@ def test_the_readmes_settings_train_by_default(servers: ParameterServers, num_me
     assert warning == ""
 
 
+@pytest.mark.long
 def test_a_loss_that_does_not_fall_is_told(servers: ParameterServers) -> None:
     """Staleness is not handled here: the log has a line that says what to do, and the page shows
     it."""

@@ -80,6 +80,7 @@ def check_each_sample_once(ranks: list[Rank], num_steps: int, epochs: int = EPOC
     assert set(counts.values()) == {1}
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     "fault",
     ["kill in forward", "kill in backward", "kill in optimizer", "kill in bring-up"],
@@ -151,6 +152,7 @@ def test_a_member_whose_own_fault_it_is_leaves_with_it_and_the_others_go_on(
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
 
 
+@pytest.mark.long
 def test_sigterm_drains_a_member_and_breaks_nobodys_generation(cluster: LocalCluster) -> None:
     """The member ends with 143, at a step from which on the others train without it; no step is
     repeated."""
@@ -184,6 +186,7 @@ def test_sigterm_to_the_only_member_ends_it_at_its_next_step(cluster: LocalClust
         assert start(ranks, run, "b")[0].expect("raised")["error"] == "StateLost"
 
 
+@pytest.mark.long
 def test_members_without_a_sample_in_a_step_do_not_change_it(cluster: LocalCluster) -> None:
     """Batches of two samples are divided among three members."""
     with Ranks() as ranks:

@@ -22,6 +22,7 @@ def start(ranks: Ranks, run: Run, names: str) -> list[Rank]:
     return [ranks.start(state_lost_bodies.train, replace(run, member_id=name)) for name in names]
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_others_train_on_and_it_hears_its_own_error(
@@ -61,6 +62,8 @@ def failures_of(cluster: LocalCluster, run: Run) -> list[str]:
     return [each["reason"] for each in events]
 
 
+@pytest.mark.long
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("low", [1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -428,6 +428,7 @@ def test_a_compiled_graph_draws_what_the_layer_draws(case: str) -> None:
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
 def test_compiled_dropout_has_the_gradients_of_the_layer(backend: str) -> None:

@@ -69,6 +69,7 @@ def is_private(name: str) -> bool:
     return any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
 
 
+@pytest.mark.long
 def test_only_one_room_names_what_is_private_to_torch() -> None:
     files = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(PRIVATE)]
     found = {

@@ -51,8 +51,8 @@ class BulkTransport:
     def connection(
         self, largest_bytes: int, num_parts: int, timeout_s: float
     ) -> BulkConnection | None:
-        """Return the connection for a call with parts of at most `largest_bytes` each; open it if
-        necessary. None: use gRPC. Raises grpc.RpcError."""
+        """Return the connection for a call with about `num_parts` parts of at most `largest_bytes`
+        each; open it if necessary. None: use gRPC. Raises grpc.RpcError."""
         held = self._connection
         if held is not None and held.is_usable and largest_bytes <= self._largest_bytes:
             return held
@@ -78,7 +78,8 @@ class BulkTransport:
 
     @property
     def name(self) -> str:
-        """Transport of the last call: `shared-memory`, `unix-socket`, `tcp`, `tls` or `grpc`."""
+        """Transport of the last call: `shared-memory`, `unix-socket`, `tcp`, `tls` or `grpc`; also
+        `grpc` before the first call."""
         return self._connection.transport if self._connection is not None else "grpc"
 
     def close(self) -> None:

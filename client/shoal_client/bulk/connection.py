@@ -41,7 +41,7 @@ Reply = TypeVar("Reply", PushReply, ShardData, TableLookupReply, TablePushReply)
 
 class BulkConnection:
     """Bulk connection, for one thread at a time, except `close`. An error in a call ends the
-    connection."""
+    connection; so does an iterator that is closed before its end."""
 
     def __init__(self, connected: socket.socket, address: str, arena: Arena | None) -> None:
         """Take ownership of the socket."""
@@ -73,9 +73,8 @@ class BulkConnection:
         self, request: PullRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | OnlyPiece]:
         """Pull shards. `parts`: the requested shards, in the request's order. The iterator raises
-        the server's error, Unavailable or DeadlineExceeded. A yielded piece is valid until the
-        next one is requested.
-        """
+        the server's error, MalformedMessage, Unavailable or DeadlineExceeded. A yielded piece is
+        valid until the next one is requested."""
         opening = bulk.message(FrameKind.PULL, request.SerializeToString())
         return self._call(opening, parts, timeout_s, ShardData.FromString, _announced_values)
 

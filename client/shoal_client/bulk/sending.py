@@ -70,7 +70,8 @@ class Sending:
         try:
             self.go_on()
         except OSError:
-            # The unsent data is kept: `go_on` raises the error again, once all answers are read.
+            # The unsent data is kept: `go_on` raises the error again, after the answers that have
+            # been received.
             return
 
     def _make_ready(self) -> None:
@@ -125,7 +126,7 @@ class Sending:
         self._ready_bytes += len(buffer)
 
     def _send(self) -> bool:
-        """Send the prepared data. True if all of it was sent."""
+        """Send prepared data, at most MAX_BUFFERS buffers. True if the kernel took all of them."""
         if isinstance(self._socket, ssl.SSLSocket):
             return self._send_encrypted(self._socket)
         buffers = [self._ready[i] for i in range(min(len(self._ready), MAX_BUFFERS))]

@@ -11,7 +11,7 @@ MAX_ADMISSION_S = 365 * 24 * 3600
 
 
 def admission_s(text: str) -> float:
-    """Parse SHOAL_ADMISSION_S, in seconds. Raises InvalidSpec."""
+    """Parse SHOAL_ADMISSION_S, in seconds; the default if it is empty. Raises InvalidSpec."""
     if not text:
         return ADMISSION_S
     if re.fullmatch("[0-9]{1,9}", text) and 1 <= int(text) <= MAX_ADMISSION_S:

@@ -1,7 +1,6 @@
 """Wait for a renewed certificate. While a job trains, a certificate may expire, or be renewed on
 one side first. A process that was connected before is then refused. It tries again, and reads its
-certificate files again at each attempt.
-"""
+certificate files again at each attempt."""
 
 import os
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ def wait_s(environment: Mapping[str, str] | None = None) -> float:
 
 
 class CertificateWait:
-    """Waits for a certificate. Each wait lasts from the first refusal until a connection
+    """Time limit of waits for a certificate. A wait lasts from the first refusal until a connection
     succeeds."""
 
     def __init__(self, limit_s: float) -> None:

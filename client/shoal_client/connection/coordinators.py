@@ -76,8 +76,8 @@ class Method(Protocol[Reply_co]):
 class Coordinators:
     """The coordinators as one peer: calls go to the leader, and are retried elsewhere.
 
-    Thread-safe. `call` is bounded by its `timeout_s`, retries included; `persist` has no limit.
-    """
+    Thread-safe. `call` is bounded by its `timeout_s`, retries included, and up to 3 s to find out
+    why TLS failed; `persist` has no limit."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         if not addresses:
@@ -99,7 +99,7 @@ class Coordinators:
             return self._current
 
     def channel(self) -> grpc.Channel:
-        """The channel to the replica that calls go to."""
+        """The channel to the replica that calls go to. Raises Unavailable once this is closed."""
         with self._lock:
             if self._closed.is_set():
                 raise Unavailable("the connection to the coordinator was closed")
@@ -119,9 +119,9 @@ class Coordinators:
 
     def move_on(self, failed: str, error: ShoalError) -> None:
         """Choose the next replica after a failure at `failed`: the leader that it named, or else
-        the next address. A named leader is followed only if `failed` was reached by rotation:
-        replicas that are cut off name past leaders, and two might name each other for ever.
-        """
+        the next address. Do nothing if calls go to another replica by now. A named leader is
+        followed only if `failed` was reached by rotation: replicas that are cut off name past
+        leaders, and two might name each other for ever."""
         with self._lock:
             if self._current != failed:
                 return
@@ -144,10 +144,10 @@ class Coordinators:
         """Call until it succeeds, is refused, or `timeout_s` has passed.
 
         An attempt that takes longer than `attempt_s` is repeated at another replica; give it only
-        for a request that may be carried out twice. Raises the server's error. A RetryError is
-        raised only if no time is left for another attempt, if `gives_up()` returns True after an
-        attempt, or once the connection is closed.
-        """
+        for a request that may be carried out twice. Raises the server's error, or
+        CertificateRefused. A RetryError is raised only if no time is left for another attempt, if
+        `gives_up()` returns True after an attempt, once the connection is closed, or if it is a
+        DeadlineExceeded and less than `attempt_s` was left: a server may answer with one early."""
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
                 if (token := getattr(request, "token", None)) is not None:
@@ -192,10 +192,10 @@ class Coordinators:
         gives_up: Callable[[], bool] = lambda: False,
     ) -> Reply_co:
         """Repeat a call until it is answered, through outages of hours. `call` limits the time of
-        each attempt itself. Raises a refusal at once, a refused certificate after
-        SHOAL_CERTIFICATE_WAIT_S, and the errors in OUTLASTED once `gives_up()` returns True or the
-        connection is closed. Logs one line at the beginning of an outage, and one at its end.
-        """
+        each attempt itself. Raises errors other than those in OUTLASTED at once, CertificateRefused
+        after SHOAL_CERTIFICATE_WAIT_S, and the errors in OUTLASTED once `gives_up()` returns True
+        or the connection is closed. Logs one line at the beginning of an outage, and one when the
+        call is answered after it."""
         back_off, began_s, away = BackOff(), time.monotonic(), False
         certificate = CertificateWait(wait_s())
         while True:
@@ -236,8 +236,7 @@ def close_channels(channels: Iterable[Closable]) -> None:
     """Close the channels: calls in progress fail. Returns within CLOSE_WITHIN_S in any case.
     gRPC's `close` waits for every call to end. A call never ends if KeyboardInterrupt was raised
     between its registration and the start of the thread that serves it. A worker that is to stop
-    must not wait for such a call.
-    """
+    must not wait for such a call."""
     closing = [
         threading.Thread(target=channel.close, name="shoal-close", daemon=True)
         for channel in channels
@@ -252,8 +251,9 @@ def close_channels(channels: Iterable[Closable]) -> None:
 
 
 def own_address(coordinators: Sequence[str]) -> str:
-    """The address of this machine's interface towards the first coordinator; loopback if there is
-    none. Sends nothing. Raises InvalidSpec without a route."""
+    """The address of this machine's interface towards the first coordinator; 127.0.0.1 without
+    coordinators. Sends nothing to it. Raises InvalidSpec if its name does not resolve, or there is
+    no route to it."""
     if not coordinators:
         return "127.0.0.1"
     host, _, port = coordinators[0].rpartition(":")

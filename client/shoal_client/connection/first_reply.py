@@ -19,8 +19,7 @@ class Cancellable(Protocol):
 class FirstReplyTimeout:
     """Cancels a stream whose first reply is late: a replica may accept connections and not answer,
     because its process is stopped or starved. The limit doubles each time, up to MAX_FACTOR times
-    the first one, until there is a reply.
-    """
+    the first one, until there is a reply."""
 
     def __init__(self, first_s: float) -> None:
         self._first_s = first_s
@@ -52,7 +51,8 @@ class FirstReplyTimeout:
         self._limit_s = self._first_s
 
     def error(self, address: str) -> Unavailable | None:
-        """Error for the stream that just ended, if the time limit ended it."""
+        """Error for the stream that just ended, if the time limit ended it, which also doubles the
+        next limit; else None."""
         if not self._waited_s:
             return None
         self._limit_s = min(2 * self._limit_s, MAX_FACTOR * self._first_s)

@@ -12,9 +12,8 @@ def direct_http_client(
     headers: Mapping[str, str] | None = None,
     context: ssl.SSLContext | None = None,
 ) -> httpx.Client:
-    """Client that ignores the environment (http_proxy, .netrc, SSL_CERT_FILE), to be closed.
+    """Client that ignores the environment (http_proxy, .netrc, SSL_CERT_FILE). Callers close it.
 
-    `context`: the TLS context for https; by default one with the system's authorities.
-    """
+    `context`: the TLS context for https; by default one with the system's authorities."""
     verify = True if context is None else context
     return httpx.Client(timeout=timeout_s, trust_env=False, headers=headers, verify=verify)

@@ -1,8 +1,7 @@
 """Check, before a generation starts, that a member reaches its peers over the network. Each member
 listens on a probe port and sends a greeting on each connection. The greeting depends on the
 member's public id, which peers know from the roster, so another process on that port is not
-mistaken for the member. No other data is exchanged, and no connection stays open.
-"""
+mistaken for the member. No other data is exchanged, and no connection stays open."""
 
 import errno
 import hashlib
@@ -39,8 +38,7 @@ def greeting(member_id: str, process: str) -> bytes:
 class ProbeListener:
     """Greets peers until it is closed. The constructor binds, and raises OSError if no port is
     free. It binds to `address` if that is an address of this host. If it is a name, or the address
-    of a gateway to this host, it binds to every interface.
-    """
+    of a gateway to this host, it binds to every interface."""
 
     def __init__(self, address: str, member_id: str, incarnation: str) -> None:
         self._greeting = greeting(member_id, public_id(incarnation))
@@ -94,10 +92,9 @@ def _bind(address: str) -> socket.socket:
 def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[RosterEntry]:
     """Peers that this member has to reach before it accepts the roster.
 
-    Two members that both keep their state trained together before, so they are not checked. `when`:
-    "auto" checks peers on other hosts only, "always" all, "never" none. Members of an asynchronous
-    job do not connect to each other.
-    """
+    Two members that both keep their state trained together before, so they are not checked; nor are
+    peers without a probe port. `when`: "auto" checks peers on other hosts only, "always" all,
+    "never" none. Members of an asynchronous job do not connect to each other: none is checked."""
     if when == "never" or not roster.synchronous:
         return []
     entries = sorted(roster.entries, key=lambda entry: entry.rank)
@@ -114,8 +111,7 @@ def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[R
 
 def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
     """Peers to check: all others, or if these are more than MAX_PEERS, peers at a distance of a
-    power of two in both directions. Each member is checked by as many members as it checks.
-    """
+    power of two in both directions. Each member is checked by as many members as it checks."""
     number = len(entries)
     if number - 1 <= MAX_PEERS:
         return [*entries[:position], *entries[position + 1 :]]
@@ -125,10 +121,9 @@ def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
 
 
 def check(peers: Iterable[RosterEntry], limit_s: float) -> dict[str, str]:
-    """Connect to all peers at once; return the peers that were not reached, each with the error. A
-    peer that accepts the connection and sends nothing within the limit is busy, and counts as
-    reached. So does one whose host name is not resolved within half of the limit.
-    """
+    """Connect to all peers at once; return the ids of the members that were not reached, each with
+    the error. A peer that accepts the connection and sends nothing within the limit is busy, and
+    counts as reached. So does a peer whose host name is not resolved within half of the limit."""
     give_up_s = time.monotonic() + limit_s
     unreached: dict[str, str] = {}
     named: list[RosterEntry] = []
@@ -186,8 +181,7 @@ def _read_greetings(
     selector: selectors.BaseSelector, unreached: dict[str, str], give_up_s: float
 ) -> None:
     """Read the peers' greetings until all have answered or the time is over. Greetings that have
-    arrived by then are still read: this process may have been slow.
-    """
+    arrived by then are still read: this process may have been slow."""
     while selector.get_map():
         left_s = max(0.0, give_up_s - time.monotonic())
         ready = selector.select(left_s)

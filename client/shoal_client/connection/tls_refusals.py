@@ -2,9 +2,8 @@
 TLS.
 
 gRPC reports `UNAVAILABLE` in these cases, as for a server that does not run, and the call would be
-repeated in vain. So after such a failure one TLS handshake is made directly: it shows the error,
-and the side that refused.
-"""
+repeated in vain. So after such a failure a TLS handshake is made directly, twice if the first one
+gives no reason: it shows the error, and the side that refused."""
 
 import socket
 import ssl
@@ -37,9 +36,9 @@ def note_answer(address: str) -> None:
 
 
 def explained(error: ShoalError, address: str, name: str) -> ShoalError:
-    """Replace an Unavailable by a CertificateRefused if that is its cause; return other errors
-    unchanged. `name`: the name that the certificate at host:port must have, as COORDINATOR_NAME.
-    """
+    """Replace an Unavailable by a CertificateRefused if a handshake shows that cause; return other
+    errors unchanged. `name`: the name that the certificate at host:port must have, such as
+    COORDINATOR_NAME. Blocks as `why_refused` does."""
     if type(error) is not Unavailable or not any(s in error.seen.lower() for s in _SIGNS):
         return error
     if identity.own() is None and address in _answered:
@@ -50,7 +49,8 @@ def explained(error: ShoalError, address: str, name: str) -> ShoalError:
 
 def why_refused(address: str, name: str) -> CertificateRefused | None:
     """Reason why this process and the server at host:port cannot connect over TLS; None if they
-    can, no process listens, or it does not answer in time. Blocks for at most 3 s."""
+    can, no process listens, or it does not answer in time. Blocks for at most 3 s if the host is an
+    IP address."""
     try:
         if identity.own() is None:
             return _needs_tls(address) if _speaks_tls(address) else None
@@ -62,7 +62,7 @@ def why_refused(address: str, name: str) -> CertificateRefused | None:
 
 def _own_refusal(address: str, name: str) -> CertificateRefused | None:
     """The refusal of a handshake with this process' certificate; None if it succeeds. Raises
-    OSError if no process listens."""
+    OSError if no process listens, or it does not answer in time."""
     context = _grpc_context()
     for _ in range(ATTEMPTS):
         with _connected(address) as plain:
@@ -98,7 +98,7 @@ def _grpc_context() -> ssl.SSLContext:
 
 def _speaks_tls(address: str) -> bool:
     """True if the server speaks TLS, with any certificate, even if it wants a certificate from this
-    process. Raises OSError if no process listens."""
+    process. Raises OSError if no process listens, or it does not answer in time."""
     with NO_FORK:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False

@@ -1,4 +1,4 @@
-"""The transport that a process was told to use, by SHOAL_TRANSPORT or an argument."""
+"""The transport that a process uses, chosen by SHOAL_TRANSPORT or an argument."""
 
 import os
 
@@ -11,8 +11,7 @@ TRANSPORT_VARIABLE = "SHOAL_TRANSPORT"
 def transport_of(asked: str | None) -> str:
     """The requested transport; without one, that of the environment. `auto`: shared memory with
     servers on this machine, TCP sockets to others. `tcp`: sockets to all servers. `grpc`: gRPC, to
-    which both others fall back. Raises InvalidSpec for any other name.
-    """
+    which both others fall back. Raises InvalidSpec for any other name."""
     transport = os.environ.get(TRANSPORT_VARIABLE, "auto") if asked is None else asked
     if transport not in TRANSPORTS:
         raise InvalidSpec(

@@ -25,8 +25,8 @@ from shoal_proto.v1.parameters_pb2 import (
 )
 
 CONNECT_AHEAD_S = 2.0
-"""Time limit for connecting to a server ahead of the first call; a call made meanwhile waits for
-it."""
+"""Time limit of each of the two calls that may connect to a server ahead of its first call; a call
+made meanwhile waits for them."""
 
 
 class ParameterCalls:
@@ -48,8 +48,8 @@ class ParameterCalls:
         self._bulk = BulkTransport(address, self._stub.OpenBulk, token, transport=transport)
 
     def connect(self, largest_bytes: int, num_parts: int) -> None:
-        """Connect ahead of calls with `num_parts` parts of at most `largest_bytes` each. Raises
-        grpc.RpcError."""
+        """Connect ahead of calls with about `num_parts` parts of at most `largest_bytes` each.
+        Raises grpc.RpcError."""
         if self._bulk.connection(largest_bytes, num_parts, CONNECT_AHEAD_S) is None:
             # A cheap call, which makes gRPC connect.
             self._stub.Describe(DescribeRequest(job=self._token().job), timeout=CONNECT_AHEAD_S)
@@ -101,7 +101,7 @@ class ParameterCalls:
 
     @property
     def transport(self) -> str:
-        """Transport of the last pull or push, as in `BulkTransport.name`."""
+        """Transport of the last pull or push, as `BulkTransport.name`."""
         return self._bulk.name
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """A job's parameters on its parameter servers: create, pull and push, without asyncio.
 
 Values and gradients are the caller's own buffers, one a parameter. This module finds the server of
-each part, and repeats calls while a server is unavailable.
-"""
+each part, and repeats calls while a server is unavailable."""
 
 import math
 import time
@@ -55,9 +54,10 @@ class PushResult:
     versions: dict[int, int] = field(default_factory=dict)
     """Version of each shard right after this push."""
     staleness: dict[int, int] = field(default_factory=dict)
-    """Number, by shard, of other members' updates that the gradient did not include."""
+    """Number, by shard, of updates between the version that the gradient was computed on and this
+    push."""
     retries: int = 0
-    """Number of attempts beyond the first."""
+    """Number of rounds of attempts beyond the first, redirects included."""
     duplicates: int = 0
     """Number of shards that answered a retry of a push that they had applied before."""
     stale: dict[int, StalePush] = field(default_factory=dict)
@@ -79,9 +79,9 @@ class ParameterClient:
     A call is bounded by `timeout_s`, retries included; `ShardServers.run` names the longer waits.
     Only failures that may pass are retried, and a retry never applies a gradient twice. Raises
     RetryError when the time is over, Fenced if the member was declared lost or the job was started
-    over, StateLost if a shard is lost, RefusedError for a bad request. `transport`: how servers are
-    reached (see `transport_of`).
-    """
+    over, StateLost if a shard is lost, ChecksumMismatch for damaged data, RefusedError for a bad
+    request, InternalError before the first map. `transport`: how servers are reached (see
+    `transport_of`)."""
 
     def __init__(
         self,
@@ -120,20 +120,19 @@ class ParameterClient:
 
         `tables` get shards too, which are not in the returned map: see
         `shoal_client.parameters.tables`. Raises ProposalConflict or ShapeMismatch, naming the
-        parameters or tables that differ from the job's, and NoServers.
-        """
+        parameters or tables that differ from the job's, NoServers, and InvalidSpec for a schema
+        that the coordinator does not take."""
         request = PlaceRequest(token=self._token(), parameters=parameters, tables=tables)
         return self._job.place(request)
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
-        """Fetch the newest shard map; waits up to `wait_s` until there is one. Raises Fenced if the
-        job was started over since the last map."""
+        """Fetch the newest shard map; see `JobShards.fetch_map`."""
         return self._job.fetch_map(wait_s, timeout_s)
 
     def create(self, optimizer: OptimizerSpec, values: Buffers) -> int:
-        """Give the shards their first values; return the number of shards that this call created.
-        An existing shard is left unchanged, so any member may create at any time.
-        """
+        """Give the shards their first values; return the number of shards that this call created as
+        far as it knows: an answer may be lost, and the call repeated. An existing shard is left
+        unchanged, so any member may create at any time. Raises ShapeMismatch."""
         shard_map = self._job.known_map()
         check_buffers(shard_map, values, complete=True, writable=False)
         created: list[int] = []
@@ -164,10 +163,9 @@ class ParameterClient:
     def pull(self, into: Buffers, *, wait_s: float | None = None) -> None:
         """Write the newest values into the buffers.
 
-        Waits up to `wait_s` (None: `timeout_s`) for shards that are not created yet, then raises
-        ShardNotReady. Each shard's values are of one version. If the call fails, some buffers may
-        have new values, others not.
-        """
+        Waits up to `wait_s`, and at most `timeout_s` (None: that long), for shards that are not
+        created yet, then raises ShardNotReady. Each shard's values are of one version. If the call
+        fails, some buffers may have new values, others not. Raises ShapeMismatch."""
         ready_by_s = time.monotonic() + (self._timeout_s if wait_s is None else wait_s)
         check_buffers(self._job.known_map(), into, complete=True, writable=True)
 
@@ -218,10 +216,10 @@ class ParameterClient:
         `only`: ids of the shards to push to; no other shard is touched or read. `step`: the result
         of `joint_step` for this push and one of rows, which may be made at the same time.
         `encoded`: data to send for some shards in place of their gradients; `gradients` still
-        states which parameters have one. Raises NonFiniteGradient with the parameter's name, and
-        InvalidSpec if a server does not read a codec. After an error, some shards may have applied
-        their parts.
-        """
+        states which parameters have one. Raises NonFiniteGradient with the parameter's name,
+        InvalidSpec if a server does not read a codec, ShapeMismatch, and ForgottenPush if a shard
+        no longer knows whether it applied its part. After an error, some shards may have applied
+        their parts."""
         shard_map = self._job.known_map()
         check_buffers(shard_map, gradients, complete=False, writable=False)
         if into is not None:
@@ -408,4 +406,4 @@ def _connect(parts: Sequence[GradientPart], calls: ParameterCalls) -> None:
 
 
 def _nothing(shard_id: int) -> None:
-    """Callback of a push without a codec: does nothing."""
+    """Do nothing: the callback of a push without a codec."""

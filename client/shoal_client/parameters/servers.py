@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 MAX_REDIRECTS = 4
 """Maximum number of redirects that are followed in a row, before the next round."""
 MAX_SERVERS = 64
-"""Maximum number of servers called at a time; further calls wait for their turn."""
+"""Maximum number of threads that call servers, beside the caller's own; further calls wait."""
 
 Stub = TypeVar("Stub")
 Attempt = Callable[[Stub, Sequence[Shard], float, set[int]], None]
@@ -79,8 +79,8 @@ class ShardServers(Generic[Stub]):
         self._ahead: dict[str, Future[None]] = {}
         """Connections that are being opened ahead of a first call, by address."""
         self._has_connected = False
-        """True once a server has answered: from then on, calls wait for the renewal of a refused
-        certificate."""
+        """True once a server has answered without an error: from then on, calls wait for the
+        renewal of a refused certificate."""
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
 
     def run(
@@ -97,10 +97,10 @@ class ShardServers(Generic[Stub]):
         Failures that may pass are retried until `timeout_s` has passed, with a newer map if the old
         one may be at fault. Other limits apply to waits for space on a full disk (no limit), for a
         renewed certificate once a server has answered (SHOAL_CERTIFICATE_WAIT_S), for shards
-        without values (until `ready_by_s` of the monotonic clock) and for lost shards
-        (`lost_wait_s`). A refusal that names a shard's new primary is followed at once, and the map
-        is updated. Raises the error that ended the attempts, and InvalidSpec in a forked process.
-        """
+        without values (until `ready_by_s` of the monotonic clock, if that is earlier) and for lost
+        shards (`lost_wait_s`). A refusal that names a shard's new primary is followed at once, and
+        the map is updated. Raises the error that ended the attempts, or the last error before it if
+        that is a DeadlineExceeded; InvalidSpec in a forked process."""
         self._check_process()
         give_up_s = time.monotonic() + self._timeout_s
         back_off = BackOff()
@@ -194,8 +194,8 @@ class ShardServers(Generic[Stub]):
     def _attempt_all(
         self, attempt: Attempt[Stub], shards: Sequence[Shard], todo: set[int], timeout_s: float
     ) -> tuple[list[ShoalError], int]:
-        """Call each server once, following redirects; return the errors and the number of
-        redirects."""
+        """Call each server once, following redirects; return the errors, and the number of
+        redirects of the server that was redirected most."""
         *others, last = _by_address(shards).items()
 
         give_up_s = time.monotonic() + timeout_s

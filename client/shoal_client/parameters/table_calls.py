@@ -154,7 +154,7 @@ class TableCalls:
     def push(
         self, header: TablePushHeader, pushed: Sequence[PushedRows], timeout_s: float
     ) -> Iterator[TablePushOutcome]:
-        """Yield the outcome of each shard's rows, in order of arrival."""
+        """Yield the outcome or the error of each shard's rows, in order of arrival."""
         parts = [each.part() for each in pushed]
         connection = self._connection((part.num_bytes for part in parts), timeout_s)
         if connection is not None:
@@ -172,12 +172,13 @@ class TableCalls:
 
 
 def rows_a_message(row_bytes: int) -> int:
-    """Number of rows, with their ids and births, that fit into one message; at least one."""
+    """Number of rows in one message: as many as have MESSAGE_BYTES of values, or of ids and births
+    if these are larger; at least one."""
     return max(1, MESSAGE_BYTES // max(row_bytes, 2 * ID_BYTES))
 
 
 def _messages(pushed: PushedRows) -> Iterator[tuple[RowGradients, int]]:
-    """Pieces of one shard's rows that fit into a message, and their bytes."""
+    """Pieces of one shard's rows, each for one message at most, with their sizes in bytes."""
     part, row_bytes = pushed.gradients, pushed.row_bytes
     size = rows_a_message(row_bytes)
     for start in range(0, part.num_rows, size):
@@ -203,7 +204,8 @@ def _rows(found: FoundRows, births: bytes, values: bytes) -> Rows:
 def _received(
     asked: Sequence[AskedRows], replies: "Iterable[FoundRows | OnlyPiece]"
 ) -> Iterator[tuple[int, Rows | ShoalError]]:
-    """Yield each item's rows of a bulk call, once all its bytes have arrived."""
+    """Yield each item's rows of a bulk call, once all its bytes have arrived, or its error. Raises
+    MalformedMessage or ChecksumMismatch."""
     incoming: dict[int, _IncomingRows] = {}
     for reply in replies:
         if isinstance(reply, OnlyPiece):

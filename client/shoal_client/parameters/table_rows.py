@@ -13,7 +13,8 @@ from shoal_proto.v1.tables_pb2 import FoundRows, TablePushOutcome
 
 ID_BYTES = 8
 MESSAGE_BYTES = 1024 * 1024
-"""Maximum bytes of rows in one message, unless a single row is larger."""
+"""Maximum bytes of values, or of ids and births, in one message, unless one row has more: both
+together are at most twice as many."""
 
 Where = tuple[str, int]
 """Name of a table, index of one of its virtual shards."""
@@ -69,13 +70,13 @@ class TablePushResult:
     versions: dict[Where, int] = field(default_factory=dict)
     """Version of each shard right after this push."""
     staleness: dict[Where, int] = field(default_factory=dict)
-    """Number, by shard, of other members' updates that the gradients did not include."""
+    """Number, by shard, of updates between `Gradients.base_version` and this push."""
     fates: dict[Where, bytes] = field(default_factory=dict)
     """RowFate of each pushed row, by shard; empty: all were applied."""
     steps: dict[Where, int] = field(default_factory=dict)
     """Number of the table's steps that each shard knows of."""
     retries: int = 0
-    """Number of attempts beyond the first."""
+    """Number of rounds of attempts beyond the first, redirects included."""
     duplicates: int = 0
     """Number of shards that answered a retry of a push that they had applied before."""
     stale: dict[Where, StalePush] = field(default_factory=dict)

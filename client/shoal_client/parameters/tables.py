@@ -1,8 +1,7 @@
 """A job's tables on its parameter servers: look up and push rows, without asyncio.
 
 Ids, births and values are little-endian bytes, sorted by shard; `route` sorts plain integers. This
-module finds the server of each shard, and repeats calls while a server is unavailable.
-"""
+module finds the server of each shard, and repeats calls while a server is unavailable."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,8 +44,7 @@ class TableClient:
     A call is bounded by `timeout_s`, retries included; `ShardServers.run` names the longer waits. A
     retry never applies a gradient twice. Raises RetryError when the time is over, Fenced if the
     member was declared lost or the job was started over, StateLost if a shard is lost, RefusedError
-    for a bad request.
-    """
+    for a bad request."""
 
     def __init__(
         self,
@@ -75,8 +73,7 @@ class TableClient:
         self._sequence = 0
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
-        """Fetch the newest shard map; waits up to `wait_s` until there is one. Raises Fenced if the
-        job was started over since the last map."""
+        """Fetch the newest shard map; see `JobShards.fetch_map`."""
         return self._job.fetch_map(wait_s, timeout_s)
 
     def _adopt(self, received: ShardMap) -> ShardMap:
@@ -85,8 +82,8 @@ class TableClient:
         return received
 
     def look_up(self, wanted: Mapping[Where, Bytes]) -> dict[Where, Rows]:
-        """Return the rows of the wanted ids (bytes of int64), by shard. Creates no rows. Raises
-        UnknownShard."""
+        """Return the rows of the wanted ids (bytes of int64), by shard, in the order of the ids.
+        Creates no rows. Raises UnknownShard."""
         found: dict[Where, Rows] = {}
 
         def attempt(
@@ -115,7 +112,7 @@ class TableClient:
         return found
 
     def _cut(self, ids: Bytes, shard: Shard) -> Iterator[AskedRows]:
-        """The ids in pieces whose rows fit into a message; at least one."""
+        """The ids in pieces whose rows go into one message; at least one, which may be empty."""
         row_bytes = self._row_bytes(shard)
         size = rows_a_message(row_bytes)
         for start in range(0, max(len(ids) // ID_BYTES, 1), size):
@@ -139,8 +136,7 @@ class TableClient:
         `step`: the result of `ParameterClient.joint_step` for this push and one of parameters; give
         one for all pushes of this client, or for none. Raises NonFiniteGradient with table and row,
         ShapeMismatch for lengths that do not fit the ids, and UnknownShard. After an error, some
-        shards may have applied their rows.
-        """
+        shards may have applied their rows."""
         for (name, _), rows in pushed.items():
             if name in self._tables:
                 plain = row_bytes_of(self._tables[name])

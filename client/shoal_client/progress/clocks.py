@@ -16,8 +16,8 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 5.0
 """Maximum wait of one call, so that a call that was lost is soon repeated."""
-TELL_WITHIN_S = 0.25
-TELL_AGAIN_S = 0.5
+REPORT_WITHIN_S = 0.25
+REPORT_AGAIN_S = 0.5
 REST_WITHIN_S = 2.0
 ANSWER_WITHIN_S = 5.0
 REST_AGAIN_S = 1.0
@@ -26,9 +26,8 @@ REST_AGAIN_S = 1.0
 class Clock:
     """One member's clock, kept at the coordinator. For one thread; the last call is `rest`.
 
-    A step of a round begins with `begin` and ends with `finished`. Meanwhile the other members are
-    at most `bound` rounds ahead or behind.
-    """
+    A step of a round begins with `begin` and ends with `finished`. Meanwhile the other members that
+    take steps are at most `bound` rounds ahead or behind."""
 
     def __init__(
         self,
@@ -65,10 +64,9 @@ class Clock:
     def begin(self) -> bool:
         """Return once a step of this member may begin; True if newer values must be pulled first.
         That is not needed if the updates that the values must include were known to be applied
-        before the last pull. Without a coordinator it waits only if the last answer does not permit
-        the step. Raises DeadlineExceeded, which names the members waited for, a refusal, or the
-        error that ended the membership.
-        """
+        before the last pull. Without a coordinator it waits only for its first step (also after
+        `rest`), or if the last answer does not permit the step. Raises DeadlineExceeded, which
+        names the members waited for, a refusal, or the error that ended the membership."""
         known = self._slowest
         if self._enters or known < self._round - self._bound:
             self._wait(pulled=False)
@@ -87,9 +85,10 @@ class Clock:
         self._round += 1
 
     def rest(self) -> None:
-        """Report that this member takes no steps for now, so that no member waits for it. Cheap to
-        call often. If no coordinator can be reached, none waits for this member either.
-        """
+        """Report that this member takes no steps for now, so that no member waits for it; at most
+        once in REST_AGAIN_S. If no coordinator answers within REST_WITHIN_S, this is only logged:
+        call again, as the next leader waits for members whose clocks it does not know. Raises
+        refusals."""
         now_s = time.monotonic()
         if self._enters and now_s - self._rested_s < REST_AGAIN_S:
             return
@@ -100,27 +99,26 @@ class Clock:
                 lambda channel: ClocksStub(channel).Rest, request, timeout_s=REST_WITHIN_S
             )
         except OUTLASTED as error:
-            log.info("clock_not_told", reason=str(error))
+            log.info("clock_not_reported", reason=str(error))
 
     def _report(self) -> None:
         """Report the round of this member, which may begin its step at once."""
         if time.monotonic() < self._silent_until_s:
             return
         try:
-            reply = self._call(0.0, TELL_WITHIN_S, begins=True)
+            reply = self._call(0.0, REPORT_WITHIN_S, begins=True)
             self._slowest = max(self._slowest, reply.slowest)
             if reply.clock > self._round:
-                # The others are ahead. The new round takes effect once this member has reported
-                # it.
+                # The other members are ahead. The new round takes effect once it is reported.
                 self._round = reply.clock
-                self._call(0.0, TELL_WITHIN_S, begins=True)
+                self._call(0.0, REPORT_WITHIN_S, begins=True)
         except OUTLASTED as error:
             # Training goes on without a coordinator; a later step reports again.
-            self._silent_until_s = time.monotonic() + TELL_AGAIN_S
-            log.info("clock_not_told", reason=str(error))
+            self._silent_until_s = time.monotonic() + REPORT_AGAIN_S
+            log.info("clock_not_reported", reason=str(error))
 
     def _wait(self, *, pulled: bool) -> None:
-        waited_s, reason = 0.0, "nobody"
+        waited_s, reason = 0.0, "no member"
         while waited_s < self._wait_s:
             reply, took_s = self._ask(min(POLL_S, self._wait_s - waited_s), pulled=pulled)
             self._adopt(reply)

@@ -52,8 +52,7 @@ class SampleClient:
     """Leases samples of one job for one member. Thread-safe: calls are made one after the other.
 
     Leased ranges are held until they are reported as completed or given back. The first call gives
-    back all ranges that another client of the same process had leased.
-    """
+    back all ranges that another client of the same process had leased."""
 
     def __init__(
         self,
@@ -65,8 +64,7 @@ class SampleClient:
     ) -> None:
         """`token` returns the member's current token, at each call.
 
-        Both numbers must be the same for every member of the job.
-        """
+        Both numbers must be the same for every member of the job."""
         self.coordinators = coordinators
         self._token = token
         self._dataset_size = dataset_size
@@ -104,10 +102,10 @@ class SampleClient:
         """Report `completed` ranges (leased ranges, or parts) and lease at most `num_samples`
         more. With a reserve, a coordinator's death loses no report. Retries through a restart or
         failover of the coordinator for `timeout_s`. Raises Fenced if this member was declared lost,
-        ProposalConflict if the job has other samples, and the last RetryError when the time is
-        over. Unless that was Overloaded, the next call first repeats the request: if the answer has
-        a range, it returns that range, and the call after it reports its `completed`.
-        """
+        ProposalConflict if the job has other samples, JobQuarantined, CertificateRefused, and the
+        last RetryError when the time is over. After one of the last three, other than Overloaded,
+        the next call first repeats the request, with its own `timeout_s`: if the answer has a
+        range, it returns that range, and the call after it reports its `completed`."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []

@@ -52,8 +52,7 @@ class ShardBlocks:
         self, buffers: Buffers, piece_bytes: int = SEND_PIECE_BYTES
     ) -> Iterator[tuple[int, Sequence[memoryview]]]:
         """Yield (offset, parts) of pieces that together hold every block with a buffer, in order.
-        The parts of a piece are consecutive in the shard; they are the caller's memory.
-        """
+        The parts of a piece are consecutive in the shard; they are the caller's memory."""
         parts: list[memoryview] = []
         held = start = 0
         for run in self._runs:
@@ -78,7 +77,8 @@ class ShardBlocks:
             yield start, parts
 
     def scatter(self, piece: AnyPiece, buffers: Buffers) -> None:
-        """Write a piece's bytes into the buffers. Raises ChecksumMismatch or MalformedMessage."""
+        """Write a piece's bytes into the buffers, one for each of the shard's parameters. Raises
+        ChecksumMismatch or MalformedMessage."""
         data = memoryview(piece.data)
         verify(f"a piece of shard {self.shard_id}", piece.checksum, data)
         position, stop = piece.offset_bytes, piece.offset_bytes + len(data)
@@ -101,7 +101,8 @@ class ShardBlocks:
 
 
 def check_buffers(shard_map: ShardMap, buffers: Buffers, *, complete: bool, writable: bool) -> None:
-    """Raise ShapeMismatch unless each buffer is one of the job's parameters, whole and flat."""
+    """Raise ShapeMismatch unless each buffer is one of the job's parameters, whole and flat.
+    `complete`: each parameter with elements needs a buffer. `writable`: read-only ones fail."""
     sizes = {p.name: prod(p.shape) * DTYPE_BYTES[p.dtype] for p in shard_map.parameters}
     for name, buffer in buffers.items():
         if name not in sizes:
@@ -133,7 +134,8 @@ def check_buffers(shard_map: ShardMap, buffers: Buffers, *, complete: bool, writ
 
 
 def encode(field: int, shard_id: int, offset_bytes: int, parts: Sequence[memoryview]) -> bytes:
-    """The serialized message with a piece of this data; each byte is copied once."""
+    """The serialized message whose field number `field` is a piece with this data. Each byte is
+    copied once."""
     checksum = 0
     for part in parts:
         checksum = crc32(part, checksum)

@@ -21,7 +21,7 @@ LEAVING_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class InstalledVersion:
-    """The version that a reader installed last, and the cost of fetching it."""
+    """The version that a reader installed last (number 0: none), and the cost of fetching it."""
 
     number: int = 0
     digest: bytes = b""
@@ -62,8 +62,8 @@ class ReaderLeases:
     def take(self, number: int, timeout_s: float) -> None:
         """Take a lease on a version. Leases are counted: `release` it as often as it was taken.
 
-        Raises VersionGone if it is not kept any more, RetryErrors if no coordinator answers.
-        """
+        Raises VersionGone if it is not kept any more, Overloaded if the series has its maximum of
+        readers or leases, another RetryError if no coordinator answers in time, and refusals."""
         with self._lock:
             self._leased[number] += 1
             is_held = self._until_s.get(number, 0.0) > time.monotonic()
@@ -92,7 +92,7 @@ class ReaderLeases:
             return self._relays.get(number, "")
 
     def check(self, number: int) -> None:
-        """Raise VersionGone if the lease on a version has ended."""
+        """Raise VersionGone if the coordinator has reported that a leased version was dropped."""
         with self._lock:
             is_gone = number in self._gone
         if is_gone:
@@ -118,7 +118,8 @@ class ReaderLeases:
         self._wake.set()
 
     def close(self) -> None:
-        """End the reports, and report that this reader leaves if a coordinator answers soon."""
+        """End the reports, and report that this reader leaves, if a coordinator answers within
+        LEAVING_S."""
         with self._lock:
             self._is_closed = True
         self._wake.set()

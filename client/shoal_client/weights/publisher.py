@@ -71,8 +71,9 @@ class SeriesPublisher:
     def begin(self, timeout_s: float = TIMEOUT_S) -> pb.BeginPublicationReply:
         """Announce a publication; return epoch, newest version and servers for the rank's segment.
 
-        Raises StaleEpoch, SeriesHeld, Overloaded, or the last RetryError once the time is over.
-        """
+        Raises StaleEpoch, SeriesHeld, NoServers and other refusals at once, Overloaded after CALL_S
+        and the last other RetryError, JobQuarantined or CertificateRefused once the time is over or
+        this is closed."""
         give_up_s = time.monotonic() + timeout_s
         with self._lock:
             reply = self._persist(lambda: self._begin(CALL_S), give_up_s)
@@ -108,12 +109,11 @@ class SeriesPublisher:
         on the job's parameter servers, as of one cut. It maps each further name of a parameter to
         the parameter's first name.
 
-        Raises StaleEpoch if another publisher has replaced this one, SeriesHeld,
+        Raises StaleEpoch if another publisher has replaced this one, SeriesHeld or another refusal,
         PublicationAbandoned if the publication was abandoned, InvalidSpec for a reserved name,
         Overloaded or NoServers if no server has had space for it for OVERLOADED_S, and other
-        RetryErrors or ChecksumMismatch once `timeout_s` has passed: the version may or may not be
-        committed then.
-        """
+        RetryErrors or ChecksumMismatch once `timeout_s` has passed or this is closed: the version
+        may or may not be committed then."""
         give_up_s = time.monotonic() + timeout_s
         back_off, is_replicated, full_since_s = BackOff(), False, float("inf")
         check_names(layout)
@@ -156,7 +156,8 @@ class SeriesPublisher:
                     raise
 
     def close(self) -> None:
-        """Close every connection; a call in progress fails. A script's lease on the series ends."""
+        """Close every connection; a call in progress fails. A script's lease on the series is
+        released if a coordinator answers within 1 s; otherwise it expires."""
         self._closing.set()
         if self._renewing is not None:
             self._renewing.join()
@@ -189,7 +190,7 @@ class SeriesPublisher:
         give_up_s: float,
     ) -> pb.Segment:
         """Send the segment to its servers; return its description with its holders. Raises the
-        error of a server, or Unavailable if a server did not get it."""
+        error of a server, or Unavailable if there is none, or one did not get the segment."""
         if not begun.servers:
             raise Unavailable(
                 f"no parameter server can hold a segment of series {self._series}",
@@ -274,7 +275,7 @@ class SeriesPublisher:
     # --- the lease of a plain script ---
 
     def _renew(self) -> None:
-        """Renew the lease until the publisher is closed or replaced."""
+        """Renew the lease until the publisher is closed or refused."""
         while not self._closing.wait(self._lease_s / 3):
             try:
                 with self._lock:
@@ -290,7 +291,7 @@ class SeriesPublisher:
         try:
             self._begin(1.0, is_ending=True)
         except ShoalError as error:
-            log.info("series_not_let_go", series=self._series, reason=str(error))
+            log.info("series_not_released", series=self._series, reason=str(error))
 
 
 def _is_full(error: ShoalError) -> bool:

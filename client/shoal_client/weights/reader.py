@@ -72,7 +72,8 @@ class _Wanted:
 
 
 class SeriesReader:
-    """Reader of a series. Thread-safe. Calls wait while there is no coordinator."""
+    """Reader of a series. Thread-safe. Calls wait, within their time limits, while there is no
+    coordinator."""
 
     def __init__(
         self,
@@ -108,13 +109,13 @@ class SeriesReader:
         """Number of bytes that arrived from relays, included in `fetched_bytes`."""
 
     def view(self, timeout_s: float | None = TIMEOUT_S) -> pb.SeriesView:
-        """The series as last reported by a coordinator. Raises DeadlineExceeded if none
-        answers, or the coordinator's refusal."""
+        """The series as last reported by a coordinator. Raises DeadlineExceeded if none has
+        answered in time, the coordinator's refusal, or Unavailable once this is closed."""
         return self._watch.newest(-1, timeout_s)
 
     def wait(self, newer_than: int = 0, timeout_s: float | None = None) -> pb.VersionRecord:
-        """Wait for a version with a number above `newer_than`; return the newest. Raises
-        DeadlineExceeded."""
+        """Wait for a version with a number above `newer_than`; return the newest. Raises as
+        `view`. `timeout_s`: None for no limit."""
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if give_up_s is None else max(give_up_s - time.monotonic(), 0.0)
@@ -140,7 +141,7 @@ class SeriesReader:
 
     def lease(self, number: int, timeout_s: float = CALL_S) -> None:
         """Lease a version: it is kept until `release`, as long as this process reports to a
-        coordinator. Raises VersionGone."""
+        coordinator. Raises as `ReaderLeases.take`."""
         if self._relay is not None and self._stores.is_local(self.view(timeout_s).servers):
             # The server on this machine serves the same bytes. A relay would keep their memory in
             # use after the server has dropped them.
@@ -156,7 +157,7 @@ class SeriesReader:
 
     @contextmanager
     def leased(self, number: int, timeout_s: float = CALL_S) -> Iterator[None]:
-        """Hold a lease within a block. Raises VersionGone."""
+        """Hold a lease within a block. Raises as `lease`."""
         self.lease(number, timeout_s)
         try:
             yield
@@ -164,7 +165,8 @@ class SeriesReader:
             self.release(number)
 
     def layout(self, record: pb.VersionRecord, timeout_s: float = CALL_S) -> pb.Layout:
-        """Positions of a version's tensors in its segments."""
+        """Positions of a version's tensors in its segments. Raises VersionGone if the coordinator
+        does not have them any more, and as `Coordinators.call`."""
         found = self._layouts.get(record.layout_digest)
         if found is None:
             request = pb.GetLayoutRequest(series=self.series, layout_digest=record.layout_digest)
@@ -188,9 +190,10 @@ class SeriesReader:
 
         The version is leased meanwhile. Returned segments are complete and verified. On a server's
         host they are the server's memory, mapped. With `ranges`, only chunks that cover these bytes
-        need to arrive; other bytes may read as zeros. With `base`, segments that have not changed
-        since are taken from it, and for a segment with few changes only the difference is fetched
-        if a server has computed one.
+        need to arrive, and other bytes may read as zeros; a segment without ranges is fetched as a
+        whole. With `base`, segments that have not changed since are taken from it. For a whole
+        segment with few changes, a server on another host computes the difference, and only that is
+        fetched.
 
         `reuses_memory`: segments that arrive over a network are in memory that a later fetch
         reuses once nothing refers to it. For callers that copy the data, and keep at most a base.
@@ -199,9 +202,9 @@ class SeriesReader:
         servers if that fails. It holds what it has fetched for other readers, in memory that is not
         reused, until it has fetched another version.
 
-        Raises VersionGone if the version is dropped meanwhile, RetryErrors or CorruptErrors of the
-        last attempt once `timeout_s` has passed, and InvalidSpec for `ranges` in a relay.
-        """
+        Raises VersionGone if the version is dropped meanwhile, a RetryError if it cannot be leased
+        within CALL_S, RetryErrors or CorruptErrors of the last attempt once `timeout_s` has passed,
+        refusals at once, and InvalidSpec for `ranges` in a relay."""
         give_up_s = time.monotonic() + timeout_s
         indices = range(len(record.segments)) if segments is None else segments
         if self._relay is not None and ranges:
@@ -246,7 +249,8 @@ class SeriesReader:
         return self._leases.installed.number
 
     def close(self) -> None:
-        """Close every connection: waiting calls fail, and leases end."""
+        """Close every connection: waiting calls fail. Leases end now if a coordinator answers
+        within a second; otherwise they expire."""
         self._watch.close()
         if self._relay is not None:
             self._relay.close()

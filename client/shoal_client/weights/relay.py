@@ -412,12 +412,12 @@ class Relay(WeightStoreServicer):
             )
         return entry
 
-    def _wait(self, wire: "_Wire", entry: _RelayedSegment, is_there: Callable[[], bool]) -> None:
-        """Wait until `is_there()`; send beats meanwhile. Raises Unavailable if no data arrives for
-        STALLED_S, the fetch was given up, or the relay is closed."""
+    def _wait(self, wire: "_Wire", entry: _RelayedSegment, condition: Callable[[], bool]) -> None:
+        """Wait until `condition()` is true; send beats meanwhile. Raises Unavailable if no data
+        arrives for STALLED_S, the fetch was given up, or the relay is closed."""
         while True:
             with self._changed:
-                if self._changed.wait_for(is_there, BEAT_S):
+                if self._changed.wait_for(condition, BEAT_S):
                     return
                 is_late = time.monotonic() >= self._progress_s + STALLED_S
                 if entry.is_given_up or is_late or self._is_closed:

@@ -68,7 +68,7 @@ class WeightStores:
         self, server: StoreServer, request: PutSegmentRequest, segment: Segment, timeout_s: float
     ) -> PutSegmentReply:
         """Send a segment to a server, which passes it on along the request's chain. Raises the
-        server's error, Unavailable or DeadlineExceeded."""
+        server's error, CertificateRefused, MalformedMessage, Unavailable or DeadlineExceeded."""
         return self._call(server.address, lambda c: c.put(request, segment, timeout_s))
 
     def fetch(
@@ -77,8 +77,7 @@ class WeightStores:
         """Fetch a segment from one of these servers, those on this host first. If a server fails,
         the next one sends what is still missing.
 
-        Raises the error of the last server, or a server's refusal at once.
-        """
+        Raises the error of the last server, or a server's refusal at once."""
         give_up_s = time.monotonic() + timeout_s
         request = FetchSegmentRequest(series=self._series, digest=staged.digest)
         failure: ShoalError = Unavailable(
@@ -104,9 +103,9 @@ class WeightStores:
         raise failure
 
     def is_local(self, holders: Sequence[StoreServer]) -> bool:
-        """True if one of these servers is on this host, and shares its memory: nothing is sent.
-        Connects to each server when it is first asked about; one that is not reached then counts
-        as remote until a later call connects to it."""
+        """True if one of these servers is on this host: it shares its memory instead of sending
+        segments. Connects to each server at its first call; a server that is not reached then
+        counts as remote until a later call connects to it."""
         for holder in holders:
             if holder.address not in self._checked:
                 self._checked.add(holder.address)
@@ -117,13 +116,15 @@ class WeightStores:
         return any(holder.address in self._local for holder in holders)
 
     def check_reached(self, holder: StoreServer) -> None:
-        """Open a connection, and keep it for later. Raises Unavailable, or the server's refusal."""
+        """Connect unless an idle connection is open, and keep it for later. Raises Unavailable,
+        DeadlineExceeded, or the server's refusal."""
         self._call(holder.address, lambda connection: None)
 
     def difference(
         self, holder: StoreServer, request: DifferenceRequest, timeout_s: float
     ) -> DifferenceReply:
-        """Ask a server to compute a difference. Raises the server's error, or Unavailable."""
+        """Ask a server to compute a difference. Raises the server's error, Unavailable or
+        DeadlineExceeded."""
         stub = WeightStoreStub(self._channel(holder.address))
         try:
             return stub.Difference(request, timeout=timeout_s)

@@ -19,7 +19,8 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 2.0
-"""Time to wait for a coordinator's first view before another is asked; doubled each time."""
+"""Time to wait for a coordinator's first view before another is asked; doubled each time, up to 8
+times as long."""
 
 
 class SeriesWatch:
@@ -40,8 +41,7 @@ class SeriesWatch:
     def newest(self, newer_than: int, timeout_s: float | None) -> SeriesView:
         """Wait for a view whose newest version is above `newer_than`; -1: for any view.
 
-        Raises DeadlineExceeded, the coordinator's refusal, or Unavailable once this is closed.
-        """
+        Raises DeadlineExceeded, the coordinator's refusal, or Unavailable once this is closed."""
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while True:

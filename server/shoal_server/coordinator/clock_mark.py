@@ -1,4 +1,4 @@
-"""Time of the last leader, kept in etcd: a leader with a wrong clock removes nothing.
+"""Time of the last leader, kept in etcd: a leader whose clock is doubted removes nothing at first.
 
 The age of an ended job is measured by the clocks of the coordinators that led. A leader whose clock
 is days ahead would find every ended job old, and remove data at its first sweep that cannot be
@@ -24,7 +24,7 @@ NOTE_EACH_S = 60.0
 
 
 class ClockMark:
-    """Writer and checker of the time mark, used by one coordinator while it leads."""
+    """The time mark, as one coordinator checks and writes it while it leads."""
 
     def __init__(self, store: LeaderStore, clock: Callable[[], float]) -> None:
         """`clock`: Unix seconds that never jump."""

@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 
 import structlog
 
-from shoal_proto.errors import Fenced, MalformedMessage, NotLeader
+from shoal_proto.errors import Fenced, MalformedMessage, NotLeader, ShoalError
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksServicer
@@ -32,7 +32,7 @@ MAX_WAIT_S = 10.0
 MAX_BOUND = 1 << 20
 MAX_JOBS = 256
 MAX_GIVEN_UP = 64
-"""Minimum number of finished waits that may stay in the heap before it is compacted."""
+"""The heap of waits is compacted if its finished waits outnumber the others by more than this."""
 
 
 class _Job:
@@ -48,7 +48,7 @@ class _Job:
 
     async def changed(self, who: MemberProcess) -> None:
         """Wait until the member may be able to advance, is lost, or calls again, or the job is
-        dropped."""
+        dropped. Raises NoClock if the member has no clock."""
         self.wake(who.member_id)  # ends an earlier call of the same member
         event = self._by_name[who.member_id] = asyncio.Event()
         self._num_waits += 1
@@ -89,7 +89,8 @@ class _Job:
 
 class ClocksService(ClocksServicer):
     """Clocks of all jobs. `authorize` raises for a stale token. A member that keeps others waiting
-    for longer than `stuck_after_s` without a step is declared lost when a waiting call ends."""
+    for longer than `stuck_after_s` without a step is declared lost when a waiting call times
+    out."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class ClocksService(ClocksServicer):
         return known.clocks.clocks if known else {}
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """Members that were refused their next step: the reason, and the start of the wait."""
+        """Members that wait for their next step or push: the reason, and the start of the wait."""
         known = self._jobs.get(job)
         waits = known.clocks.waiting() if known else ()
         return {name: (reason, since_s) for name, reason, since_s in waits}
@@ -217,8 +218,10 @@ class ClocksService(ClocksServicer):
             log.warning("member_stuck", job=name, member=who.member_id, reason=reason)
             try:
                 await self._declare_lost(name, who, reason)
-            except Fenced as error:
-                log.debug("stuck_member_gone_already", member=who.member_id, reason=str(error))
+            except ShoalError as error:
+                # Most likely the member is gone already. The error is about that member, and not
+                # about the one whose call found it.
+                log.info("stuck_member_not_lost", member=who.member_id, reason=str(error))
 
     def _job(self, name: str) -> _Job:
         job = self._jobs.setdefault(name, _Job(Clocks()))

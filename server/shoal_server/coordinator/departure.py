@@ -41,7 +41,7 @@ def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
     if presence.num_writing:
         return f"etcd has not confirmed the changes of {presence.num_writing} jobs"
     if presence.num_members and since_order_s < NOTICE_S:
-        return f"{presence.num_members} members may have been told to end, too"
+        return f"{presence.num_members} members may have got a signal to end, too"
     return ""
 
 

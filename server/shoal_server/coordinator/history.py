@@ -1,9 +1,9 @@
 """Charts of jobs, second by second, stored in etcd for the next leader.
 
 While it leads, the coordinator records each second what members of running jobs reported last. A
-job's history is at most 180 intervals and a hundred changes; twice a minute it is written to etcd,
-compressed, a few kilobytes in one key of the job. A new leader continues from the last write: as a
-rule, at most the last half minute is missing.
+job's history has at most 256 intervals and a hundred changes. Twice a minute it is written to etcd,
+compressed, in one key of the job. A new leader continues from the last write: as a rule, at most
+the last half minute is missing.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class HistoryKeeper:
                     self._board.measured(job, reading)
 
     async def keep(self) -> None:
-        """Write each history that has changed and has at most MAX_BYTES."""
+        """Write each history that has changed and has at most MAX_BYTES. Failures are logged."""
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
     async def _take_up(self) -> None:

@@ -85,7 +85,8 @@ class JobReset:
 
         Raises JobInUse while the job has members, Unavailable while etcd cannot be reached or the
         job is read or reset, NotLeader, and the error of the job's last write. The job is then
-        unchanged, except that versions of its published weights may have been dropped.
+        unchanged, except that versions of its published weights may have been dropped; or its keys
+        are deleted, if etcd carried out a write and was then lost before it answered.
         """
         known = self._registry.earlier_runs.get(job)
         async with self._registry.forgetting(job) as actor, self._plug_in.closed(job):

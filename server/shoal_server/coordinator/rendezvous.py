@@ -56,6 +56,7 @@ class KeySpace:
     """The last packed reply and its keys; empty after a change."""
 
     def set(self, key: str, value: bytes) -> None:
+        """Set a key, and wake calls that lack no other key. Raises Overloaded beyond the limits."""
         held = self.values.get(key)
         grown = self.num_bytes + len(value)
         grown += _taken_by(key) if held is None else -len(held)

@@ -59,7 +59,8 @@ class Retention:
         self._may_remove = True
         """True if this coordinator's clock is trusted for removals, which cannot be undone."""
         self._empty_since_s: dict[str, float] = {}
-        """Running jobs without members, with the time at which this leader first saw that."""
+        """Jobs that are not over and have no members, with the time at which this leader first saw
+        that."""
         self._woken = asyncio.Event()
 
     def changed(self, job: str) -> None:
@@ -82,7 +83,8 @@ class Retention:
                 pass  # the next sweep is due
 
     async def sweep(self) -> None:
-        """Do what is due for each job; a failure of one job affects no other. Raises NotLeader."""
+        """Do what is due for each job; a failure of one job is logged and affects no other. Raises
+        NotLeader once another coordinator leads."""
         self._may_remove = await self._mark.look()
         await self._forget_runs()
         actors = self._registry.actors()

@@ -61,11 +61,11 @@ class ClockStatus:
     """Answer to a member: the member's clock, and permission to go on."""
 
     clock: int
-    """The round of the member's next step; it may be higher than the reported one. A member that
-    did not wait for the answer stays in the round it reported until it reports this clock."""
+    """The round of the member's next step or push; it may be higher than the reported one. A member
+    that did not wait for the answer stays in the round it reported until it reports this clock."""
     allowed: bool
     slowest: int
-    """The lowest clock of all members, which never falls. 0: not known yet."""
+    """The lowest clock of all members. 0 also while reports to a new leader are missing."""
     reason: str = ""
     """Text that follows "waits for", such as other members and their round; empty if it is
     allowed."""
@@ -129,7 +129,8 @@ class Clocks:
     def standing(self, who: MemberProcess, now_s: float) -> ClockStatus:
         """Decide whether the member may go on, record that, and return the answer with its clock.
 
-        A member outside of a step moves to the newest round open to it. Raises NoClock.
+        A member outside of a step moves to the newest round open to it, and waits in its round
+        while reports to a new leader are missing. Raises NoClock.
         """
         name, member = who.member_id, self._member(who)
         start = self._start(member.bound, but=name) if not self._unreported else 0

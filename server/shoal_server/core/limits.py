@@ -14,7 +14,8 @@ MIN_HEARTBEAT_S = 0.05
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Time limits in seconds. Only `heartbeat_s`, `join_s`, `collective_s` and
-    `wait_for_members_s` are settings."""
+    `wait_for_members_s` are settings. Raises ValueError for a value out of range, or limits that
+    are not in order."""
 
     heartbeat_s: float = 0.5
     """Seconds between heartbeats. Lower values detect a silent loss sooner and cost more."""
@@ -25,9 +26,9 @@ class Limits:
     """Seconds that a collective may take before it counts as hung, and that a trainer has to stop
     after its generation broke. 0: a quarter of --join-s."""
     wait_for_members_s: float | None = None
-    """Seconds for which a job that has trained waits while it has fewer than --min members: members
-    that hold its state, and newcomers. After that its state is lost, unless there is a checkpoint.
-    By default there is no limit."""
+    """Seconds for which the members of a job that has trained wait while they are fewer than --min.
+    Then they all end, and the job's state is lost with them, unless there is a checkpoint. By
+    default there is no limit."""
 
     def __post_init__(self) -> None:
         if not self.heartbeat_s >= MIN_HEARTBEAT_S:
@@ -120,7 +121,8 @@ class Limits:
     @property
     def bring_up_s(self) -> float:
         """Time from a committed roster until every member's first collective has passed, counted
-        anew whenever a member reports progress."""
+        anew whenever a member reports progress. A planned change has `collective_s` more at first,
+        to reach the boundary."""
         return self.join_s / 4
 
     @property

@@ -39,7 +39,7 @@ class JobAge:
     ended_s: float | None
     """Time at which the job ended; None: it is not over."""
     empty_since_s: float | None
-    """Time since which the job has no members; None: it has some."""
+    """Time since which the job has no members; None: it has some, or the time is not known."""
     has_result: bool
     """True if the job's result is kept in the job's own record."""
     is_cleared: bool

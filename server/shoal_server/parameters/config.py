@@ -53,13 +53,14 @@ class WorkLimits:
 
     @property
     def most_bulk_connections(self) -> int:
-        """`max_bulk_connections`, or fewer if this process may have too few descriptors."""
+        """Most connections for tensors: `max_bulk_connections`, or fewer if the descriptors of this
+        process allow no more."""
         return min(self.max_bulk_connections, descriptors.for_strangers(0.25))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerConfig:
-    """Holds shards of parameters and applies pushed gradients, until SIGTERM."""
+    """Holds shards of parameters and applies pushed gradients, until SIGTERM or SIGINT."""
 
     reach: Annotated[ParameterServerServing, FLAT] = field(default_factory=ParameterServerServing)
     listen: ListenAddress = "7710"
@@ -90,7 +91,7 @@ class ParameterServerConfig:
     """Number of sessions whose pushes a shard remembers: at least the number of live members that
     push to it. Must be the same on all servers of a cluster."""
     drain_s: Annotated[float, Parameter(metavar="SECONDS")] = 20.0
-    """Longest time, on SIGTERM, for handing shards over to other servers."""
+    """Longest time, on SIGTERM or SIGINT, for handing shards over to other servers."""
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
     work: Annotated[WorkLimits, FLAT] = field(default_factory=WorkLimits)
     lease_ttl_s: Annotated[float, INTERNAL] = 5.0

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHARE = 0.8
-"""Share of the memory. The rest is for the interpreter, messages in transit, and images that are
-being sent."""
+"""Share of the memory. The rest is for the interpreter, and for messages and chunks of images in
+transit."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
@@ -34,7 +34,7 @@ def _limits(cgroups: Path, own: Path) -> Iterator[int]:
 
 
 def _folders(cgroups: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the folder and file name of each limit that may be set."""
+    """Yield the folder and the file name of each limit that may be set for this process."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import json
-import os
 import re
 import signal
 import time
@@ -65,7 +63,12 @@ from shoal_server.serving import tasks
 from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.durations import Durations
-from shoal_server.serving.listening import advertised, split_address, warn_of_reach
+from shoal_server.serving.listening import (
+    advertised,
+    split_address,
+    warn_of_reach,
+    write_ready_file,
+)
 from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.serving.process_metrics import (
     MetricsEndpoint,
@@ -100,9 +103,10 @@ class RunningServer:
 async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None) -> None:
     """Serve until `stop` is set; without one, until SIGTERM or SIGINT.
 
-    Raises AddressInUse for a taken port, server id or journal directory, InvalidSpec or
-    JournalDamaged for a journal that cannot be used, Unavailable if etcd cannot be reached, and the
-    error that ended the watch of etcd or the registration.
+    Raises AddressInUse for a taken port, server id or journal directory; InvalidSpec or
+    JournalDamaged for a journal that cannot be used; DiskFull, Unavailable or OSError if the disk
+    of the journal or of published weights fails at the start; Unavailable if etcd cannot be
+    reached; and the error that ended a watch of etcd or the registration.
     """
     # Shards are worked on in parallel: threads within one kernel would compete with that.
     torch.set_num_threads(1)
@@ -120,8 +124,7 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
     gc.freeze()
     async with opened(config.etcd) as store, running(config, store) as server:
         gc.freeze()
-        if config.ready_file is not None:
-            _write_ready(config.ready_file, server.address)
+        write_ready_file(config.ready_file, {"grpc": server.address})
         await _until(stop, server)
         await hand_everything_over(server, config.drain_s)
 
@@ -393,10 +396,3 @@ def _host(address: str) -> str:
 
 def _id_of(address: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", address).lstrip(".-")
-
-
-def _write_ready(path: Path, address: str) -> None:
-    """Write the ready file atomically: it may be read as soon as it exists."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps({"pid": os.getpid(), "grpc": address}))
-    draft.replace(path)

@@ -1,7 +1,7 @@
-"""The bounds of every field that a request may have, in one table.
+"""The bounds of every field that a request may have.
 
-A field is looked up by message and name, else by its name alone, which then means the same in all
-messages. A test fails for a field that is in neither table.
+A field is looked up by message and name in `OF_MESSAGE`, else by its name alone in `NAMED`: there a
+name has the same bounds in all messages. A test fails for a field that is in neither table.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,8 @@ class Bound:
     length: int = 0
     """Maximum length of a text in characters, and of bytes in bytes."""
     most: int | None = None
-    """Maximum of a whole number, which then may not be negative; None: any of its type."""
+    """Maximum of a whole number, which then may not be negative; None, or at least 2**32 - 1 for a
+    number of 32 bits: any of its type."""
     seconds: bool = False
     """True for a number of seconds: from 0 to MAX_SECONDS. All real numbers must be finite."""
     count: int = 1 << 20
@@ -312,7 +313,7 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "DifferenceRequest.target": CONTENT,
     "PutSegmentRequest.abandoned": whole(EXACT, count=1 << 10),
 }
-"""Bounds by message and field, for names with another meaning in that message."""
+"""Bounds by message and field, for names that have no bounds, or others, in `NAMED`."""
 
 
 MESSAGES: Mapping[str, int] = {"Proposal": 128 * 1024}

@@ -33,9 +33,10 @@ def lacks(command: str, *modules: str, extra: str = "") -> bool:
 
 def run(command: str, work: Coroutine[Any, Any, None]) -> int:
     """Run `work` and return the exit code: 0, EX_TEMPFAIL (75) for Unavailable, 1 for another
-    ShoalError; prints that error.
+    ShoalError. Prints such an error to stderr.
 
-    Raises any other error of `work`, and InvalidSpec for an unknown level in SHOAL_LOG_LEVEL.
+    Configures logging, and gives new files no permissions for group and others. Raises any other
+    error of `work`, and InvalidSpec for an unknown level in SHOAL_LOG_LEVEL.
     """
     # Journals and snapshots hold a job's parameters: other users of the machine must not read them.
     os.umask(os.umask(OTHERS) | OTHERS)

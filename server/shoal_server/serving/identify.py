@@ -15,7 +15,8 @@ from shoal_server.core.processes import Holder
 async def answers(
     holder: Holder, address: str, *, options: Sequence[tuple[str, int | str]], within_s: float
 ) -> bool:
-    """True if that very process answers at the address, over a channel with these options."""
+    """True if that very process answers at the address within `within_s`, over a channel with these
+    options. False also if any error prevents the answer."""
     async with open_aio_channel(address, SERVER_NAME, options) as channel:
         try:
             found = await ReplicationStub(channel).Identify(pb.IdentifyRequest(), timeout=within_s)

@@ -39,8 +39,8 @@ class StopRequest:
         self.ordered = asyncio.Event()
         """Set by the first SIGTERM or SIGINT."""
         self.insisted = asyncio.Event()
-        """Set by a signal more than SAME_ORDER_S after the first. Earlier signals only repeat it: a
-        scheduler signals every process of a job, and the process that started this one does too."""
+        """Set by a signal SAME_ORDER_S or more after the first. A signal before that only repeats
+        the first: a scheduler signals every process of a job, and this process' parent does too."""
         self._ordered_s = 0.0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -55,11 +55,12 @@ class StopRequest:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port`. Raises InvalidSpec."""
+    """Host (without brackets) and port of `host:port`. Raises InvalidSpec for another form."""
     host, colon, port = address.rpartition(":")
+    host = host.strip("[]")
     if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
         raise InvalidSpec("bad address", seen=repr(address), expected="host:port")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 def join_address(host: str, port: int | str) -> str:
@@ -71,7 +72,7 @@ def join_address(host: str, port: int | str) -> str:
 def listening(listen: str, bind: str, option: str = "--listen") -> str:
     """host:port to listen on: `listen` is HOST:PORT, or PORT alone at the address `bind`.
 
-    Raises InvalidSpec.
+    Raises InvalidSpec, with the name of `option`, for another form.
     """
     address = listen if ":" in listen else join_address(bind, listen)
     try:
@@ -86,19 +87,22 @@ def listening(listen: str, bind: str, option: str = "--listen") -> str:
 def advertised(advertise: str, listen: str, port: int) -> str:
     """host:port for others to connect to.
 
-    `advertise` is HOST or HOST:PORT; empty: the host of `listen`. A host that is every interface
-    becomes this machine's name. Raises InvalidSpec if `listen` is needed and is not host:port.
+    `advertise` is HOST:PORT, or HOST, which gets `port`; empty: the host of `listen`. A HOST in
+    WILDCARDS becomes this machine's name. Raises InvalidSpec if `listen` is needed and is not
+    host:port.
     """
-    host = advertise or split_address(listen)[0]
-    if host in WILDCARDS:
+    host, number = advertise or split_address(listen)[0], str(port)
+    name, colon, last = host.rpartition(":")
+    if colon and last.isdigit() and (":" not in name or name.endswith("]")):
+        host, number = name, last
+    if host.strip("[]") in WILDCARDS:
         host = socket.gethostname()
-    name, colon, number = host.rpartition(":")
-    is_whole = colon and number.isdigit() and (":" not in name or name.endswith("]"))
-    return host if is_whole else join_address(host, port)
+    return join_address(host, number)
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine reaches the host. A name other than localhost is not looked up."""
+    """True if only this machine reaches the host: a loopback address, or localhost. False for any
+    other name; no name is looked up."""
     host = host.strip("[]")
     try:
         return ip_address(host).is_loopback
@@ -107,7 +111,8 @@ def is_loopback(host: str) -> bool:
 
 
 def opened(listens: Mapping[str, str]) -> dict[str, str]:
-    """The addresses (host:port by service) that other machines can reach: those not on loopback."""
+    """Addresses (host:port by service) that other machines can reach: those not on loopback. Raises
+    InvalidSpec for one that is not host:port."""
     return {
         name: address
         for name, address in listens.items()
@@ -116,7 +121,8 @@ def opened(listens: Mapping[str, str]) -> dict[str, str]:
 
 
 def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
-    """Warn if other machines may reach a port without TLS, or if those of the cluster cannot.
+    """Warn if other machines may reach a port without TLS, or if none can reach any port although
+    etcd is on another machine.
 
     `listens`: host:port of each service; `etcd`: host:port of its endpoints.
     """

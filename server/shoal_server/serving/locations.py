@@ -1,5 +1,5 @@
-"""Locations of snapshots. Callers name URLs; an operator configures the roots below which these may
-be.
+"""Locations of snapshots. Callers name URLs; an operator configures the roots below which the URLs
+have to be.
 
 `fsspec` reaches far more than storage: `reference::data:...` renders templates, `http://` asks
 other machines, a chain (`a::b`) fetches and unpacks. Therefore URLs are parsed here, by rules of
@@ -26,13 +26,15 @@ class Location:
     """A directory, or a prefix in a bucket."""
 
     protocol: str
-    """Kind of storage: file, s3, gs or az."""
+    """Kind of storage: file, s3, gs, az, or memory in tests."""
     path: str
     """Absolute path of local files, with symbolic links resolved; otherwise bucket/prefix."""
 
     @classmethod
     def parse(cls, url: str) -> "Location":
-        """Parse a URL. Raises InvalidSpec unless it names one location in known storage."""
+        """Parse a URL, or an absolute path. Raises InvalidSpec unless it names one location below
+        the root of known storage, without `.`, `..`, empty names and control characters; for a
+        bucket, also without `?`, `#` and backslashes."""
         protocol, colon, path = url.rpartition("://")
         if not colon:
             protocol = LOCAL
@@ -67,7 +69,8 @@ class Location:
 
 @dataclass(frozen=True)
 class AllowedRoots:
-    """Roots that an operator allows: every location at or below one of these URLs."""
+    """URLs that an operator allows for snapshots, each with all locations below it. Raises
+    InvalidSpec for a URL that is no location."""
 
     urls: Sequence[str]
 
@@ -76,7 +79,7 @@ class AllowedRoots:
             Location.parse(url)
 
     def locate(self, url: str) -> Location:
-        """The location that a caller names. Raises InvalidSpec if snapshots cannot be there,
+        """Location that a caller names. Raises InvalidSpec for a URL that is no location,
         AccessDenied outside the roots."""
         location = Location.parse(url)
         # Parsed again each time: symbolic links in a root's path may have changed.

@@ -40,7 +40,7 @@ class _Field:
     name: str
     check: Check
     is_set: bool
-    """True if the field is checked only when set: reading an unset message would create it."""
+    """True if the field is checked only when it is set: an unset message has nothing to check."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class MessageBounds:
         self._known: dict[str, _Kind] = {}
 
     def check(self, message: object) -> None:
-        """Raise InvalidSpec if the message or a field in it is out of bounds."""
+        """Raise InvalidSpec if the message, or a field in it at any depth, is out of bounds. Accept
+        anything that is not a protobuf message."""
         if isinstance(message, Message):
             self._check(message)
 

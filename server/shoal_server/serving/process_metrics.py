@@ -53,9 +53,10 @@ def loop_lag(part: str, lag: LoopLag) -> Metric:
 
 
 class MetricsEndpoint:
-    """Serves `/metrics` from its own thread, while its block runs.
+    """Serves `/metrics` from threads of its own, while its block runs.
 
-    `collect` runs on the event loop, so it may read the loop's state. Raises AddressInUse.
+    `collect` runs on the event loop, so it may read the loop's state. Entering the block raises
+    AddressInUse if the address cannot be listened on.
     """
 
     def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Metric]]) -> None:

@@ -65,7 +65,8 @@ class Parser(Protocol):
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns an error of a handler, and a request that does not parse, into a status.
+    """Wraps all handlers: limits calls, checks callers, parses and checks their requests, and turns
+    every error into a status.
 
     Requests are parsed here and not by gRPC, which would report a malformed one as an internal
     failure and not say what was wrong.
@@ -78,8 +79,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         *,
         by_role: bool = False,
     ) -> None:
-        """`durations` gets the duration of each call with one answer, by method and outcome.
-        `by_role`: callers have certificates, and may make the calls of their role."""
+        """`durations` gets the duration of each call with one answer, by method and outcome;
+        `counts` limits calls in progress. `by_role`: callers have certificates, and may make the
+        calls of their role."""
         self._durations = durations or call_durations()
         self._by_role = by_role
         self._bounds = MessageBounds()
@@ -167,8 +169,8 @@ def _anybody(context: object) -> None:
 
 
 def _admitted(admit: Admit, decode: Decode, context: Context, data: Any) -> Any:
-    """Decode the request of a caller that may make the call. Raises AccessDenied for other callers,
-    and what `decode` raises."""
+    """Decode the request, or requests, of a caller that may make the call. Raises what `admit`
+    raises for other callers, and what `decode` raises."""
     return decode(admit(context), data)
 
 
@@ -216,8 +218,8 @@ async def _parsed(
 
 
 def refusal_of(method: str, error: Exception) -> ShoalError:
-    """Log the error that a call raised, and return the error for its caller. Must be called in the
-    `except` block."""
+    """Log the error that a call raised, and return the error for its caller: InternalError for any
+    error but a ShoalError. Must be called in the `except` block."""
     if isinstance(error, NotLeader):
         # Only for debugging: a caller that knows no other address retries until there is a leader.
         log.debug("call_refused", method=method, kind=type(error).__name__, reason=str(error))

@@ -30,8 +30,8 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
 
 
 async def wait_first(*waits: "Coroutine[Any, Any, object] | asyncio.Future[Any]") -> None:
-    """Wait until one of them has ended. Coroutines are then cancelled; tasks run on. Errors of
-    either are not raised."""
+    """Wait until one of the coroutines and tasks has ended. Then cancel the coroutines; tasks run
+    on. Errors of either are not raised."""
     tasks = [asyncio.ensure_future(each) for each in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -68,8 +68,8 @@ async def keep_on_until_done(work: Callable[[], Awaitable[object]], name: str) -
 
 
 async def keep_on(work: Callable[[], Awaitable[object]], name: str) -> None:
-    """Run `work`, a loop without end. If it raises or returns, that is logged, and `work` starts
-    again after a pause."""
+    """Run `work`, a loop without end, until this call is cancelled. If `work` raises or returns,
+    that is logged, and it starts again after a pause."""
     while True:
         await keep_on_until_done(work, name)
         log.error("loop_ended", loop=name)
@@ -125,7 +125,8 @@ class SupervisedTasks:
     def start(
         self, work: Coroutine[Any, Any, R], *, key: Hashable = None, name: str | None = None
     ) -> "asyncio.Task[R] | None":
-        """Start a task. If one with the same key is running, discards the work and returns None."""
+        """Start a task, and return it. If one with the same key (not None) is running, discard the
+        work and return None."""
         known = self._by_key.get(key)
         # A task that is done does not count: it may have looked for work before this request.
         if known is not None and not known.done():

@@ -5,6 +5,7 @@
 
 A snapshot exists if it has a manifest. Files to which no manifest refers are removed by
 `keep_newest` once a later snapshot has been completed. Every call blocks; call it from a thread.
+Every call may raise AccessDenied, as the calls of `Storage` may.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +25,15 @@ PARTS = "parts"
 
 class SnapshotLibrary:
     def __init__(self, storage: Storage, job: str) -> None:
+        """Raises InvalidSpec unless `job` may be the name of a job."""
         if not is_name(job):
             raise InvalidSpec("bad name of a job", seen=repr(job), expected=NAME_RULE)
         self.storage = storage
         self.job = job
 
     def list(self) -> Sequence[Manifest]:
-        """List the complete snapshots, oldest first. A damaged manifest is left out, and the log
-        says so. Raises Unavailable."""
+        """List the complete snapshots, oldest first. A damaged manifest is left out and logged.
+        Raises Unavailable."""
         return self.read_all()[0]
 
     def read_all(self) -> tuple[Sequence[Manifest], Mapping[int, SnapshotDamaged]]:
@@ -53,7 +55,7 @@ class SnapshotLibrary:
         return sorted(manifests, key=lambda each: (each.number, each.taken_unix_s)), damaged
 
     def newest(self) -> Manifest | None:
-        """The newest undamaged snapshot; None if there is none. Raises Unavailable."""
+        """Newest undamaged snapshot; None if there is none. Raises Unavailable."""
         manifests = self.list()
         return manifests[-1] if manifests else None
 
@@ -63,9 +65,10 @@ class SnapshotLibrary:
         return 1 + max(map(_number_in, self._manifest_paths()), default=0)
 
     def find(self, number: int = 0) -> Manifest:
-        """The snapshot of that number; 0: the newest that is not damaged.
+        """Snapshot of that number; 0: the newest that is not damaged.
 
-        Raises SnapshotDamaged if there is only a damaged one, UnknownSnapshot, Unavailable.
+        Raises SnapshotDamaged if all snapshots of that number (0: all) are damaged, UnknownSnapshot
+        if there are none, Unavailable.
         """
         manifests, damaged = self.read_all()
         chosen = [each for each in manifests if number in (0, each.number)]
@@ -85,8 +88,8 @@ class SnapshotLibrary:
     def read_part(self, part: ManifestEntry) -> bytes:
         """Contents of one shard's file, which are not compared with its checksum.
 
-        Raises SnapshotDamaged if the file is missing or no snapshot has a file of that name;
-        Unavailable.
+        Raises SnapshotDamaged if the file is missing, or its name does not have the form of a
+        snapshot's file; Unavailable.
         """
         check_part_file(part)
         data = self.storage.read(f"{self.job}/{part.file}")
@@ -103,8 +106,8 @@ class SnapshotLibrary:
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest of a snapshot after checking that all its files have their size.
 
-        Raises SnapshotFailed if one does not, or has a name that no snapshot's file has;
-        Unavailable, after which the manifest may have been written.
+        Raises SnapshotFailed if one does not, or if its name does not have the form of a snapshot's
+        file; Unavailable, after which the manifest may have been written.
         """
         for part in manifest.parts:
             _check_reported(part)
@@ -120,25 +123,30 @@ class SnapshotLibrary:
                     seen="no file" if seen is None else f"{seen} bytes",
                     expected=f"{part.num_bytes} bytes in {part.file}",
                 )
-        self.storage.write(self._manifest_path(manifest), manifest.to_bytes())
+        path = self._manifest_path(manifest.number, manifest.cut_id)
+        self.storage.write(path, manifest.to_bytes())
 
     def discard(self, number: int, cut_id: str) -> None:
-        """Remove the files of a snapshot that was given up. Raises Unavailable."""
+        """Remove all files of a snapshot that failed. Raises Unavailable; then the snapshot is
+        whole, or has no manifest."""
+        # The manifest first, so that it never names a missing file.
+        self.storage.remove([self._manifest_path(number, cut_id)])
         self._remove_folder(folder_of(number, cut_id))
 
     def keep_newest(self, num_kept: int) -> Sequence[Manifest]:
-        """Remove all but the newest snapshots, and every file that no remaining snapshot refers to.
+        """Remove all but the newest `num_kept` snapshots, at least 1, and every file to which no
+        remaining snapshot refers.
 
         Files of a snapshot later than the newest complete one are kept: it is being written. A
         damaged manifest, or one of a later release, stays and does not count; its snapshot's files
         and all earlier ones are kept, since it may refer to each of them. Returns the snapshots
-        that were removed. Raises Unavailable.
+        that were removed. Raises Unavailable; then only some may be removed.
         """
         manifests, damaged = self.read_all()
         kept = manifests[-num_kept:]
         removed = manifests[: len(manifests) - len(kept)]
         # Manifests first, so that none ever names a missing file.
-        self.storage.remove(self._manifest_path(each) for each in removed)
+        self.storage.remove(self._manifest_path(each.number, each.cut_id) for each in removed)
         if not kept:
             return removed
         needed = {part.file for each in kept for part in each.parts}
@@ -174,18 +182,18 @@ class SnapshotLibrary:
         found = self.storage.sizes(f"{self.job}/{MANIFESTS}")
         return [path for path in found if path.endswith(".json") and _number_in(path)]
 
-    def _manifest_path(self, manifest: Manifest) -> str:
-        return f"{self.job}/{MANIFESTS}/{manifest.number:09d}-{manifest.cut_id}.json"
+    def _manifest_path(self, number: int, cut_id: str) -> str:
+        return f"{self.job}/{MANIFESTS}/{number:09d}-{cut_id}.json"
 
 
 def _number_in(path: str) -> int:
-    """The number in the name of a manifest's file; 0 if the name is not a manifest's."""
+    """Number in the name of a manifest's file; 0 if the name is not a manifest's."""
     digits = path.rpartition("/")[2].partition("-")[0]
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else 0
 
 
 def _check_reported(part: ManifestEntry) -> None:
-    """Raise SnapshotFailed if a server reports a file name that no snapshot has."""
+    """Raise SnapshotFailed unless the reported name has the form of a snapshot's file."""
     try:
         check_part_file(part)
     except SnapshotDamaged as error:

@@ -26,6 +26,7 @@ class ManifestEntry:
     """Epoch of the shard when it was taken."""
     version: int
     kind: str
+    """"dense" or "table"."""
     file: str
     """Path below the job's folder."""
     num_bytes: int
@@ -46,11 +47,12 @@ class Manifest:
     twice."""
     taken_unix_s: float
     layout: bytes
-    """The job's ShardMap, serialized. Its servers are those that held the shards at the cut."""
+    """The job's ShardMap as it was written when the job was placed, serialized. The shards may have
+    had other primaries at the cut."""
     parts: Sequence[ManifestEntry]
     """One for each shard of the layout, in order of shard ids."""
     steps: Mapping[str, int]
-    """Newest push of each session that is in the snapshot."""
+    """Sequence number of each session's newest push in the snapshot."""
     partial_steps: Sequence[str]
     """Pushes that are in some shards of the snapshot and not in others, with the reason."""
     cursor: Mapping[str, Any] | None
@@ -115,7 +117,7 @@ def part_file(number: int, cut_id: str, shard_id: int) -> str:
 
 
 def check_part_file(part: ManifestEntry) -> None:
-    """Raise SnapshotDamaged unless the part's file is one that a snapshot of its job can have."""
+    """Raise SnapshotDamaged unless the name of the part's file has the form of `part_file`."""
     found = _PART_FILE.fullmatch(part.file) if isinstance(part.file, str) else None
     if found is None or not is_name(found[1]):
         raise SnapshotDamaged(

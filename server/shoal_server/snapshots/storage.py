@@ -7,6 +7,7 @@ file gets its name once its bytes are on the disk. Every call blocks; call it fr
 import os
 import secrets
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from pathlib import Path
 
 import fsspec
@@ -26,11 +27,12 @@ class Storage:
     or through a link that leads out of it, raises AccessDenied. Can be used from any thread."""
 
     def __init__(self, location: str | Location, *, url: str = "") -> None:
-        """Open the storage. Raises InvalidSpec for a URL that is not an allowed kind of location,
-        or for which no package is installed; Unavailable if the storage cannot be set up."""
+        """Open the storage. `url`: the URL of a Location, for messages. Raises InvalidSpec for a
+        URL that is not an allowed kind of location, or for which no package is installed;
+        Unavailable if the storage cannot be set up."""
         self.location = Location.parse(location) if isinstance(location, str) else location
         self.url = (location if isinstance(location, str) else url or location.path).rstrip("/")
-        """URL as the caller gave it."""
+        """URL as the caller gave it, without a slash at its end; else the location's path."""
         try:
             self._files, root = _opened(self.location)
         except (ValueError, ImportError) as error:
@@ -46,7 +48,8 @@ class Storage:
         self._has_folders = self.location.protocol in WITH_FOLDERS
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file, replacing one that exists. Raises Unavailable."""
+        """Write a file, replacing one that exists. Raises Unavailable; then the old file, the new
+        one or none may be there."""
         full = self._full(path)
         try:
             if self.location.is_local:
@@ -61,7 +64,8 @@ class Storage:
     def write_pieces(self, folder: str, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
         """Write a file from pieces, replacing one that exists. `name` is called after the last
         piece. On a local disk each piece is written as it comes; a bucket gets all at once. Raises
-        Unavailable, also for an OSError of `pieces` on a local disk, and what they raise else."""
+        Unavailable, on a local disk also for an OSError of `pieces`; and other errors of `pieces`
+        as they are."""
         if not self.location.is_local:
             data = b"".join(pieces)
             self.write(f"{folder}/{name()}", data)
@@ -72,7 +76,7 @@ class Storage:
             raise self._failed("written", folder, error) from error
 
     def read(self, path: str) -> bytes | None:
-        """The bytes of a file; None if it does not exist. Raises Unavailable."""
+        """Bytes of a file; None if it does not exist. Raises Unavailable."""
         full = self._full(path)
         try:
             data = bytes(self._files.cat_file(full))
@@ -83,8 +87,8 @@ class Storage:
         return data
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Every file below a folder with its size in bytes, by its path below the location; empty
-        if there is no such folder. Raises Unavailable."""
+        """Sizes in bytes of all files below a folder at any depth, by path below the location;
+        empty if there is no such folder. Raises Unavailable."""
         full, start = self._full(folder), len(self._root) + 1
         try:
             # Other processes write here too.
@@ -163,6 +167,7 @@ def _write_local(path: Path, data: bytes) -> None:
 
 
 def _write_draft(folder: Path, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
+    new_folders = list(takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{secrets.token_hex(8)}"
     try:
@@ -176,10 +181,12 @@ def _write_draft(folder: Path, name: Callable[[], str], pieces: Iterable[Buffer]
         draft.unlink(missing_ok=True)
         raise
     sync_folder(folder)
+    for each in new_folders:
+        sync_folder(each.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of the files in a local folder durable."""
+    """Make the names of files and folders in a local folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -188,7 +195,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
-    """The file system of a location, and the root path in that file system's spelling."""
+    """File system of a location, and the root path in that file system's spelling."""
     if location.is_local:
         return LocalFileSystem(), location.path
     files, root = fsspec.core.url_to_fs(location.url)
@@ -196,6 +203,6 @@ def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
 
 
 def open_below(roots: AllowedRoots, url: str) -> Storage:
-    """Storage at a URL of a caller. Raises AccessDenied outside the roots, and what `Storage`
-    raises."""
+    """Storage at a URL of a caller. Raises AccessDenied outside the roots, InvalidSpec for a URL
+    that is no location, and what `Storage` raises."""
     return Storage(roots.locate(url), url=url)

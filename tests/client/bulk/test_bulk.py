@@ -140,6 +140,7 @@ def test_a_later_call_with_larger_shards_shares_more_memory(servers: ParameterSe
             assert seen == values
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
 def test_more_shards_than_slots_may_be_refused(transport: str) -> None:
     """The server refuses the shards before the client sends them, and no slot stays reserved."""

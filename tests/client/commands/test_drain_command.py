@@ -61,6 +61,7 @@ async def world() -> AsyncIterator[World]:
             yield World(members=members, url=http.url)
 
 
+@pytest.mark.long
 async def test_the_command_returns_once_the_member_has_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -46,6 +46,7 @@ def lose_a_member(world: World) -> None:
     world.board.report("digits", "w1", status_world.health("w1", **pause))
 
 
+@pytest.mark.long
 def test_events_has_one_line_for_a_change_of_generations(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +88,7 @@ def test_new_events_are_followed(world: World, url: str) -> None:
     assert found == ["the first", "the second", "the third"]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("command", ["events", "top"])
 def test_an_unknown_job_is_refused(
     url: str, command: str, capsys: pytest.CaptureFixture[str]
@@ -103,6 +105,7 @@ def test_status_of_an_unknown_job_is_refused_with_the_known_ones(
     assert "there is no job nojob" in errors and "digits" in errors
 
 
+@pytest.mark.long
 def test_top_fits_a_narrow_terminal(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

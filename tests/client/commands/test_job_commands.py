@@ -52,6 +52,7 @@ def train_on(member: MemberSession) -> int:
         member.progress(step)
 
 
+@pytest.mark.long
 async def test_a_job_can_be_stopped_listed_and_retried(capsys: pytest.CaptureFixture[str]) -> None:
     """Its members leave, it is listed as stopped, and no member can join until it is retried."""
     async with world() as at:
@@ -106,6 +107,7 @@ def jobs_at(url: str) -> Json:
         return client.jobs()
 
 
+@pytest.mark.long
 async def test_a_job_that_all_members_left_is_interrupted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

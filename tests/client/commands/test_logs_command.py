@@ -16,6 +16,7 @@ from shoal_proto.errors import InvalidSpec
 NOWHERE = "http://127.0.0.1:1"
 
 
+@pytest.mark.long
 def test_the_newest_lines_of_a_member_come_from_its_launcher(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +40,7 @@ def test_the_lines_of_all_members_of_a_job_are_shown(
     assert errors == "shoal logs: no launcher passes on the output of w1\n"
 
 
+@pytest.mark.long
 def test_lines_are_followed_until_the_launcher_ends(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

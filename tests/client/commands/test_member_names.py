@@ -45,6 +45,7 @@ def put_process(world: World, pid: int) -> None:
     world.change("digits", members=tuple(members))
 
 
+@pytest.mark.long
 def test_a_members_id_alone_is_enough(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +72,7 @@ def test_the_error_for_an_unknown_member_names_members_and_a_command(url: str) -
         parse(["why", "w9", "--job", "digits", "--http", url])()
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("columns", ["80", "200"])
 def test_status_shows_process_ids(
     world: World,
@@ -97,6 +99,7 @@ def test_kill_ends_a_member_by_id(
     assert f"killed w1, pid {worker.pid}; `shoal events digits`" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_kill_refuses_a_process_that_is_not_the_member(
     world: World, url: str, worker: "subprocess.Popen[bytes]"
 ) -> None:
@@ -129,6 +132,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     "command", ["stop", "retry", "rm", "wait", "accept-loss", "repair", "snapshot", "snapshots"]
 )

@@ -45,6 +45,7 @@ def test_status_shows_every_job_with_members_generations_and_servers(
     assert "all 3 members accepted generation 3" in shown
 
 
+@pytest.mark.long
 def test_status_shows_the_rounds_of_members_with_clocks(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +129,7 @@ def test_why_shows_what_a_member_waits_for(
     assert json.loads(capsys.readouterr().out)["waiting_for"] == "other members"
 
 
+@pytest.mark.long
 def test_an_unknown_name_is_the_coordinators_error(url: str) -> None:
     """It has the coordinator's class, and lists the members or jobs that exist."""
     with pytest.raises(UnknownMember, match="one of w0, w1, w2"):
@@ -186,6 +188,7 @@ def test_the_address_comes_from_the_environment(
     assert "digits" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_status_fits_into_eighty_columns(
     world: World, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +227,7 @@ FORGED = "\x1b[2J\x1b]0;mine\x07\n12:00:00 generation 9: all is well\u202e"
 """A text that clears the screen, sets the window's title, begins a line and reverses later text."""
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("command", "columns"),
     [("status", "80"), ("status", "200"), ("top", "200")]

@@ -33,6 +33,7 @@ from shoal_proto.v1.membership_pb2 import JobSpec, Limits, MemberInfo
 DEADLINE_S = 60.0
 
 
+@pytest.mark.long
 def test_all_parts_serve_during_the_block_and_end_with_it(tmp_path: Path) -> None:
     """The coordinator answers on both ports, and the death of a part is reported."""
     ended: queue.SimpleQueue[Process] = queue.SimpleQueue()
@@ -90,6 +91,7 @@ def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
     assert cluster.processes == {}
 
 
+@pytest.mark.long
 def test_two_clusters_share_an_etcd(tmp_path: Path) -> None:
     """Each has its jobs and its leader under its own prefix. The second coordinator of a cluster
     takes over from the first."""
@@ -191,6 +193,7 @@ def test_the_error_for_a_part_that_does_not_start_has_its_log(tmp_path: Path) ->
     assert cluster.processes == {}
 
 
+@pytest.mark.long
 def test_the_time_limits_of_a_command_reach_its_coordinator(tmp_path: Path) -> None:
     """Members get these limits when they join."""
     assert ClusterOptions().limits == {}

@@ -119,6 +119,7 @@ FAULTS: Sequence[tuple[Callable[[Patch], None], Callable[[int], None]]] = (
 )
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("fault", "run"), FAULTS, ids=lambda fault: getattr(fault, "__name__", None)
 )

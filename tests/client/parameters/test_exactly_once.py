@@ -118,6 +118,7 @@ def behind(
     monkeypatch.setattr(bulk_transport, "connect", by_proxy)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])
 @pytest.mark.parametrize("seed", range(6))
 def test_each_push_counts_once_over_broken_connections(
@@ -151,6 +152,7 @@ def test_each_push_counts_once_over_broken_connections(
         assert proxy.breaks > 0
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])
 @pytest.mark.parametrize("seed", range(3))
 def test_each_push_of_rows_counts_once_over_broken_connections(

@@ -146,6 +146,7 @@ def test_rows_are_looked_up_and_trained(servers: ParameterServers, transport: st
     other.close()
 
 
+@pytest.mark.sampled()
 @by_every_way
 def test_many_rows_are_sent_in_several_messages(servers: ParameterServers, transport: str) -> None:
     """A message has a bound; look-ups and pushes have none."""

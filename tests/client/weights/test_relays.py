@@ -233,6 +233,7 @@ def test_a_relay_on_a_servers_host_passes_no_segment_on(
             assert apart.relayed_bytes == 0
 
 
+@pytest.mark.long
 def test_slices_from_relays_are_refused(cluster: ParameterCluster, script: Script) -> None:
     script.publish(os.urandom(2 * CHUNK_BYTES), b"bytes")
     with (

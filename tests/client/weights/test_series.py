@@ -134,6 +134,7 @@ def contents(segments: Sequence[Segment]) -> list[bytes]:
     return [bytes(segment.view()) for segment in segments]
 
 
+@pytest.mark.long
 def test_readers_get_each_version_as_it_was_published(script: Script, reader: SeriesReader) -> None:
     for number in (1, 2, 3):
         parts = [os.urandom(2 * CHUNK_BYTES + 2), os.urandom(10)]
@@ -148,11 +149,13 @@ def test_readers_get_each_version_as_it_was_published(script: Script, reader: Se
     awaited(lambda: _kept(reader) == [2, 3], LIMIT_S, "the first version is dropped")
 
 
+@pytest.mark.long
 def test_a_readers_wait_ends_at_its_limit(reader: SeriesReader) -> None:
     with pytest.raises(DeadlineExceeded, match="no newer version"):
         reader.wait(newer_than=0, timeout_s=0.5)
 
 
+@pytest.mark.long
 def test_a_version_of_another_series_is_gone(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
@@ -176,6 +179,7 @@ def test_an_older_version_is_not_installed(script: Script, reader: SeriesReader)
     assert reader.installed == second.number
 
 
+@pytest.mark.long
 def test_a_version_without_a_lease_is_gone_and_one_with_a_lease_is_not(
     cluster: ParameterCluster, reader: SeriesReader
 ) -> None:
@@ -189,6 +193,7 @@ def test_a_version_without_a_lease_is_gone_and_one_with_a_lease_is_not(
             reader.fetch(first)
 
 
+@pytest.mark.long
 def test_a_restarted_reader_can_fetch_at_once(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
@@ -202,6 +207,7 @@ def test_a_restarted_reader_can_fetch_at_once(
         assert contents(again.fetch(again.wait(0, LIMIT_S))) == [b"one", b"more"]
 
 
+@pytest.mark.long
 def test_a_second_script_waits_until_the_first_one_has_ended(cluster: ParameterCluster) -> None:
     """Numbers continue, and the replaced script cannot publish any more."""
     with ExitStack() as stack:
@@ -217,6 +223,7 @@ def test_a_second_script_waits_until_the_first_one_has_ended(cluster: ParameterC
             late.publish(b"33", timeout_s=3.0)
 
 
+@pytest.mark.long
 def test_a_version_survives_a_kill_of_each_server_in_turn(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
@@ -253,6 +260,7 @@ def _all_hold(cluster: ParameterCluster, reader: SeriesReader, record: pb.Versio
     return True
 
 
+@pytest.mark.long
 def test_a_durable_version_survives_the_end_of_all_servers(tmp_path: Path) -> None:
     part = os.urandom(CHUNK_BYTES + 2)
     with ExitStack() as stack:
@@ -272,6 +280,7 @@ def test_a_durable_version_survives_the_end_of_all_servers(tmp_path: Path) -> No
         assert contents(reader.fetch(reader.wait(0, LIMIT_S))) == [part]
 
 
+@pytest.mark.long
 def test_a_late_reader_gets_a_version_of_an_ended_publisher(cluster: ParameterCluster) -> None:
     with closing(Script(cluster)) as script:
         script.publish(b"11")
@@ -279,6 +288,7 @@ def test_a_late_reader_gets_a_version_of_an_ended_publisher(cluster: ParameterCl
         assert contents(late.fetch(late.wait(0, LIMIT_S))) == [b"11"]
 
 
+@pytest.mark.long
 def test_publishing_continues_after_a_restart_of_the_coordinator(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
@@ -288,6 +298,7 @@ def test_publishing_continues_after_a_restart_of_the_coordinator(
     assert contents(reader.fetch(reader.wait(1, LIMIT_S))) == [b"33", b"44"]
 
 
+@pytest.mark.long
 def test_only_the_difference_is_sent_over_a_socket(cluster: ParameterCluster) -> None:
     draw = np.random.default_rng(0)
     before = draw.integers(0, 65536, CHUNK_BYTES, np.uint16)
@@ -317,6 +328,7 @@ def test_only_the_difference_is_sent_over_a_socket(cluster: ParameterCluster) ->
         assert 0 < reader.fetched_bytes - whole_bytes < before.nbytes / 1000
 
 
+@pytest.mark.long
 def test_memory_of_earlier_versions_is_reused(cluster: ParameterCluster) -> None:
     """A reader over a socket keeps only a base, so each version uses the memory of the version two
     before it. A fetch for another use gets memory of its own."""
@@ -341,6 +353,7 @@ def test_memory_of_earlier_versions_is_reused(cluster: ParameterCluster) -> None
         assert apart.view() == data and os.fstat(apart.descriptor).st_ino not in places
 
 
+@pytest.mark.long
 def test_a_wrong_base_does_not_damage_a_version(cluster: ParameterCluster) -> None:
     """The result is verified, and fetched again."""
     with ExitStack() as stack:
@@ -364,6 +377,7 @@ def test_a_wrong_base_does_not_damage_a_version(cluster: ParameterCluster) -> No
         assert contents(found) == [bytes(998) + b"12"]
 
 
+@pytest.mark.long
 def test_closing_a_reader_ends_its_waiting_calls(cluster: ParameterCluster) -> None:
     reader = SeriesReader([cluster.coordinator.grpc], SERIES, "reader-1")
     errors: list[Exception] = []

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 
 import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, served
@@ -12,7 +13,7 @@ from support.clusters.coordinator_world import FIELDS, Served, entered, served
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership.member_session import MemberSession
 from shoal_client.progress.clocks import Clock
-from shoal_proto.errors import DeadlineExceeded, Fenced, MalformedMessage, NotLeader
+from shoal_proto.errors import DeadlineExceeded, Fenced, MalformedMessage, MemberDrained, NotLeader
 from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
 from shoal_proto.v1.identity_pb2 import Token
@@ -201,6 +202,27 @@ async def test_a_call_that_waits_when_its_job_is_reset_is_refused() -> None:
         NotLeader, match="the clocks of job j were dropped; saw a job that was reset"
     ):
         await waits
+
+
+async def test_the_refusal_of_a_stuck_member_is_not_told_to_who_waits_for_it() -> None:
+    """The stuck member was drained meanwhile; the others are declared lost all the same."""
+    lost: list[str] = []
+
+    async def anybody(token: Token) -> None:
+        """Accept every token."""
+
+    async def refuse(job: str, who: MemberProcess, reason: str) -> None:
+        lost.append(who.member_id)
+        if who.member_id == "b":
+            raise MemberDrained("b has left job j")
+
+    seconds = count(0.0, 1.0)
+    service = ClocksService(anybody, refuse, lambda: next(seconds), stuck_after_s=0.01)
+    service.inherit("j", [MemberProcess(name, f"{name}-1") for name in "abc"])
+    token = Token(job="j", member_id="a", incarnation="a-1")
+    request = pb.AdvanceRequest(token=token, clock=7, bound=0, wait_s=DEADLINE_S)
+    assert not (await service.Advance(request, None)).allowed
+    assert lost == ["b", "c"]
 
 
 async def test_inherited_members_are_waited_for_however_many_jobs_there_are() -> None:

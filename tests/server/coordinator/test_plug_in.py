@@ -41,6 +41,7 @@ print("\\n".join(sys.modules))
 """
 
 
+@pytest.mark.long
 def test_a_coordinator_without_parameters_loads_no_module_of_them() -> None:
     """The coordinator starts, leads and steps down in a process of its own, which then lists the
     modules that it has loaded."""

@@ -85,6 +85,7 @@ def closing(members: list[MemberSession]) -> Iterator[list[MemberSession]]:
             one.close()
 
 
+@pytest.mark.long
 def test_a_killed_leader_is_succeeded_and_the_generation_runs_on(tmp_path: Path) -> None:
     """Members find the new leader. Until it leads, only `/readyz?standby=1` shows it as ready."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
@@ -106,6 +107,7 @@ def test_a_killed_leader_is_succeeded_and_the_generation_runs_on(tmp_path: Path)
                 assert one.begin_step(0) is None
 
 
+@pytest.mark.long
 def test_a_coordinator_that_does_not_lead_sends_members_to_the_leader(tmp_path: Path) -> None:
     """A worker may be given the address of any coordinator."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
@@ -116,6 +118,7 @@ def test_a_coordinator_that_does_not_lead_sends_members_to_the_leader(tmp_path: 
             assert [e.member_id for e in record.roster.entries] == ["a"]
 
 
+@pytest.mark.long
 def test_a_generation_runs_on_while_etcd_is_unavailable(tmp_path: Path) -> None:
     """No member is declared lost, then or once etcd is back."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
@@ -151,6 +154,7 @@ def test_a_coordinator_that_starts_without_etcd_waits_for_it(tmp_path: Path) -> 
         awaited(only.leads, START_S, "it leads once etcd is back")
 
 
+@pytest.mark.long
 def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
     """The exit code is 0, and its successor leads without waiting for the lease of 60 s."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:

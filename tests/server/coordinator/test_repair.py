@@ -2,7 +2,10 @@
 records are kept under other keys."""
 
 import asyncio
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.clusters.coordinator_world import Served, propose, served
@@ -17,8 +20,11 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.repair_pb2 import RepairReply, RepairRequest
 from shoal_proto.v1.repair_pb2_grpc import RepairsStub
+from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.repair.mending import mended_state
-from shoal_server.core.generations.roster import JobSpec
+from shoal_server.core.driver.job_write import StateRecord
+from shoal_server.core.generations.progress import JobProgress, JobResult, LifetimeFigures
+from shoal_server.core.generations.roster import Generation, JobSpec, Step
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 
@@ -60,6 +66,41 @@ def test_a_repaired_job_keeps_its_secret(bounds: JobSpec | None) -> None:
     state |= {"spec": spec | {"secret_digest": "d1"}, "finished": "perhaps"}
     mended = mended_state("j", as_json(state), generations=[1], records=[], bounds=bounds)
     assert mended.spec.secret_digest == "d1"
+
+
+@pytest.mark.parametrize("ending", [{"stopping": "an operator stopped it"}, {"failed": True}])
+def test_a_repaired_job_is_over_as_it_was(ending: dict[str, Any]) -> None:
+    """Regression: a job that was stopped or had failed came back as finished, and nobody could
+    retry it. Of its fields, only those that cannot be read are lost."""
+    tally = LifetimeFigures(
+        begun_s=5.0,
+        num_breaks=2,
+        idle_s=1.5,
+        result=JobResult(step=Step(7), loss=0.5, num_samples=None),
+    )
+    record = StateRecord(
+        spec=JobSpec(job="j", max_members=8),
+        last_generation=Generation(1),
+        finished=True,
+        reason="",
+        progress=JobProgress(trained_in=Generation(1), reached=Step(7)),
+        tally=tally,
+        ended_s=9.0,
+        done=("a",),
+        **ending,
+    )
+    state = json.loads(state_to_json(record))
+
+    def mended(**changes: object) -> StateRecord:
+        data = as_json(state | {"last_generation": "one"} | changes)
+        return replace(mended_state("j", data, generations=[1], records=[]), reason="")
+
+    assert mended() == record
+    assert mended(num_breaks=-1) == replace(record, tally=replace(tally, num_breaks=0))
+    assert mended(result=[]) == replace(record, tally=replace(tally, result=None))
+    assert mended(ended_unix_s="x", done="a") == replace(record, ended_s=0.0, done=())
+    lost = mended(stopping=7, failed="perhaps")
+    assert lost == replace(record, stopping="", failed=False)
 
 
 async def test_each_broken_record_is_shown_and_moved_aside() -> None:

@@ -84,6 +84,7 @@ async def test_a_candidate_without_rivals_leads_at_once(store: KeyValueStore) ->
     assert await store.get(keys.LEADER) is None
 
 
+@pytest.mark.sampled()
 async def test_a_leader_renews_its_lease(store: KeyValueStore) -> None:
     """Its term lasts longer than one lease, and a rival waits."""
     async with leading(store) as term:
@@ -321,6 +322,7 @@ async def delay_the_loop(turn_s: float, for_s: float) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.long
 async def test_a_leader_whose_loop_is_busy_keeps_its_term(etcd_endpoint: str) -> None:
     """A call needs several turns of the loop, each of which takes a third of the lease here. The
     lease is renewed without waiting for them."""

@@ -172,6 +172,7 @@ async def test_calls_continue_after_the_only_endpoint_has_hung(single: Cluster) 
         await flow.more(50)
 
 
+@pytest.mark.long
 async def test_calls_continue_after_a_partition(single: Cluster) -> None:
     """The network drops all data silently, or breaks the connections."""
     _, (etcd,) = single

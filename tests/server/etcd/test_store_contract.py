@@ -154,6 +154,7 @@ async def test_a_refused_transaction_changes_nothing(bench: Bench) -> None:
     assert (await bench.store.range(bench.prefix)).items == ()
 
 
+@pytest.mark.sampled()
 async def test_keys_are_deleted_with_their_lease(bench: Bench) -> None:
     """The keys of a lease that is not renewed are deleted, and a watch delivers this."""
     brief, kept = await bench.store.grant(1), await bench.store.grant(1)

@@ -200,6 +200,7 @@ def fill(folder: Path) -> Path:
     return ballast
 
 
+@pytest.mark.long
 def test_a_durable_push_waits_for_space_on_a_full_disk(
     servers: ParameterServers, small_disk: Path
 ) -> None:

@@ -42,6 +42,7 @@ def trained(servers: ParameterServers) -> ParameterClient:
     return client
 
 
+@pytest.mark.long
 def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
     """Each server has a part of the model. SIGTERM ends a server with exit code 0, and its key is
     deleted. A port in use and a bad argument end the command with an error that names them."""

@@ -37,7 +37,7 @@ def test_a_port_alone_is_served_at_the_bind_address(listen: str, bind: str, addr
     assert listening(listen, bind) == address
 
 
-@pytest.mark.parametrize("listen", ["", "somewhere", "70000", "host:70000", "-1"])
+@pytest.mark.parametrize("listen", ["", "somewhere", "70000", "host:70000", "-1", "[]:80"])
 def test_an_invalid_listening_address_is_refused(listen: str) -> None:
     with pytest.raises(InvalidSpec, match="expected host:port, or a port"):
         listening(listen, "127.0.0.1")
@@ -56,6 +56,9 @@ def test_an_invalid_listening_address_is_refused(listen: str) -> None:
         ("fe80::1", "0.0.0.0:0", "[fe80::1]:9"),
         ("[fe80::1]", "0.0.0.0:0", "[fe80::1]:9"),
         ("[fe80::1]:8", "0.0.0.0:0", "[fe80::1]:8"),
+        ("0.0.0.0:8", "0.0.0.0:0", f"{socket.gethostname()}:8"),
+        ("[::]:8", "0.0.0.0:0", f"{socket.gethostname()}:8"),
+        ("::", "0.0.0.0:0", f"{socket.gethostname()}:9"),
     ],
 )
 def test_the_announced_address_is_reachable(advertise: str, listen: str, address: str) -> None:
@@ -74,6 +77,7 @@ def test_the_defaults_are_loopback() -> None:
         assert address.startswith("127.0.0.1:")
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("program", "options"),
     [
@@ -112,6 +116,7 @@ def test_ports_open_to_other_machines_are_one_warning() -> None:
     assert hidden["event"] == "reached_from_this_machine_only" and "--bind" in hidden["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("bind", ["", "0.0.0.0"])
 def test_every_socket_of_a_process_is_at_the_bind_address(tmp_path: Path, bind: str) -> None:

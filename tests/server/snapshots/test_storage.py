@@ -1,5 +1,6 @@
 """Storage: files are read as they were written, on every kind of it, and never in part."""
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,23 @@ def test_a_file_of_pieces_is_whole_or_absent(storage: Storage) -> None:
     with pytest.raises(InvalidSpec, match="spoilt"):
         storage.write_pieces("job/one", lambda: "spoilt", pieces(4))
     assert storage.sizes("job") == {"job/one/of-3": 3000}
+
+
+def test_a_local_file_is_durable_with_its_new_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power loss, a new folder may be gone with all that is in it, unless the folder above
+    is on the disk too."""
+    synchronized, fsync = set[Path](), os.fsync
+
+    def note(descriptor: int) -> None:
+        synchronized.add(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    Storage(str(tmp_path / "store")).write("job/one/a", b"1")
+    folders = [tmp_path, *(tmp_path / below for below in ("store", "store/job", "store/job/one"))]
+    assert set(folders) < synchronized
 
 
 def test_files_are_listed_with_their_sizes(storage: Storage) -> None:

@@ -118,6 +118,7 @@ async def test_every_call_of_the_api_needs_its_role(world: World, tmp_path: Path
         ]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     "value",
     ["", "Bearer", "Bearer x", "Basic YTpi", "bearer  x y", "Bearer " + "x" * 5000],
@@ -167,6 +168,7 @@ async def test_a_session_of_the_page_ends_when_it_is_deleted(world: World, tmp_p
         assert again.status_code == 401
 
 
+@pytest.mark.long
 async def test_a_call_from_a_page_of_another_site_is_refused(world: World, tmp_path: Path) -> None:
     """It is refused with the session's cookie, and by a server without tokens."""
     async with serving(world, tmp_path) as served:
@@ -245,6 +247,7 @@ async def test_a_lost_job_is_a_conflict_and_no_fault_of_the_server(
         assert "409" in described["responses"]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("takes_tokens", [False, True])
 async def test_only_the_servers_own_user_needs_no_token(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_tokens: bool

@@ -35,6 +35,7 @@ def body_of_error(response: httpx.Response, status: int, kind: str) -> dict[str,
     return body
 
 
+@pytest.mark.long
 async def test_healthz_is_200_while_the_coordinator_is_not_ready(
     world: World, http: httpx.AsyncClient
 ) -> None:
@@ -407,6 +408,7 @@ async def test_shards_cannot_be_read_while_etcd_is_away(
     assert (await http.get("/metrics")).status_code == 200
 
 
+@pytest.mark.long
 async def test_a_fault_of_the_server_is_an_error_of_the_same_form(
     world: World, http: httpx.AsyncClient
 ) -> None:

@@ -102,6 +102,7 @@ async def test_the_number_of_live_pages_is_bounded(world: World) -> None:
                 await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 async def test_over_tls_a_browser_without_a_certificate_needs_a_token(
     world: World, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ async def test_a_stopped_coordinator_is_not_ready() -> None:
     assert response.json()["reason"]
 
 
+@pytest.mark.long
 async def test_a_refused_joiner_is_in_the_events() -> None:
     """The members are those that train."""
     async with endpoint() as (world, http):

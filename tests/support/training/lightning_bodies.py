@@ -112,7 +112,7 @@ class Net(LightningModule):
 def trainer_of(strategy: SessionStrategy, **changes: object) -> Trainer:
     options = {
         "accelerator": "cpu",
-        "max_epochs": -1,
+        "max_epochs": 1,
         "gradient_clip_val": MAX_NORM,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -134,7 +134,7 @@ def train(report: Report, run: Run) -> None:
     with session:
         elastic = SessionStrategy(session)
         parts = {"accumulate_grad_batches": 2} if run.scheduled else {}
-        trainer, module = trainer_of(elastic, **parts), Net(session, report, run)
+        trainer, module = trainer_of(elastic, max_epochs=-1, **parts), Net(session, report, run)
         batches = elastic.batches(
             data(),
             global_batch_size=ORDER.global_batch_size,

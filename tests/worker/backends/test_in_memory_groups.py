@@ -156,6 +156,7 @@ def test_a_thread_that_a_rank_started_can_use_its_groups() -> None:
     assert shoal.run_in_memory(body, 3) == [1.0] * 3
 
 
+@pytest.mark.long
 def test_sessions_in_threads_train_together_under_a_real_coordinator(
     cluster: LocalCluster,
 ) -> None:

@@ -158,6 +158,7 @@ class Dead(BaseException):
     """Raised in place of the process' death."""
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("keep", "new"), [(1, 2), (2, 1)], ids=["the next one", "the same step"])
 def test_a_writer_that_dies_at_any_call_leaves_a_whole_checkpoint(
     monkeypatch: pytest.MonkeyPatch, keep: int, new: int
@@ -278,6 +279,7 @@ def steps_taken(cluster: LocalCluster, place: str, *, num_steps: int = 1000) -> 
     return taken
 
 
+@pytest.mark.sampled()
 def test_a_job_goes_on_from_a_bucket_with_the_same_samples(
     cluster: LocalCluster, place: str
 ) -> None:

@@ -44,6 +44,7 @@ def test_averages_are_those_of_a_slow_twin_and_the_same_everywhere(world_size: i
                 assert float(error) < tolerance, name
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("world_size", [1, *WORLD_SIZES])
 def test_nothing_is_lost_though_the_order_of_parameters_changes(world_size: int) -> None:
     """Steps without new gradients send everything held back: the sums become those of the

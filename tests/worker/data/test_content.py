@@ -235,6 +235,7 @@ def test_what_is_looked_at_is_bounded() -> None:
     assert len(list(content._dataset_items(large, 1 << 20, 0))) == looked_at
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "async-sgd"])
 def test_a_member_with_another_split_is_refused_and_the_others_train_on(
     cluster: LocalCluster, strategy: str

@@ -368,6 +368,7 @@ def take_all(loader: Loader) -> int:
     return sum(len(loader.synchronous(step, 0, 1).indices) for step in range(5))
 
 
+@pytest.mark.long
 def test_processes_that_live_and_give_no_sign_are_told_of() -> None:
     """The stopped process is ended too."""
     with (
@@ -487,6 +488,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**own, **more}
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_a_long_tmpdir_stands_in_no_batchs_way(tmp_path: Path, context: str) -> None:

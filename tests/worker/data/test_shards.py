@@ -72,6 +72,7 @@ streams_of_shards = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(
     lengths_of_shards,

@@ -97,6 +97,7 @@ OPTIMIZERS: dict[str, tuple[RowOptimizer, Callable[..., torch.optim.Optimizer]]]
 }
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_one_worker_trains_as_torch_alone(servers: ParameterServers, kind: str) -> None:
     """The table replaces nn.Embedding(sparse=True) with torch's own optimizer: rows and dense
@@ -152,6 +153,7 @@ def test_gradients_are_those_of_autograd(servers: ParameterServers) -> None:
     strategy.close()
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_are_those_of_torch(servers: ParameterServers, mode: str) -> None:
     """Values and gradients are the same, with offsets and with rows of equal length."""

@@ -44,6 +44,7 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return largest_difference(ours, theirs)
 
 
+@pytest.mark.long
 def test_fit_equals_one_process_and_ranks_hold_parts():
     found = run_on_gloo(2, keras_ranks.fit_each, OPTIMIZERS)
     for name in OPTIMIZERS:
@@ -70,6 +71,7 @@ def test_a_loop_of_ones_own_over_three_ranks():
         assert worst(weights, alone) <= TOLERANCE
 
 
+@pytest.mark.long
 def test_one_line_and_a_torch_loop():
     alone = keras_ranks.torch_loop_alone()
     for weights in run_on_gloo(2, keras_ranks.torch_loop, "zero2"):

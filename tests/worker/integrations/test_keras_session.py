@@ -34,6 +34,7 @@ def distance(ours: list[list[float]], theirs: list[list[float]]) -> float:
     return max(float((torch.tensor(a) - torch.tensor(b)).abs().max()) for a, b in pairs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "back_to"),
     [

@@ -347,7 +347,7 @@ class Asking(Net):
         ({"max_epochs": 2}, {"epochs": 2}, (2, 10), 10),
         ({"max_epochs": 2, "accumulate_grad_batches": 3}, {}, (2, 10), 10),
         ({"max_epochs": None, "max_steps": 7}, {}, (2, 7), 7),
-        ({"max_steps": 7}, {"epochs": 3}, (3, 7), 7),
+        ({"max_epochs": -1, "max_steps": 7}, {"epochs": 3}, (3, 7), 7),
     ],
 )
 def test_scripts_are_told_how_long_the_job_trains(
@@ -378,7 +378,7 @@ def test_a_trainers_thousand_epochs_are_trained_unless_batches_have_their_own(
 
 
 @pytest.mark.parametrize(
-    "endless", [{"max_epochs": -1}, {"max_epochs": None, "max_time": "1:0:0:0"}]
+    "endless", [{"max_epochs": -1}, {"max_epochs": None, "max_time": "00:01:00:00"}]
 )
 def test_a_job_without_a_length_is_refused(endless: dict[str, Any]) -> None:
     """Not trained for one epoch, which nobody asked for."""

@@ -73,6 +73,8 @@ def test_a_member_alone_trains_as_trainer_does(session: shoal.Session) -> None:
     assert logged == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.long
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(("strategy", "back_to"), [("ddp", 7), ("fsdp", 1)])
 def test_a_session_goes_on_without_a_lost_member(

@@ -467,6 +467,7 @@ if number <= int(sys.argv[1]):
 """
 
 
+@pytest.mark.long
 def test_a_fenced_worker_is_started_again(shoal_run: Run, book: ExitBook) -> None:
     """The script's own error alone would start nothing again under `--restart-on signal`."""
     book.refused = {f"life-{number}": Fenced("no member any more") for number in (1, 2)}
@@ -608,6 +609,7 @@ def deaf():
 """
 
 
+@pytest.mark.long
 def test_a_halted_worker_that_is_lost_is_replaced(shoal_run: Run, book: ExitBook) -> None:
     """Waiting for a SIGCONT is useless: the worker would be fenced."""
     script = JOINS + "joins(); show('up'); pathlib.Path('again').exists() and sys.exit()\n"
@@ -676,6 +678,7 @@ def test_a_launcher_ends_with_its_finished_job(
     assert "w-1 was killed by SIGKILL" in output
 
 
+@pytest.mark.long
 def test_a_script_that_has_left_its_finished_job_goes_on(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -715,6 +718,7 @@ def test_a_launcher_ends_with_a_job_that_others_ended(
     assert "started again" not in output
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_in_the_kernel_is_left_there(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -812,6 +816,7 @@ def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("options", "words"),
     [

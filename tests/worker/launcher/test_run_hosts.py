@@ -191,6 +191,7 @@ def test_bad_hosts_are_refused_before_anything_starts(
     assert errors.count("\n") == 1
 
 
+@pytest.mark.long
 def test_each_host_has_a_launcher_with_its_number_of_workers(
     run_hosts: Run, coordinator: str, tmp_path: Path
 ) -> None:
@@ -228,11 +229,13 @@ def test_each_host_has_a_launcher_with_its_number_of_workers(
     assert "not-for-other-users" not in called, "every user of the host sees its command line"
 
 
+@pytest.mark.long
 def test_a_script_that_fails_gives_its_exit_code(run_hosts: Run, coordinator: str) -> None:
     code, output = finish(run_hosts("raise SystemExit(3)", "a,b", "--coordinator", coordinator))
     assert code == 3, output
 
 
+@pytest.mark.long
 def test_without_any_usable_host_nothing_runs(run_hosts: Run) -> None:
     code, output = finish(run_hosts(SHOW, "gone,moved"))
     assert code == 1
@@ -244,6 +247,7 @@ def test_without_any_usable_host_nothing_runs(run_hosts: Run) -> None:
     assert "saw 1 of 2; expected at least 2" in output
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all_hosts(run_hosts: Run, coordinator: str) -> None:
     run = run_hosts(WAIT, "a,b", "--coordinator", coordinator)
     pids = pids_of(run, 2)
@@ -254,6 +258,7 @@ def test_ctrl_c_ends_all_hosts(run_hosts: Run, coordinator: str) -> None:
     await_gone([pid for pair in pids.values() for pid in pair])
 
 
+@pytest.mark.long
 def test_nothing_on_a_host_outlives_the_command(run_hosts: Run, coordinator: str) -> None:
     """A host notices the end of the connection, also after a SIGKILL of the command."""
     run = run_hosts(WAIT, "a,b", "--coordinator", coordinator)

@@ -75,6 +75,7 @@ def one_fault(strategy: LayoutStrategy, faulty: int, *, clips: bool) -> str:
     return raised_by(layout)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_a_fault_of_any_rank_is_told_to_all(name: str, clips: bool) -> None:

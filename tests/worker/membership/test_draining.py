@@ -150,6 +150,7 @@ def told_twice(process: "subprocess.Popen[str]", between: str = "") -> int:
     return process.wait(30.0)
 
 
+@pytest.mark.long
 def test_two_sigterms_at_once_are_one_wish() -> None:
     """Slurm and systemd signal the worker, and so does its launcher."""
     with training() as process:
@@ -182,6 +183,7 @@ def test_a_handler_that_is_put_back_while_the_order_is_fresh_takes_the_next_one(
         assert told_twice(process, "later") == 7
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("hangs", ["hang()", "time.sleep(30)"], ids=["in-c", "in-python"])
 def test_a_second_sigterm_that_comes_later_ends_the_process(hangs: str) -> None:

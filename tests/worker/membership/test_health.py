@@ -112,6 +112,7 @@ def test_reports_go_on_at_the_interval(board: Board) -> None:
             board.wait_for(step + 1)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("loss", "shown"), [(float("nan"), "nan"), (float("-inf"), "-inf")])
 def test_a_diverged_loss_gets_through(board: Board, loss: float, shown: str) -> None:
     """JSON has no NaN, but it is what people look for."""

@@ -106,6 +106,7 @@ def test_figures_of_stages(model, optimizer, microbatches):
     check(training(model, optimizer), Pipeline(microbatches=microbatches), 3)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("model", "world_size"),
     [
@@ -127,7 +128,7 @@ def test_figures_of_splits_that_the_user_chose():
     check(training(tensor_models.mlp), strategy, 2)
 
 
-@pytest.mark.sampled("sizes")
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("sizes", "model"),
     [

@@ -183,7 +183,7 @@ def check(plan: Plan, measured: list[Measured]) -> None:
         assert planned == rank
 
 
-@pytest.mark.sampled("strategy", "model")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("model", "optimizer"), [(deep, adamw), (normed, sgd)])
 def test_figures_are_those_of_real_steps(model: Any, optimizer: Any, strategy: str) -> None:
@@ -233,6 +233,7 @@ def gathers_in_forward() -> int:
     return counts()["all_gather"].calls
 
 
+@pytest.mark.long
 def test_a_thousand_layers_are_gathered_at_most_fifty_times() -> None:
     """Groups have 25 layers. With the default size, so small a model would be one group."""
     with torch.device("meta"):

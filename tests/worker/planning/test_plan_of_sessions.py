@@ -48,6 +48,7 @@ def member(coordinator: str, name: str, model: nn.Module, strategy: Strategy) ->
     return found
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_step_of_a_session_moves_what_the_plan_says(cluster: LocalCluster, name: str) -> None:
     made = [built()[0] for _ in range(NUM_MEMBERS)]

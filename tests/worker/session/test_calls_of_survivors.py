@@ -134,6 +134,7 @@ class Crew:
             return found, sizes, session.step_number
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("call", [evaluate, all_reduce, state_dict])
 def test_the_last_one_in_a_call_finishes_it_and_trains_on_with_joiners(
     cluster: LocalCluster, call: Call

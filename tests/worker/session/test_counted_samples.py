@@ -83,6 +83,7 @@ def members(cluster: LocalCluster, strategy: Any, *, in_one_call: bool) -> list[
         return sorted((end.result(WAIT_S) for end in ends), key=lambda found: found["rank"])
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("in_one_call", [False, True], ids=["backward", "forward_backward"])
 @pytest.mark.parametrize("strategy", ["ddp", "local-sgd"])
 def test_a_member_without_samples_has_nothing_to_count(

@@ -125,6 +125,7 @@ def are_known(survivors: list[Any]) -> None:
     assert any(all(part in str(each) for part in wanted) for each in survivors), survivors
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("strategy", "loop"),
     [

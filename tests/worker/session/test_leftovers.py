@@ -87,6 +87,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_whatever_comes_of_an_aborted_collective_is_the_loss_of_a_peer(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -95,6 +96,7 @@ def test_whatever_comes_of_an_aborted_collective_is_the_loss_of_a_peer(
     assert survivor(cluster, error) == NUM_STEPS
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     "error",
     [ValueError("of the script"), MalformedMessage("of a peer")],

@@ -62,7 +62,7 @@ def check_as_one_process(finished: Any, run: Registering) -> None:
             assert difference < TOLERANCE, (kind, name)
 
 
-@pytest.mark.sampled("kind")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("behind", [True, False], ids=["behind the step", "in the step"])
 @pytest.mark.parametrize(
     ("kind", "strategy"),

@@ -65,6 +65,7 @@ def crew(cluster: LocalCluster, num_members: int, body: Body, **options: Any) ->
         return [end.exception(WAIT_S) or end.result() for end in ends]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("source", ["tensors", "loader"])
 def test_an_evaluation_counts_each_sample_once_on_three_members(

@@ -74,6 +74,7 @@ def crew(cluster: LocalCluster, job: str, body: Body, strategy: Any) -> list[Any
         return [end.result(WAIT_S) for end in ends]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("strategy", "body"),
     [

@@ -33,6 +33,7 @@ class Runtime:
         return 0
 
 
+@pytest.mark.long
 def test_memory_is_locked_as_long_as_a_tensor_views_it() -> None:
     runtime = Runtime()
     memory = torch.arange(64, dtype=torch.uint8)

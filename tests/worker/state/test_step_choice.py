@@ -170,6 +170,7 @@ def slowly(inventories: list[Inventory]) -> int | None:
     return None
 
 
+@pytest.mark.long
 @given(worlds())
 @settings(max_examples=150, deadline=None)
 def test_the_choice_is_that_of_looking_at_every_element(inventories: list[Inventory]) -> None:

@@ -130,6 +130,7 @@ def test_a_member_lost_between_two_parts_of_a_step(
         check_weights(schedule.finish(), run, scheduled=False)
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero1", "tensor"])
 def test_a_scaler_goes_back_with_a_step_and_to_who_joins(
@@ -241,6 +242,7 @@ def test_a_schedule_that_a_joiner_began_anew_is_told(
         assert set(others) == {first["lr"]} != {0.02}
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_a_rate_that_follows_from_the_step_is_exact_over_changes(

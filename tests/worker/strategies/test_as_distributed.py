@@ -89,6 +89,7 @@ class ForgetsAll(torch.optim.SGD):
         self._model.zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_that_no_optimizer_takes_do_not_add_up(strategy: str) -> None:
     """Gradients without an optimizer count in the norm; a joining member has none of earlier

@@ -106,7 +106,7 @@ def _trained(
     return _lived(strategy, ["m0"], 0, take, compiler)
 
 
-@pytest.mark.sampled("name", "compiled", "make")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("make", [Net, chain])
 @pytest.mark.parametrize("compiled", ["before", "behind", "in place"])
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -209,7 +209,7 @@ class Nested(nn.Module):
         return outputs
 
 
-@pytest.mark.sampled("name", "compiled", "make")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("make", [Net, chain, Nested])
 @pytest.mark.parametrize("compiled", ["before", "in place", "part"])
 @pytest.mark.parametrize("name", ["pipeline", "hybrid"])

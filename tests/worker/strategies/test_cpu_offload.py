@@ -33,6 +33,7 @@ OFFLOADED: dict[str, Callable[[], FSDP]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", OFFLOADED)
 def test_equal_to_one_process_with_clipping_and_accumulation(strategy: str) -> None:
@@ -86,6 +87,7 @@ def test_optimizer_state_stays_where_it_is() -> None:
         assert (local, device, dtype, shape) == ("meta", "meta", torch.float64, (4, 3))
 
 
+@pytest.mark.long
 def test_no_change_of_members_leaves_a_trace(cluster: LocalCluster, tmp_path: Path) -> None:
     options = {"cpu_offload": True, "min_group_bytes": 200}
     run = elastic(

@@ -26,7 +26,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.sampled("case")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("num_more", [0, 2])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_changes_leave_no_trace_in_the_weights(

@@ -113,7 +113,7 @@ def made(strategy: str, world_size: int, **options: str) -> Callable[[], Strateg
     return partial(STRATEGIES[strategy], **sizes, **options)
 
 
-@pytest.mark.sampled("strategy", "optimizer")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
 def test_equal_with_clipping_and_accumulation(
@@ -132,7 +132,7 @@ PARTS_OF_STAGES = (2, 2, 2, 2, 1)
 """Micro-batches of a pipeline: 4 divides neither 10 nor 7."""
 
 
-@pytest.mark.sampled("strategy")
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
 def test_equal_in_mixed_precision(strategy: str, world_size: int) -> None:
     """Layers compute in bf16, by the strategy's own means if it has some, otherwise by autocast.

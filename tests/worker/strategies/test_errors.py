@@ -53,6 +53,7 @@ def expect_planted(schedule: Schedule, rank: Rank, place: str) -> None:
     schedule.alive.remove(rank)
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_whoever_raises_leaves_and_the_others_train_on(
@@ -65,6 +66,7 @@ def test_whoever_raises_leaves_and_the_others_train_on(
         check_same_weights(schedule.finish(), run, TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_whoever_raises_in_a_round_leaves_and_the_others_train_it_again(

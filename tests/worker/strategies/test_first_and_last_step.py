@@ -25,7 +25,7 @@ STRATEGIES: list[tuple[str, Mapping[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled("strategy")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("fault", ["behind the last batch", "in the first step"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_the_result_is_that_of_one_process_though_one_is_killed(

@@ -82,6 +82,7 @@ OF_FOUR: Mapping[str, Callable[[], Strategy]] = {
 CLIPPED = [name for name in STRATEGIES if not name.startswith(("local-sgd", "diloco"))]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("strategy", "clips"),
     [*((name, False) for name in STRATEGIES), *((name, True) for name in CLIPPED)],
@@ -102,6 +103,7 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
         assert difference(ours, theirs) == 0
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", OF_FOUR)
 def test_nothing_is_read_too_early_where_some_ranks_meet(strategy: str) -> None:
     """Includes ranks of a copy, of the same rows and of a layer, and neighbouring stages."""

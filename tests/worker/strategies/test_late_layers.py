@@ -71,7 +71,7 @@ def by_a_rank(run: Run, made: Callable[[], Strategy]) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.sampled("strategy", "kind")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "RMSprop"])
 @pytest.mark.parametrize(("strategy", "world_size"), equality.WORLDS)
 def test_equal_to_one_process_that_freezes_them(strategy: str, world_size: int, kind: str) -> None:

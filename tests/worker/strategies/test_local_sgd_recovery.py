@@ -53,7 +53,7 @@ def check_equal_to_the_twin(
             assert torch.allclose(own, tensor, rtol=0, atol=TOLERANCE), name
 
 
-@pytest.mark.sampled("strategy")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("num_more", [0, 2])
 @pytest.mark.parametrize(("strategy", "optimizer"), [("local-sgd", "sgd"), ("diloco", "adamw")])
 def test_changes_leave_no_trace_but_who_trained_which_round(

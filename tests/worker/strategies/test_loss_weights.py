@@ -87,6 +87,7 @@ def by_tokens(
     return weights
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize(
     ("strategy", "world_size", "max_norm"),
@@ -104,6 +105,7 @@ def test_each_token_counts_alike(
         assert difference(ours, expected) < TOLERANCE
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
 def test_what_divides_by_no_tokens_counts_for_nothing(strategy: str) -> None:
     world_size = 2 if strategy == "tensor" else 3

@@ -38,6 +38,7 @@ WORLDS = [
 ]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
 def test_parts_add_up_to_the_gradient_of_the_batch(strategy: str, world_size: int) -> None:
     """Clipping needs the norm of all parts together."""
@@ -77,6 +78,7 @@ def recomputed(seed: int, *, keeps: bool = False) -> tuple[nn.Module, torch.opti
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_activation_checkpointing_changes_nothing(strategy: str) -> None:
     """Holds for batches in parts, too."""

@@ -165,6 +165,7 @@ def by_a_rank(strategy_of: Callable[[], SynchronousStrategy], passes: Passes) ->
 STRATEGIES = {"ddp": shoal.DDP, "zero1": shoal.Zero1}
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("passes", [*SOME, in_part, *ALL])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_passes_are_as_in_one_process(strategy: str, passes: Passes) -> None:

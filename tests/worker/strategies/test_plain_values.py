@@ -350,6 +350,7 @@ def test_state_of_what_is_no_parameter_is_refused(strategy: str) -> None:
 # --- with others ---
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_values_go_to_newcomers_and_come_back_from_copies(
@@ -373,6 +374,7 @@ def test_values_go_to_newcomers_and_come_back_from_copies(
         check_no_trace(schedule, run, TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "ddp", "pipeline"])
 def test_several_members_go_on_from_a_checkpoint_with_the_very_values(

@@ -17,6 +17,7 @@ from shoal_client.local.cluster import LocalCluster
 TOLERANCE = 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("first", "second"), [(("fsdp", 3), ("ddp", 2)), (("ddp", 2), ("zero1", 3))], ids=str

@@ -71,6 +71,8 @@ def live_for_a_generation(strategy: SynchronousStrategy, number: int, batches: L
     assert retired.free_now(30)  # all of them are idle
 
 
+@pytest.mark.long
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_generation_leaves_no_descriptor_and_no_thread(name: str) -> None:

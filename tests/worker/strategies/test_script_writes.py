@@ -296,7 +296,7 @@ def left_by_undone(
     return held, behind
 
 
-@pytest.mark.sampled("strategy", "writes")
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("writes", "num_before"), [(decay, 1), (decay, 4), (decay_anew, 0), (restart, 0)]
 )

@@ -140,7 +140,7 @@ WORLDS: list[tuple[str, int, Callable[[], SynchronousStrategy]]] = [
 ]
 
 
-@pytest.mark.sampled("made", "passes")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES)
 @pytest.mark.parametrize(
     ("made", "world_size"), [each[:0:-1] for each in WORLDS], ids=[each[0] for each in WORLDS]
@@ -180,6 +180,7 @@ def penalised(made: Callable[[], SynchronousStrategy]) -> str:
     return str(refusal.value)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("name", ["zero2", "fsdp", "hsdp", "rows of positions"])
 def test_a_pass_through_parts_of_parameters_alone_is_refused(name: str) -> None:
     """Regression: each member weighted its own rows of the penalty by its share of the batch."""

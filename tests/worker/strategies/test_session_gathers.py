@@ -69,6 +69,7 @@ def by_a_rank(made: Callable[[], Strategy], whole: bool) -> dict[str, Tensor]:
     return weights
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("whole", [True, False], ids=["all rows", "own rows"])
 @pytest.mark.parametrize(("name", "world_size"), WORLDS)
 def test_weights_are_those_of_one_process(name: str, world_size: int, whole: bool) -> None:

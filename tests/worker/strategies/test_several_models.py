@@ -96,6 +96,7 @@ def test_both_learn_what_they_learn_in_one_process(
         assert difference(ours, expected) < TOLERANCE
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_both_learn_the_same_over_collectives_that_are_done_before_they_bring_anything(
     strategy: str,

@@ -101,6 +101,7 @@ MADE: Mapping[str, Callable[..., Strategy]] = {
 WORLDS = {"tensor": 2, "pipeline": 2, "hsdp": 4, "fsdp-tensor": 4, "hybrid": 4}
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("parts", [1, 2], ids=["whole", "in parts"])
 @pytest.mark.parametrize("strategy", MADE)

@@ -110,6 +110,7 @@ def through_two_generations(
     return state, ties, stepped
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("name", MADE)
 def test_ties_hold_over_generations(name: str) -> None:
     expected = by_one_process(RUN)

@@ -96,6 +96,7 @@ def test_a_joiner_is_seen_and_taken_in(join: Join) -> None:
     assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0
 
 
+@pytest.mark.long
 def test_a_restart_of_one_nodes_workers_takes_all_along(join: Join) -> None:
     """The other node learns of it, both keep their ranks, and nothing of the old stores is left."""
     handlers = [join(), join()]

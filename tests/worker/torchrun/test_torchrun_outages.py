@@ -57,6 +57,7 @@ def times_out(began_s: float, seconds: float = JOIN_S) -> bool:
     return seconds - 0.2 <= time.monotonic() - began_s <= seconds + OVER_S
 
 
+@pytest.mark.sampled()
 def test_a_rendezvous_after_a_failure(join: Join, outage: Wire) -> None:
     """The node has to report first that its workers failed."""
     node = join(**options(outage, last_call_timeout="0.2"))
@@ -72,6 +73,7 @@ def test_a_rendezvous_after_a_failure(join: Join, outage: Wire) -> None:
     assert time.monotonic() - began_s <= OVER_S
 
 
+@pytest.mark.sampled()
 def test_a_rendezvous_that_has_begun(join: Join, outage: Wire) -> None:
     """The node is waiting for other nodes when the coordinator goes."""
     node = join((2, 2), **options(outage))
@@ -86,6 +88,7 @@ def test_a_rendezvous_that_has_begun(join: Join, outage: Wire) -> None:
         assert times_out(began_s)
 
 
+@pytest.mark.sampled()
 def test_a_first_rendezvous(join: Join, outage: Wire) -> None:
     node = join(**options(outage))
     outage.cut()
@@ -155,6 +158,8 @@ def test_to_close_the_job(join: Join, outage: Wire) -> None:
     assert time.monotonic() - began_s <= 1.0 + OVER_S
 
 
+@pytest.mark.long
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("part", ["coordinator", "etcd"])
 def test_a_part_that_is_halted(tmp_path: Path, part: str) -> None:

@@ -56,6 +56,7 @@ def test_a_barrier_names_the_ranks_that_are_missing(join: Join) -> None:
     assert "check rank 0 (host-0)" in answers[1]
 
 
+@pytest.mark.long
 def test_a_store_out_of_reach_or_over(join: Join, cluster: LocalCluster) -> None:
     """The error is a DistNetworkError, as with a TCPStore whose host is gone."""
     first = join()

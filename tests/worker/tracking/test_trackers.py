@@ -57,6 +57,7 @@ def only(runs: dict[str, Logged]) -> Logged:
     return logged
 
 
+@pytest.mark.long
 @TRACKERS
 def test_each_step_is_there_once_after_kills_a_join_and_a_drain(
     cluster: LocalCluster, tmp_path: Path, name: str

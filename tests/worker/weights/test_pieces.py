@@ -166,7 +166,7 @@ def assembled(parts: Sequence[tuple[bytes, Any, int]]) -> dict[str, Tensor]:
     return whole_tensors(layout, segments)
 
 
-@pytest.mark.sampled("name")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("name", CASES)
 def test_the_parts_of_all_ranks_are_the_model_of_one_process(name: str) -> None:
     """`VersionLayout` checks the coverage: it raises for an element that is missing or there

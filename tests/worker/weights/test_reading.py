@@ -70,6 +70,7 @@ def install_on_mesh(dim: int, publishers: int, placements: list[Any]) -> dict[st
     return {name: torch.equal(whole, values(name)) for name, whole in wholes.items()}
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(
     "placements",

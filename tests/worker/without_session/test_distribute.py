@@ -70,7 +70,7 @@ def train(model: nn.Module, strategy: str | Strategy, max_norm: float) -> dict[s
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline", "hybrid")
 
 
-@pytest.mark.sampled("strategy")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_ordinary_loop_trains_as_one_process(strategy: str, world_size: int) -> None:

@@ -147,9 +147,10 @@ def _check_present(name: str, *, cuda: bool, mpi4py: bool) -> None:
 def init_static_world(backend: str | None = None) -> None:
     """Initialise torch.distributed's default group with the ranks of torchrun or mpiexec.
 
-    `backend`: "gloo", "nccl" or "mpi"; the default is "mpi" under mpiexec, else "nccl" with CUDA
-    and "gloo" without. Does nothing if the group exists already. Raises InvalidSpec if the group
-    exists with another backend, without MASTER_ADDR or MASTER_PORT, and as `static_world`.
+    `backend`: "gloo", "nccl" or "mpi"; the default is "mpi" under mpiexec (unless RANK and
+    WORLD_SIZE are set), else "nccl" with CUDA and "gloo" without. Does nothing if the group exists
+    already. Raises InvalidSpec if it exists with another backend, for "gloo" and "nccl" without
+    MASTER_ADDR or MASTER_PORT, and as `static_world`.
     """
     if dist.is_initialized():
         present = dist.get_backend()

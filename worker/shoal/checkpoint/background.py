@@ -1,4 +1,5 @@
-"""Checkpoints in the background: the trainer waits for the copy, and for the one before."""
+"""Checkpoints in the background: the trainer waits for the copy of its state, and before that for
+the previous checkpoint."""
 
 import os
 import threading
@@ -36,7 +37,7 @@ class Checkpoints:
     Each rank of a job has a `Checkpoints` with the same settings, for all generations. The
     directory must be on storage that all ranks share; it may be the URL of a bucket, such as
     `s3://bucket/prefix`. Memory: one copy of the shards that this rank writes, and one chunk of up
-    to 64 MiB.
+    to 64 MiB, or a row if that is larger.
     """
 
     def __init__(
@@ -120,12 +121,12 @@ class Checkpoints:
         `join`, else this rank alone. A shard for whose name `writes` returns False is not copied:
         another rank must write it. A shard that several ranks offer is written once.
 
-        Raises the error of the previous checkpoint, on every rank at the same step:
-        CheckpointFailed (disk full, no permission) with path and errno. Before the first success,
-        InvalidSpec if the ranks together did not hold a whole state, or later checkpoints exist.
-        Raises CheckpointFailed, perhaps not on all ranks, while the previous one takes longer than
-        the limit. Training is unaffected, and the next offer tries again. If a rank was lost
-        meanwhile, no error is raised; the checkpoint may be complete or absent.
+        Raises the error of the previous checkpoint, on every rank at the same step, and then writes
+        nothing: CheckpointFailed (disk full, no permission) with path and errno. Before the first
+        success, InvalidSpec if the ranks together did not hold a whole state, or later checkpoints
+        exist. Raises CheckpointFailed, perhaps not on all ranks, while the previous one takes
+        longer than the limit. Training is unaffected, and the next offer tries again. If a rank was
+        lost meanwhile, no error is raised; the checkpoint may be complete or absent.
         """
         self._finish()
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}

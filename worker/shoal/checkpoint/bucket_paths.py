@@ -23,7 +23,8 @@ READ_AHEAD_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True)
 class BucketPath:
-    """File or folder in a bucket. Its own methods raise errors of the storage as OSError."""
+    """File or folder in a bucket. Its own methods, unlike those of an opened file, raise all errors
+    of the storage as OSError."""
 
     url: str
     """URL without a trailing slash."""
@@ -84,7 +85,7 @@ class BucketPath:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def names(self) -> list[str]:
-        """Return the names of the files below this folder, relative to it."""
+        """Return the paths of all files below this folder, relative to it."""
         with self._errors_as_os_error():
             self.files.invalidate_cache()
             try:
@@ -138,10 +139,8 @@ CheckpointPath = Path | BucketPath
 
 
 def located(location: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
-    """Return the path of a directory or of a URL.
-
-    Raises InvalidSpec for an unsupported URL, or if no installed package can reach it.
-    """
+    """Return the path of a directory or of a URL. Raises InvalidSpec for an unsupported URL, or if
+    no installed package can reach it."""
     if isinstance(location, BucketPath):
         return location
     name = os.fspath(location)

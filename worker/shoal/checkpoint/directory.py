@@ -47,10 +47,8 @@ def complete(directory: Path) -> dict[int, Path]:
 
 
 def begin(path: Path) -> Path:
-    """Create a directory in which to write the future content of `path`.
-
-    Raises InvalidSpec if `path` exists and is not a checkpoint, and the system's OSError.
-    """
+    """Create a directory in which to write the future content of `path`. Raises InvalidSpec if
+    `path` exists and is not a checkpoint, and the system's OSError."""
     if path.exists() and not (path / METADATA).is_file():
         raise InvalidSpec(
             f"{path} exists already and is not a checkpoint",
@@ -93,10 +91,8 @@ def discard(path: Path) -> None:
 
 def sweep(path: Path, keep: Path) -> None:
     """Remove leftovers of dead writers of `path`, except `keep`; of all steps in the directory if
-    `path` is the checkpoint of a step. A replaced checkpoint without a successor is restored.
-
-    The caller must know that no other writer is alive.
-    """
+    `path` is the checkpoint of a step. A replaced checkpoint without a successor is restored. The
+    caller must know that no other writer is alive."""
     for name, kind, leftover in _temporary_directories(path.parent):
         ours = name == path.name or (STEP.fullmatch(name) and STEP.fullmatch(path.name))
         if not ours or leftover == keep:

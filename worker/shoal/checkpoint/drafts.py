@@ -47,10 +47,8 @@ class Draft(ABC):
 
     @abstractmethod
     def publish(self, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
-        """Publish the draft as the checkpoint, replacing an existing one.
-
-        Raises CheckpointFailed if a reader would refuse the written files.
-        """
+        """Publish the draft as the checkpoint, replacing an existing one. Raises CheckpointFailed
+        if a reader would refuse the written files."""
 
     @abstractmethod
     def discard(self) -> None:

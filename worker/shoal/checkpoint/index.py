@@ -71,11 +71,9 @@ class _Properties(TensorProperties):
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Return an enum's member by its name; `_MODULES` must allow the enum's class.
-
-    Some releases of Python (3.11.0 to 3.11.3 among them) pickle a member as a call of `getattr`,
-    others as a call of its class.
-    """
+    """Return an enum's member by its name; `_MODULES` must allow the enum's class. Some releases of
+    Python (3.11.0 to 3.11.3 among them) pickle a member as a call of `getattr`, others as a call of
+    its class."""
     if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
         raise pickle.UnpicklingError(f"getattr of {kind!r:.100} has no place in an index")
     return kind.__members__[name]
@@ -104,7 +102,8 @@ def read_index(path: CheckpointPath, content: bytes | None = None) -> Checkpoint
     published yet.
 
     Raises InvalidSpec if there is no checkpoint, or if a later version of DCP wrote it;
-    MalformedMessage if the index is damaged or refers to bytes that the files do not have.
+    MalformedMessage if the index is damaged or refers to bytes that the files do not have; OSError
+    if the storage fails.
     """
     if content is None and size_of(path / METADATA) < 0:
         raise InvalidSpec(

@@ -7,7 +7,7 @@ from shoal.state.shards import Needs, StateShard
 
 
 class WrittenCheckpoint(NamedTuple):
-    """A complete checkpoint, and the bytes that all ranks together have written for it."""
+    """A complete checkpoint, and the bytes of its entries, written by all ranks together."""
 
     step: int
     num_bytes: int

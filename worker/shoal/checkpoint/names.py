@@ -63,11 +63,9 @@ def _key_parts(dotted: str) -> Path:
 
 
 def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
-    """Return the name of the shard at this path; None if the entry is not part of a state.
-    `slots`: plain values of the optimizer's state whose parts are entries of their own.
-
-    Raises InvalidSpec for an entry that torch can save and that Shoal's state cannot hold.
-    """
+    """Return the name of the shard at this path; None if the entry is not part of a state. `slots`:
+    plain values of the optimizer's state whose parts are entries of their own. Raises InvalidSpec
+    for an entry that torch can save and that Shoal's state cannot hold."""
     match path:
         case ("model", *rest):
             return MODEL + key_of(tuple(rest))
@@ -101,10 +99,8 @@ def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
 
 def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plain values of the optimizer's state, by parameter: the values in `slots`, and
-    the entries that are not parts of such a value.
-
-    Raises InvalidSpec for an entry that a state cannot hold.
-    """
+    the entries that are not parts of such a value. Raises InvalidSpec for an entry that a state
+    cannot hold."""
     plain_values = {parameter: dict(values) for parameter, values in slots.items()}
     for path, value in entries.items():
         if path[:2] != ("optim", "state") or is_inside(path, slots):
@@ -118,7 +114,8 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
 
 
 def is_read(path: Path) -> bool:
-    """True if Shoal reads objects at this path. Raises InvalidSpec if a state cannot hold one."""
+    """True if Shoal reads objects at this path. Raises InvalidSpec for an object of the model: a
+    state holds only its tensors."""
     if path[0] == "model":
         raise _not_representable(path, "an extra state that is no tensor")
     return path[0] == "optim" or path in {OWN, STEP}
@@ -177,10 +174,8 @@ def _flattened_parts(key: str, value: Json) -> dict[Path, object] | None:
 
 
 def groups_of(entries: Mapping[Path, object]) -> list[Json]:
-    """Return the optimizer's groups, from the entries under ("optim", "param_groups").
-
-    Raises InvalidSpec if the groups do not list their parameters by name.
-    """
+    """Return the optimizer's groups, from the entries under ("optim", "param_groups"). Raises
+    InvalidSpec if the groups do not list their parameters by name."""
     groups: dict[int, dict[str, Json]] = {}
     for path, value in entries.items():
         match path:
@@ -203,10 +198,8 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
 
 
 def own_state(text: object) -> Mapping[str, Any]:
-    """Parse the content of `OWN`: step, values, checksums.
-
-    Raises InvalidSpec if a later version of Shoal wrote it, MalformedMessage if it is damaged.
-    """
+    """Parse the content of `OWN`: step, values, checksums. Raises InvalidSpec if a later version of
+    Shoal wrote it, MalformedMessage if it is damaged."""
     try:
         content: Any = json.loads(text if isinstance(text, str) else "")
         written, step, values = content["format"], content["step"], content["values"]

@@ -26,11 +26,9 @@ class Peers(Protocol):
     def rank(self) -> int: ...
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank. Collective, on a background thread.
-
-        Raises RuntimeError or GenerationBroken, in bounded time, if a peer is lost, and Overloaded
-        on all ranks if a message is longer than `MAX_MESSAGE_BYTES`.
-        """
+        """Return the messages of all ranks, by rank. Collective, on a background thread. Raises
+        RuntimeError or GenerationBroken, in bounded time, if a peer is lost, and Overloaded on all
+        ranks if a message is longer than `MAX_MESSAGE_BYTES`."""
 
 
 class SinglePeer:

@@ -24,8 +24,9 @@ from shoal_proto.errors import CheckpointFailed, ChecksumMismatch, MalformedMess
 def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
     """Read the chunks that `needs` asks for into host memory, in the dtypes they were saved in.
 
-    Reads only stored chunks that overlap the needed ones, one at a time. The step of a checkpoint
-    of plain torch is its entry `step`, beside `model` and `optim`; 0 without this entry.
+    Of the tensors, reads only stored chunks that overlap the needed ones, one at a time. The step
+    of a checkpoint of plain torch is its entry `step`, beside `model` and `optim`; 0 without this
+    entry, or if that is no int.
 
     Raises InvalidSpec if there is no checkpoint, if a later version wrote it, or if it has an entry
     that Shoal's state cannot hold; MalformedMessage if it is damaged or truncated; ChecksumMismatch
@@ -40,11 +41,8 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
 
 def check_written(path: CheckpointPath, index: bytes) -> None:
     """Raise CheckpointFailed if `read` would refuse a checkpoint whose files are written and whose
-    index is not published yet. `index`: the index's bytes.
-
-    Reads all objects and settings, and one tensor chunk of each dtype. Checksums cover the contents
-    of the other chunks.
-    """
+    index is not published yet. `index`: the index's bytes. Reads all objects and settings, and one
+    tensor chunk of each dtype. Checksums cover the contents of the other chunks."""
     try:
         with ExitStack() as stack:
             _Reader(path, read_index(path, index), stack).check()

@@ -64,10 +64,8 @@ class TrainedSamples:
         self.origin = _origin_of(held.values)
 
     def resume(self, path: str, state_shard: StateShard) -> None:
-        """Continue from a checkpoint, at its next sample.
-
-        Raises InvalidSpec if the checkpoint was written with other samples.
-        """
+        """Continue from a checkpoint, at its next sample. Raises InvalidSpec if the checkpoint was
+        written with other samples."""
         must_match = MUST_MATCH if self._moves else (*MUST_MATCH, *BATCH_SIZE)
         check_samples(path, state_shard, self._samples, must_match)
         self.adopt(state_shard)
@@ -111,11 +109,9 @@ def check_samples(
     samples: Mapping[str, str],
     must_match: Iterable[str],
 ) -> None:
-    """Raise InvalidSpec if the state read from `path` was written with other samples.
-
-    A checkpoint of plain torch has no fields to compare, and neither has a run whose script makes
-    its own batches (`samples` is empty).
-    """
+    """Raise InvalidSpec if the state read from `path` was written with other samples. A checkpoint
+    of plain torch has no fields to compare, and neither has a run whose script makes its own
+    batches (`samples` is empty)."""
     written: Any = state_shard.values.get(SAMPLES)
     if not isinstance(written, dict):
         if state_shard.step and samples:

@@ -20,7 +20,7 @@ def complete(location: CheckpointPath) -> Mapping[int, CheckpointPath]:
 
 
 def newest(location: CheckpointPath) -> CheckpointPath | None:
-    """Return the complete checkpoint of the highest step, if there is one."""
+    """Return the complete checkpoint of the highest step, if there is one. Raises as `complete`."""
     checkpoints = complete(location)
     return checkpoints[max(checkpoints)] if checkpoints else None
 
@@ -42,10 +42,8 @@ def check(location: CheckpointPath) -> None:
 
 
 def refuse_later(location: CheckpointPath, step: int) -> None:
-    """Raise InvalidSpec if there are checkpoints of later steps.
-
-    A run that does not continue from the newest checkpoint would mix checkpoints of two runs.
-    """
+    """Raise InvalidSpec if there are checkpoints of later steps. A run that does not continue from
+    the newest checkpoint would mix checkpoints of two runs."""
     last = max(complete(location), default=step)
     if last > step:
         raise InvalidSpec(
@@ -58,9 +56,7 @@ def refuse_later(location: CheckpointPath, step: int) -> None:
 
 def retire(location: CheckpointPath, step: int, keep: int) -> None:
     """Delete complete checkpoints of this step and earlier ones, except the newest `keep`.
-
-    Checkpoints of later steps belong to another run, and are neither counted nor deleted.
-    """
+    Checkpoints of later steps belong to another run, and are neither counted nor deleted."""
     checkpoints = complete(location)
     for old in sorted(each for each in checkpoints if each <= step)[:-keep]:
         path = checkpoints[old]

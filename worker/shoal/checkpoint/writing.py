@@ -42,7 +42,8 @@ def write(
     *,
     continues: bool = True,
 ) -> int:
-    """Write the checkpoint at `path`; return its bytes, on every rank, once it is complete.
+    """Write the checkpoint at `path`; return the number of bytes of its entries, on every rank,
+    once it is complete.
 
     `state_shard` must not change meanwhile. An error on one rank is raised on all, and the draft is
     removed: CheckpointFailed for an error of the system, or files that cannot be read back;

@@ -7,8 +7,8 @@ Every compressor promises:
 
 - the averages are bit for bit the same on all ranks;
 - a NaN or an infinity on any rank gives NaN or infinity on all of them;
-- residuals, if it keeps any, are sent in later steps: up to rounding and what lost ranks had kept,
-  all averages, the mean of the residuals and the kept errors of means add up to all mean gradients.
+- residuals, if it keeps any, are sent in later steps. Except for rounding and for residuals of lost
+  ranks, the sum of all averages, mean residuals and kept mean errors is that of the mean gradients.
 """
 
 from abc import ABC, abstractmethod

@@ -32,9 +32,9 @@ _HINTS = {
 
 
 class LoadingOptions(TypedDict, total=False):
-    """Options for loading samples, most of them keywords of torch's DataLoader. One that is not
-    given comes from the script's DataLoader if it has it (`prefetch_factor` and
-    `persistent_workers`: with processes), else has the default of `shoal.data.loading.Loading`."""
+    """Options for loading samples, most of them keywords of torch's DataLoader. An option that is
+    not given is that of the script's DataLoader (`prefetch_factor` and `persistent_workers`: only
+    if it has processes), or else the default of `shoal.data.loading.Loading`."""
 
     num_workers: int
     prefetch_factor: int | None
@@ -108,8 +108,7 @@ class BatchOptions:
         whole batches.
 
         Raises InvalidSpec if the dataset, the DataLoader or the options do not determine the
-        samples of each step, and for options out of range.
-        """
+        samples of each step, and for options out of range."""
         if isinstance(dataset, DataLoader):
             dataset_size(dataset.dataset)
             return _completed(self, dataset).loader(dataset.dataset, together=together)

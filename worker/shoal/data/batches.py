@@ -55,8 +55,7 @@ class Batch:
         members, or the share fewer samples than parts.
 
         `inputs` and `targets` then repeat the first sample of the step or of the share, with
-        weight 0: members that compute together all need a forward pass.
-        """
+        weight 0: members that compute together all need a forward pass."""
         return not self.indices
 
     def __iter__(self) -> Iterator[Any]:
@@ -86,8 +85,7 @@ class Batch:
 
         Raises InvalidSpec outside a step, for another batch than the step's, for a second loop or
         one after a backward pass, for fewer than one part or more than a global batch has samples,
-        as `cut`, and if a part has no backward pass or several.
-        """
+        as `cut`, and if a part has no backward pass or several."""
         return of_step().parts(self, num_parts)
 
 
@@ -131,7 +129,7 @@ class Loader:
 
     def start(self) -> None:
         """Start the loading processes, if there are any. Call it before connections exist: the
-        processes would inherit them."""
+        processes would inherit them. Raises LoadingFailed."""
         if self._samples is not None:
             self._samples.start()
 
@@ -184,8 +182,7 @@ class Loader:
     ) -> Batch:
         """Return a batch of this member alone: the samples at [start, stop) of an epoch's order.
 
-        `after` yields the spans that are likely to be requested next.
-        """
+        `after` yields the spans that are likely to be requested next. Raises as `synchronous`."""
         indices = self._indices(epoch, start, stop)
         inputs, targets = self._load(SampleRange(epoch, start, stop), indices, after)
         return Batch(
@@ -254,8 +251,7 @@ def _loaded(span: SampleRange, start: int) -> SampleRange:
 
     A model need not handle an empty batch, so a member without samples loads the batch's first
     sample, with weight 0. A sample of another batch would not do: it could use parameters that this
-    batch does not use, and so give them a gradient.
-    """
+    batch does not use, and so give them a gradient."""
     return span if span.stop > span.start else SampleRange(span.epoch, start, start + 1)
 
 

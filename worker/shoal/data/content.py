@@ -5,14 +5,13 @@ the same type, size and dtypes but different samples.
 
 The digest covers a few values, at positions that depend on sizes alone. No item of a data set is
 loaded: that may be slow, random, or have side effects. The contents of torch's and Hugging Face's
-data sets are read directly. For other classes, the digest covers the public attributes that have
-one entry for each sample or are data sets.
+data sets are read directly. For other classes, the digest covers the public attributes
+(torchvision's: all attributes) that have one entry for each sample or are data sets.
 
 Only the last part of a text with slashes counts: hosts may keep a data set in different folders.
 
 Floating-point values count only by sign and magnitude, in steps of about a factor e: a column that
-each member computes, such as a normalised one, may differ in the last bits between hosts.
-"""
+each member computes, such as a normalised one, may differ in the last bits between hosts."""
 
 import math
 import os
@@ -68,8 +67,7 @@ def content_of(dataset: Dataset) -> str:
     """Digest of the contents; empty for `Shards`, and if they cannot be read without loading.
 
     Members with the same values in the same order have the same digest. With different samples
-    their digests usually differ, but not if only values differ that are not read.
-    """
+    their digests usually differ, but not if only values differ that are not read."""
     return _digest_of(_items_of(dataset))
 
 

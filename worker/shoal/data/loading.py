@@ -5,8 +5,7 @@ delivers a batch, it takes another request from its sampler: a fixed number is r
 
 If the trainer needs a batch that was not requested (in a generation of another size, or for a step
 that is taken again), a new *run* of batches begins. Requests of the earlier run are void: the
-processes skip samples that they have not begun, and the trainer drops batches of that run.
-"""
+processes skip samples that they have not begun, and the trainer drops batches of that run."""
 
 import os
 import threading
@@ -40,7 +39,7 @@ from shoal_proto.numbers_given import convert_fields
 
 log = structlog.get_logger(__name__)
 
-TELLS_S = 2.0
+ENDED_WITHIN_S = 2.0
 """Time within which a process learns that a child has ended."""
 LOOK_S = 1.0
 """Interval at which a trainer that waits for a batch checks the loading processes."""
@@ -50,7 +49,8 @@ WORK_SHARE = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Options for loading batches; as in torch's DataLoader, except for the last one."""
+    """Options for loading batches, as in torch's DataLoader, except for `silence_s` and the default
+    of `persistent_workers`. Raises InvalidSpec for values out of range."""
 
     num_workers: int = 0
     """Number of loading processes. 0: the trainer loads a batch when it needs one."""
@@ -66,7 +66,8 @@ class Loading:
     multiprocessing_context: Any = None
     """"fork", "forkserver" or "spawn"; None: the system's default."""
     timeout: float = 0
-    """Limit of the seconds that the trainer waits for a batch of the processes; 0: no limit."""
+    """Limit of the seconds that the trainer waits for a batch of the processes, checked about each
+    second; LoadingFailed is raised then. 0: no limit."""
     silence_s: float = 600.0
     """Limit of the seconds in which the processes begin no sample and use no processor time while
     the trainer waits for a batch; LoadingFailed is raised then. 0: no limit. Detects a deadlock: a
@@ -200,7 +201,7 @@ class _ProcessEnded(RuntimeError):
 
 
 class BatchLoader:
-    """Loader of batches by span. Only the trainer's thread calls its methods."""
+    """Loader of batches by span. Only the trainer's thread calls its public methods."""
 
     def __init__(
         self, samples: Samples, loading: Loading, indices: Callable[[int, int, int], Tensor]
@@ -226,7 +227,7 @@ class BatchLoader:
 
     def start(self) -> None:
         """Start the processes, which otherwise start with the first batch. May be called twice.
-        Raises LoadingFailed if resources for them ran out."""
+        Raises LoadingFailed if resources for them ran out, or TMPDIR is too long for sockets."""
         if self._iterator is not None:
             return
         self._sockets = self._sockets or open_sockets()
@@ -351,7 +352,8 @@ class BatchLoader:
         return False
 
     def _delivered_soon(self) -> tuple[Any, bool]:
-        """Return the next item if it arrives within LOOK_S, and True if it did."""
+        """Return the next item if it arrives within LOOK_S, and whether it did. Raises
+        _ProcessEnded, LoadingFailed, or the error for which the watch ended the fetch."""
         assert self._iterator is not None, "it was started"
         try:
             if ended := ended_processes_of(self._iterator):
@@ -367,7 +369,7 @@ class BatchLoader:
                 return None, False
             # A dataset's own errors arrive as a FailedSample, and are not raised here. A process
             # may end while its batch is fetched: the connection closes before the parent knows.
-            within_s = 0.0 if isinstance(error, RuntimeError) else TELLS_S
+            within_s = 0.0 if isinstance(error, RuntimeError) else ENDED_WITHIN_S
             ended = ended_processes_of(self._iterator, within_s)
             self.close()
             if ended:

@@ -35,7 +35,7 @@ class SamplePosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The order in which samples are trained on. Pure: the same on every member."""
+    """Order in which samples are trained on: pure, the same on every member. Raises InvalidSpec."""
 
     num_samples: int
     global_batch_size: int
@@ -114,13 +114,13 @@ class Order:
         return SamplePosition(step, self.origin.epoch + 1 + further, batch * self.global_batch_size)
 
     def span(self, step: int) -> tuple[int, int, int]:
-        """Return (epoch, start, stop): the global batch's positions in its epoch's order."""
+        """Return (epoch, start, stop) of the step's global batch: positions in the epoch's order.
+        Raises as `position`."""
         begins = self.position(step)
         stop = min(begins.offset + self.global_batch_size, self.num_samples)
         return begins.epoch, begins.offset, stop
 
     def epoch_order(self, epoch: int) -> Tensor:
-        """Sample index by position, for a whole epoch."""
         return self.indices(epoch, 0, self.num_samples)
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:

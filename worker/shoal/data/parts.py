@@ -26,8 +26,7 @@ def cut(values: Any, start: int, stop: int, size: int) -> Any:
     with the samples along its first dimension, a list or tuple with one item for each sample, None,
     or a tuple, list or mapping of these.
 
-    Raises InvalidSpec for values that cannot be assigned to samples.
-    """
+    Raises InvalidSpec for values that cannot be assigned to samples."""
     if values is None:
         return None
     if isinstance(values, Tensor):
@@ -54,8 +53,7 @@ def rows_of_fewer(values: Iterable[Any], size: int) -> int | None:
 
     In such a batch all tensors have the same number of rows, less than `size`. The number is
     unclear if a tensor with the fewest dimensions has another dimension of length `size`, along
-    which the samples may lie.
-    """
+    which the samples may lie."""
     shapes = [shape for each in values for shape in _shapes(each, size)]
     rows = {shape[0] for shape in shapes}
     if len(rows) != 1 or rows.pop() >= size:
@@ -91,7 +89,7 @@ class ListPerSample(list[Any]):
 
 
 class PerColumn(list[Any]):
-    """A list of which each item is known to cover all samples."""
+    """A list whose items are columns: each is known to cover all samples."""
 
 
 def columns_marked(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
@@ -99,8 +97,7 @@ def columns_marked(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
 
     In a batch of three images with three channels, `tuple(images)` looks like three tensors with a
     row for each sample. `of_one()` returns the collated batch of a single sample, which decides:
-    there the tuple has one image.
-    """
+    there the tuple has one image."""
     if size < 2 or not _in_doubt(collated, size):
         return collated
     return _marked(collated, of_one(), size)

@@ -2,8 +2,7 @@
 
 The number of samples in each shard is given, so that every sample has an index. To get a sample,
 its shard is read up to the sample. In the order of `shoal.data.shard_order` each shard is read
-sequentially, with small steps back; samples are kept as long as such a step may need them.
-"""
+sequentially, with small steps back; samples are kept as long as such a step may need them."""
 
 import os
 import tarfile
@@ -34,8 +33,7 @@ TARS = (".tar", ".tar.gz", ".tgz")
 def read_shard(shard: Any) -> Iterable[Any]:
     """Return the samples of a tar file, given by its path or URL, or of an iterable.
 
-    Raises InvalidSpec for another kind of file.
-    """
+    Raises InvalidSpec for another kind of file."""
     if not isinstance(shard, str | os.PathLike):
         samples: Iterable[Any] = iter(shard)
         return samples
@@ -87,8 +85,7 @@ class Shards(Dataset[Any]):
         for batch in session.batches(dataset, global_batch_size=256, epochs=10, num_workers=4):
 
     With shuffling, each epoch concatenates the shards in a new order, shuffles within windows, and
-    cuts the result into `columns` times `turns` streams; a member reads those of its share.
-    """
+    cuts the result into `columns` times `turns` streams; a member reads those of its share."""
 
     def __init__(
         self,
@@ -114,8 +111,7 @@ class Shards(Dataset[Any]):
         shard that it has open: up to two shards for each stream, more if shards are short.
 
         Raises InvalidSpec for options out of range, and if there are no samples or not one length
-        for each shard.
-        """
+        for each shard."""
         self.shards, self.lengths = list(shards), [_checked("a length", n, 0) for n in lengths]
         if len(self.shards) != len(self.lengths):
             raise InvalidSpec(
@@ -135,7 +131,7 @@ class Shards(Dataset[Any]):
 
     @staticmethod
     def count(shards: Iterable[Any], read: Read = read_shard) -> list[int]:
-        """Count the samples in each shard by reading all shards."""
+        """Count the samples in each shard by reading all shards. Raises as `read`."""
         return [sum(1 for _ in read(shard)) for shard in shards]
 
     def __len__(self) -> int:

@@ -29,8 +29,8 @@ class TableExchange:
     """Exchange of rows with the servers. All methods but `metrics` are for the trainer's thread."""
 
     def __init__(self, model: nn.Module, codec: RowCodec | None = None) -> None:
-        """`codec`: encodes gradients of rows. Raises InvalidSpec for tables whose names
-        clash."""
+        """`codec`: encodes gradients of rows. Raises InvalidSpec for two tables of one name, and
+        for a dtype that tables do not support."""
         self._tables: Mapping[str, EmbeddingTable] = tables_of(model)
         self._rows = {
             name: TableRows(
@@ -75,7 +75,8 @@ class TableExchange:
             table.connect(self)
 
     def enter(self) -> None:
-        """Wait until every shard answers. Called once the tables are placed."""
+        """Wait until every shard answers. Called once the tables are placed. Raises as
+        `TableClient`."""
         if not self._tables:
             return
         with self._lock:
@@ -96,7 +97,8 @@ class TableExchange:
                 rows.begin_step()
 
     def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rows of the distinct ids, as a leaf of the graph, and each id's row index."""
+        """Return the rows of the distinct ids, as a leaf of the graph, and each id's row index.
+        Raises as `TableClient`."""
         routed, positions = route(ids.numpy(), self._rows[table].spec.num_shards)
         held = self._look_up(table, routed)
         with self._lock:
@@ -104,7 +106,8 @@ class TableExchange:
         return values, torch.from_numpy(positions)
 
     def prefetch(self, table: str, ids: Tensor) -> None:
-        """Begin to look rows up, unless too many lookups run. The step's own raises any errors."""
+        """Begin to look rows up, unless too many lookups run. Errors are dropped: the step looks
+        the rows up again, and raises its own."""
         self._ahead = [lookup for lookup in self._ahead if not lookup.done()]
         if self._pool is None or len(self._ahead) >= MAX_PREFETCHES:
             return

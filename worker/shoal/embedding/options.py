@@ -1,8 +1,7 @@
 """Options of a table: initialiser, row optimizer, admission and eviction.
 
 Here only their types are checked. The coordinator checks ranges when the table is placed, and its
-errors name the setting.
-"""
+errors name the setting."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +24,8 @@ class RowOptimizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RowConstant:
+    """Rows of which each element is `value`."""
+
     value: float = 0.0
 
     def __post_init__(self) -> None:
@@ -36,6 +37,8 @@ class RowConstant:
 
 @dataclass(frozen=True, kw_only=True)
 class RowUniform:
+    """Elements drawn uniformly between `low` and `high`."""
+
     low: float = -0.05
     high: float = 0.05
 
@@ -49,6 +52,8 @@ class RowUniform:
 
 @dataclass(frozen=True, kw_only=True)
 class RowNormal:
+    """Elements drawn almost normally: each is a sum of eight uniform numbers."""
+
     mean: float = 0.0
     std: float = 1.0
 
@@ -137,7 +142,8 @@ class Admission:
     """Condition on which a pushed id gets a row; gradients of other ids are dropped."""
 
     min_pushes: int = 1
-    """Number of the push of an id at which it gets a row, by counts that are estimates and age."""
+    """Number of pushes of an id, the last of which creates its row. The counts are estimates, and
+    old pushes count less."""
     probability: float | None = None
     """Probability that an id gets a row at each push. If given, `min_pushes` has no effect."""
 

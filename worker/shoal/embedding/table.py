@@ -1,8 +1,7 @@
 """Embeddings whose rows are on the parameter servers, instead of `nn.Embedding(sparse=True)`.
 
 A forward pass looks up the rows that it needs, each once. The backward pass leaves the gradients on
-the worker, and the strategy pushes them with the step. No worker has to hold the whole table.
-"""
+the worker, and the strategy pushes them with the step. No worker has to hold the whole table."""
 
 from typing import Protocol
 
@@ -39,8 +38,7 @@ class EmbeddingTable(nn.Module):
     """`nn.Embedding` over ids of 64 bits, without a limit on their number.
 
     Train it with `session.distribute(model, optimizer, strategy="async-sgd")`, or "ssp" or "bsp".
-    This optimizer is for parameters. A table has none: its option `optimizer` updates its rows.
-    """
+    This optimizer is for parameters. A table has none: its option `optimizer` updates its rows."""
 
     def __init__(
         self,
@@ -111,7 +109,8 @@ class EmbeddingTable(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of the ids, in shape (*ids.shape, embedding_dim). Raises TypeError or
-        IndexError for bad ids, InvalidSpec if the table is not connected yet."""
+        IndexError for bad ids, InvalidSpec if the table is not connected yet, and the errors of
+        `TableClient`: a RetryError, StateLost or Fenced."""
         rows, positions, padding = self._look_up(ids)
         return functional.embedding(positions, rows, padding_idx=padding)
 
@@ -119,8 +118,7 @@ class EmbeddingTable(nn.Module):
         """Begin to look up rows for a later step, unless four calls are in progress. Does not wait.
 
         The rows have the age of this call: with a `staleness_bound` of 0, a later step looks them
-        up again.
-        """
+        up again."""
         self._connected().prefetch(self.name, self._checked(ids))
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
@@ -197,8 +195,7 @@ class EmbeddingBagTable(EmbeddingTable):
 def tables_of(model: nn.Module) -> dict[str, EmbeddingTable]:
     """Return the tables of a model by name. A table without a name gets its module's path.
 
-    Raises InvalidSpec for two different tables of one name.
-    """
+    Raises InvalidSpec for two different tables of one name."""
     tables: dict[str, EmbeddingTable] = {}
     for path, module in model.named_modules():
         if not isinstance(module, EmbeddingTable):

@@ -13,8 +13,7 @@
 
 The loop is accelerate's own. The global batch is the batch size of the script's DataLoader times
 `gradient_accumulation_steps`, and each member takes its share. If a member is lost, the code within
-`accumulate` runs again on the samples of that step.
-"""
+`accumulate` runs again on the samples of that step."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -41,8 +40,7 @@ class SessionAccelerator(Accelerator):
 
     `prepare` takes the model, the optimizer, the DataLoader to train on and any schedulers in one
     call. Raises InvalidSpec for float16, a backward pass outside of `accumulate`, other clipping
-    than by 2-norm, `save_state`, `load_state`, `no_sync`, and calls that gather values.
-    """
+    than by 2-norm, `save_state`, `load_state`, `no_sync`, and calls that gather values."""
 
     def __init__(
         self,
@@ -54,7 +52,8 @@ class SessionAccelerator(Accelerator):
         seed: int | None = None,
         **options: Any,
     ) -> None:
-        """Pass `arguments` and `options` on to `accelerate.Accelerator`."""
+        """Pass `arguments` and `options` on to `accelerate.Accelerator`. The other arguments are
+        those of `Session.distribute` and `Session.batches`. Raises InvalidSpec."""
         super().__init__(*arguments, **options)
         if self.mixed_precision == "fp16" or self.num_processes != 1:
             raise InvalidSpec(
@@ -70,7 +69,8 @@ class SessionAccelerator(Accelerator):
     # --- what a script calls ---
 
     def prepare(self, *given: Any, device_placement: list[bool] | None = None) -> Any:
-        """Return the given objects, distributed, in the same order."""
+        """Return the given objects, distributed, in the same order. Raises InvalidSpec unless there
+        are one model, optimizer and DataLoader, and in a second call."""
         models = [each for each in given if isinstance(each, nn.Module)]
         optimizers = [each for each in given if isinstance(each, Optimizer)]
         loaders = [each for each in given if isinstance(each, DataLoader)]
@@ -105,7 +105,7 @@ class SessionAccelerator(Accelerator):
         return self._prepared("accumulate")
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients of the mean loss over the samples of the batch."""
+        """Compute gradients of `loss`, a mean over the samples of this part of the batch."""
         self._prepared("backward").check_within("accelerator.backward")
         self._session.backward(loss, **options)
 

@@ -51,8 +51,7 @@ class AgreedStopping:
 class AgreedCheckpoints:
     """Makes the callback choose the same checkpoints on all members: rank 0 writes them, and any
     member may get rank 0 next. If the choices are registered, a member that joins knows the best
-    checkpoint. Stored paths are relative to the callback's folder, which may differ by member.
-    """
+    checkpoint. Stored paths are relative to the callback's folder, which may differ by member."""
 
     def __init__(self, callback: ModelCheckpoint, session: Session) -> None:
         self._callback: Any = callback
@@ -70,7 +69,7 @@ class AgreedCheckpoints:
 
     def exists(self, path: Any, trainer: Any) -> bool:
         """True if rank 0 found the file. All members use rank 0's result, as another member may
-        look for the file after rank 0 has written it."""
+        look for the file after rank 0 has written it. A member that fails uses its own result."""
         found = self._exists(path, trainer)
         if sys.exception() is not None:
             return found  # Lightning saves because this member fails: no collectives

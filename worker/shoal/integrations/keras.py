@@ -34,8 +34,9 @@ class KerasModule(nn.Module):
 
     Trainable weights are parameters, all others (moving averages, seeds) are buffers. Their names
     are the Keras paths with "." for "/". Copies of the module share the Keras layers but have their
-    own weights, which each call passes to the layers. Every strategy accepts the module; "tensor"
-    splits its Dense and Embedding layers. The output does not include losses that Keras layers add.
+    own weights, which each call passes to the layers. Every strategy without a pipeline accepts the
+    module; "tensor" splits its Dense and Embedding layers. The output does not include losses that
+    Keras layers add.
 
     Under strategies that train copies, the Keras model keeps its old weights until `give_back`
     writes the trained ones into it.

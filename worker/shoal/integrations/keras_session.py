@@ -8,8 +8,7 @@
 
 Each member runs `fit`, and its logs cover its own samples. If a member is lost, the failed step and
 any rolled-back steps are trained again within Keras's current batch, so Keras counts each step of
-the job once.
-"""
+the job once."""
 
 import types
 from collections.abc import Iterator
@@ -40,9 +39,9 @@ _MARK = "shoal_fitting"
 class SessionBatches(DataLoader[Any]):
     """Batches for `fit` in a session: this member's part of each step, up to the job's last.
 
-    `model` was distributed by the session; the other arguments are those of `session.batches`.
-    Pass `epochs=batches.epochs` to `fit`. On a member that joined late, `fit` runs fewer epochs.
-    """
+    `model` was distributed by the session, otherwise InvalidSpec is raised; the other arguments are
+    those of `session.batches`. Pass `epochs=batches.epochs` to `fit`. On a member that joined late,
+    `fit` runs fewer epochs."""
 
     def __init__(
         self,
@@ -214,8 +213,7 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     decides which member holds its state. Raises InvalidSpec for a model that is not built and
     compiled, or has constraints or its own `train_step`; also under a strategy whose members do not
     step together, or that needs both passes in one call, and for `sync_batchnorm`;
-    UnsupportedOptimizer as `KerasSteps`.
-    """
+    UnsupportedOptimizer as `KerasSteps`."""
     chosen = find_strategy(strategy)
     _refuse(model, chosen)
     if options.get("sync_batchnorm"):

@@ -3,8 +3,7 @@
 In each generation, a strategy gives a torch optimizer new parameters, which may be parts of whole
 ones, and moves its state between members by parameter name. So the state is kept in torch's form.
 For each generation, a Keras optimizer is built whose variables share memory with the parameters and
-that state.
-"""
+that state."""
 
 import json
 import operator
@@ -63,7 +62,7 @@ class KerasSteps(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step of every parameter that has a gradient."""
+        """Take one step of every parameter that has a gradient. `closure` is not called."""
         held = {
             group["params"][0]: variable
             for group, variable in zip(self.param_groups, self._variables, strict=True)

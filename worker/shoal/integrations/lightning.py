@@ -15,8 +15,7 @@ restarts all workers. With this module the other workers keep running, and repea
         trainer.fit(Digits(), elastic.batches(dataset, global_batch_size=96))
 
 Every member counts the job's epochs and steps. Ranks, logged values and the progress bar are the
-member's own, as if it trained alone.
-"""
+member's own, as if it trained alone."""
 
 import signal
 import threading
@@ -75,8 +74,7 @@ class SessionStrategy(SingleDeviceStrategy):
     Schedulers step with the job, `accumulate_grad_batches` is the number of parts of each batch,
     and `precision="bf16-mixed"` is autocast. `fit` raises InvalidSpec for features that a session
     cannot keep exact, among them manual optimization, checkpoints of more than weights, schedulers
-    that follow a metric, and batches that are not from `batches`.
-    """
+    that follow a metric, and batches that are not from `batches`."""
 
     strategy_name = "shoal_session"
 
@@ -103,8 +101,7 @@ class SessionStrategy(SingleDeviceStrategy):
         """Return batches for `trainer.fit`: those of `session.batches`, in a DataLoader's form.
 
         Without `epochs`, the Trainer's `max_epochs` or `max_steps` define the end: by Lightning's
-        default, 1000 epochs. If the Trainer has no limit either, `fit` raises InvalidSpec.
-        """
+        default, 1000 epochs. If the Trainer has no limit either, `fit` raises InvalidSpec."""
 
         def job(epochs: int, collate: Collate | None) -> JobBatches:
             return JobBatches(
@@ -294,7 +291,8 @@ class SessionStrategy(SingleDeviceStrategy):
         model: Any = None,
         **options: Any,
     ) -> Any:
-        """Commit one step, repeating failed attempts."""
+        """Commit one step, repeating failed attempts; after the job's last step, wait for the other
+        members to end theirs."""
         batches, max_steps = self._present_batches(), self._trainer().max_steps
         self._replacement = result = None
         while True:

@@ -3,8 +3,7 @@
     from shoal.integrations import torchstore as ts
 
 Each put of a key publishes a new version, and each get reads one version: a reader never sees
-tensors of two puts, and a writer need not wait for readers before it writes again.
-"""
+tensors of two puts, and a writer need not wait for readers before it writes again."""
 
 import asyncio
 import os
@@ -35,7 +34,8 @@ async def put_state_dict(
 ) -> None:
     """Publish a state dict, nested or not, as the next version of the key, and return once it is
     committed. The first call's `transfer_dtype` applies to floating point tensors of all puts of
-    the key. Raises InvalidSpec for values that are not tensors, DeadlineExceeded after 600 s."""
+    the key. Raises InvalidSpec for values that are not tensors, DeadlineExceeded after 600 s, or
+    the error with which the publication failed. `direct_rdma` has no effect."""
     series = series_of(key, store_name)
     flat = _flattened(state_dict)
     ticket = await asyncio.to_thread(publish, series, flat, dtype=transfer_dtype)
@@ -51,7 +51,8 @@ async def get_state_dict(
 ) -> dict[str, Any]:
     """Return the newest version of the key. If `user_state_dict` is given, write the version into
     its tensors and return it; of a DTensor, only the local slice is written. With `strict`, its
-    names must be those of the version; else only common names are written, and no DTensors."""
+    names must be those of the version; else only common names are written, and no DTensors. Raises
+    as `Subscription.fetch`: VersionGone before the first put."""
     subscription = _subscribed(series_of(key, store_name))
     if user_state_dict is None:
         return _nested(await subscription.fetch_async())

@@ -2,8 +2,7 @@
 
 Lightning counts the steps of its own process, so a member that joins would begin at epoch 0. But
 scripts read the counters: `self.current_epoch` to raise a weight,
-`trainer.estimated_stepping_batches` for a schedule.
-"""
+`trainer.estimated_stepping_batches` for a schedule."""
 
 import math
 from typing import Any
@@ -14,17 +13,16 @@ from shoal_proto.errors import InvalidSpec
 
 NO_LIMIT = -1
 TRAINER_DEFAULT = 1000
-"""Lightning's value for a `max_epochs` that was not given: a Trainer to which 1000 was given is the
+"""Lightning's value for a `max_epochs` that was not given. A Trainer with a given 1000 looks the
 same."""
 
 
 def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
     """Return the number of epochs of the data: `epochs` of the batches, else the Trainer's limit,
-    which is 1000 by default, as without a session.
+    which is 1000 by default, as without a session, or follows from `max_steps`.
 
     Raises InvalidSpec if neither or both are given, unless both are the same. With `epochs`, a
-    limit of 1000 counts as not given.
-    """
+    limit of 1000 counts as not given."""
     limit = trainer.max_epochs
     if epochs is None and trainer.max_steps != NO_LIMIT and limit == NO_LIMIT:
         return max(1, math.ceil(trainer.max_steps / steps_per_epoch))
@@ -50,7 +48,8 @@ def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int
 
 
 def refuse_parts_of_epochs(trainer: Trainer) -> None:
-    """Raise InvalidSpec for options that make Lightning end an epoch before the job's ends."""
+    """Raise InvalidSpec for options that make Lightning end an epoch before the job's ends, or
+    train none."""
     refused = {
         # These two options set limit_train_batches: the error names them in place of it.
         "fast_dev_run": bool(trainer.fast_dev_run),  # type: ignore[attr-defined]
@@ -71,7 +70,7 @@ def refuse_parts_of_epochs(trainer: Trainer) -> None:
 
 
 def _is_part(limit: int | float | None) -> bool:
-    """True unless the limit is the whole epoch. The float 1.0 means all batches, the int 1 one."""
+    """True unless the limit is the whole epoch: 1.0 means all batches, the int 1 a single one."""
     return not (limit is None or (isinstance(limit, float) and limit == 1.0))
 
 

@@ -38,7 +38,7 @@ class TrainerSteps:
         """True if all members have reached the job's end."""
 
     def position(self) -> int:
-        """Return the job's current step; after a loss, wait for the other members first."""
+        """Return the job's current step; after the loss of a member, first wait for the others."""
         batch = self._peek()
         return self._session.step_number if batch is None else batch.step
 
@@ -51,8 +51,7 @@ class TrainerSteps:
     def begin(self, num_parts: int, expected: int) -> bool:
         """Open the job's next step, in `num_parts` parts. Returns False after the last step.
 
-        Raises StepRetaken if the job's next step is not `expected`.
-        """
+        Raises StepRetaken if the job's next step is not `expected`."""
         batch = self._peek()
         if batch is None:
             return False
@@ -134,8 +133,7 @@ class CountedSmoother(LabelSmoother):
     def weight(self, num_parts: int) -> float | None:
         """Return the weight of the last loss; None if it is a mean over samples.
 
-        Raises InvalidSpec if it is a mean over the labels of each part, and some are ignored.
-        """
+        Raises InvalidSpec if it is a mean over the labels of each part, and some are ignored."""
         labels, self._labels = self._labels, None
         if labels is None:
             return None

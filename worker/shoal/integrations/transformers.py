@@ -6,8 +6,7 @@
 
 The job trains as one process would with these arguments: its global batch has
 `per_device_train_batch_size` times `gradient_accumulation_steps` samples, and each member takes a
-share. When a member is lost, Trainer's loop continues from the job's current step.
-"""
+share. When a member is lost, Trainer's loop continues from the job's current step."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -49,8 +48,7 @@ class SessionTrainer(Trainer):
     Schedulers, callbacks that export their state, clipping, bfloat16 and evaluation work for the
     whole job. Raises InvalidSpec for what a session does not support, such as float16, Trainer's
     own checkpoints (`checkpoints=` writes the session's), its wrappers FSDP and DeepSpeed, an order
-    that depends on the samples, and callbacks that end an epoch early.
-    """
+    that depends on the samples, and callbacks that end an epoch early."""
 
     model: Any
     optimizer: Any
@@ -66,7 +64,8 @@ class SessionTrainer(Trainer):
         checkpoints: Checkpoints | None = None,
         **options: Any,
     ) -> None:
-        """Pass `arguments` and `options` on to `transformers.Trainer`."""
+        """Pass `arguments` and `options` on to `transformers.Trainer`; `strategy` and `checkpoints`
+        to `Session.distribute`. Raises InvalidSpec."""
         self._session = session
         self._strategy, self._checkpoints = strategy, checkpoints
         self._steps: TrainerSteps | None = None
@@ -222,8 +221,7 @@ class SessionTrainer(Trainer):
     def _end_job(self) -> None:
         """Wait until all members have ended the job's steps.
 
-        Raises StepRetaken if a member was lost meanwhile and steps must be repeated.
-        """
+        Raises StepRetaken if a member was lost meanwhile and steps must be repeated."""
         steps = self._present()
         if not steps.is_done:
             # A callback asked to stop. All members begin one more step, which is not committed.
@@ -283,7 +281,8 @@ class SessionTrainer(Trainer):
         return loss * share if share else torch.zeros_like(loss)
 
     def _check_normalised(self, items: Any) -> None:
-        """Raise InvalidSpec for a `compute_loss` that does not say what its loss is a mean over."""
+        """Raise InvalidSpec for a script's `compute_loss` unless the script has set if its loss is
+        divided by `num_items_in_batch`, or is a mean over samples."""
         own = type(self).compute_loss is not Trainer.compute_loss
         if own and items is not None and self.loss_is_scaled_for_ga is None:
             raise refused(
@@ -329,8 +328,9 @@ class SessionTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate. For the loss alone, each member measures its share of the samples. Otherwise
-        each member predicts all samples, which requires a strategy of FORWARD_ALONE."""
+        """Evaluate; before the training, as Trainer does. For the loss alone, each member measures
+        its share of the samples. Otherwise each member predicts all samples, and InvalidSpec is
+        raised under a strategy that is not in FORWARD_ALONE."""
         if self._steps is None:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix

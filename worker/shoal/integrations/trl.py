@@ -2,8 +2,7 @@
 
 Start vLLM with `--weight-transfer-config '{"backend": "shoal"}'`; see `shoal.integrations.vllm`.
 Unlike TRL's own clients, these need no CUDA: nothing is broadcast. Each synchronisation is a
-numbered version, and an engine that cannot install it keeps serving the previous version.
-"""
+numbered version, and an engine that cannot install it keeps serving the previous version."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -42,7 +41,7 @@ def use_series(series: str, *, coordinator: str | None = None) -> None:
 
 
 class _Publisher:
-    """Publishes named tensors as a version, and waits until it is committed."""
+    """Publishes named tensors as a version, and waits up to COMMIT_S until it is committed."""
 
     def __init__(self, series: str | None, coordinator: str | None) -> None:
         self.series = series or os.environ.get(SERIES_VARIABLE, "")

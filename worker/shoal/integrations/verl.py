@@ -7,8 +7,7 @@
 
 There is no process group and no bucket: a rollout that is slow, dead or new delays no other
 process. Each rollout gets a whole, verified version: the newest, or that of the step that verl
-asks for.
-"""
+asks for."""
 
 import asyncio
 import os
@@ -78,8 +77,9 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     async def send_weights(
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> WeightVersion | None:
-        """Publish the generator's tensors as the version of this step; return once it is committed.
-        The other ranks only exhaust their generators, as each yield is a collective."""
+        """Publish the generator's tensors as the version of this step; return it once it is
+        committed. The other ranks only exhaust their generators, as each yield is a collective,
+        and return None. Raises DeadlineExceeded after WAIT_S."""
         if not self.is_master:
             for _ in weights:
                 pass
@@ -99,7 +99,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, Tensor]]:
         """Yield the tensors of this step's version; without a step, of the newest version. Report
-        the version as installed once the engine has consumed the last tensor."""
+        the version as installed once the engine has consumed the last tensor. Raises as
+        `_version_of` and `Subscription.fetch`."""
         subscription = self._subscribed()
         version = await self._version_of(global_steps)
         self._weights = await subscription.fetch_async(version)
@@ -121,7 +122,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
 
     async def _version_of(self, step: int | None) -> WeightVersion:
         """Wait for the version of a step, or without a step for any, and return the newest such.
-        Raises VersionGone if a later step was published and this step's version is not kept."""
+        Raises VersionGone if a later step was published and this step's version is not kept, and
+        DeadlineExceeded if no further version appears within WAIT_S."""
         subscription = self._subscribed()
         last = 0
         while True:

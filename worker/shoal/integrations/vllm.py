@@ -3,8 +3,7 @@
 Enabled by `--weight-transfer-config '{"backend": "shoal"}'`. Each of vLLM's processes finds the
 engine through the plug-in entry point `vllm.general_plugins`. Every worker stages and verifies a
 whole version before a weight changes. If one worker fails, none installs the version, and vLLM
-keeps serving the previous one.
-"""
+keeps serving the previous one."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ class ShoalInitInfo(WeightTransferInitInfo):
     coordinator: str | None = None
     """host:port of the coordinators, separated by commas; None: SHOAL_COORDINATOR."""
     reader: str | None = None
-    """Name in `shoal status`, followed by the worker's rank; None: a name is made up."""
+    """Name in `shoal status`, to which the worker's rank is appended; None: a generated name."""
 
 
 @dataclass
@@ -105,7 +104,8 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShoalUpdateInfo) -> None:
-        """Install a version on every worker. If one fails, none installs it, and all raise."""
+        """Install a version on every worker. If one fails, none installs it, and all raise: a
+        worker that could not stage it its own error, others PublicationAbandoned."""
         staged = self._staged(update_info.version)
         failure: Exception | None = None
         try:
@@ -139,8 +139,8 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         return found
 
     def _check_whole(self, weights: Weights) -> None:
-        """Raise InvalidSpec for a version that is not the whole model. vLLM itself would only log
-        that a layer got no values, and serve a mixture of old and new values."""
+        """Raise InvalidSpec for a version of another model, or of a part of this one. vLLM itself
+        would only log that a layer got no values, and serve a mixture of old and new values."""
         if self._outline is None:
             self._outline = {name: tensor.shape for name, tensor in self._serves()}
         for name, shape in self._outline.items():
@@ -253,10 +253,8 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
         return engine
 
     def send_weights(self) -> None:
-        """Publish the source's weights, and return once the engine serves them.
-
-        Iterating the source may be a collective of all ranks; the first rank publishes.
-        """
+        """Publish the source's weights, and return once the engine serves them. Iterating the
+        source may be a collective of all ranks; only the sender publishes and waits."""
         if self.source is None:
             raise InvalidSpec("there is nothing to publish", expected="source=ModuleSource(model)")
         weights = {name: tensor.detach() for name, tensor in self.source}

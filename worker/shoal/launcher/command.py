@@ -39,7 +39,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def run(config: RunConfig) -> int:
-    """Run the workers and return the exit code; 2 if the script is missing or does not compile."""
+    """Run the workers and return the exit code; 2 if the script is missing or does not compile.
+    Raises ShoalErrors, such as Unavailable, JobFinished or InvalidSpec, only before workers start;
+    SystemExit for a SIGTERM before or after the launcher's run."""
     if not config.module and not Path(config.script[0]).is_file():
         _say(
             f"no such script; saw {config.script[0]}; expected a Python file."
@@ -120,8 +122,9 @@ def _log_from_level(config: RunConfig) -> None:
 
 
 def _await_coordinator(config: RunConfig) -> None:
-    """Return once one of the coordinators leads, or knows the leader. Raises Unavailable if none
-    does: at once, or after SHOAL_ADMISSION_S seconds if that is set. The wait is printed."""
+    """Return once one of the coordinators leads, or knows the leader. Raises CertificateRefused, or
+    Unavailable if none does: after one attempt of a few seconds, or SHOAL_ADMISSION_S seconds if
+    that is set. The wait is printed."""
     text = config.environment.get(ADMISSION_VARIABLE, "")
     give_up_s, back_off = time.monotonic() + (admission_s(text) if text else 0.0), BackOff()
     is_logged = False
@@ -144,7 +147,8 @@ def _await_coordinator(config: RunConfig) -> None:
 
 
 def _check_job(config: RunConfig) -> None:
-    """Reset the job if --fresh is given, else refuse a finished job. No worker runs yet."""
+    """Reset the job if --fresh is given; else raise JobFinished if it is finished. No worker of
+    this run exists yet."""
     if not config.fresh:
         check_not_finished(config.coordinators, config.job)
     elif reset_job(config.coordinators, config.job, job_secret(config.environment)):

@@ -36,8 +36,9 @@ class WorkerCount(int):
 
 
 def num_workers_of(text: str, option: str = "-n") -> WorkerCount:
-    """Return the number of workers for a value of -n: a number, or `auto`, `gpu` or `cpu` for the
-    number of GPUs or cores. Raises InvalidSpec."""
+    """Return the number of workers for a value of -n: a number, `gpu` or `cpu` for the number of
+    GPUs (0 if there is none) or cores, `auto` for GPUs, or cores without any. Raises InvalidSpec
+    for other texts, and not for numbers below 1."""
     cores = len(os.sched_getaffinity(0))
     match text:
         case "auto":

@@ -9,13 +9,13 @@ must be started or ended, or until a signal arrives.
 
 A worker that cannot end does not keep the launcher alive. A worker that was declared lost while it
 was halted is killed and replaced. A worker that does not end within the grace time after the job's
-end is killed, and abandoned if it hangs in the kernel.
+end is killed, unless its script has left the finished job; it is abandoned if it hangs in the
+kernel.
 
-The exit code alone does not tell why a worker ended. So a worker writes how its membership ended to
+The exit code alone does not show why a worker ended. So a worker writes how its membership ended to
 the beat board that it shares with the launcher. A worker that was fenced (declared lost, but alive)
 or hit a time limit is restarted whatever its error code, up to the number of restarts; one that
-would be refused again is not.
-"""
+would be refused again is not."""
 
 import math
 import os
@@ -260,7 +260,7 @@ class Launcher:
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         exited = slot.exits[-1]
         if code == 0:
-            # The answer tells if the worker has finished the job or left before the last batch.
+            # The answer shows if the worker has finished the job or left before the last batch.
             self._reporter.flush()
         if self._may_restart(slot):
             pause_s = slot.pause_s
@@ -447,7 +447,7 @@ class Launcher:
     def _say(self, text: str) -> None:
         with self._output:
             message = printable(text, lines=True)
-            # Nobody reads any more if an ssh connection was lost; the workers still drain.
+            # The output has no reader if an ssh connection was lost; the workers still drain.
             with suppress(BrokenPipeError):
                 print(f"shoal run: {message}", file=sys.stderr, flush=True)
 

@@ -125,7 +125,7 @@ def _relay(orders: FileIO) -> None:
     assert main_thread is not None
     while orders.readline(MAX_ORDER_BYTES):
         signal.pthread_kill(main_thread, signal.SIGINT)
-    # Nobody reads the output any more, and the workers must still be able to print.
+    # The output has no reader any more, and the workers must still be able to print.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())

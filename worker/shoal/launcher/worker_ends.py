@@ -11,7 +11,7 @@ from shoal_client.local.process import KILLED_S
 
 
 class WorkerEnds:
-    """Decides when remaining workers are ended, by the monotonic clock."""
+    """Decides when remaining workers are to end, by the monotonic clock, and ends them."""
 
     def __init__(
         self, slots: Sequence[WorkerSlot], *, job: str, grace_s: float, say: Callable[[str], None]
@@ -23,7 +23,7 @@ class WorkerEnds:
 
     @property
     def next_s(self) -> float:
-        """The time at which `due` or `left_behind` next has work to do."""
+        """The time at which `due` or `left_behind` next has work to do; infinity: none."""
         return min(self._over_s, self._kill_s, self._leave_s)
 
     @property

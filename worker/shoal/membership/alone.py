@@ -1,8 +1,7 @@
 """A member that trains alone: no coordinator was named, so no member can join it.
 
 `LoneMember` replaces the `MemberSession` of a job with several members, so that the same script
-runs in both cases. There is one generation of one member. Only checkpoints outlive the process.
-"""
+runs in both cases. There is one generation of one member. Only checkpoints outlive the process."""
 
 import math
 import time
@@ -159,7 +158,7 @@ class LoneMember:
         return False
 
     def await_break(self, generation: int, limit_s: float) -> bool:
-        """False: no other member can be lost, so the failure is this process's own."""
+        """Return False: no other member can be lost, so the failure is this process's own."""
         return False
 
     def report_broken(self, error: str, *, own: bool = False, state_lost: bool = False) -> None:
@@ -185,7 +184,7 @@ class LoneMember:
         return True
 
     def successor(self) -> pb.GenerationRecord | None:
-        """None: no generation follows."""
+        """Return None: no generation follows."""
         return None
 
     def failed(self, error: ShoalError) -> None:

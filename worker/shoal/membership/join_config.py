@@ -79,7 +79,7 @@ class JoinConfig:
     else Gloo."""
     reconfigure: bool = False
     """Reconfigure the process group of the last generation for the next one, instead of making a
-    new one. Needs torch 2.14 or newer; the same on all members."""
+    new one. Needs torch 2.14 or newer, and Gloo; the same on all members."""
     local_rank: int = 0
     """Index of this worker among those of its launcher on this host. If the worker sees several
     GPUs, it uses the one with this index."""
@@ -147,7 +147,8 @@ class JoinConfig:
             )
 
     def member(self) -> Member:
-        """Return this process as a member, with a new incarnation."""
+        """Return this process as a member, with a new incarnation. Raises InvalidSpec if another
+        process of this worker has joined, or no route leads to the first coordinator."""
         incarnation = new_incarnation()
         host, directory = socket.gethostname(), self.launcher.shared_directory
         generated_id = f"{_as_name(host)}-{os.getpid()}-{incarnation[-8:]}"
@@ -183,8 +184,8 @@ class JoinConfig:
 def read_config(
     given: Mapping[str, str | int | None], environment: Mapping[str, str]
 ) -> JoinConfig:
-    """Return the configuration from the given arguments, and from SHOAL_* variables for absent
-    arguments. Raises InvalidSpec."""
+    """Return the configuration from the given arguments, and for absent ones from SHOAL_* variables
+    and those of torchrun, MPI and srun. Raises InvalidSpec."""
 
     def text(name: str, variable: str) -> str:
         value = given.get(name)

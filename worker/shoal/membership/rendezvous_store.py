@@ -1,8 +1,7 @@
 """A store for `torch.distributed`, whose keys the coordinator holds for one generation.
 
 No member opens a port for it, and it survives the loss of any member's host. Every call carries the
-fencing token, so that only members of the generation read or write its keys.
-"""
+fencing token, so that only members of the generation read or write its keys."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -56,9 +55,9 @@ class RendezvousStores:
 class RendezvousStore(Store):
     """Store of one generation's keys. Any thread.
 
-    Raises DeadlineExceeded for a key that is not set within the timeout. After `abort`, calls in
-    progress and later ones raise GenerationBroken at once.
-    """
+    Raises DeadlineExceeded for a key that is not set within the timeout, Fenced for a token out of
+    date, and as `Coordinators.call`. After `abort`, calls in progress and later ones raise
+    GenerationBroken at once."""
 
     def __init__(
         self,

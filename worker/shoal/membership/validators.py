@@ -10,8 +10,7 @@ def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
 Each member runs its validators before each generation that it takes part in. If a validator
 rejects, the generation does not form, and its members, except those that train already or hold the
 job's state, get a ProposalConflict that names the validator, the member and the value seen. All
-members of a job must have the same validators.
-"""
+members of a job must have the same validators."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -89,8 +88,8 @@ def validator(name: str) -> Callable[[V], V]:
 
     The function runs on a background thread while the script trains. All validators together have
     a part of the coordinator's time limit for agreement (`prepare_s`). A function that raises or
-    takes longer counts as a rejection. Raises InvalidSpec for an invalid name, or that of another.
-    """
+    takes longer counts as a rejection. Raises InvalidSpec for a name that is invalid, or taken by
+    another function."""
     if not is_name(name):
         raise InvalidSpec(
             "a validator's name is not valid",
@@ -117,8 +116,7 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
     """Return the registered validators and a session's own, by name.
 
     A function that is not registered has its `__name__`. Raises InvalidSpec if that is no valid
-    name, or if two validators have the same name.
-    """
+    name, or if two validators have the same name."""
     by_name = dict(_registered)
     registered = {id(function): name for name, function in _registered.items()}
     for function in own:
@@ -149,7 +147,9 @@ class ValidatorSet:
         return ",".join(self._validators)
 
     def rejections(self, roster: pb.Roster, limit_s: float) -> list[pb.Rejection]:
-        """Return the validators' rejections of the roster, within `limit_s`."""
+        """Return the validators' rejections of the roster, within `limit_s`. A validator that has
+        not returned by then keeps running. It rejects this roster, and each later one until it
+        returns."""
         if not self._validators:
             return []
         late = self._running

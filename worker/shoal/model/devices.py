@@ -5,8 +5,8 @@ from torch import nn
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device that the model is trained on: the device of its first parameter. For a
-    model on the meta device, return this process's GPU if there is one, else the CPU."""
+    """Return the device that the model is trained on: the device of its first parameter; the CPU if
+    it has none. For a model on the meta device, return this process's GPU if any, else the CPU."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type != "meta":
         return device
@@ -16,8 +16,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def devices_of(model: nn.Module) -> dict[str, str]:
-    """Return the properties that collectives depend on: the kind of the model's devices, and NCCL's
-    version if the collectives run over NCCL."""
+    """Return the properties that collectives depend on: the kinds of the model's devices, and
+    NCCL's version if the model is on CUDA and torch has NCCL."""
     kinds = sorted({parameter.device.type for parameter in model.parameters()} - {"meta"})
     kinds = kinds or [device_of(model).type]
     fields = {"device": ",".join(kinds)}

@@ -1,5 +1,5 @@
-"""Digests of the model and the optimizer, which members compare, and the listings from which they
-are computed. If digests differ, the coordinator finds the first difference in the listings
+"""Digest of the model and text of the optimizer, which members compare, and listings of the same
+contents. If members differ, the coordinator finds the first difference in the listings
 (`shoal_proto.packing.listings`)."""
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def schema_digest(model: nn.Module) -> str:
 
 
 def optimizer_digest(optimizer: Optimizer) -> str:
-    """Return the class and hyper-parameters of the optimizer, as text for an error message.
+    """Return the class and hyper-parameters of the optimizer, as text that members compare.
 
     Computed before training, so a learning rate that a schedule has changed is no conflict.
     """
@@ -35,7 +35,7 @@ def optimizer_digest(optimizer: Optimizer) -> str:
 
 
 def listings_of(model: nn.Module, optimizer: Optimizer) -> dict[str, bytes]:
-    """Return the listings of both digests, by the name of the digest's field in the proposal."""
+    """Return the listings of model and optimizer, by the names of their fields in the proposal."""
     return {
         "schema": pack(f"{entry}: {value}" for entry, value in _entries(model)),
         "optimizer": pack(

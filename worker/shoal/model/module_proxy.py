@@ -79,7 +79,8 @@ class ModuleProxy(nn.Module):
 
 
 def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
-    """Return a proxy that is also an instance of the model's class, with all its methods."""
+    """Return a proxy that is also an instance of the model's class, with all its methods. For a
+    ScriptModule, return a plain ModuleProxy."""
     kind = type(module)
     if kind is nn.Module or isinstance(module, torch.jit.ScriptModule):
         return ModuleProxy(module, route)

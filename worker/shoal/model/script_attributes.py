@@ -20,8 +20,9 @@ _PLAIN = (bool, int, float, str, type(None), tuple, torch.dtype)
 class ScriptAttributes:
     """Attributes of one model, carried from one generation to the next.
 
-    Covers numbers, strings, tuples, dtypes and tensors that are attributes of modules, unless their
-    names begin with _: these are private to the module. Also covers transient buffers of any name.
+    Covers numbers, strings, tuples, dtypes and plain tensors without a graph that are attributes of
+    modules, unless their names begin with _: these are private to the module. Also covers transient
+    buffers of any name.
     """
 
     def __init__(self) -> None:

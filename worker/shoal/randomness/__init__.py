@@ -116,7 +116,7 @@ def sample_generator(index: int = 0, name: str = "") -> torch.Generator:
     """Return a CPU generator for the sample of this index among the current ones.
 
     Its draws are the same for a sample in a step, whichever member computes it. `name` separates
-    several uses. Outside of a step, it is the generator of sample `index` of step 0.
+    several uses. If no samples are set, it is the generator of sample `index`, step 0 and seed 0.
     """
     samples = present() or PresentSamples(seed=0, step=0, first=0, count=1)
     key = mix(samples.seed, samples.step, digest(name), samples.first + index)
@@ -124,7 +124,7 @@ def sample_generator(index: int = 0, name: str = "") -> torch.Generator:
 
 
 def present() -> PresentSamples | None:
-    """Return the samples that this thread computes on; None outside of a step."""
+    """Return the samples that this thread computes on; None if none are set, as outside steps."""
     return current().samples
 
 

@@ -2,12 +2,12 @@
 
 Each element's random number is computed from its position: a hash of (seed, step, layer, call, the
 sample's position in the global batch, the element in the sample), see `shoal.randomness`. On a CPU
-the hash is no slower than a draw (0.2 ms to 2.8 ms for 32 x 4096 elements). A generator for each
-sample would be as slow as draws, and need a loop on a GPU; so all samples are hashed at once.
+the hash is no slower than a draw. A generator for each sample would be as slow as draws, and need a
+loop on a GPU; so all samples are hashed at once.
 
 Under torch.compile a mask is plain tensor code in the graph, which a compiler fuses with the
-multiplication by it. Only its key, four numbers, comes from an operator of Shoal's when the graph
-runs. So another step, position or generation needs no new compilation.
+multiplication by it. Only four numbers, which give its key and its samples, come from an operator
+of Shoal's when the graph runs. So another step, position or generation needs no new compilation.
 
 The dropout modules of torch.nn are covered; functions (`F.dropout`, attention's own) are not.
 """
@@ -76,8 +76,8 @@ def samples_along(dropout: nn.Module, dim: int | None) -> None:
     """Set the dimension of this module's inputs along which the samples lie.
 
     None: there is no such dimension, and all members use one mask in a step. The same holds if the
-    dimension's size is not a multiple of the number of samples. If it is a multiple, each sample
-    has that number of consecutive rows.
+    dimension's size is not a multiple of the number of samples. If it is m times that number, each
+    sample has m consecutive rows.
     """
     dropout.__dict__["_samples_along"] = dim
 
@@ -166,8 +166,8 @@ _layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary(
     "shoal::dropout_key", mutates_args=("layer",), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def _key_of(layer: Tensor, device: torch.device) -> Tensor:
-    """Return the key on the device: its two halves, the first sample's position, and the number of
-    samples. The last two are 0 if no samples are set."""
+    """Return four numbers on the device: the two halves of the key, the first sample's position,
+    and the number of samples. If no samples are set, the key is random and the last two are 0."""
     numbered_layer = _layers[int(layer[0])]
     layer[1] += 1
     current = numbered_layer.present_samples()

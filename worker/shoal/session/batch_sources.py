@@ -48,7 +48,8 @@ class BatchSource(ABC):
         """Number of this member's batches in the whole job; None if it depends on others' pace."""
 
     def attempted(self) -> None:
-        """Note that a step on the batch begins. Raises InvalidSpec if one is committed already."""
+        """Note that a step on the present batch begins. Raises InvalidSpec if a step on that batch
+        is committed already."""
         if self._is_trained and self.batch is not None:
             raise InvalidSpec(
                 f"a second step on the batch of step {self.batch.step}",
@@ -73,8 +74,9 @@ class BatchSource(ABC):
         self._loader.close()
 
     def stop(self) -> bool:
-        """Note that the script has left its loop early. If `session.stop` was called, wait until
-        all members have left their loops, and return True. Else return False at once."""
+        """Note that the script has left its loop early. If this member's script called
+        `session.stop`, wait until all members have left their loops, and return True: the job is
+        complete. Else return False at once. Raises StateLost as `CallBetweenSteps.check_end`."""
         return False
 
     def left(self) -> None:  # noqa: B027 - does nothing by default
@@ -143,7 +145,7 @@ class SynchronousBatches(BatchSource):
         return cast(SynchronousStrategy, self._controller.strategy)
 
     def _end(self) -> int:
-        """Return the job's last step: that of the last batch, or of an agreed early stop."""
+        """Return the number of steps after which the job ends, by an agreed early stop if any."""
         strategy = self._strategy
         self._loader.begin_at(strategy.origin)
         stop_at, num_steps = strategy.position.stop_at, self.num_steps
@@ -258,11 +260,12 @@ class LeasedBatches(BatchSource):
 
 class Batches(Iterator[Batch]):
     """The iterator of `session.batches`. `len()` is the number of steps of the whole job, for
-    progress bars; an asynchronous job has none, since it depends on the other members.
+    progress bars; in an asynchronous job it raises TypeError, as the other members' pace decides.
 
-    After the script has left a loop over the batches, a call between steps is refused if the state
-    was rolled back to an earlier step: see `CallBetweenSteps.end_step`. A later loop continues from
-    the step at which the first loop ended."""
+    After the script has left a loop over the batches, a call between steps raises StateLost if the
+    state was rolled back to an earlier step: see `CallBetweenSteps.end_step`. A later loop
+    continues from the job's present step; it raises InvalidSpec if no step was taken on the batch
+    that was handed out last."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source

@@ -121,7 +121,8 @@ class Distribution:
         """Fields of the proposal: values that must be the same on all members."""
         self.registered = RegisteredState()
         self.training: Training | None = None
-        """The models of each optimizer; None if there is one model and one optimizer."""
+        """The models of each optimizer; None if the script gave one model and one optimizer, not in
+        a list or by name."""
         self._optimizer: Optimizer | None = None
         self._model: nn.Module | None = None
         self._guard: StepGuard | None = None
@@ -284,8 +285,8 @@ class Distribution:
         *,
         weight: object = None,
     ) -> SynchronousStrategy | None:
-        """Choose the optimizers for the strategy's next call, if there are several. Returns the
-        strategy; None if there is one optimizer.
+        """Choose the optimizers for the strategy's next call, if there are several. Return the
+        strategy; None if `training` is None.
 
         Raises InvalidSpec if the choice is unclear, for an optimizer of another session, and for a
         weight if there are several optimizers.
@@ -333,8 +334,8 @@ class Distribution:
         return self._guard
 
     def check_model(self) -> None:
-        """Check the model before the first generation uses it. Raises InvalidSpec if the script
-        has changed the model since it was distributed."""
+        """Check the model before the first generation uses it. Raises InvalidSpec if the script has
+        changed its layers or parameters since it was distributed."""
         if self._parameters is not None:
             self._parameters.check(0)
 
@@ -388,7 +389,7 @@ def _check_syncs(chosen: Strategy) -> None:
 
 
 def _check_scaler(name: str, registered: RegisteredState, stateful: object) -> None:
-    """Raise InvalidSpec if the object is a GradScaler that a session does not support."""
+    """Raise InvalidSpec for a GradScaler of an unknown class, and for a second one."""
     if not isinstance(stateful, torch.amp.GradScaler) or not stateful.is_enabled():
         return
     if type(stateful) not in _KNOWN_SCALERS:

@@ -61,7 +61,7 @@ class CallBetweenSteps:
     """True if the script has asked for a batch, or begun a step. Before that, the members' scripts
     may be at different points."""
     is_under_way: bool = False
-    """True while the script is in such a call."""
+    """True while the script is in a call that all members make together."""
     has_too_few: bool = False
     """True if the generation was formed for the call and has fewer members than a step needs."""
     end_step: int = 0
@@ -88,7 +88,7 @@ class ProposalDetails:
     optional_fields: dict[str, str] = field(default_factory=dict)
     """Values that must be the same on all members that propose them; some may leave them out."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """Contents by field: the field's value is the digest of its content."""
+    """Listings by field, from which the coordinator names the first entry that differs."""
     shares: ShareSizes | None = None
     """Share sizes, if shares may be too small for a layer of the model."""
 
@@ -132,8 +132,8 @@ class ElasticController:
         )
 
     def attend(self) -> None:
-        """Join the job. Raises the coordinator's refusal, Unavailable, or Drained if this member
-        was asked to leave before it had joined."""
+        """Join the job. Raises the coordinator's refusal, DeadlineExceeded if no coordinator admits
+        this member in time, or Drained if it was asked to leave before it had joined."""
         with ExitStack() as refused:
             refused.callback(self.job_log.close)
             refused.callback(self._stop_listening)
@@ -195,7 +195,8 @@ class ElasticController:
     def ensure_generation(self, fields: dict[str, str]) -> Generation:
         """Return the generation in which the next step may begin; form or change it if needed.
 
-        Waits as long as the job's limits allow, then raises with the reason for the wait. Raises
+        Waits as long as the job's limits allow, then raises DeadlineExceeded with the reason. Also
+        raises the coordinator's refusal, errors of a bring-up or of the last step's checkpoint, and
         Drained if this member was asked to leave and the others no longer need it.
         """
         try:
@@ -314,11 +315,12 @@ class ElasticController:
         return (is_check or isinstance(error, MalformedMessage)) and self.strategy.has_leftovers()
 
     def recover(self, error: BaseException) -> None:
-        """Roll back to the last committed step, after a peer was lost in the generation.
+        """Roll back to the last committed step after a peer was lost in the generation, and report
+        that step. `ensure_generation` or `stand` then forms the next generation.
 
         If the coordinator does not report the break in time, raises `error` again, or after a hang
-        GenerationBroken. Raises InvalidSpec if the members' scripts wait at different points, and
-        Drained as `ensure_generation`.
+        GenerationBroken. Raises InvalidSpec if the members' scripts wait at different points, the
+        coordinator's refusal, such as JobFinished, and Drained as `ensure_generation`.
         """
         try:
             with drained():
@@ -425,7 +427,8 @@ class ElasticController:
     def _bring_up(self, record: GenerationRecord) -> None:
         """Enter an agreed generation. If that fails, report the step for the next one.
 
-        Raises errors that would recur in another attempt.
+        Raises errors that would recur in another attempt, and BringUpFailed if this member is left
+        out after several attempts.
         """
         strategy = self.strategy
         generation = Generation(record=record, token=self.membership.token)
@@ -476,7 +479,7 @@ class ElasticController:
             log.debug("bring_up_broken", generation=number, reason=str(error)[:300])
 
     def _is_own(self, number: int, error: Exception) -> bool:
-        """True if a bring-up failed on this member itself, not because another member failed."""
+        """True if this member itself caused the failure of a bring-up."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         if isinstance(error, RetryError | RejoinError) or self.membership.is_broken(number):
@@ -562,7 +565,7 @@ class ElasticController:
 
 
 def _shortened(value: str) -> str:
-    """Return the value for a proposal: of a long value its beginning and a digest of the whole."""
+    """Return the value for a proposal. A long value is replaced by its beginning and a digest."""
     if len(value) <= MAX_FIELD_CHARACTERS:
         return value
     digest = sha256(value.encode()).hexdigest()

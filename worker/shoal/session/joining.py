@@ -54,8 +54,8 @@ def join(
     `shoal.TensorBoard("runs")`, `shoal.WandB("project")` or `shoal.MLflow("file:mlruns")`.
 
     Raises InvalidSpec at once if a value is missing or contradicts another. Entering the block
-    raises Unavailable if no coordinator answers, JobFinished if the job is finished, or another
-    refusal of the coordinator.
+    raises DeadlineExceeded if no coordinator admits this member within SHOAL_ADMISSION_S (10 s; a
+    day under `shoal run`), JobFinished if the job is finished, or another refusal of a coordinator.
     """
     given = {
         "job": job,

@@ -44,7 +44,7 @@ class SessionEnd:
 
     def check_drain(self, silent_s: float) -> None:
         """Raise Drained while the script waits for a batch, if this member was asked to leave and
-        is alone, or the loading processes have been silent for long (`silent_s`)."""
+        is alone, or the loading processes have been silent for SILENT_DRAIN_S (`silent_s`)."""
         is_alone = isinstance(self._controller.membership, LoneMember)
         if self._drain_reason and (is_alone or silent_s >= SILENT_DRAIN_S):
             raise Drained(f"{self._drain_reason}; the next batch was not loaded yet")
@@ -85,8 +85,8 @@ class SessionEnd:
                 error.add_note(f"Leaving the session failed, too: {text}")
 
     def _has_ended(self) -> bool:
-        """True if the job is complete; waits for the others if the script has announced a stop.
-        Raises the error of the job's last checkpoint."""
+        """True if the job is complete. Waits for the others if the script called `session.stop`.
+        Raises the error of the job's last checkpoint, if it failed."""
         source = self._source()
         ended = source is None or source.all_trained or source.stop()
         if ended and self._trained.fields and self._controller.strategy.checkpoint_failure:

@@ -25,7 +25,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 
 NEAR_NODES = 64
-"""Number of graph nodes, from the loss backwards, that are searched for the mean of the loss."""
+"""Number of graph nodes, from the loss backwards, at which the search for its mean ends."""
 
 
 def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
@@ -65,7 +65,7 @@ def _before(node: Node) -> Iterable[Node | None]:
 
 
 def _near(loss: Tensor) -> Iterable[Node]:
-    """Return the last operations that computed a loss."""
+    """Return the last operations that computed a loss, about NEAR_NODES of them."""
     nodes = [loss.grad_fn] if loss.grad_fn is not None else []
     for node in nodes:
         new = [before for before, _ in node.next_functions if before not in nodes]
@@ -86,9 +86,9 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
 
 
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec for a loss that is no mean over `num_samples` samples: with other shares of
-    the batch it would be a different loss. A mean over the `num_gathered` rows of all members is
-    allowed: it is the same on every member."""
+    """Raise InvalidSpec if torch's loss functions near the loss average targets that count for
+    different weights in the `num_samples` samples: with other shares of the batch it would be a
+    different loss. A mean over the `num_gathered` rows of all members is allowed."""
     weights = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(weights) >= num_samples > 1:
         return  # The loss is the mean of a mean for each sample.
@@ -110,9 +110,9 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec for a loss that is a sum over `num_samples` samples: the share's weight
-    would scale it again. A sum over the `num_gathered` rows of all members is allowed: it is the
-    same on every member."""
+    """Raise InvalidSpec for a loss that is an undivided sum over `num_samples` samples: the share's
+    weight would scale it again. A sum over the `num_gathered` rows of all members is allowed: it is
+    the same on every member."""
     for shape in plain_sums(loss):
         if num_gathered and shape[0] % num_gathered == 0:
             continue
@@ -339,8 +339,8 @@ class MicroBatches:
             )
 
     def check_complete(self) -> None:
-        """Check a step before it is committed. Raises InvalidSpec if a part had no backward pass,
-        or for a loss that `check_mean` has found."""
+        """Check a step before it is committed, and restore buffers that stand-ins have changed.
+        Raises InvalidSpec if a part had no backward pass, or for a loss that `check_mean` noted."""
         if self._refusal is not None and self._num_passes == 1:
             raise self._refusal
         if self._aside is not None:

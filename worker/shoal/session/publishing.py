@@ -65,11 +65,11 @@ class SessionSeries:
             if step.committed and batch.step % 10 == 0:
                 policy.publish(metadata={"loss": loss.item()})
 
-        Returns once this member's part of the model is copied. The copy is sent, replicated and
-        committed in the background: see `Ticket.wait`. Members send their parts to the servers
-        directly, and do not wait for one another. If a member is lost before its part is on the
-        servers, the version is discarded and the next one has its number. Readers see whole
-        versions only.
+        Returns once this member's part of the model is copied; first waits while two publications
+        are in progress, or one if one member publishes. The copy is sent, replicated and committed
+        in the background: see `Ticket.wait`. If a member is lost before its part is on the servers,
+        the ticket fails with PublicationAbandoned, and the next version has the number. Readers see
+        whole versions only.
 
         `model`: another module, or tensors by name, the same on all members, such as an average.
         Each member publishes its own slice of a DTensor. Under an asynchronous strategy the member
@@ -121,8 +121,8 @@ class SessionSeries:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the series at the end of the session's block, as an `__exit__`. Waits for
-        publications in progress, unless the block ends by an error other than SystemExit."""
+        """Close the series at the end of the session's block, as an `__exit__`. Waits up to 30 s
+        for each publication in progress, unless an error other than SystemExit ends the block."""
         self._publications.close(waits=error is None or isinstance(error, SystemExit))
 
 

@@ -54,7 +54,8 @@ def run_origin() -> RunOrigin:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The arguments as for a shell, without secrets, and shortened to what a report may have."""
+    """Return the arguments as for a shell, up to MAX_COMMAND characters, with likely secrets
+    masked."""
     shown = shlex.join(_masked(arguments)).replace(_STAND_IN, MASK)
     return shown if len(shown) <= MAX_COMMAND else f"{shown[: MAX_COMMAND - 4]} ..."
 
@@ -88,7 +89,8 @@ def _is_secret(name: str) -> bool:
 
 
 def _commit_of(script: str) -> tuple[str, bool | None]:
-    """The commit of the working directory, and if files differ from it."""
+    """Return the commit of the working directory (empty if there is none), and True if tracked
+    files or the script differ from it (None if that is unknown)."""
     status = _git("status", "--porcelain=v2", "--branch", "--untracked-files=no")
     if status is None:
         return (_git("rev-parse", "HEAD") or "").strip(), None
@@ -101,8 +103,8 @@ def _commit_of(script: str) -> tuple[str, bool | None]:
 
 
 def _git(*arguments: str) -> str | None:
-    """The output of a command of git; None if it fails."""
-    # Neither a lock on the repository nor a program that its configuration names.
+    """Return the output of a command of git; None if it fails or takes longer than GIT_WITHIN_S."""
+    # Take no lock on the repository, and run no program that its configuration names.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:
         done = subprocess.run(

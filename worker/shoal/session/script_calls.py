@@ -95,7 +95,8 @@ class ScriptCalls:
 
     def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Make the script's call on its object: at once, or within a step after the optimizer's
-        step. Raises InvalidSpec if it is not registered, or averages a model that is divided."""
+        step. Raises InvalidSpec for an object that is not registered, and for an average of a model
+        that the strategy divides among members."""
         if stateful not in self._registered:
             kind = type(stateful).__name__
             raise InvalidSpec(
@@ -164,8 +165,8 @@ def _shapes(module: nn.Module) -> list[tuple[bool, torch.Size]]:
 
 
 def _watch(root: type, method: str, owner_of: Callable[[Any, tuple[Any, ...]], Any]) -> None:
-    """Wrap this method of a class and its subclasses: calls on an object whose owner is watched go
-    to that watch. Wraps once in a process. Without a session the method works as before."""
+    """Wrap this method of a class and its present subclasses: calls on an object whose owner is
+    watched go to that watch. Wraps each class once. Without a session it works as before."""
     kinds = [root]
     while kinds:
         kind = kinds.pop()

@@ -182,8 +182,8 @@ class Session:
             releases.callback(self._trained.release)
 
     def drain(self, reason: str) -> None:
-        """Ask to leave in good order, as SIGTERM does. For scripts that learn in another way that
-        their process will be ended.
+        """Ask to leave in good order, as SIGTERM does. For scripts that are notified in another way
+        that their process will be ended. Any thread, also within a signal handler.
 
         Returns at once. The step in progress is finished, and the members agree on a step from
         which the others train without this member. At that step the batches end with
@@ -225,17 +225,17 @@ class Session:
     ) -> tuple[Any, Any]:
         """Return the model and optimizer to train with; they stay valid when members change.
 
-        With `checkpoints`, the state is written to disk every `every_steps` steps while training
+        With `checkpoints`, the state is written to storage every `every_steps` steps while training
         continues, and a job in which no member has state resumes from the newest checkpoint. With
-        `keyed_dropout`, the Dropout modules under a synchronous strategy depend on seed, step and
-        sample alone, not on the number of members. With `sync_batchnorm`, BatchNorm uses the
+        `keyed_dropout`, the masks of Dropout modules under a synchronous strategy depend on seed,
+        step and sample, not on the number of members. With `sync_batchnorm`, BatchNorm uses the
         statistics of all members' samples, as torch's SyncBatchNorm modules always do.
 
         Several models or optimizers are given by name or in lists, and returned in the same form.
         The argument `optimizer` of `backward`, `update` and `clip_grad_norm` then chooses among
         them. See docs/models.md.
 
-        A compiled Keras model with its own optimizer is still trained by `fit`: see
+        `fit` trains a compiled Keras model that is given with its own optimizer: see
         `shoal.integrations.keras_session`. `reset_parameters` fills tensors on the meta device.
 
         Raises UnknownStrategy, InvalidSpec for a second call or one outside the block, or the
@@ -280,7 +280,8 @@ class Session:
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
         within `session.step()`, run once the optimizer has stepped, if the step is committed.
 
-        Raises InvalidSpec after the first batch, or if state cannot be carried: docs/loop.md.
+        Raises InvalidSpec after the first batch, step or read of `rank`, or if the state cannot be
+        carried: docs/loop.md.
         """
         self._trained.register(name, stateful)
         return stateful
@@ -333,9 +334,10 @@ class Session:
         """Return one optimizer step, a context: it zeroes gradients at its start, and applies and
         commits them at its end.
 
-        If a peer is lost in the block, if a member has stopped before the step, or if servers have
-        refused it as stale, it is rolled back and no error is raised: `committed` of the returned
-        object stays False. After any other error in the block the member leaves, and it is raised.
+        The step is rolled back without an error if a peer is lost in the block, if a member has
+        stopped before the step, or if servers have refused it as stale: `committed` of the returned
+        object stays False. After any other error in the block the member leaves, and the error, or
+        an InvalidSpec that explains it, is raised.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.because_of
@@ -372,8 +374,8 @@ class Session:
         or if it is a mean over the member's own rows (from `batch.first`), each compared with all
         rows. All members make the same calls in a step, in the same order. See docs/contrastive.md.
 
-        Raises InvalidSpec outside a step, in a loop over `batch.parts`, under strategies that do
-        not support it, and on all members if their tensors do not fit together.
+        Raises InvalidSpec outside a step, in a loop over `batch.parts`, under strategies that
+        gather no rows, and on all members if their tensors do not fit together.
         """
         return self._steps.gather(tensor)
 
@@ -383,7 +385,8 @@ class Session:
 
         Without this call, an optimizer with gradients is stepped at the end of the step. If the
         step fails, the update is undone: a copy of the changed tensors is kept until the step ends.
-        All members call it at the same point. Raises InvalidSpec if there is only one optimizer.
+        All members call it at the same point. Raises InvalidSpec outside a step, and if
+        `distribute` got one model and one optimizer, not in lists or by name.
         """
         self._steps.update(optimizer)
 
@@ -399,7 +402,8 @@ class Session:
         Members that join or leave wait. Losses are detected as usual. After `limit_s` seconds, by
         default half an hour, this member counts as hung: the others continue without it, and its
         next step raises DeadlineExceeded. Several members may pause at a time. `shoal why` shows
-        `reason`.
+        `reason`. Entering the block raises InvalidSpec within another pause, without a reason, and
+        for a `limit_s` above a day.
 
         Asynchronous strategies wait for no member, paused or not.
         """
@@ -414,6 +418,7 @@ class Session:
 
         but also for strategies with a pipeline, which interleave the two passes. Returns the mean
         loss, detached, over this member's samples or over those of the part; 0 if there are none.
+        Raises InvalidSpec outside a step, and with several optimizers.
         """
         return self._steps.forward_backward(batch, loss_function)
 
@@ -479,10 +484,11 @@ class Session:
                 if step.committed:
                     policy.publish()
 
-        The newest `keep` versions are kept, each on `copies` parameter servers. Floating point
-        values are published in `dtype`, if it is given. With `tables`, under a strategy that trains
-        embedding tables, a version has the tables' rows too, from the same cut as the parameters.
-        Raises InvalidSpec for options out of range, and in a session without a cluster.
+        The newest `keep` versions are kept, each on `copies` parameter servers (all, if there are
+        fewer). Floating point values are published in `dtype`, if it is given. With `tables`, under
+        a strategy that trains embedding tables, a version has the tables' rows too, from the same
+        cut as the parameters. Raises InvalidSpec outside the block, for options out of range, for
+        `dtype` with `tables`, and in a session without a cluster.
         """
         check_entered(self._reports, "session.series")
         options = SeriesOptions(keep=keep, copies=copies, dtype=dtype, tables=tables)
@@ -495,10 +501,10 @@ class Session:
         """Log numbers by name, `{"loss": loss}`, to the status page, the metrics and the
         `trackers`: once for each step, even if members are lost or join.
 
-        Values that are given within a step belong to that step, and are logged if it is committed;
-        values that are given after it belong to the last step. All members call it. The values of
-        one member are shown: for each step, the first values that it logged. A member without
-        samples logs nothing: see `Batch.is_stand_in`.
+        Values that are given within a step belong to that step, and are logged if it is committed:
+        the last value of each name. Values that are given after it belong to the last step, if it
+        has none of that name yet. All members call it; the values of one member are shown. Within a
+        step, a member without samples logs nothing: see `Batch.is_stand_in`.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
         batch = None if self._source is None else self._source.batch
@@ -510,9 +516,9 @@ class Session:
 
         One member may call it, or several. The job's last step is the step in which the call is
         made, or, between two steps, the last committed one. The batches then end on all members.
-        Continue with the loop, which ends by itself, or leave it on all members. `reason` is shown
-        as the reason for the job's end. Under local SGD the job ends with the round. Raises
-        InvalidSpec without `batches`, and under asynchronous strategies.
+        Continue with the loop, which ends by itself, or leave it on all members. `reason`, up to
+        200 characters, is shown as the reason for the job's end. Under local SGD the job ends with
+        the round. Raises InvalidSpec without `batches`, and under asynchronous strategies.
         """
         stop(self._controller, reason, has_batches=bool(self._source), in_step=self._steps.in_step)
 
@@ -565,8 +571,8 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This member's rank in the present generation. Before the first one, reading it waits
-        until the others have joined, and raises InvalidSpec before `session.batches`."""
+        """This member's rank in the present generation. Before the first generation, waits until
+        the others have joined; raises InvalidSpec before `session.batches` or the first step."""
         return self._present().rank
 
     @property
@@ -582,7 +588,7 @@ class Session:
 
     @property
     def step_number(self) -> int:
-        """Number of committed steps."""
+        """Number of committed steps; under asynchronous strategies this member's own."""
         return self._controller.strategy.step
 
     def _present(self) -> Generation:

@@ -237,8 +237,8 @@ def reduce(
     generation: Generation,
     part: int | None = None,
 ) -> dict[str, Any]:
-    """Reduce the values of all members, by a collective. Among members with the same `part` only
-    the first member counts; if `part` is None, every member counts.
+    """Reduce the values of all members, by a collective. With a `part`, for sums only: among
+    members with the same `part` only the first member counts. If it is None, every member counts.
 
     Raises InvalidSpec on all members if their values differ in name, shape or dtype.
     """

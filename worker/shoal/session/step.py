@@ -190,8 +190,8 @@ class Step:
                     f"session.gather under {strategy.name}",
                     seen=lack,
                     expected="a strategy whose members compute each step together, from whole"
-                    " samples: ddp, zero1, zero2, fsdp, hsdp, tensor, fsdp-tensor, or hybrid"
-                    " with one stage",
+                    " samples: ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, fsdp-tensor, or"
+                    " hybrid with one stage",
                 )
             batch = self.batch
             self._rows = RowGathers(
@@ -207,8 +207,8 @@ class Step:
         return self._rows
 
     def _samples(self, batch: Batch | None) -> PresentSamples | None:
-        """Seed torch by the batch's samples, so that random numbers of the step do not depend on
-        the number of members; return the samples. A stand-in repeats sample 0 of the batch."""
+        """Seed torch for this member's share of the batch, so that a repeated step draws the same
+        random numbers; return the share's samples. A stand-in repeats sample 0 of the batch."""
         if batch is None:
             return None
         seed, first = int(self._fields["seed"]), 0 if batch.is_stand_in else batch.first
@@ -431,7 +431,7 @@ def _check_loss(loss: object) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason for which a member leaves after this error, as the others see it."""
+    """Return the reason for which a member leaves after this error, as other members see it."""
     if isinstance(error, Drained):
         return f"drained: {error.reason}"
     text = str(error)

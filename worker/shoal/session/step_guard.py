@@ -5,7 +5,7 @@ torch may also make the calls below. They are refused, as they would change the 
 error:
 
 - step the optimizer: every gradient would be applied twice;
-- scale the loss for fp16: the gradients would stay scaled;
+- scale the loss for fp16 by a scaler that is not registered: the gradients would stay scaled;
 - drop the gradients after its own optimizer.step(): the session would step without gradients;
 - add parameters to the optimizer: members that join later would not have them.
 """
@@ -96,8 +96,8 @@ class StepGuard:
         self._modules: list[nn.Module] = []
         self.modes = ScriptModes()
         self._emptied: list[tuple[Optimizer, bool]] = []
-        """Optimizers of which the script has dropped all gradients since the last pass that
-        computed any; True if they were set to None, False if they were set to zeros."""
+        """Optimizers of which the script has dropped all gradients in this step; True if it set
+        them to None, False if to zeros. A later pass removes the latter."""
         self._optimizers = list(optimizers)
         self._others = OtherParameters(
             trained.parameters, given, self._optimizers, lambda: self._commits
@@ -153,7 +153,7 @@ class StepGuard:
         return _Within(self._set_computes, self._check_scaled)
 
     def look_at_loss(self, loss: Tensor) -> None:
-        """Check the graph of a loss before its backward pass. Does so only in the first step, as
+        """Check the graph of a loss before its backward pass, only in the member's first step:
         graphs may be large and later losses are similar. Raises InvalidSpec for functions that
         train differently on several members; `refuse_layers` finds layers of that kind only."""
         if self._step() == self._first_step:
@@ -165,7 +165,7 @@ class StepGuard:
 
     @property
     def is_early(self) -> bool:
-        """True in the member's first steps."""
+        """True in the member's first EARLY_STEPS steps."""
         return self._first_step is None or self._step() < self._first_step + EARLY_STEPS
 
     def _set_commits(self, commits: bool) -> None:
@@ -200,8 +200,8 @@ class StepGuard:
                 self._emptied.append((optimizer, to_none))
 
     def check_gradients(self) -> None:
-        """Raise InvalidSpec before the commit if the script has dropped all gradients after the
-        last pass that computed some, as a loop of plain torch does after its optimizer.step()."""
+        """Raise InvalidSpec before the commit if the script has dropped all gradients of an
+        optimizer, and no later pass computed any, as after optimizer.step() in plain torch."""
         for optimizer, to_none in self._emptied:
             if not to_none or next(iter(_with_gradient(optimizer)), None) is None:
                 raise InvalidSpec(

@@ -67,8 +67,8 @@ class TrainingPauses:
         self._gaps_s: deque[float] = deque(maxlen=USUAL_OF)
 
     def committed(self, generation: int, step: int, now_s: float) -> TrainingPause | None:
-        """Note that `step` is committed in that generation. Returns the pause before the step, if
-        it is the generation's first step and not this member's first."""
+        """Note that `step` is committed in that generation. Returns the pause before the step if it
+        is the generation's first step and not this member's first; else None."""
         before, last_step, gap_s = self._generation, self._step, now_s - self._committed_s
         self._generation, self._step, self._committed_s = generation, step, now_s
         if before == 0:
@@ -251,8 +251,8 @@ class StepReports:
         )
 
     def close(self, *, completed: bool) -> None:
-        """Send the last reports, for a bounded time. If the job is complete, they include the last
-        step's loss."""
+        """Send the last report, and wait for that up to 3 s. If the job is complete, it includes
+        the last step's loss."""
         if completed:
             # Not after a failure: reading a loss from a failed device might never return.
             self._report()

@@ -55,8 +55,8 @@ class UsageMeter:
 
 
 def memory_bytes() -> int:
-    """Return the memory that torch holds on this process's GPU, or the memory of the process if it
-    uses none."""
+    """Return the bytes that torch has reserved on this process's GPU, or the resident memory of the
+    process if it uses none."""
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if is_used and (held := torch.cuda.memory_reserved()):
         return held
@@ -68,7 +68,7 @@ def host_traffic(root: Path) -> TrafficCounts:
     """Return what the host's network devices have counted, InfiniBand included.
 
     Bridges, tunnels and bonds pass on the bytes of devices, and do not count beside these. In a
-    container, which sees no device, all interfaces but loopback count.
+    container, which sees no device, all interfaces but loopback and IP over InfiniBand count.
     """
     received, sent = 0, 0
     for interface in _counting_interfaces(root):

@@ -23,10 +23,8 @@ class HostBuffer:
         sources: Sequence[Tensor] = (),
     ) -> tuple[dict[str, TensorShard], Tensor]:
         """Return uninitialized shards, in the order of `chunks`, and the memory they lie in.
-
         Overwrites the shards of the previous call. Allocates new memory only if the size differs;
-        that memory is page-locked if some of the `sources` lie on a GPU.
-        """
+        that memory is page-locked if some of the `sources` lie on a GPU."""
         spans = {}
         end = 0
         for name, chunk in chunks.items():
@@ -54,16 +52,14 @@ class HostBuffer:
 
 class StepCopies:
     """Copies that one rank keeps of one step: its own snapshot, and the copies received from peers.
-
-    One thread at a time may write; any thread may call `shown`.
-    """
+    One thread at a time may write; any thread may call `shown`."""
 
     def __init__(self) -> None:
         self.step: int | None = None
         self.full = False
         """True if this rank has received all its peers' copies of the step."""
         self.everywhere = False
-        """True if the copy of this step is complete on all ranks."""
+        """True once this rank knows that the copy of this step is complete on all ranks."""
         self.own: StateShard | None = None
         self.travelling = torch.empty(0, dtype=torch.uint8)
         """Memory of the part of this rank's snapshot that is sent to peers."""

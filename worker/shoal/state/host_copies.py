@@ -43,10 +43,8 @@ class CopyUnderWay:
 
 @torch.no_grad()
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUnderWay:
-    """Begin to copy each source into the target of the same index, which is in host memory.
-
-    The sources may change on return: later work on the caller's stream runs after the copy.
-    """
+    """Begin to copy each source into the target of the same index, which is in host memory. The
+    sources may change on return: later work on the caller's stream runs after the copy."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source.detach(), non_blocking=source.is_cuda)
     return work_so_far(sources)
@@ -62,7 +60,8 @@ def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
 
 
 def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
-    """Return uninitialized bytes, page-locked if some of these sources lie on a GPU.
+    """Return uninitialized bytes, page-locked if some of these sources lie on a GPU. If the CUDA
+    runtime refuses, logs a warning and returns ordinary memory.
 
     Allocates exactly `num_bytes`: torch would round pinned memory up to a power of two. The memory
     is unlocked when the last tensor that views it is freed.
@@ -178,7 +177,7 @@ def _empty_buffer(full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] 
 def _batches(
     pairs: Sequence[tuple[Tensor, Tensor]], batch_bytes: int
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield runs of the pairs, as bytes; each run fits into one buffer."""
+    """Yield runs of the pairs, as bytes, cut so that each run fits into one buffer."""
     batch: list[tuple[Tensor, Tensor]] = []
     free_bytes = batch_bytes
     for target, source in pairs:

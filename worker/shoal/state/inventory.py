@@ -55,11 +55,9 @@ class Inventory:
 
 
 def inventory_of(held: Sequence[StateShard]) -> Inventory:
-    """Return the inventory of these state shards, which may be of different steps.
-
-    Raises ShapeMismatch or DtypeMismatch if they contradict each other, and UnsupportedOptimizer
-    for a dtype that cannot be sent.
-    """
+    """Return the inventory of these state shards, which may be of different steps. Raises
+    ShapeMismatch or DtypeMismatch if they contradict each other, and UnsupportedOptimizer for a
+    dtype that cannot be sent."""
     metas: dict[str, Meta] = {}
     listings = []
     for state_shard in held:
@@ -159,9 +157,7 @@ def _packed_table(head: bytes) -> "TensorTable":
 
 def to_json(inventory: Inventory) -> Json:
     """Convert the inventory to lists that refer to tensors by number, and a table of their names.
-
-    The table is a JSON text of its own: most ranks send the same one, so it is parsed once.
-    """
+    The table is a JSON text of its own: most ranks send the same one, so it is parsed once."""
     return list[Json](_to_json(inventory))
 
 
@@ -220,10 +216,8 @@ class TensorTable:
         self._picked: dict[tuple[int, ...], Mapping[tuple[int, ...], Names]] = {}
 
     def pick(self, numbers: Sequence[Any]) -> Mapping[tuple[int, ...], Names]:
-        """Return the names of the tensors with these numbers, by shape.
-
-        Raises ValueError, TypeError or LookupError.
-        """
+        """Return the names of the tensors with these numbers, by shape. Raises ValueError,
+        TypeError or LookupError for invalid numbers."""
         key = tuple(numbers)
         names_by_shape = self._picked.get(key)
         if names_by_shape is None:

@@ -45,10 +45,8 @@ class Slots:
 
 
 def take_slots(state: Mapping[Any, Any], parameter: str, optimizer: Optimizer) -> Slots:
-    """Return the state that the optimizer keeps for this parameter, not copied.
-
-    Raises UnsupportedOptimizer, with the key, for state that cannot be sent to another member.
-    """
+    """Return the state that the optimizer keeps for this parameter, not copied. Raises
+    UnsupportedOptimizer, with the key, for state that cannot be sent to another member."""
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
         return cannot_carry(optimizer, f"state {'.'.join(path)!r} of {parameter}: {seen}", expected)
@@ -84,10 +82,8 @@ def put_slots(slots: Slots) -> dict[str, Any]:
 
 
 def take_settings(optimizer: Optimizer) -> list[dict[str, Json]]:
-    """Return the settings of the optimizer's groups, without their parameters.
-
-    Raises UnsupportedOptimizer, naming the setting, if one cannot be sent to another member.
-    """
+    """Return the settings of the optimizer's groups, without their parameters. Raises
+    UnsupportedOptimizer, naming the setting, if one cannot be sent to another member."""
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
         index, setting, *_ = path
@@ -110,7 +106,8 @@ def take_settings(optimizer: Optimizer) -> list[dict[str, Json]]:
 def plain_setting(
     value: Any, path: tuple[str, ...], refused: Refusal, taken: set[str] | None = None
 ) -> Json:
-    """Return the value of a setting as JSON, with tensors inline as numbers."""
+    """Return the value of a setting as JSON, with tensors inline as numbers. Raises the error of
+    `refused` for a value that cannot be sent."""
     if _is_small(value):
         small: Json = value
         return small

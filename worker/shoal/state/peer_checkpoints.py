@@ -72,8 +72,9 @@ class PeerCheckpoints:
         travels: Callable[[str], bool],
         hosts: Sequence[str] = (),
     ) -> None:
-        """Begin a generation with this state shard; its members' shards make up a whole state.
-        `hosts`: the host of each member, by rank; empty if all members are on one host."""
+        """Begin a generation with this state shard; its members' shards make up a whole state. At
+        step 0, waits for the first copy. `travels`: see `PeerCopies`. `hosts`: the host of each
+        member, by rank; empty if all members are on one host."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
@@ -115,10 +116,8 @@ class PeerCheckpoints:
         return self._uncopied or step == 1 or self._copies.due(step)
 
     def offer(self, state_shard: StateShard) -> None:
-        """Copy the state to peers, in the background; all members offer the same steps.
-
-        Waits for the previous copy, and raises its error if it failed.
-        """
+        """Copy the state to peers, in the background; all members offer the same steps. Waits for
+        the previous copy, and raises its error if it failed."""
         self._uncopied = False
         if self._copies is not None:
             self._copies.offer(state_shard)
@@ -128,7 +127,7 @@ class PeerCheckpoints:
     def hand_over(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
         """Copy the state to peers as `offer` does, and wait until all members have completed it.
 
-        If a member is lost before the next generation's first copy, the job continues from this
+        If a member is lost before the next generation's first copy, the job can continue from this
         copy. `leaving`: the ranks that leave, the same on all members; only ranks that stay receive
         copies.
         """
@@ -193,11 +192,8 @@ class PeerCheckpoints:
         return frozenset(f"{OPTIM}{parameter}/{key}" for parameter in new for _, _, key in parts)
 
     def close(self) -> None:
-        """Free all state.
-
-        Waits up to `CLOSE_S` for a copy in progress: a thread that frees a tensor while the
-        interpreter exits aborts the process (torch 2.13, SIGABRT).
-        """
+        """Free all state. Waits up to `CLOSE_S` for a copy in progress: a thread that frees a
+        tensor while the interpreter exits aborts the process (torch 2.13, SIGABRT)."""
         self._live = self._alone = None
         if self._copies is not None:
             self._copies.close()

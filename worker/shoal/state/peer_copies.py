@@ -41,9 +41,10 @@ CHUNK_BYTES = 4 * 1024 * 1024
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
     """Return, for each rank, the ranks that get its copies; `hosts` is the host of each rank. Pure.
 
-    Ranks form a ring, sorted by host. A rank's copies go to ranks ahead of it in the ring, at
-    distances that are multiples of the number of ranks on the largest host. So they go to other
-    hosts, unless one host has more than half of the ranks. A rank receives as many as it sends.
+    Ranks form a ring, sorted by host. A rank's copies go to ranks ahead of it in the ring, first at
+    distances that are multiples of the number of ranks on the largest host. So the first copy goes
+    to another host, unless one host has more than half of the ranks. If no rank leaves, a rank
+    receives as many copies as it sends.
 
     If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
     as its own snapshot is lost with it.
@@ -86,7 +87,7 @@ class _Ring:
 
 @dataclass(frozen=True)
 class LaterGroup:
-    """Process group that all ranks create when the first copy is offered."""
+    """Stand-in for a process group that all ranks create when the first copy is offered."""
 
     make: Callable[[], dist.ProcessGroup]
 
@@ -137,8 +138,8 @@ class PeerCopies:
         `travels`: True for the name of a tensor that is sent, as it would be lost with its rank;
         the same on all ranks.
 
-        A message that takes longer than `limit_s` fails the copy. None: the group's own limit; for
-        a Gloo group of a session, a sixth of the limit of its bring-up.
+        A message that takes longer than `limit_s` fails the copy. None: the group's own limit; in a
+        session a day, as the session's watch ends a generation whose copy hangs.
         """
         if copies < 0 or every_steps < 1:
             raise InvalidSpec(
@@ -218,10 +219,8 @@ class PeerCopies:
 
     def held(self) -> Sequence[StateShard]:
         """Return all state shards that this rank can give: its own snapshots and its peers' copies.
-
         Any thread. Excludes copies that are still being received. The result is valid until the
-        next `offer`, also after `close`.
-        """
+        next `offer`, also after `close`."""
         return [
             state_shard
             for slot in (*self._earlier_copies, *self._slots)
@@ -245,11 +244,9 @@ class PeerCopies:
         return sum(slot.num_bytes for slot in (*self._earlier_copies, *self._slots))
 
     def close(self) -> None:
-        """End copying. Does not block; may be called twice.
-
-        A copy in progress continues, as peers may still take part in it, until it is complete or
-        its group is cut. Complete copies are kept.
-        """
+        """End copying. Does not block; may be called twice. A copy in progress continues, as peers
+        may still take part in it, until it is complete or its group is cut. Complete copies are
+        kept."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -350,9 +347,7 @@ class Catalogue:
 
     def announce(self, own: StateShard, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
         """Exchange the inventories of a step, by a collective, and return each rank's values.
-
-        Raises InternalError if the ranks are at different steps, and MalformedMessage.
-        """
+        Raises InternalError if the ranks are at different steps, and MalformedMessage."""
         inventory = inventory_of([StateShard(step=0, shards=own.shards)])
         announcement = None if inventory == self._announced else to_json(inventory)
         self._announced = inventory

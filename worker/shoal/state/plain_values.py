@@ -1,7 +1,7 @@
 """Conversion of a `state_dict()`, or of an optimizer's state, to JSON and tensors, and back.
 
-Nothing is pickled: a message or a checkpoint holds only numbers, text and tensors, so reading one
-is safe even if its writer is not trusted.
+No object of a script's class is stored: a message or a checkpoint holds only numbers, text and
+tensors, so reading one is safe even if its writer is not trusted.
 """
 
 import base64
@@ -19,7 +19,7 @@ from shoal_proto.errors import InvalidSpec, MalformedMessage, ShoalError
 MAX_VALUES = 20_000
 """Limit for one object; a tensor counts as one value. More values belong in a tensor."""
 MAX_BITS = 4096
-"""Limit for an integer: by default, Python does not convert longer ones to text."""
+"""Limit for an integer: 1,234 digits. By default, Python converts up to 4,300 digits to text."""
 MAX_PICKLED_BITS = 2032
 """Limit for an integer in a checkpoint: torch's unpickler reads no longer ones."""
 MAX_INLINE = 100_000
@@ -38,10 +38,8 @@ Refusal = Callable[[tuple[str, ...], str, str], ShoalError]
 
 def take_apart(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
     """Split the state into JSON and tensors; the JSON refers to the tensors by their dotted paths.
-
     Tensors are not copied. Raises InvalidSpec, with the path, for a value that cannot be sent to
-    another member.
-    """
+    another member."""
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
         return InvalidSpec(
@@ -64,8 +62,8 @@ def take_apart_exactly(
     taken: set[str] | None = None,
 ) -> tuple[Json, dict[str, Tensor]]:
     """Split as `take_apart` does, but refuse values that `put_together` would rebuild with another
-    type, so that plain torch finds the values unchanged in a checkpoint. The only exceptions are
-    NumPy numbers and enums, which become Python values.
+    type, so that plain torch finds the values unchanged in a checkpoint. Exceptions: NumPy numbers
+    and strings, enums and other subclasses of Python's scalars, and bytearrays become plain values.
 
     `inline`: write tensors as numbers among the values. `taken`: the dotted paths already in use,
     by which torch names the entries of a checkpoint; the paths of this value are added.
@@ -80,7 +78,7 @@ def put_together(values: Json, tensors: Mapping[str, Tensor]) -> Any:
         return _together(values, tensors)
     except (TypeError, ValueError, LookupError, RecursionError) as error:
         raise MalformedMessage(
-            "the stored registered state cannot be read",
+            "the stored state of an optimizer or a registered object cannot be read",
             seen=f"{type(error).__name__}: {str(error)[:200]}",
             expected="state that a member of the same version of Shoal has stored",
         ) from error
@@ -213,7 +211,7 @@ def _base_of(value: object) -> type:
 
 
 def _scalar(value: object) -> tuple[Json] | None:
-    """Return a scalar as its base type, in a tuple; None for a container or an unknown type."""
+    """Return a scalar as its base type or as a marked dict, in a tuple; None for other types."""
     if value is None:
         return (None,)
     if isinstance(value, str):

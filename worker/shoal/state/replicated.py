@@ -41,11 +41,9 @@ class State:
 
 
 class ReplicatedState:
-    """Reads and writes everything that training changes in a model and its optimizer.
-
-    Raises InvalidSpec if the optimizer holds a parameter that is not the model's, which would
-    differ between members; and for tensors of the model that cannot be sent to another member.
-    """
+    """Reads and writes everything that training changes in a model and its optimizer. Raises
+    InvalidSpec if the optimizer holds a parameter that is not the model's, which would differ
+    between members; and for tensors of the model that cannot be sent to another member."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_tensors({**dict(model.named_parameters()), **dict(model.named_buffers())})
@@ -142,11 +140,9 @@ class ReplicatedState:
 
     @torch.no_grad()
     def adopt(self, state_shard: StateShard) -> None:
-        """Load a state shard that holds the whole state.
-
-        Raises ShapeMismatch or DtypeMismatch if it belongs to another model, and InvalidSpec if to
-        another optimizer; then nothing is changed.
-        """
+        """Load a state shard that holds the whole state. Raises ShapeMismatch or DtypeMismatch if
+        it belongs to another model, and InvalidSpec if to another optimizer; then nothing is
+        changed."""
         own = self._persistent()
         groups = [list(map(self.name_of, g["params"])) for g in self._optimizer.param_groups]
         check_no_more(names_in(self._model), state_shard.shards)
@@ -198,8 +194,8 @@ class ReplicatedState:
 
 def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
     """Return a copy of a tensor of the optimizer's state, on the device where torch keeps it: the
-    parameter's device. A step count stays on its own device, unless the group is `fused` or
-    `capturable`: kernels read it then."""
+    parameter's device. A tensor without dimensions, such as a step count, stays on its own device,
+    unless the group is `fused` or `capturable`: kernels read it then."""
     own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     by_kernels = own.get("fused") or own.get("capturable")
     if tensor.ndim or by_kernels:

@@ -37,8 +37,8 @@ from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
 from shoal_proto.errors import InvalidSpec
 
 Target = Callable[[str, Chunk], Tensor | None]
-"""Function of (name, chunk that the rank needs) that returns a host tensor to receive it into, of
-that size and dtype, with any strides; None: a tensor is allocated."""
+"""Function of (name, needed chunk) that returns a host tensor of the chunk's size and dtype to
+receive it into, with any strides. None: a tensor is allocated."""
 
 IN_FLIGHT_BYTES = 64 * 1024 * 1024
 """Limit of one rank's buffers, shared among its peers; larger with more than 64 ranks."""

@@ -90,8 +90,9 @@ class Chunk:
 
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
-"""Function of a tensor's (name, whole shape, dtype) that returns the chunk that a rank needs, or
-None. Called once for every tensor of a state; may raise ShapeMismatch or DtypeMismatch."""
+"""Function of a tensor's (name, whole shape, dtype) that returns the chunk that a rank needs; None
+if it needs none. Called once for every tensor of a state; may raise ShapeMismatch or
+DtypeMismatch."""
 
 
 def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
@@ -159,11 +160,9 @@ Names = tuple[str, ...]
 
 
 class GroupedChunks(Mapping[str, Chunk]):
-    """Chunks by the name of their tensor, stored as groups of tensors with the same chunk.
-
-    A thousand ranks that hold rows of three thousand tensors report three million chunks. But each
-    rank reports only a few groups.
-    """
+    """Chunks by the name of their tensor, stored as groups of tensors with the same chunk. A
+    thousand ranks that hold rows of three thousand tensors report three million chunks. But each
+    rank reports only a few groups."""
 
     def __init__(self, groups: Sequence[tuple[Chunk, Names]]) -> None:
         self.groups = groups
@@ -193,10 +192,8 @@ def groups_of(chunks: Mapping[str, Chunk]) -> Sequence[tuple[Chunk, Names]]:
 
 
 def alike(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
-    """Split each group into sets of names, so that any group contains all names of a set or none.
-
-    A result that is computed for one name of a set then holds for all of them.
-    """
+    """Split each group into sets of names, so that any group contains all names of a set or none. A
+    result that is computed for one name of a set then holds for all of them."""
     distinct = list(dict.fromkeys(groups))
     found_in: dict[str, list[int]] = {}
     for number, names in enumerate(distinct):

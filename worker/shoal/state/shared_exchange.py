@@ -39,10 +39,7 @@ class SharedExchange:
 
     def gather(self, message: bytes, max_bytes: int) -> list[bytes] | None:
         """Return the message of each rank, by rank; None, on all ranks, if a message exceeds
-        `max_bytes` or a rank's share of the memory.
-
-        Raises as `run`.
-        """
+        `max_bytes` or a rank's share of the memory. Raises as `run`."""
         memory = self._memory
         each_bytes = len(memory.data) // memory.world_size
         if len(message) <= each_bytes:
@@ -100,7 +97,7 @@ class SharedExchange:
     def _pieces(
         self, number: int, sender: int, receiver: int, boxes: Sequence[Cut]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of a piece of this round and its part of the shared memory, memory first."""
+        """Return this round's pieces, as pairs of a part of the shared memory and the piece."""
         if number >= len(boxes):
             return []
         world_size = self._memory.world_size

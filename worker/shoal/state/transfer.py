@@ -56,7 +56,8 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
 
 
 def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> State:
-    """Receive the state that the member of rank `source` sends; this rank is in `receivers`."""
+    """Receive the state that the member of rank `source` sends; this rank is in `receivers`. Raises
+    MalformedMessage for a manifest of impossible size."""
     length = torch.zeros(1, dtype=torch.int64)
     branch = _Branch(source, receivers, group)
     branch.pass_on(length)
@@ -121,10 +122,8 @@ def _arrived(chunk: Tensor, message: P2PMessage) -> Tensor:
 
 
 def _wait_in_order(batches: Iterable[Sequence[P2PMessage]]) -> None:
-    """Wait for messages, which the iterator `batches` starts; a few are in progress at a time.
-
-    Each wait that returns counts as progress of the transfer.
-    """
+    """Wait for messages, which the iterator `batches` starts; a few are in progress at a time. Each
+    wait that returns counts as progress of the transfer."""
     in_progress: deque[Sequence[P2PMessage]] = deque()
     for messages in batches:
         in_progress.append(messages)

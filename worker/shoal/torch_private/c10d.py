@@ -89,7 +89,7 @@ class ReconfigurableGloo:
 
 
 def reconfigured_address_key(number: int, rank: int) -> str:
-    """Key of the store under which a rank writes its address while Gloo reconfigures."""
+    """Return the store's key under which a rank writes its address while Gloo reconfigures."""
     return f"reconfigure/{number}/0/{rank}"
 
 

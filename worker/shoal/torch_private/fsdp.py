@@ -172,8 +172,8 @@ def whole_of(part: Any) -> Any:
 
 
 def is_as_gathered(part: Any) -> bool:
-    """True unless torch has counted a write to the whole parameter since it was gathered, or the
-    parameter has other memory than it was gathered into; also True if that cannot be told."""
+    """False if torch has counted a write to the whole parameter since it was gathered, or if the
+    parameter has other memory than it was gathered into; else True, also if that is unknown."""
     whole, memory = whole_of(part), part.all_gather_outputs
     if whole is None or len(memory) != 1 or whole.is_inference():
         return True

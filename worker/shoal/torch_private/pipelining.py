@@ -36,7 +36,7 @@ def schedule(kind: Callable[..., Any], stage: PipelineStage, count: int, **optio
     """Make a schedule of this kind for `count` micro-batches.
 
     torch 2.9 demands at least one micro-batch for each stage, which GPipe does not need: the stage
-    has a smaller number of stages while torch checks.
+    reports a smaller number of stages while torch checks.
     """
     num_stages = stage.num_stages
     if kind is ScheduleGPipe:

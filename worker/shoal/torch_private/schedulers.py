@@ -7,7 +7,8 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 
 def is_being_made(scheduler: Any) -> bool:
-    """True while the scheduler's constructor runs; torch 2.6 to 2.15."""
+    """True while the scheduler's constructor runs, which makes the first step."""
+    # torch 2.6 to 2.15 set this mark.
     mark: Any = getattr(scheduler, "_is_initial", None)
     if mark is not None:
         return bool(mark)
@@ -16,7 +17,7 @@ def is_being_made(scheduler: Any) -> bool:
 
 
 def milestones_of(scheduler: SequentialLR) -> Sequence[int]:
-    """Return the steps at which the scheduler moves on to its next one."""
+    """Return the steps at which the scheduler continues with its next scheduler."""
     return scheduler._milestones
 
 
@@ -26,5 +27,5 @@ def schedulers_in(scheduler: SequentialLR) -> Sequence[LRScheduler]:
 
 
 def mark_stepped(optimizer: Any) -> None:
-    """Mark the optimizer as stepped: schedulers warn if it has not."""
+    """Mark the optimizer as stepped: otherwise its schedulers warn that it was not."""
     optimizer._opt_called = True

@@ -18,8 +18,8 @@ def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
     """Return a handler that has already joined the job.
 
     Raises InvalidSpec for invalid options, RendezvousConnectionError if no coordinator answers,
-    RendezvousClosedError if the job is finished, and RendezvousStateError for other refusals.
-    """
+    RendezvousClosedError if the job is finished, MemberDrained if the node is asked to leave before
+    it has joined, and RendezvousStateError for other refusals."""
     # Imported late: torchrun loads every plug-in at every start, whatever the backend, and only
     # logs a warning if that fails.
     from shoal.torchrun.handler import ShoalRendezvousHandler  # noqa: PLC0415

@@ -54,8 +54,7 @@ class Node:
 
     The coordinator may end the membership (after too long a silence, or if no generation formed in
     time), and the node may withdraw. It then joins again, with a new incarnation, when its agent
-    asks for the next generation.
-    """
+    asks for the next generation."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
@@ -103,11 +102,10 @@ class Node:
         log.info("job_joined", job=self.job, member=self._member.member_id)
 
     def leave(self, *, completed: bool, reason: str) -> bool:
-        """End the membership. Returns True if the coordinator knows of it. Later calls have no
-        effect.
+        """End the membership. Returns True if the coordinator has acknowledged that, or there was
+        no membership to end. Later calls do nothing.
 
-        Tries for `close_timeout`, less the time for which no coordinator has answered already.
-        """
+        Tries for `close_timeout`, less the time for which no coordinator has answered already."""
         if self._left:
             return True
         self._left = True
@@ -123,7 +121,8 @@ class Node:
 
     def close(self, reason: str) -> None:
         """Close the job to new nodes and new generations. The nodes that train, including this one,
-        continue. Raises a RetryError if no coordinator answers for `close_timeout`."""
+        continue. Do nothing if the job is closed. Raises a RetryError if no coordinator answers for
+        `close_timeout`, and refusals."""
         if self.is_closed:
             return
         self._closed = True
@@ -147,8 +146,7 @@ class Node:
         """Report that this node's workers are done. The end of this node then does not disturb the
         others.
 
-        Raises Unavailable if no coordinator answers for `close_timeout`.
-        """
+        Raises Unavailable if no coordinator answers for `close_timeout`."""
         self._finished = True
         membership, now_s = self._membership, time.monotonic()
         close_s = self._config.close_timeout_s
@@ -170,8 +168,7 @@ class Node:
         """Wait until all other nodes have finished, or continue without this one.
 
         Raises DeadlineExceeded after `timeout_s`, Unavailable if no coordinator answered for
-        `close_timeout`.
-        """
+        `close_timeout`."""
         membership, close_s = self._membership, self._config.close_timeout_s
         if membership.await_others_done(self._number, timeout_s, away_limit_s=close_s):
             return
@@ -197,8 +194,7 @@ class Node:
         """Leave this node's generation, and enter the next one together with all its nodes.
 
         Raises JobFinished, MemberDrained, DeadlineExceeded after `join_timeout`, or another refusal
-        of the coordinator. After `join_timeout` the node withdraws: no generation waits for it.
-        """
+        of the coordinator. After `join_timeout` the node withdraws: no generation waits for it."""
         self._give_up_s = time.monotonic() + self._config.join_timeout_s
         while True:
             try:
@@ -214,8 +210,7 @@ class Node:
         """Return the number of nodes that wait for another rendezvous; 1 if this generation is
         over.
 
-        If it is above 0, the agent stops its workers and enters the next generation.
-        """
+        If it is above 0, the agent stops its workers and enters the next generation."""
         membership = self._membership
         if self.is_closed or self._finished or not self._is_member:
             return 0

@@ -2,10 +2,10 @@
 
 Every member keeps the values that its own script logged in its newest committed steps. The member
 whose state the generation started from is the writer, as it has committed every step that any
-member has. It writes within a second, and before each planned change of members. If it is killed,
-the next writer continues from its own kept values, after those that the trackers already have (see
-`Tracker`). Values of a repeated step are not written again.
-"""
+member has; under an asynchronous strategy, rank 0 is the writer. The writer writes within a second,
+and before each planned change of members. If it is killed, the next writer continues from its own
+kept values, after those that the trackers already have (see `Tracker`). Values of a repeated step
+are not written again."""
 
 import math
 import threading
@@ -109,8 +109,8 @@ class JobLog:
         return dict(self._newest) if self.is_writer else {}
 
     def flush(self, limit_s: float = FLUSH_WITHIN_S) -> None:
-        """Wait until all kept values are written, up to `limit_s`. No effect unless this member is
-        the writer."""
+        """Wait until all kept values are written, up to `limit_s`; then only log a warning. Do
+        nothing unless this member is the writer."""
         with self._changed:
             if self._thread is None or not self.is_writer:
                 return
@@ -121,7 +121,8 @@ class JobLog:
                 log.warning("trackers_not_flushed", job=self._job, waited_s=limit_s)
 
     def close(self) -> None:
-        """Write the remaining values for at most `CLOSE_WITHIN_S`. May be called twice."""
+        """Write the remaining values if this member is the writer, and close the trackers; wait for
+        at most `CLOSE_WITHIN_S`. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -19,10 +19,12 @@ AT_ONCE = 500
 
 @dataclass(frozen=True)
 class MLflow(Tracker):
-    """Stores values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`."""
+    """Stores values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`. While a
+    member writes, a folder or SQLite file is locked; a server is not. Raises InvalidSpec if the
+    package mlflow is not installed, or does not accept `uri`."""
 
     uri: str
-    """Address of the tracking server, or `file:` and a folder that all hosts of the job see."""
+    """Address of the tracking server, or `file:` or `sqlite:` and a path that all hosts see."""
     experiment: str = "shoal"
     """Name of the experiment, which is created if it does not exist."""
 

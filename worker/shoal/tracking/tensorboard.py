@@ -10,7 +10,8 @@ from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, r
 
 @dataclass(frozen=True)
 class TensorBoard(Tracker):
-    """Stores values in TensorBoard's event files, for `tensorboard --logdir DIRECTORY`.
+    """Stores values in TensorBoard's event files, for `tensorboard --logdir DIRECTORY`. Raises
+    InvalidSpec if the package tensorboard is not installed.
 
     Each run of a job has a folder, JOB/run-MILLISECONDS, with a file for each member that wrote.
     """

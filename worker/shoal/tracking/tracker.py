@@ -2,9 +2,8 @@
 
 One member writes at a time. The next writer reads which values are stored, and continues after
 them. So no value is missing or written twice, even if a member is killed between two writes. This
-requires storage that all hosts share. A lock on that storage keeps two processes from writing at
-once; the system releases the lock when its process dies.
-"""
+requires storage that all hosts share, or a server. A lock on storage keeps two processes from
+writing at once; the system releases the lock when its process dies."""
 
 import fcntl
 import re
@@ -76,8 +75,7 @@ class Tracker(ABC):
     def open(self, run: Run) -> OpenRun:
         """Open the run, or create it. The writer calls this on a thread of its own.
 
-        Raises Busy while another process still writes the run.
-        """
+        Raises Busy while another process still writes the run."""
 
 
 class Busy(Exception):

@@ -18,7 +18,8 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class WandB(Tracker):
-    """Stores values as the history of a Weights & Biases run, over the metric `step`.
+    """Stores values as the history of a Weights & Biases run, over the metric `step`. Raises
+    InvalidSpec if the package wandb is not installed.
 
     A run's id is JOB-run-MILLISECONDS. If several members wrote a run one after another in offline
     mode, upload their files in that order with `wandb sync --append`.

@@ -1,8 +1,7 @@
 """Export of a version to a directory that engines load: safetensors files in Hugging Face's format.
 
 With format "sglang" each version has a directory of its own, `weight_v000057/`, which SGLang's
-`/pull_weights`, slime and miles read. It is a full checkpoint: no earlier version is needed.
-"""
+`/pull_weights`, slime and miles read. It is a full checkpoint: no earlier version is needed."""
 
 import json
 import os
@@ -22,7 +21,7 @@ from shoal_proto.incarnation import new_incarnation
 
 Format = Literal["safetensors", "sglang"]
 FILE_BYTES = 5_000_000_000
-"""Limit of the tensors in one file; a larger tensor has a file of its own."""
+"""Limit of the bytes of tensors in one file; a larger tensor has a file of its own."""
 INDEX = "model.safetensors.index.json"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 """Suffixes of files with weights, which are not copied from the base directory."""
@@ -52,13 +51,14 @@ def export(
     """Write a version's tensors to `directory` or, with "sglang", to a directory in it; return the
     directory's path.
 
-    A tied tensor is written under its first name only, as by Hugging Face. `base`: a directory of
-    which all files except weights, but no folders, are copied too, such as config.json.
+    `weights`: fetched without `into`, which leaves no tensors; rows of embedding tables are not
+    written. A tied tensor is written under its first name only, as by Hugging Face. `base`: a
+    directory of which all files except weights, but no folders, are copied too: config.json ...
 
-    The directory appears as a whole or not at all, even if this process is killed. A version that
-    is exported already is not written again. Raises InvalidSpec for an unknown format, for a dtype
-    that cannot be written, and if the directory exists without this version.
-    """
+    The directory appears as a whole or not at all, even if this process is killed; then a hidden
+    folder, `.NAME.*.draft`, may be left. A version that is exported already is not written again.
+    Raises InvalidSpec for an unknown format, for a dtype that cannot be written, and if the
+    directory exists without this version; OSError if files cannot be written."""
     if format not in ("safetensors", "sglang"):
         raise InvalidSpec("no format to export", seen=repr(format), expected="safetensors, sglang")
     number = weights.version.number
@@ -91,7 +91,8 @@ def export_series(
     format: Format = "safetensors",  # noqa: A002 - as `export`
     base: Path | str | None = None,
 ) -> Path:
-    """Fetch a version, by default the newest one, and export it: `shoal weights export`."""
+    """Fetch a version, by default the newest one, and export it, as `shoal weights export`. Raises
+    as `subscribe`, `Subscription.fetch` and `export`."""
     with subscribe(series, coordinator=coordinator) as subscription:
         weights = subscription.fetch("newest" if version is None else version)
         return export(weights, directory, format=format, base=base)

@@ -1,8 +1,7 @@
 """Tensors from a version's bytes: the whole model, or the slices of a reader's own layout.
 
 Segments are staged and verified before tensors are read from them. A tensor that is stored in one
-slice is a view of its segment; a tensor that several ranks have published is assembled.
-"""
+slice is a view of its segment; a tensor that several ranks have published is assembled."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -70,9 +69,8 @@ class StoredTensor:
 class VersionLayout:
     """Positions of a version's tensors in its segments.
 
-    Raises MalformedMessage if a slice exceeds its tensor or its segment, or if elements are missing
-    or occur twice.
-    """
+    Raises MalformedMessage if a dtype is unknown, a name occurs twice, a slice exceeds its tensor
+    or its segment or is not aligned, or if elements are missing or occur twice."""
 
     def __init__(self, layout: weights_pb2.Layout) -> None:
         self.segment_bytes: Sequence[int] = tuple(layout.segment_bytes)
@@ -148,9 +146,9 @@ class Installation:
     """A reader's tensors, into which a version is to be written. The constructor checks all tensors
     before any tensor is changed.
 
-    Raises InvalidSpec if names differ or a DTensor has an unsupported placement, ShapeMismatch or
-    DtypeMismatch if a tensor cannot hold the published one.
-    """
+    Raises InvalidSpec if names differ, a value is not a tensor that can be written, or a DTensor
+    has an unsupported placement; ShapeMismatch or DtypeMismatch if a tensor cannot hold the
+    published one."""
 
     def __init__(self, layout: VersionLayout, into: Target) -> None:
         self._layout = layout

@@ -62,10 +62,9 @@ def subscribe(
     coordinator. A relay on the host of one of the series' servers sends nothing to other readers.
 
     Does not wait for a coordinator: the subscription's calls do. Raises InvalidSpec for an invalid
-    name of a series or reader, without a coordinator's address, for a relay with tables or without
-    a route to the coordinator; for a relay also Unavailable if no port is free, and
-    CertificateRefused if its certificate is not a reader's.
-    """
+    name of a series or reader, without a coordinator's address, for wrong settings of TLS or
+    SHOAL_TRANSPORT, for a relay with tables or without a route to the coordinator; for a relay also
+    Unavailable if no port is free, and CertificateRefused if its certificate is not a reader's."""
     addresses = _connected(series, coordinator)
     if reader is not None:
         check_name(reader, "reader")
@@ -100,12 +99,13 @@ def publish(
         shoal.publish("ranking/model", model, coordinator="host:7700").wait()
 
     Returns once the tensors are copied and sends them in the background: see `Ticket.wait`. First
-    waits for the previous publication. From the coordinator's first answer this process holds the
-    series, until `end_publishing`, its own end or that of its lease. Meanwhile publications of
-    others fail with SeriesHeld, and so does this one if another process holds the series. The next
-    publisher continues the numbers. `step` is a number of the script's choice. The options are
-    those of `session.series`; options of later calls are ignored.
-    """
+    waits for the previous publication, and for calls of other threads, also about other series.
+    From the coordinator's first answer this process holds the series, until `end_publishing`, its
+    own end or that of its lease. Meanwhile publications of others fail with SeriesHeld, and so does
+    this one if another process holds the series. The next publisher continues the numbers. `step`
+    is a number of the script's choice. The options are those of `session.series`; options of later
+    calls are ignored. Raises InvalidSpec for wrong arguments, and Overloaded without memory for the
+    copy; `Ticket.wait` raises all other errors."""
     step = as_index("step", step)
     addresses = _connected(series, coordinator)
     options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
@@ -117,8 +117,9 @@ def publish(
 
 
 def end_publishing(series: str) -> None:
-    """Release a series that this process holds. Waits up to 30 s for each publication in progress,
-    and abandons it then. Another process need not wait for the lease to end."""
+    """Release a series; do nothing if this process does not hold it. Waits up to 30 s for a
+    publication in progress, and abandons it then. Another process need not wait for the lease to
+    end, unless no coordinator answers within 1 s."""
     with _held.lock:
         for key in [key for key in _held.series if key[1] == series]:
             _held.series.pop(key).publications.close()
@@ -174,7 +175,8 @@ _held = _OpenSeries()
 
 
 def _connected(series: str, coordinator: str | None) -> tuple[str, ...]:
-    """Return the coordinators' addresses. Also sets the process's certificate, if it has none."""
+    """Return the coordinators' addresses. Also sets the process's certificate, if it has none.
+    Raises InvalidSpec."""
     if not is_series(series):
         raise InvalidSpec("bad name of a series", seen=repr(series), expected=SERIES_RULE)
     text = coordinator or os.environ.get(COORDINATOR_VARIABLE, "")

@@ -1,4 +1,5 @@
-"""Publisher of a series: the trainer waits only for a local copy, sent in the background."""
+"""Publisher of a series: weights are copied, and the copy is sent in the background. The trainer
+waits for the copy, and before it for earlier publications if too many are in progress."""
 
 import math
 import threading
@@ -138,9 +139,10 @@ class Ticket:
 
         "replicated": every copy of this rank's bytes is on its server. "committed": the parts of
         all ranks are a version, which readers see. "durable": the servers also have it on their
-        disks. Raises DeadlineExceeded after `timeout` seconds, VersionGone if the version is
-        dropped before it is durable, or the error with which the publication failed.
-        """
+        disks. Returns None if another member publishes for all. Raises InvalidSpec for another
+        level, DeadlineExceeded after `timeout` seconds ("durable": up to 10 minutes later without a
+        coordinator), VersionGone if the version is dropped before it is durable, or the error with
+        which the publication failed."""
         if level not in ("replicated", "committed", "durable"):
             raise InvalidSpec(
                 "a ticket waits for no such level",
@@ -318,11 +320,10 @@ class Publications:
         is made from the step. First waits while `IN_FLIGHT` publications are in progress, or one
         publication if this rank is the only one. If `is_over` returns True meanwhile, because a
         rank was lost, the new publication and all in progress are abandoned, so that the trainer
-        can enter the next generation.
+        can enter the next generation; the returned ticket has failed then.
 
-        Raises InvalidSpec for weights that cannot be published, Overloaded if there is no memory
-        for the copy.
-        """
+        Raises InvalidSpec for weights or metadata that cannot be published, Overloaded if there is
+        no memory for the copy."""
         own_metadata = _checked_metadata(metadata)
         part = part_of(held, self.options.dtype)
         self._enter(publisher)
@@ -463,8 +464,7 @@ def held_state(
     """Return a rank's weights of a script's own tensors. Plain tensors are the same on all ranks; a
     rank holds its slice of a DTensor. Several names of one tensor object are tied.
 
-    Raises InvalidSpec for a value that is not a tensor, and for a name that is not a str.
-    """
+    Raises InvalidSpec for a value that is not a tensor, and for a name that is not a str."""
     named_tensors = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
     tensors: dict[str, HeldTensor] = {}
     tied: dict[str, str] = {}
@@ -490,7 +490,8 @@ def held_state(
 
 
 def _ranks_with(tensor: DTensor) -> Sequence[int]:
-    """Return the ranks of the mesh that hold the same slice of the tensor as this rank."""
+    """Return the ranks of the mesh that hold the same slice of the tensor as this rank; none if
+    this rank is not in the mesh."""
     mesh = tensor.device_mesh
     at = mesh.get_coordinate()
     if at is None:

@@ -2,8 +2,7 @@
 
 A fetch holds a lease on the version while it stages the segments. Every chunk is verified as it
 arrives, and all that is wanted of a version is staged before anything is installed. The tensors of
-`Weights` change only if their reader writes to them.
-"""
+`Weights` change only if their reader writes to them."""
 
 import asyncio
 import mmap
@@ -59,8 +58,7 @@ class Weights(Mapping[str, Tensor]):
     """The tensors of one version by name, verified. Without tensors if `fetch` installed them.
 
     A tensor that is stored in one slice is a view of the segment's memory. Writing to it changes
-    only this process's copy of the pages.
-    """
+    only this process's copy of the pages."""
 
     def __init__(
         self,
@@ -129,15 +127,16 @@ class Subscription:
         return versions[-1] if versions else None
 
     def versions(self) -> list[WeightVersion]:
-        """Return the versions that servers keep, oldest first."""
+        """Return the versions that servers keep, oldest first. Raises DeadlineExceeded after 10
+        minutes without a coordinator, or the coordinator's refusal; so does `newest`."""
         return [WeightVersion(record) for record in self._reader.view().versions]
 
     def wait(self, newer_than: int | None = None, timeout: float | None = None) -> WeightVersion:
         """Wait for a version newer than `newer_than`, by default the installed one; then return the
         newest version.
 
-        Versions in between are skipped. Raises DeadlineExceeded after `timeout` seconds.
-        """
+        Versions in between are skipped. Raises DeadlineExceeded after `timeout` seconds (None:
+        never), the coordinator's refusal, or Unavailable once the subscription is closed."""
         bound = self.version if newer_than is None else newer_than
         return WeightVersion(self._reader.wait(bound, timeout))
 
@@ -161,9 +160,10 @@ class Subscription:
 
         Raises VersionGone if the version is not kept, after 3 s if none so new is known; with
         `into` Regressed if it is older than the installed one; InvalidSpec, ShapeMismatch or
-        DtypeMismatch if it does not fit `into` or lacks the subscription's tables; a RetryError or
-        CorruptError if calls fail for long. With "newest", fetches a newer version if it is gone.
-        """
+        DtypeMismatch if it does not fit `into` or lacks the subscription's tables, and InvalidSpec
+        for slices in a relay or with tables; a refusal; a RetryError or CorruptError if calls fail
+        for long. If the newest version is dropped meanwhile, "newest" fetches the next one, if
+        there is one within 3 s."""
         with self._installing:
             while True:
                 record = self._record_of(version)
@@ -411,7 +411,8 @@ def memory_of(segment: Segment) -> Tensor:
 
 
 def looking_at(addresses: Sequence[str], series: str) -> Callable[[int], WeightVersion]:
-    """Return a function that asks the coordinator for a version; it raises VersionGone."""
+    """Return a function that asks the coordinator for a version. It raises VersionGone, or
+    DeadlineExceeded after 10 minutes without a coordinator."""
 
     def look(number: int) -> WeightVersion:
         reader = SeriesReader(addresses, series, reader_id())

@@ -1,8 +1,7 @@
 """`shoal.distribute` without a session: a fixed set of ranks that torchrun or mpiexec starts.
 
 The loop stays an ordinary one: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. The
-strategy does its work in the forward pass and in hooks on the optimizer's step.
-"""
+strategy does its work in the forward pass and in hooks on the optimizer's step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -112,8 +111,7 @@ def laid_out(
     """Return the layout of a strategy over a fixed set of ranks.
 
     Raises InvalidSpec for a strategy that needs a session, or the error with which the strategy
-    refuses the model or the optimizer.
-    """
+    refuses the model or the optimizer."""
     if isinstance(strategy, LayoutStrategy):
         return strategy.lay_out_static(meta_model, optimizer, world)
     if isinstance(strategy, DDP):
@@ -153,8 +151,7 @@ def distribute(
     `backend`: "gloo", "nccl" or "mpi"; None: chosen by the device and the launcher.
 
     Raises UnknownStrategy, InvalidSpec, or the error with which the strategy refuses the model or
-    the optimizer.
-    """
+    the optimizer."""
     if fits_by_itself(model, optimizer):
         return adapter_of(model).distribute_static(model, strategy, backend), optimizer
     chosen = find_strategy(strategy)
@@ -170,9 +167,8 @@ def forward_backward(
     """Run forward and backward in one call, as strategies with a pipeline require. Returns the mean
     loss, detached.
 
-    `model`: the model that `shoal.distribute` returned. Call `optimizer.step()` afterwards as
-    usual.
-    """
+    `model`: the model that `shoal.distribute` returned; this call and those below raise InvalidSpec
+    for another one. Call `optimizer.step()` afterwards as usual."""
     return _static(model).forward_backward(inputs, targets, loss_function)
 
 
@@ -185,7 +181,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def state_dict(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the whole state_dict of a distributed model, on the host of every rank. Collective."""
+    """Return the whole state_dict of a distributed model, on the host, to each rank. Collective."""
     return _static(model).state_dict()
 
 

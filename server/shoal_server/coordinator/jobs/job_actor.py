@@ -130,7 +130,8 @@ class JobActor:
 
     async def stop(self, reason: str) -> None:
         """Have all members leave at a step boundary; does nothing if the job is over. The decision
-        is durable once this returns."""
+        is durable once this returns. Raises the error that ended the actor, as the next three
+        methods do."""
         call = asyncio.get_running_loop().create_future()
         self._apply_step(self._driver.stop(reason, call, self._dependencies.clock()))
         await self._answered(call)
@@ -227,7 +228,8 @@ class JobActor:
         return None if pulse is None else LastSeen(at_s=pulse.at_s, step=pulse.step)
 
     def trainers(self) -> list[MemberProcess]:
-        """Processes that may train at their own pace now: members of the newest such rosters."""
+        """Processes that may train at their own pace now: members of the newest committed and the
+        running roster, if these are asynchronous."""
         rosters = [r for r in (self.job.previous, self.job.running) if r and not r.synchronous]
         members = [m for roster in rosters for m in self.job.members_of(roster)]
         return [MemberProcess(m.member_id, m.incarnation) for m in members]

@@ -130,7 +130,7 @@ class MembershipService(MembershipServicer):
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
         """Declare a process lost, on the report of its launcher. Nothing is done if the member is
-        gone already, or if another process has replaced that one."""
+        gone already, or if another process has its name now. Raises as `check_launcher` does."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -142,7 +142,7 @@ class MembershipService(MembershipServicer):
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
         """Mark a process halted or continued, on the report of its launcher. Nothing is done if the
-        member is gone, or if another process has replaced that one."""
+        member is gone, or if another process has its name now. Raises as `check_launcher` does."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:

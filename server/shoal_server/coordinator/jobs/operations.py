@@ -13,8 +13,8 @@ from shoal_server.serving.access.caller_proof import CallerProof
 
 
 class JobOperations:
-    """Operations on jobs. Each raises what `Registry.find` raises, AccessDenied if the caller has
-    neither the job's secret nor another proof (`CallerProof`), and the job's refusal."""
+    """Operations on jobs. Each raises what `Registry.find` raises, AccessDenied as `check_asker`
+    does, the job's refusal, and the error that ended the job's actor."""
 
     def __init__(
         self, registry: Registry, take: Callable[[str], Awaitable[object]] | None = None

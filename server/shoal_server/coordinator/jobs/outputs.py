@@ -85,7 +85,8 @@ class OutputsService(OutputsServicer):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._serving: dict[MemberKey, list[_Launcher]] = {}
-        """Newest last: after a reconnect, the launcher's earlier stream may still be open."""
+        """Launchers that serve each member, the newest last: after a reconnect, the launcher's
+        earlier stream may still be open."""
         self._num_served = 0
         self._pending: dict[str, _PendingRequest] = {}
         """Unanswered requests, by ticket."""
@@ -178,7 +179,8 @@ class OutputsService(OutputsServicer):
 
         Raises what `Registry.find` raises, but Unavailable for a quarantined job; InvalidSpec for
         both positions, AccessDenied for an unknown caller without the job's secret, UnknownMember
-        if no launcher has the output, Unavailable if the launcher does not answer, Overloaded.
+        if no launcher has the output, Unavailable if the launcher does not answer or its stream
+        ends meanwhile, Overloaded.
         """
         if after is not None and before is not None:
             raise InvalidSpec("both `after` and `before` are given", expected="one of them")

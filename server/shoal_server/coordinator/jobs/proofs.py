@@ -29,7 +29,8 @@ def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
 
 
 def check_asker(spec: JobSpec, who: CallerProof) -> None:
-    """Raise AccessDenied if the caller neither has the job's secret nor is an operator."""
+    """Raise AccessDenied if the job has a secret, and the caller neither presents it nor has
+    another proof (`CallerProof.is_known`)."""
     if spec.secret_digest and not (who.is_known or proves(who.job_secret, spec.secret_digest)):
         raise AccessDenied(
             f"job {spec.job} has a secret",

@@ -56,7 +56,8 @@ async def _nothing(job: str) -> None:
 
 
 def steady_unix_clock() -> Callable[[], float]:
-    """Unix seconds that never jump: the wall clock at the start, the monotonic one from there."""
+    """Return a clock of Unix seconds that never jump: the wall clock's time at this call, continued
+    by the monotonic clock."""
     offset_s = time.time() - time.monotonic()
     return lambda: offset_s + time.monotonic()
 
@@ -141,7 +142,8 @@ class Registry:
 
     def begin(self) -> list[JobActor]:
         """Start to serve jobs, and start their timers. Jobs that are not read yet are read in the
-        background. Returns the actors of the jobs that `read` has read whole."""
+        background. Returns the actors of the jobs that `read` has read whole, except those that are
+        quarantined now."""
         now_s = self._dependencies.clock()
         taken = [self._take_up(stored, now_s) for stored in self._read_ahead]
         for state in self._finished:
@@ -160,7 +162,8 @@ class Registry:
         )
 
     def keep_cleared(self, state: StateRecord) -> None:
-        """Replace a job that is over by its state record, the only one that etcd still has."""
+        """Replace a job that is over by its state record, the only one that etcd still has. Does
+        nothing if this coordinator does not lead any more."""
         if self._leads:
             self._add_finished(state, self._dependencies.clock())
 
@@ -345,7 +348,7 @@ class Registry:
 
     def find_for(self, token: Token) -> JobActor:
         """Actor of the token's job. Raises what `find` raises, JobFinished for a token of an
-        earlier run, and AccessDenied for a token without the job's secret."""
+        earlier run, and AccessDenied for a token without the secret of a job that has one."""
         actor = self.find(token.job)
         self.check_run(token)
         check_member(actor.job.spec, token.job_secret, has_members=False)
@@ -406,8 +409,8 @@ class Registry:
         return actor
 
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:
-        """Declare the member lost. Raises what `find` raises, and Fenced if it is no longer a
-        member."""
+        """Declare the member lost. Raises what `find` raises; Fenced if it is no longer a member,
+        or the error of its refusal if it was refused; and the error that ended the job's actor."""
         await self.find(job).submit(events.MemberLost(**who._asdict(), reason=reason))
 
     @property

@@ -105,7 +105,7 @@ class NewestRosters:
     def __init__(self, job: str) -> None:
         self._job = job
         self._rosters: dict[str, GenerationRoster] = {}
-        """Newest last."""
+        """Rosters by digest, the newest last."""
         self._answers: dict[str, bytes] = {}
 
     def keep(self, digest: str, roster: GenerationRoster) -> None:

@@ -1,8 +1,8 @@
 """Durable writes of jobs. `LeaderStore` makes each one conditional on the leader's key.
 
 A job's writes also compare the revision of the job's own record with the one that this coordinator
-read or wrote last. So no decision is based on a record that another process has changed. If a write
-of unknown outcome arrives after its repetition, it changes nothing.
+read or wrote last. So no decision is based on a record that another process has changed. A write of
+unknown outcome is repeated. If the first attempt arrives after that, it changes nothing.
 """
 
 import asyncio
@@ -73,7 +73,8 @@ class DurableJobs:
 
         All of them are idempotent, so a write of unknown outcome is simply repeated. Raises
         NotLeader once another coordinator leads, Unavailable while etcd cannot be reached, and the
-        error with which etcd refuses the write (a record that is too large).
+        error with which etcd refuses the write (a record that is too large). After Unavailable, an
+        earlier attempt of unknown outcome may have taken effect.
         """
         while True:
             try:

@@ -1,7 +1,8 @@
 """Quarantine of jobs with which a coordinator cannot continue; all other jobs continue.
 
 A job is quarantined if a record of it cannot be read, if etcd refuses to store one, or if handling
-an event fails. Its keys in etcd stay unchanged until `shoal repair` or `shoal rm`.
+an event fails. Its members and records of generations in etcd stay unchanged until `shoal repair`
+or `shoal rm`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -101,7 +101,7 @@ class StoredGenerations:
         self._older = list(older)
 
     def decided(self, record: GenerationRecord) -> list[Operation]:
-        """Deletions that are due once the record is durable.
+        """Note a durable record, and return the deletions that are due.
 
         The newest records are kept, within the bounds of `Records`, and the newest two committed.
         """

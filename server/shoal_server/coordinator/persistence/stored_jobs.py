@@ -263,7 +263,7 @@ def _checked(item: KeyValue | ShoalError) -> KeyValue:
 
 
 def _state(job: str, item: KeyValue) -> StateRecord:
-    """Raises UnreadableRecord."""
+    """The job's own record in that item. Raises UnreadableRecord."""
     return replace(state_from_json(job, item.value), revision=item.mod_revision)
 
 

@@ -75,12 +75,13 @@ def _tally(fields: Fields) -> LifetimeFigures:
         begun_s=fields.seconds("begun_unix_s"),
         num_breaks=fields.count("num_breaks"),
         idle_s=fields.seconds("idle_s"),
-        result=_result(fields.object("result")) if fields.has("result") else None,
+        result=result_from(fields.object("result")) if fields.has("result") else None,
         is_cleared=fields.has("cleared") and fields.flag("cleared"),
     )
 
 
-def _result(fields: Fields) -> JobResult:
+def result_from(fields: Fields) -> JobResult:
+    """Decode a job's result. Raises UnreadableRecord."""
     try:
         loss = float(fields.text("loss")) if fields.has("loss") else None
     except ValueError as error:

@@ -67,8 +67,7 @@ class Host:
     clock: Callable[[], float]
     """Returns Unix seconds that never jump."""
     authorize: Callable[[Token], Awaitable[None]]
-    """Raises Fenced, or what `Registry.authorize` raises, unless the token's process is a member of
-    its job now."""
+    """Raises as `Registry.authorize` does unless the token's process is a member of its job now."""
     require_leading: Callable[[], None]
     """Raises NotLeader."""
     declare_lost: Callable[[str, MemberProcess, str], Awaitable[None]]
@@ -76,9 +75,10 @@ class Host:
     quarantine: Callable[[str, Exception], object]
     """Takes a job with which the plug-in cannot continue, and the error."""
     num_members: Callable[[str], int]
+    """Returns the number of a job's members; 1 for a job that is not known."""
     training: Callable[[str], Mapping[str, int]]
-    """Returns the highest generation in force, and the highest step of a job's members; empty for a
-    job that is not known."""
+    """Returns the highest generation in force and the highest step of a job's members, each 0 if
+    there is none; empty for a job that is not known."""
     reset_unix_s: Callable[[str], float]
     """Returns the time of a job's last reset; 0 if none is known."""
     stuck_after_s: float

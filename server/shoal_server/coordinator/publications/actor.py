@@ -235,7 +235,8 @@ class SeriesActor:
             await asyncio.sleep(pauses.pause_s())
 
     async def care(self) -> None:
-        """Apply time limits, and check which servers still hold the versions."""
+        """Apply time limits. Check which servers still hold the versions, drop versions that are
+        lost, and name other holders in place of servers that are gone or leaving."""
         self.submit(TimePassed())
         versions = list(self.series.versions.values())
         if not versions or not self._stores.mirror.is_in_sync:

@@ -21,11 +21,12 @@ from shoal_server.core.publications.coverage import merged as merge
 from shoal_server.core.publications.protocol import PublicationPart
 
 MAX_CACHED_BYTES = 128 * 1024 * 1024
-"""Maximum size of the cached layouts; a model's layout is the same in each version."""
+"""Maximum size of the cached layouts together, unless a single one is larger. A model's layout is
+the same in each version."""
 
 
 def layout_from_pb(message: pb.Layout) -> PublishedLayout:
-    """Raises InvalidSpec for an unknown element type."""
+    """The layout in a message. Raises InvalidSpec for an unknown element type."""
     tensors = []
     for spec in message.tensors:
         item_bytes = ITEM_BYTES.get(spec.dtype)

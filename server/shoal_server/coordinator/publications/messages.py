@@ -169,12 +169,12 @@ def _own_part(request: pb.ContributePartRequest) -> PublicationPart:
 
 
 def options_from_pb(options: pb.SeriesOptions) -> tuple[int, int]:
-    """Versions to keep, and copies."""
+    """Number of versions to keep, and of copies; defaults for those that are 0."""
     return options.keep or DEFAULT_KEEP, options.copies or DEFAULT_COPIES
 
 
 def report_from_pb(request: pb.ReaderReport) -> ReaderReport:
-    """Raises InvalidSpec."""
+    """The report in a message. Raises InvalidSpec for a bad id of the reader."""
     if not is_name(request.reader):
         raise InvalidSpec(
             "bad id of a reader", seen=repr(request.reader), expected="a name unique to its process"

@@ -1,8 +1,8 @@
 """The WeightSeries service for publishers, readers and operators; and the upkeep of versions.
 
 Series are read when this coordinator begins to lead, and forgotten when it steps down. Leases and
-reports of readers are in memory only: a new leader drops no version until leases that an earlier
-leader granted have ended.
+reports of readers are in memory only. Until leases that an earlier leader granted have ended, a new
+leader drops a version only if it is lost, or if its job is removed or started over.
 """
 
 import asyncio

@@ -109,7 +109,7 @@ class SeriesWriter:
 
     async def read_layout(self, digest: bytes) -> bytes:
         """Read a serialized layout. Raises VersionGone if no kept version has it, InternalError if
-        its chunks do not match the digest."""
+        its chunks do not match the digest, and what the store raises."""
         chunks = await self._store.range(keys.series_layouts(self._name, digest.hex()))
         if not chunks.items:
             raise VersionGone(
@@ -128,7 +128,8 @@ class SeriesWriter:
         return serialized
 
     async def take_away(self) -> None:
-        """Delete all records of the series: its name and version numbers are free again."""
+        """Delete all records of the series: its name and version numbers are free again. Raises
+        what the store raises."""
         await self._store.transact(
             [],
             [

@@ -1,11 +1,12 @@
 """Reconstruction of a job's state record from its readable parts: pure functions."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-from shoal_server.coordinator.persistence.stored_json import MAX_MEMBERS, spec_from
+from shoal_server.coordinator.persistence.stored_json import MAX_MEMBERS, result_from, spec_from
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.progress import JobProgress
+from shoal_server.core.generations.progress import JobProgress, LifetimeFigures
 from shoal_server.core.generations.roster import (
     Generation,
     GenerationRecord,
@@ -14,6 +15,8 @@ from shoal_server.core.generations.roster import (
     Verdict,
 )
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord
+
+T = TypeVar("T")
 
 
 def mended_state(
@@ -25,11 +28,12 @@ def mended_state(
     bounds: JobSpec | None = None,
 ) -> StateRecord:
     """Reconstruct a job's record from its readable fields. Other fields follow from the numbers of
-    the job's generations and their readable records.
+    the job's generations in etcd (`generations`) and their readable records (`records`).
 
     If the record does not say in which generation the job trained last, that is assumed to be the
     newest one whose record does not show the contrary, so that the job never starts again from
-    initial values. Raises UnreadableRecord if neither the record nor `bounds` gives the bounds.
+    initial values. Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or
+    if the digest of the job's secret cannot be read.
     """
     try:
         fields = Fields.parsed(data)
@@ -43,7 +47,12 @@ def mended_state(
         finished=_flag(fields, "finished"),
         reason="its own record could not be read, and was rewritten",
         progress=_progress(fields, numbers, records),
-        lost=_lost(fields),
+        lost=_readable(lambda: fields.text("lost") if fields.has("lost") else None, None),
+        stopping=_readable(lambda: fields.text("stopping", ""), ""),
+        failed=_flag(fields, "failed"),
+        tally=_tally(fields),
+        ended_s=_readable(lambda: fields.seconds("ended_unix_s"), 0.0),
+        done=_readable(lambda: fields.texts("done"), ()),
     )
 
 
@@ -78,25 +87,30 @@ def _may_have_trained(record: GenerationRecord) -> bool:
     return record.verdict is Verdict.COMMITTED and record.roster.synchronous
 
 
+def _tally(fields: Fields) -> LifetimeFigures:
+    return LifetimeFigures(
+        begun_s=_readable(lambda: fields.seconds("begun_unix_s"), 0.0),
+        num_breaks=_count(fields, "num_breaks") or 0,
+        idle_s=_readable(lambda: fields.seconds("idle_s"), 0.0),
+        result=_readable(lambda: result_from(fields.object("result")), None),
+        is_cleared=_flag(fields, "cleared"),
+    )
+
+
 def _count(fields: Fields, name: str) -> int | None:
-    try:
-        return fields.count(name)
-    except UnreadableRecord:
-        return None
+    return _readable(lambda: fields.count(name), None)
 
 
 def _flag(fields: Fields, name: str) -> bool:
-    try:
-        return fields.flag(name)
-    except UnreadableRecord:
-        return False
+    return _readable(lambda: fields.flag(name), False)
 
 
-def _lost(fields: Fields) -> str | None:
+def _readable(read: Callable[[], T], otherwise: T) -> T:
+    """Return what `read` returns, or `otherwise` if it raises UnreadableRecord."""
     try:
-        return fields.text("lost") if fields.has("lost") else None
+        return read()
     except UnreadableRecord:
-        return None
+        return otherwise
 
 
 def bounds_of(job: str, least: int, most: int, desired: int) -> JobSpec | None:

@@ -76,8 +76,9 @@ class RepairService(RepairsServicer):
     async def _mend(
         self, request: pb.RepairRequest, items: Sequence[KeyValue], broken: Iterable[FaultyRecord]
     ) -> dict[str, str]:
-        """Move the broken records aside. Returns the new key of each that was not changed
-        meanwhile. Raises InvalidSpec if the bounds are unknown; some may be moved by then."""
+        """Copy the broken records aside, and delete or rewrite them. Returns the new key of each
+        that was not changed meanwhile. Raises InvalidSpec if the bounds are unknown, and what the
+        store raises; some records may be moved by then."""
         job, stamp = request.job, time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         moved = {}
         for each in broken:

@@ -56,8 +56,9 @@ def ranges_of(ranges: Sequence[samples_pb2.SampleRange]) -> tuple[LedgerRange, .
 def answer(
     ledger: SampleLedger, request: samples_pb2.LeaseRequest, num_members: int
 ) -> tuple[samples_pb2.LeaseReply, bool]:
-    """Reply of the ledger to a lease request, and True if the ledger changed. Raises
-    MalformedMessage for a request that was overtaken by a later one, Overloaded."""
+    """Reply of the ledger to a lease request, and True if the ledger has changed and must be
+    written. Raises MalformedMessage for a request that was overtaken by a later one, and Overloaded
+    if the member holds too many ranges."""
     try:
         decision = ledger.answer(
             SampleRequest(

@@ -132,8 +132,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
     """Leases samples to members during its `async with` block.
 
     `authorize` is called with the token of each request, and raises Fenced, UnknownJob, NotLeader
-    ... The ledgers of the 256 jobs used last are kept open, and more while all have changes that
-    are not written.
+    ... The ledgers of the 256 jobs used last are kept open; more of them while all others have
+    changes that are not written.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         opened = self._open.get(job)
         if opened is None:
             async with self._opening:
-                # No sample was leased since this coordinator leads: etcd has the whole ledger.
+                # The ledger is not open here, so etcd has all its changes.
                 opened = self._open.get(job) or await self._read(job)
         return opened.ledger if opened is not None else None
 
@@ -403,7 +403,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 except (RetryError, AccessDenied) as error:
                     self._write_failed(job, opened, error)
                 except Exception as error:  # noqa: BLE001 - concerns that job alone, which is quarantined
-                    self._open.pop(job, None)
+                    self._close(job)
                     self._on_failed(job, error)
             return len(due)
 

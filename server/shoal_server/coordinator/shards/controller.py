@@ -1,7 +1,8 @@
 """Shard controller: keeps enough copies of each shard, balances loads, empties leaving servers.
 
 It only writes shard assignments to etcd, and deletes those of jobs that cannot continue. Servers
-carry them out, and fail over among themselves without the controller while no coordinator leads.
+carry them out. They fail over among themselves, without the controller, even while no coordinator
+leads.
 """
 
 import asyncio
@@ -63,9 +64,10 @@ class ShardController:
         is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
         """`restore` tries to restore a job from a snapshot before shards that no server holds are
-        declared lost. `measure` asks a job's servers for the load of its shards; without it, or if
-        a shard was not measured, shards are weighted by size alone. `loss_log` records lost shards.
-        `is_restoring`: True while this coordinator has a job's shards loaded from a snapshot."""
+        declared lost. `measure` asks a job's servers for the load of its shards; without it, and
+        until two measurements in a row have covered all shards, they are weighted by size alone.
+        `loss_log` records lost shards. `is_restoring`: True while this coordinator has a job's
+        shards loaded from a snapshot."""
         self._store = store
         self._assignments = AssignmentMirror(
             store, lambda job, shard_ids: self._look_at([job]), self._forget, resync=True

@@ -1,8 +1,8 @@
 """Acceptance of losses: lost shards are given up on an operator's request.
 
 The job's sample ledger counts the samples that its shards were trained on. If no trained shard is
-left, the ledger is deleted in the same transaction that gives up the first shards, and all samples
-are trained on again. If some are left, the operator has to decide if the ledger is kept.
+left, the ledger is deleted in the transaction that gives up the first shards, and all samples are
+trained on again, unless the operator keeps it. If some are left, the operator has to choose.
 """
 
 import time
@@ -83,9 +83,9 @@ class LossAcceptance:
         changes nothing.
 
         Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store raises, and
-        InvalidSpec for a bad name, or if the request has to choose the treatment of the samples,
-        and does not. Raises as `SampleBooks.counts` does. If etcd fails between two transactions,
-        some shards are given up already.
+        InvalidSpec for a bad name, or if the request has to choose what happens to the samples and
+        does not. Raises as `SampleBooks.counts` does. If etcd fails between two transactions, some
+        shards are given up already.
         """
         self._require_leading()
         job, by = request.job, request.by[:MAX_BY_LENGTH] or "somebody"

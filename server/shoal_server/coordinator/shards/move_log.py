@@ -16,9 +16,9 @@ AT_MOST_S = 20.0
 class MoveLog:
     """Moves not reported yet, on the event loop of the leading coordinator."""
 
-    def __init__(self, tell: Callable[[str, str], object]) -> None:
-        """`tell` is called with a job and a line to log for it."""
-        self._tell = tell
+    def __init__(self, log_line: Callable[[str, str], object]) -> None:
+        """`log_line` is called with a job and a line to log for it."""
+        self._log_line = log_line
         self._pending: dict[str, Moves] = {}
         self._report_by_s: dict[str, float] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -45,4 +45,4 @@ class MoveLog:
         moves = self._pending[job]
         self.forget(job)
         for line in moves_in_words(moves):
-            self._tell(job, line)
+            self._log_line(job, line)

@@ -176,7 +176,8 @@ class ShardsService(ShardsServicer):
         parameters: Sequence[placement.Parameter],
     ) -> ShardMap:
         """Write the first map, or return the one that another call wrote meanwhile. Raises
-        NoServers, InvalidSpec for a map that is too large, and what the store raises."""
+        NoServers, InvalidSpec for a map that is too large, Unavailable if no map is found after the
+        write, and what `authorize` and the store raise."""
         addresses = await servers_for(self._store, self._choose, job)
         # Checked again: the job may have been started over while servers were checked.
         await self._authorize(request.token)

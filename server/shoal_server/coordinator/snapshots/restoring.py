@@ -101,9 +101,10 @@ class SnapshotRestorer:
 
         Raises JobFinished; JobInUse if the job has members, unless `under_members`;
         ProposalConflict if its shards are cut differently now; UnknownSnapshot, SnapshotDamaged,
-        NoServers, DeadlineExceeded if its records change meanwhile, Unavailable. Raises the error
-        of a server that cannot load; then all shards that had values are recorded as lost, or the
-        records of a job that had no shards are deleted.
+        NoServers, DeadlineExceeded if its records change meanwhile, JobQuarantined if the job's own
+        record cannot be read, and what the store raises. Raises the error of a server that cannot
+        load; then all shards that had values are recorded as lost, or the records of a job that had
+        no shards are deleted.
         """
         job = library.job
         self.under_way[job] += 1

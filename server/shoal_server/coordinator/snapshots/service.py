@@ -61,8 +61,9 @@ class SnapshotService(SnapshotsServicer):
         return await self.take(request.job, request.url)
 
     async def take(self, job: str, url: str = "") -> pb.SnapshotSummary:
-        """Take a snapshot of a job now, at the URL or else at the policy's. Raises InvalidSpec if
-        neither is given, and the error that prevented the snapshot."""
+        """Take a snapshot of a job now, at the URL or else at the policy's. At the policy's URL,
+        old snapshots are removed afterwards. Raises NotLeader, InvalidSpec if neither URL is given,
+        and the error that prevented the snapshot."""
         self._require_leading()
         library = await self._library(url, job)
         taken = await self._taker.take(library)

@@ -8,9 +8,9 @@
     Write    every server writes its frozen shards; unchanged ones keep their earlier file
     commit   the manifest is written last
 
-If a primary is not registered, or Close or Freeze fails, another cut is tried, three in all. If the
-last one or a later step fails, every server admits all pushes again, at the latest after its own
-time limit, and the snapshot's files are removed.
+If a primary is not registered, or Close or Freeze fails with a RetryError, another cut is tried, up
+to three in all. If the last one or a later step fails, every server admits all pushes again, at the
+latest after its own time limit, and the snapshot's files are removed.
 """
 
 import asyncio
@@ -67,7 +67,8 @@ class JobPosition:
 class TakenSnapshot:
     manifest: Manifest
     pause_s: float
-    """Time from the first server that blocked new pushes to the last that admitted them again."""
+    """Seconds from the first Close until all servers have answered Freeze. New pushes waited for at
+    most this long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,13 +202,14 @@ class SnapshotTaker:
         )
 
     async def _check_has_shards(self, job: str) -> None:
-        """Raise unless the job's shards are placed; called before anything is written, so that
-        nothing is left of a job that does not exist."""
+        """Raise SnapshotFailed unless the job's shards are placed. Called before anything is
+        written, so that nothing is left of a job that does not exist."""
         if await self._store.get(keys.assignments_head(job)) is None:
             raise _without_shards(job)
 
     async def _lineage(self, job: str) -> str:
-        """Lineage of the job's shards; drawn at their first snapshot."""
+        """Lineage of the job's shards: a random text, drawn at their first snapshot and at each
+        restore."""
         key = keys.lineage(job)
         drawn = Put(key, secrets.token_hex(8).encode())
         result = await self._store.transact([absent(key)], [drawn], [Get(key)])
@@ -253,8 +255,8 @@ class SnapshotTaker:
     async def _frozen(
         self, job: str, lineage: str, before: Manifest | None, number: int
     ) -> tuple[_Cut, _Frozen]:
-        """Make a cut, in three attempts, since shards may move and servers may die meanwhile. Only
-        the last one accepts pushes that are in some shards and not in others."""
+        """Make a cut, in up to three attempts, since shards may move and servers may die meanwhile.
+        Only the last one accepts pushes that are in some shards and not in others."""
         for attempt, wait_s in enumerate(WAITS_S, 1):
             is_last = attempt == len(WAITS_S)
             cut: _Cut | None = None

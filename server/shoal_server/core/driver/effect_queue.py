@@ -1,10 +1,10 @@
 """Order of a job's effects, and the effects that wait for a durable write.
 
-Effects are carried out one by one, in the order in which they came. A generation record, the job's
-own key and the job's end are made durable before any later effect is carried out. Members' keys are
-written with the next such write, at the latest before a call that waits for them is answered. While
-a write is in progress all effects wait; the effects of all events that arrived meanwhile are then
-carried out as one batch, with one write.
+Effects are carried out one by one, in the order in which they came. After `WriteGeneration`,
+`SaveJobRecord` and `FinishJob`, no later effect is carried out before the write is durable. The key
+of a member that was admitted or expelled is written with the next such write, at the latest before
+a call that waits for it is answered. While a write is in progress all effects wait; the effects of
+all events that arrived meanwhile are then carried out as one batch, so that they share writes.
 """
 
 import math
@@ -55,7 +55,7 @@ class EffectQueue(Generic[CallT]):
         self.begun_s = math.inf
         """Time at which this batch was begun; infinite while there is none."""
         self._postponed_s = math.inf
-        """Time until which the members' limits were extended for this batch."""
+        """Time until which the job's limits were extended for this batch."""
 
     @property
     def is_writing(self) -> bool:
@@ -63,7 +63,8 @@ class EffectQueue(Generic[CallT]):
         return self._write is not None
 
     def put(self, entry: QueuedEffects[CallT], now_s: float) -> list[Carried | AnswerCall[CallT]]:
-        """Carry out the entry's effects, now or after the effects that wait already."""
+        """Add the entry, and return what is to be carried out now: nothing while a write is in
+        progress."""
         self._waiting.append(entry)
         return [] if self.is_writing else list(self._go_on(now_s))
 
@@ -75,8 +76,9 @@ class EffectQueue(Generic[CallT]):
         return [*published, *self._go_on(now_s)]
 
     def postpone(self, now_s: float) -> None:
-        """Extend the members' limits by the time in which the store was unavailable: members could
-        not be notified. Call before any other check."""
+        """Extend the job's limits once a batch takes longer than `heartbeat_s`, by the time that it
+        has taken: the store does not answer, so members cannot be notified. Call before any other
+        check."""
         if now_s - self.begun_s > self._job.limits.heartbeat_s:
             self._job.postpone(now_s - self._postponed_s)
             self._postponed_s = now_s

@@ -73,7 +73,8 @@ class JobDriver(Generic[StreamT, CallT]):
     # --- inputs ---
 
     def submit(self, event: MemberEvent, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Apply the event. The call is answered once all its effects are durable."""
+        """Apply the event. The call is answered once all its effects are durable; with EventRefused
+        if the event is refused, and at once with `failure` if the driver has ended."""
         if self.failure is not None:
             return [AnswerCall(call=call, error=self.failure)]
         return self._take(event, call, now_s)
@@ -83,19 +84,21 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._decided(lambda: self.job.stop(reason, now_s), call, now_s)
 
     def abandon(self, reason: str, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """End the job as failed: it has had no members for too long."""
+        """End the job as failed: it has had no members for too long. Do nothing if it has members
+        or is over."""
         return self._decided(lambda: self.job.abandon(reason, now_s), call, now_s)
 
     def keep_result(
         self, result: JobResult, call: CallT, now_s: float
     ) -> list[Action[StreamT, CallT]]:
-        """Note the result of a job that is over, in the job's own record."""
+        """Note the result in the job's own record; do nothing unless the job is over."""
         return self._decided(lambda: self.job.keep_result(result), call, now_s)
 
     def retry(
         self, reason: str, call: CallT, now_s: float, *, from_scratch: bool
     ) -> list[Action[StreamT, CallT]]:
-        """Allow joins again for a job that is over."""
+        """Allow joins again for a job that is over. The call is answered with EventRefused if
+        `Job.retry` raises that."""
         return self._decided(
             lambda: self.job.retry(reason, now_s, from_scratch=from_scratch), call, now_s
         )
@@ -151,7 +154,8 @@ class JobDriver(Generic[StreamT, CallT]):
         return min(scans_s, self._deadline_s(now_s))
 
     def wake(self, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Find members that fell silent, and act on the deadlines that have passed."""
+        """Find members that fell silent, and act on the deadlines that have passed. Do nothing
+        until the effects of the last deadline are durable."""
         actions: list[Action[StreamT, CallT]] = []
         if not self._may_wake:
             return actions

@@ -20,7 +20,7 @@ class StateRecord:
     reason: str
     progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
-    """Places searched for the job's lost state; None: the state is not lost."""
+    """The `seen` of the refusal that members get once the job's state is lost; None: it is not."""
     stopping: str = ""
     """Reason for which the job was or is being stopped; empty: it was not."""
     failed: bool = False
@@ -37,8 +37,8 @@ class StateRecord:
 
     @property
     def may_go_on(self) -> bool:
-        """True if the job's stored data may still be needed: it is not over, or may be joined again
-        because it failed, was stopped or lost its state."""
+        """True if the job's stored data may still be needed: the job is not over, or may be joined
+        again because it failed, was stopped or lost its state. False once the data was removed."""
         if self.tally.is_cleared:
             return False
         return not self.finished or self.failed or bool(self.stopping) or self.lost is not None
@@ -64,7 +64,7 @@ class StateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class JobWrite:
-    """One durable write. The generation's record is written last, once the rest is durable."""
+    """One durable write. The generation's record is never durable before the rest."""
 
     job: str
     members: Mapping[str, MemberState | None]

@@ -86,7 +86,8 @@ class Liveness:
         self._pulses.pop(member_id, None)
 
     def resume(self, now_s: float) -> None:
-        """Restart all silences: this process stood still, so no member counts as silent."""
+        """Restart all silences: this process or the store stood still, so that no member counts as
+        silent."""
         for pulse in self._pulses.values():
             pulse.resume(now_s)
 
@@ -106,7 +107,8 @@ class Liveness:
         return names
 
     def allowed_s(self, member_id: str) -> float:
-        """Return how long the member may be silent."""
+        """Return how long the member may be silent. Raises KeyError for a member without a sign of
+        life, as `silent_s` and `why_lost` do."""
         middle_s, deviation_s = self._pulses[member_id].spread_s()
         wanted_s = middle_s + DEVIATIONS * deviation_s
         return min(max(wanted_s, self._limits.lease_s), self._limits.silence_s)
@@ -121,8 +123,10 @@ class Liveness:
         silent_s = self.silent_s(member_id, now_s)
         if silent_s <= allowed_s:
             return ""
-        reason = f"no heartbeat for {silent_s:.3g} s, of {allowed_s:.3g} s allowed"
+        reason = f"no heartbeat for {silent_s:.3g} s; {allowed_s:.3g} s are allowed"
         middle_s, deviation_s = pulse.spread_s()
         if middle_s:
-            reason += f" (it beat every {middle_s:.2g} s, give or take {deviation_s:.2g} s)"
+            reason += (
+                f" (its median interval is {middle_s:.2g} s, its deviation {deviation_s:.2g} s)"
+            )
         return reason

@@ -19,13 +19,13 @@ class Agreement:
     unready: set[str] = field(default_factory=set)
     """Members that have not passed the generation's first collective."""
     unoffered: set[str] = field(default_factory=set)
-    """Members of the old generation that have not offered a step to stop at a planned change."""
+    """Members of the old generation that have not offered a step before which it could stop."""
     unreachable: dict[str, Mapping[str, str]] = field(default_factory=dict)
     """Peers that each member could not reach, with the error."""
     checkpoint_steps: dict[str, frozenset[Step]] = field(default_factory=dict)
-    """Complete checkpoints that each member sees, if the roster starts from one."""
+    """Steps of the complete checkpoints that each member sees, if the roster starts from one."""
     starts_at: Step | None = None
-    """Step from which the members start, once a member has reported it."""
+    """The highest step that a member stated when it was ready; None: none was stated yet."""
     stop_at: Step | None = None
     """The first step that the old generation does not begin, once agreed."""
     is_inherited: bool = False
@@ -41,7 +41,8 @@ class Agreement:
         *,
         inherited: bool = False,
     ) -> "Agreement":
-        """Begin an attempt without any answers. `stopping`: members of the old generation."""
+        """Begin an attempt without any answers. `stopping`: members of the old generation that have
+        steps left; `inherited`: True if an earlier leader began the attempt."""
         names = set(roster.member_ids)
         agreement = cls(
             roster=roster,
@@ -88,7 +89,7 @@ class Agreement:
         return not self.unanswered
 
     def offer(self, member_id: str, step: Step) -> bool:
-        """Note an offer; True if it was the last, so that the boundary is agreed."""
+        """Note an offer; True if it was the last that was missing: the boundary is agreed now."""
         self._highest_offer = max(self._highest_offer or step, step)
         self.unoffered.discard(member_id)
         if self.unoffered or self.stop_at is not None:

@@ -110,7 +110,8 @@ def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
 def _cut(
     values: Sequence[tuple[str, tuple[str, ...]]],
 ) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """The values. Long values are cut to a part that begins shortly before the difference."""
+    """The values. If one is longer than MAX_CONFLICT_TEXT, all are cut to the same part, which
+    begins shortly before the first difference."""
     if all(len(value) <= MAX_CONFLICT_TEXT for value, _ in values):
         yield from values
         return

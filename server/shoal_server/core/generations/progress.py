@@ -1,9 +1,9 @@
 """Progress of a job, as far as its coordinator knows: what would be lost with its state.
 
-`JobProgress` is kept in the job's record in etcd. The fact that a synchronous generation ran is
-durable before its members take a step. The step in the record is the last one that members
-reported: in heartbeats, at a boundary, after a break. It becomes durable with the record of each
-generation, not with each step.
+`JobProgress` is kept in the job's record in etcd. Before the members of the job's first synchronous
+generation take a step, the record says that the generation ran. The step in the record is the last
+one that members reported: in heartbeats, at a boundary, after a break. It becomes durable whenever
+the record is written, as with each generation, and not with each step.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,8 @@ class LifetimeFigures:
 
     begun_s: float = 0.0
     num_breaks: int = 0
-    """Running generations that ended because a member was lost, or a collective failed."""
+    """Running generations that broke, as a member was gone or a collective failed. Not counted are
+    breaks while the job is being stopped, and those at the boundary of a planned change."""
     idle_s: float = 0.0
     """Seconds without a running generation: until the first one ran, and from each break until the
     next one did."""
@@ -59,7 +60,8 @@ class JobProgress:
         self.reached = max(self.reached, step)
 
     def ran(self, generation: Generation, start: Step) -> bool:
-        """Note that a generation runs from the state after `start` steps. True for the first."""
+        """Note that a synchronous generation runs from the state after `start` steps. True for the
+        job's first one."""
         is_first = self.trained_in == NO_GENERATION
         self.trained_in, self.reached = generation, start
         return is_first

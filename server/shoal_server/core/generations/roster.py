@@ -29,7 +29,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """The bounds of a job's world size."""
+    """A job's name, the bounds of its world size, and the digest of its secret."""
 
     job: str
     min_members: int = 1
@@ -68,11 +68,11 @@ class MemberInfo:
     torch_version: str = ""
     shoal_version: str = ""
     num_devices: int = 0
-    """Number of devices of the kind of `device` on its host; 0: not stated."""
+    """Number of devices on the member's host that are of the kind of `device`; 0: not stated."""
     probe_port: int = 0
     """Port on which peers test that they reach the member; 0: none."""
     launch_digest: str = field(default="", repr=False)
-    """Digest of the secret that its launcher's reports carry; empty: none was stated."""
+    """Digest of the secret in the reports of the member's launcher; empty: none was stated."""
 
 
 class DigestListing(Protocol):
@@ -96,7 +96,8 @@ class Proposal:
     optional_fields: Mapping[str, str] = field(default_factory=dict)
     """Fields that must be the same only for members that state them: a release may add some."""
     listings: Mapping[str, DigestListing] = field(default_factory=dict, repr=False)
-    """Listing by field, for each field whose value is the digest of a listing. Not compared."""
+    """Listing by field, for each field whose value is the digest of a listing. Used only to show
+    where digests that differ come from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +198,10 @@ def assign_ranks(member_ids: Sequence[str], previous: GenerationRoster | None) -
 
 
 def choose_source(candidates: Sequence[Candidate], ranks: Mapping[str, int]) -> Candidate:
-    """Choose the member whose state all start from: the highest step, then the lowest rank. If no
-    member holds trained state, rank 0 is chosen, and all take its initial values. A job that has
-    trained before then continues from a checkpoint, or not at all.
+    """Choose the member whose state all start from: of those that hold trained state the one with
+    the highest step, of equals the one with the lowest rank. If none holds any, the same rule
+    chooses among all, and all take that member's initial values. A job that has trained before then
+    continues from a checkpoint, or not at all.
     """
     return min(
         candidates,
@@ -217,7 +219,9 @@ def draw_up(
 ) -> GenerationRoster:
     """Draw up the roster of a new generation, with ranks and state actions.
 
-    `trained`: True if the job may have committed steps; it must not start from initial values then.
+    `previous`: the roster from which members keep their ranks; `running`: the one that trains, if
+    the change is planned; `trained`: True if the job may have committed steps, and so must not
+    start from initial values.
 
     Members that train in `running` will stop at one common step, which is not known yet and later
     than any they reported. A newcomer's state (from a checkpoint) is of another step, so the

@@ -41,7 +41,7 @@ class Arrivals:
     def known(self, event: MemberEvent) -> MemberState:
         member = self._state.members.get(event.member_id)
         if refusal := self._state.table.expelled.get(event.incarnation):
-            # A notice with this refusal is being sent: the call gets the same reason.
+            # The process was sent a notice with this refusal: its calls get the same reason.
             raise EventRefused(refusal)
         if member is None or member.incarnation != event.incarnation:
             raise EventRefused(self._fenced(member, event))
@@ -118,7 +118,7 @@ class Arrivals:
     def _repeat_notices(self, member: MemberState, generation: Generation, now_s: float) -> None:
         """Repeat the notices that a reconnected member may have missed and has to act on.
 
-        `generation` is the newest one that the member's trainer was sent into.
+        `generation`: the newest one that the member has entered, or began to bring up.
         """
         agreement, running = self._state.agreement, self._state.running
         missed_end = self._is_over(member, generation)
@@ -162,7 +162,8 @@ class Arrivals:
             self._drains.notify_stopping(member, reason, now_s)
 
     def _is_over(self, member: MemberState, generation: Generation) -> bool:
-        """True if the generation that the member reports is over.
+        """True if the synchronous generation that the member reports is over, or is now formed
+        without the member.
 
         The member may not know: a leader may have died after it aborted the generation and before
         it notified members. Its successor then goes on with an older generation, or forms a new one

@@ -34,9 +34,10 @@ from shoal_server.core.membership.reach import members_to_exclude
 
 @dataclass(frozen=True, kw_only=True)
 class RosterChecks:
-    """Functions of the edge that check a roster before its members see it."""
+    """Functions of the edge that a roster passes before its members see it."""
 
     digest_of: Callable[[GenerationRoster], str]
+    """Returns the digest that the members have to accept."""
     size_problem: Callable[[GenerationRoster], str]
     """Returns why etcd would not accept the roster's record; empty if it would."""
 
@@ -60,7 +61,7 @@ class Attempts:
 
     def freeze(self, chosen: list[MemberState], now_s: float) -> bool:
         """Draw the roster up and send it to its members, or abort it at once if they are in
-        conflict; False if members were refused before it was an attempt."""
+        conflict. False if there is no attempt, as members were refused instead."""
         candidates = [m.as_candidate() for m in chosen]
         if blamed := self._confined(chosen, candidates):
             self._refuse_confined(blamed, candidates, now_s)
@@ -152,7 +153,7 @@ class Attempts:
             self._state.deadlines.deadline_s = until_s
 
     def _exclude_unreachable(self, agreement: Agreement, now_s: float) -> None:
-        """Abort, and remove members so that all others reach each other: see `members_to_exclude`.
+        """Abort, and refuse members so that all others reach each other: see `members_to_exclude`.
         Commit if only members that train do not reach each other."""
         members = self._state.members_of(agreement.roster)
         newest_last = sorted(members, key=lambda m: (not m.is_in(self._state.previous), m.joined_s))

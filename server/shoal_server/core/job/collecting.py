@@ -100,7 +100,8 @@ class Collecting:
             self._state.notify_member(member, StandbyNotice(reason=reason, position=position))
 
     def notify_waiting(self) -> None:
-        """Notify torchrun's nodes how many members wait, if that changed. Call after each event."""
+        """Notify members that torchrun started how many others wait to join, if that changed. Call
+        after each event."""
         running = self._state.running
         first = next(iter(self._state.table.candidates.values()), None)
         if running is None or first is None or first.proposal is None:
@@ -161,8 +162,9 @@ class Collecting:
         return candidates[: self._state.spec.max_members]
 
     def hold_for_members(self, now_s: float) -> None:
-        """Put members on standby while a job that has trained has too few members to go on, if
-        `waits_for_members`; otherwise end their standby.
+        """Put the ready members on standby if the job lacks only further members
+        (`waits_for_members`); otherwise end their standby. Do nothing before the first generation,
+        while members have not settled yet, and if there are enough members.
 
         Called only while no generation runs.
         """

@@ -144,9 +144,12 @@ class Removal:
         lost: bool = True,
     ) -> None:
         """Remove a member, and end the attempt or generation that it was part of, unless it has
-        done its work.
+        done its work. If the job completes, no generation follows: the others are notified of the
+        break, and the job is over once the last member is removed.
 
-        `cause` is the reason in a word or two; `lost` is true if the member did not leave in order.
+        `completed`: True if the member left with its work done. `refusal`: the answer to later
+        calls of its process. `cause`: the reason in a word or two. `lost`: True if the member did
+        not leave in order.
         """
         self._state.tries.changes.gone(member.member_id, cause or reason, lost=lost)
         has_work = not self._state.table.has_finished(member)
@@ -213,6 +216,7 @@ class Removal:
 
     def finish(self, member: MemberState, why: str, now_s: float) -> None:
         """Stop waiting for a member that has done its work; after the last one the job completes.
+        Ignored for a member that was not in the newest generation, if there was one.
 
         The other members train on, and form further generations without it if they have to.
         """
@@ -241,7 +245,8 @@ class Removal:
             self.complete(member, why, now_s)
 
     def complete(self, leaver: MemberState, why: str, now_s: float) -> None:
-        """Close the job to new members. Its trainers finish; an attempt at a change is aborted."""
+        """Close the job to new members, and refuse those that have not trained. Its trainers
+        finish; an attempt at a planned change, or one in PREPARE, is aborted."""
         self._state.end.completing = True
         reason = f"{leaver.member_id} completed its work" + (f": {why}" if why else "")
         self._state.log("job_completing", reason)
@@ -308,8 +313,9 @@ class Drains:
         )
 
     def _is_unreplaced(self, member: MemberState, now_s: float) -> bool:
-        """True if no generation follows without this member. False once its drain is overdue: the
-        other members did not agree on a boundary in time, and might keep it from taking a step."""
+        """True if a member that is to leave now is not replaced: no generation without it follows.
+        False once its drain is overdue: the other members did not agree on a boundary in time, and
+        might keep it from taking a step."""
         running = self._state.running
         if running is None:
             return member.holds_state and len(self._state.table.draining) == len(

@@ -115,7 +115,7 @@ class Job:
     # --- calls of the edge ---
 
     def handle(self, event: MemberEvent, now_s: float) -> list[Effect]:
-        """Apply one event, and return the effects."""
+        """Apply one event, and return the effects. Raises EventRefused."""
         self._pause_keeper.keep_limits(now_s)
         if isinstance(event, MemberJoined):
             self._arrivals.joined(event, now_s)

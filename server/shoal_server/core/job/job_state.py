@@ -71,7 +71,8 @@ class Deadlines:
         self.overdue_check_s = _later(self.overdue_check_s, by_s)
 
     def hold(self, by_s: float) -> None:
-        """Move the limits by the time of a pause, except those that detect a loss."""
+        """Move the limits by the time of a pause, except that of a failed collective, after which a
+        loss has to be reported in time."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -94,23 +95,26 @@ class PhaseState:
 
 @dataclass(kw_only=True)
 class AttemptCounts:
-    """Failures since a generation last came to run."""
+    """Failures and changes since a generation last came to run."""
 
     failures: int = 0
+    """Number of attempts that were aborted."""
     num_excluded: int = 0
     """Number of members that were ready and had to be left out; the job does not wait for others
     in their place."""
     failed_roster: GenerationRoster | None = None
-    """The newest roster whose bring-up failed."""
+    """The newest roster whose bring-up failed; it stays when a generation runs."""
     changes: PendingChanges = field(default_factory=PendingChanges)
     """Departures and arrivals, from which the next generation's reason is made."""
 
 
 @dataclass(kw_only=True)
 class JobEnd:
-    """State of a job that is ending or has ended: members may no longer join."""
+    """End of a job. If any of these is set, members may no longer join."""
 
     completing: bool = False
+    """True once the job takes no more members: its work is done, a member has closed it, or its
+    state is lost."""
     lost: Refusal | None = None
     """Refusal that every member gets once the job's state is lost."""
     stopping: str = ""
@@ -129,8 +133,8 @@ class JobState:
     running: GenerationRoster | None = None
     """The generation that trains, if one does."""
     previous: GenerationRoster | None = None
-    """The running roster, else the newest one that was committed; members keep their ranks from
-    it."""
+    """The newest committed roster, even if its bring-up failed; after a planned change that was
+    aborted, the running one. Members keep their ranks from it."""
     agreement: Agreement | None = None
     """Agreement on the roster in PREPARE or COMMITTED."""
     record: GenerationRecord | None = None
@@ -192,7 +196,7 @@ class JobState:
 
     def postpone(self, by_s: float) -> None:
         """Move limits by the time in which no member could be notified: those of the phase, breaks,
-        disconnections, drains and retries. Pauses, halts and the last call go on.
+        disconnections, drains and retries. Those of pauses, halts and the last call are not moved.
 
         Decisions could not become durable meanwhile, so a member that waits for one is not late.
         """
@@ -218,7 +222,7 @@ class JobState:
         """Candidates that may be in a roster now: all but those whose next try is put off.
 
         A member that trains is never put off. A member that holds state is tried again at once
-        after its first failure.
+        after its first own failure, if it had no shared one.
         """
         candidates, setbacks = self.table.candidates, self.setbacks
         if not any(setbacks.waits(name) for name in setbacks):

@@ -29,13 +29,14 @@ class SavedJob:
     record: GenerationRecord | None
     """The newest committed record."""
     before: GenerationRecord | None
-    """The committed record before `record`, if its generation has not broken or aborted since."""
+    """The committed record before `record`; None: there is none. Members may still train in its
+    generation if `record` is of a planned change."""
     members: tuple[MemberState, ...]
     finished: bool
     reason: str
     progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
-    """Places searched for the job's lost state; None: the state is not lost."""
+    """The `seen` of the refusal that members get once the job's state is lost; None: it is not."""
     stopping: str = ""
     """Reason for which the job was or is being stopped; empty: it was not."""
     failed: bool = False

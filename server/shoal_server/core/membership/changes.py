@@ -21,7 +21,7 @@ class Departure:
 
     member_id: str
     cause: str
-    """SIGKILL, exit code 1, connection lost ...; or the reason for its drain."""
+    """Cause of a loss, such as SIGKILL, exit code 1, connection lost; or the reason for leaving."""
     lost: bool
     """True if the member did not leave in order."""
 
@@ -44,7 +44,8 @@ class ChangeSummary:
     steps_lost: int
     """Committed steps that are taken again."""
     down_s: float
-    """Seconds for which no generation ran; 0 if the previous one trained on meanwhile."""
+    """Seconds from a break until this generation ran; 0 without a break, as for the first
+    generation."""
 
 
 @dataclass(kw_only=True)
@@ -52,12 +53,12 @@ class PendingChanges:
     """Events since a generation last came to run."""
 
     before: GenerationRoster | None = None
-    """The newest roster that ran."""
+    """The newest roster that ran; under a new leader, the newest committed one."""
     departures: dict[str, Departure] = field(default_factory=dict)
     trouble: str = ""
-    """Cause of the running generation's break, if no member was lost."""
+    """Cause of the break; empty if there was none, or if a lost member explains it."""
     broke_s: float | None = None
-    """Time since which no generation runs; None if one runs, or none ever did."""
+    """Time since which no synchronous generation runs; None if one runs, or none ever did."""
 
     def gone(self, member_id: str, cause: str, *, lost: bool) -> None:
         """Note that a member is gone. The first cause counts: if a later process of that name is
@@ -120,7 +121,8 @@ class PendingChanges:
     def _sorted(
         self, roster: GenerationRoster
     ) -> tuple[tuple[Departure, ...], tuple[Departure, ...], tuple[str, ...], tuple[str, ...]]:
-        """Members that were lost, left, joined and stayed. Those with a new process have joined."""
+        """Members that were lost, left, joined and stayed. One that returned with a new process was
+        lost or left, and has joined."""
         before = self.before.member_ids if self.before is not None else ()
         old = set(before)
         again = {name for name in roster.member_ids if name in self.departures}

@@ -30,7 +30,7 @@ class MemberJoined(MemberEvent):
     spec: JobSpec
     info: MemberInfo
     generation: Generation = NO_GENERATION
-    """The newest generation that its trainer was sent into."""
+    """The newest generation that the member has entered, or began to bring up; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,10 @@ class RosterAnswered(MemberEvent):
     digest: str
     rejections: tuple[Rejection, ...] = ()
     unreachable: tuple[tuple[str, str], ...] = ()
-    """Peers that it could not reach: member_id and the error."""
+    """Peers that the member could not reach: member_id and the error."""
     checkpoint_steps: tuple[Step, ...] = ()
-    """Complete checkpoints that it sees, for a roster that can only start from one."""
+    """Steps of the complete checkpoints that the member sees, for a roster that can only start from
+    one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +64,16 @@ class StepReported(MemberEvent):
     step: Step
     has_state: bool
     left: Generation = NO_GENERATION
-    """The newest generation that it has trained in or brought up, and has left."""
+    """The newest generation that the trainer has trained in or brought up, and has left."""
     enough_for_call: int = 0
-    """Number of members that suffice to repeat the shared call that its script is in; 0: the script
-    is in no shared call."""
+    """Number of members that suffice to repeat the shared call that the member's script is in; 0:
+    the script is in no shared call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextStepReached(MemberEvent):
-    """The trainer waits before `next_step`."""
+    """The member offers to stop before `next_step`, the first step that it has not begun, and does
+    not begin that step until the boundary is agreed."""
 
     generation: Generation
     next_step: Step
@@ -81,12 +83,12 @@ class NextStepReached(MemberEvent):
 class ReadinessReported(MemberEvent):
     generation: Generation
     step: Step | None = None
-    """Number of optimizer steps in the state that it starts from; None: not stated."""
+    """Number of optimizer steps in the state that the member starts from; None: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakReported(MemberEvent):
-    """A collective failed under the member, or it could not bring the generation up."""
+    """A collective failed under the member, or the member could not bring the generation up."""
 
     generation: Generation
     error: str
@@ -108,9 +110,10 @@ class HeartbeatReceived(MemberEvent):
     moved: int = 0
     """Counter that changes as long as the bring-up makes progress."""
     waits: bool = False
-    """True if it waits for other members."""
+    """True if the trainer waits for other members."""
     own_code_s: float = 0.0
-    """Seconds for which it has been in the script's own code; 0: it is not, or that is unknown."""
+    """Seconds for which the trainer has been in the script's own code; 0: it is not, or that is
+    unknown."""
     loads: bool = False
     """True if that code waits for a batch to be loaded."""
 
@@ -171,7 +174,7 @@ class MemberWorkDone(MemberEvent):
 
     reason: str
     generation: Generation = NO_GENERATION
-    """The newest generation that it has entered."""
+    """The newest generation that the member has entered."""
     finished: bool = False
     """True if the member has no step left. The others may still use the state that it serves."""
     closes: bool = False
@@ -233,7 +236,7 @@ class ClosingNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingNotice(Notice):
-    """Members without a rank that would be in the next roster."""
+    """Number of members without a rank that the job has room for."""
 
     num_members: int
 
@@ -273,7 +276,7 @@ class Refusal:
     fix: str = ""
     conflicts: tuple[Conflict, ...] = ()
     replaced_by: str = ""
-    """The incarnation that has the member's name now."""
+    """The incarnation that has the member's name now; empty: the refusal has another reason."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,13 +33,14 @@ class TrainerActivity:
     moved: int = 0
     """Counter that changes as long as the bring-up makes progress."""
     moved_s: float = float("-inf")
-    """Time at which that count was last seen to change."""
+    """Time at which `moved` was last seen to change."""
     own_code_since_s: float | None = None
-    """Time since which it has been in the script's own code; None: it is not, or unknown."""
+    """Time since which the trainer has been in the script's own code; None: it is not, or that is
+    unknown."""
     loads: bool = False
     """True if that code waits for a batch to be loaded."""
     waits_for_others: bool = False
-    """True if it is known to wait for other members."""
+    """True if the trainer is known to wait for other members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,8 @@ class Wait:
     reason: str = "its own model: it has not proposed yet"
     since_s: float = 0.0
     is_standby: bool = False
-    """True if the member was notified that it stands by: `Limits.join_s` does not apply."""
+    """True if the member was notified that it stands by: it then waits without a limit of its
+    own."""
 
 
 @dataclass(kw_only=True)
@@ -61,18 +63,21 @@ class MemberState:
     proposal: Proposal | None = None
     """Training that the member proposes; without a proposal it cannot be in a roster."""
     settled: bool = True
-    """True if it has stopped and can be in the next roster; false while it trains in a synchronous
-    generation."""
+    """True if the member has stopped and can be in the next roster; False while it trains in a
+    synchronous generation."""
     reported_broken: Generation = NO_GENERATION
-    """The newest generation in which a collective failed under it."""
+    """The newest generation in which the member reported a failed collective."""
     entered: Generation = NO_GENERATION
-    """The newest generation that it is known to have entered."""
+    """The newest generation that the member is known to have entered."""
     disconnected_s: float | None = None
+    """Time at which the member's stream broke; None: it is open. A new leader sets a time in the
+    future, so that its members have time to attend."""
     halted_s: float | None = None
-    """Time at which a signal halted its process."""
+    """Time at which a signal halted the member's process; None: it is not halted."""
     drain: Drain = field(default_factory=Drain)
     failed_in: Generation = NO_GENERATION
-    """The newest generation whose bring-up failed by the member's own fault."""
+    """The newest generation whose bring-up failed on the member's side, whether it was blamed or
+    not."""
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
     wait: Wait = field(default_factory=Wait)
 
@@ -91,7 +96,7 @@ class MemberState:
 
     @property
     def is_standby(self) -> bool:
-        """True if the member was notified that it stands by: `Limits.join_s` does not apply."""
+        """True if the member was notified that it stands by, and waits without a limit."""
         return self.wait.is_standby
 
     @property

@@ -27,7 +27,8 @@ class MembershipTable:
     """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
     """The last MAX_EXPELLED incarnations that may not return, the oldest first, each with the
-    refusal that answers calls still in progress, if there is one."""
+    refusal that answers its later calls; None: the call is answered as that of any process that is
+    no member."""
     unproposed: set[str] = field(default_factory=set)
     """Members that joined under an earlier leader and have not proposed again."""
     pauses: Pauses = field(default_factory=Pauses)
@@ -38,10 +39,10 @@ class MembershipTable:
     """Members that have done their work, present or gone. None of them is waited for, and each
     counts towards the minimum."""
     num_announced_waiting: int = 0
-    """Number of members without a rank that the job has room for, as last reported to torchrun's
-    nodes."""
+    """Number of members without a rank that the job has room for, as the members that torchrun
+    started were last notified."""
     _unsettled: set[str] = field(default_factory=set)
-    # By id, the earliest first: an entry that is added later has a later time.
+    # Both by id, the earliest time first.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
     _halted: dict[str, MemberState] = field(default_factory=dict)
 
@@ -107,8 +108,13 @@ class MembershipTable:
 
     def disconnect(self, member: MemberState, now_s: float) -> None:
         self._disconnected.pop(member.member_id, None)
+        last = next(reversed(self._disconnected.values()), None)
         member.disconnected_s = now_s
         self._disconnected[member.member_id] = member
+        # A new leader, and `postpone`, set times in the future.
+        if last is not None and _disconnected_s(last) > now_s:
+            members = sorted(self._disconnected.values(), key=_disconnected_s)
+            self._disconnected = {each.member_id: each for each in members}
 
     def halt(self, member: MemberState, now_s: float) -> None:
         if member.halted_s is None:
@@ -129,8 +135,7 @@ class MembershipTable:
     def postpone(self, by_s: float) -> None:
         """Extend the time limits of disconnected and draining members: see `JobState.postpone`."""
         for member in self._disconnected.values():
-            assert member.disconnected_s is not None
-            member.disconnected_s += by_s
+            member.disconnected_s = _disconnected_s(member) + by_s
         self.postpone_drains(by_s)
 
     def postpone_drains(self, by_s: float) -> None:
@@ -162,7 +167,7 @@ class MembershipTable:
 
     @property
     def num_on_the_way(self) -> int:
-        """The number of members that have not proposed yet."""
+        """The number of members that have not proposed yet, and are not to leave."""
         known = len(self.candidates) + len(self.draining)
         return len(self.members) - known - sum(name in self.members for name in self.finished)
 
@@ -171,8 +176,8 @@ class MembershipTable:
         return any(name in self.finished for name in roster.ranks) if self.finished else False
 
     def overdue(self, now_s: float) -> Iterator[tuple[MemberState, str, str]]:
-        """Members that were disconnected or halted for too long, each with the reason for which it
-        is lost, in full and in short."""
+        """Members that were disconnected or halted for too long: (member, reason, the reason in a
+        word or two)."""
         for member in list(self._halted.values()):
             if now_s >= self._halt_ends_s(member):
                 halted = f"{self.limits.halt_s:g} s"
@@ -194,9 +199,13 @@ class MembershipTable:
             yield next(iter(table.values()))
 
     def _reconnect_ends_s(self, member: MemberState) -> float:
-        assert member.disconnected_s is not None
-        return member.disconnected_s + self.limits.reconnect_s
+        return _disconnected_s(member) + self.limits.reconnect_s
 
     def _halt_ends_s(self, member: MemberState) -> float:
         assert member.halted_s is not None
         return member.halted_s + self.limits.halt_s
+
+
+def _disconnected_s(member: MemberState) -> float:
+    assert member.disconnected_s is not None
+    return member.disconnected_s

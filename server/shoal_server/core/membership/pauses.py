@@ -1,7 +1,7 @@
 """Pauses: a member runs its script's own code, and the others wait for it. Pure.
 
-During a pause, the limits on agreeing, stopping and bring-up do not run: they are extended by the
-time that passes (`Pauses.hold`). The detection of losses goes on.
+During a pause, the limits on joining, agreeing, bring-up, stopping and draining do not run: they
+are extended by the time that passes (`Pauses.hold`). The detection of losses goes on.
 """
 
 from collections.abc import Iterator
@@ -58,8 +58,8 @@ class Pauses:
         return pause
 
     def end(self, member: MemberState, number: int = 0) -> Pause | None:
-        """End the member's pause of that number or an earlier one (0: any); returns it, or None if
-        there was none."""
+        """End the member's pause if it has that number or an earlier one (0: any number). Returns
+        the pause; None if there was no such pause."""
         known = self.of(member)
         if number and known is not None and number < known.number:
             return None

@@ -1,4 +1,4 @@
-"""The phases a job goes through, as one table. An illegal trigger raises and changes nothing."""
+"""The phases of a job, and one table of the transitions between them."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -70,7 +70,7 @@ class IllegalTransition(Exception):
 
 
 def after(phase: Phase, trigger: Trigger) -> Phase:
-    """The phase that `trigger` leads to from `phase`."""
+    """The phase that `trigger` leads to from `phase`. Raises IllegalTransition."""
     try:
         return TRANSITIONS[phase, trigger]
     except KeyError:

@@ -1,4 +1,4 @@
-"""Members that cannot reach each other: which to leave out so that the rest can train."""
+"""Choice of the members to leave out if some cannot reach each other."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,10 +8,10 @@ def members_to_exclude(
 ) -> dict[str, str]:
     """Members to exclude so that all others reach each other, each with up to five errors seen.
 
-    `unreachable` says for each member which peers it could not reach, and with what error. A pair
-    is cut if either side says so, since a collective needs both directions. The member that is cut
-    off from most others is excluded first; between equals, the newest. Members in `kept` train,
-    and stay whatever any member reports.
+    `unreachable`: for each member the peers that it could not reach, with the errors. A pair is cut
+    if either side reports it, since a collective needs both directions. The member that is cut off
+    from most others is excluded first; of equals, the last in `newest_last`. Members in `kept` are
+    never excluded, even if they do not reach each other.
     """
     cut: dict[str, dict[str, str]] = {}
     for member, peers in unreachable.items():

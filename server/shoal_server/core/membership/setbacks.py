@@ -14,7 +14,8 @@ FIRST_PAUSE_S = 1.0
 PAUSE_GROWTH = 3.0
 MAX_PAUSE_S = 300.0
 REMEMBERED_S = 600.0
-"""Time after which failures are forgotten, and a member that was left out may join again."""
+"""Time since a member's newest failure after which its failures are forgotten. If it was left out,
+it may join again then."""
 MAX_NAMES_KEPT = 10_000
 
 
@@ -23,14 +24,15 @@ class Setback:
     """One member's failures in a row."""
 
     at_s: float
+    """Time of the newest failure."""
     own: int = 0
-    """Number of its own failures."""
+    """Number of the member's own failures."""
     shared: int = 0
     """Number of failures that other members caused while this member joined."""
     error: str = ""
-    """The error of its newest own failure."""
+    """The error of the member's newest own failure."""
     not_before_s: float | None = None
-    """Time before which no roster includes it."""
+    """Time until which the member's next try is put off; None: it is not put off."""
 
 
 class Setbacks:

@@ -27,9 +27,10 @@ class StoreServer:
 def servers_for(
     rank: int, copies: int, servers: Iterable[StoreServer], near: str = ""
 ) -> list[str]:
-    """The servers for the segment of a rank. The first, on host `near` if possible, passes the
-    segment on to the others. The second copy is on another host if there is one. Ranks begin at
-    different servers, so that all servers get about the same number of segments.
+    """The servers for the segment of a rank: `copies`, or all if there are fewer. The first, on
+    host `near` if possible, passes the segment on to the others. The second copy is on another host
+    if there is one. Ranks begin at different servers, so that all servers get about the same number
+    of segments. Leaving servers are used only if there are no others.
     """
     by_id = sorted(servers, key=lambda each: each.server_id)
     candidates = [each for each in by_id if not each.is_leaving] or by_id
@@ -58,7 +59,9 @@ class HoldsAnswer:
     """Answer of a server to a question about segments."""
 
     held: Collection[bytes]
+    """Digests of the segments that the server has."""
     durable: Collection[bytes] = ()
+    """Digests of the segments that are on the server's disk."""
     writes_to_disk: bool = False
 
 
@@ -86,7 +89,7 @@ class Holders:
     def see(
         self, servers: Iterable[StoreServer], versions: Iterable[PublishedVersion], now_s: float
     ) -> None:
-        """Note which servers are registered now."""
+        """Note which servers are registered now, and since when holders of versions are not."""
         self._servers = {each.server_id: each for each in servers}
         named = {h for v in versions for s in v.segments for h in s.holders}
         self._away_since_s = {
@@ -102,7 +105,8 @@ class Holders:
             self._write_to_disk.add(server.server_id)
 
     def note_versions(self, versions: Iterable[PublishedVersion], now_s: float) -> None:
-        """Note since when segments are on no server; forget segments of dropped versions."""
+        """Note since when segments are on none of their holders; forget segments of dropped
+        versions."""
         # Versions with the same bytes share segments, and may name different holders.
         holders: dict[bytes, set[str]] = defaultdict(set)
         for version in versions:
@@ -114,8 +118,8 @@ class Holders:
         self._missing_since_s = {d: self._missing_since_s.get(d, now_s) for d in missing}
 
     def questions(self, versions: Iterable[PublishedVersion]) -> dict[str, list[bytes]]:
-        """Segments to ask each server about: those that the server is not known to have, and, if it
-        writes to disk, all of versions that are not durable yet."""
+        """Segments to ask each holder about: those that it is not known to have, if it is
+        registered; and, if it writes to disk, all segments of versions that are not durable."""
         asked = (_Standing.UNKNOWN, _Standing.LACKING)
         digests_of: dict[str, list[bytes]] = defaultdict(list)
         for version in versions:
@@ -136,7 +140,8 @@ class Holders:
         ]
 
     def lost(self, versions: Iterable[PublishedVersion], now_s: float) -> list[int]:
-        """Versions with a segment that no server has had for a while."""
+        """Versions with a segment that none of its holders has had for LOST_AFTER_S, or, of a
+        durable version, for DURABLE_LOST_AFTER_S."""
         return [
             version.number
             for version in versions
@@ -161,7 +166,7 @@ class Holders:
         standing = {h: self._standing(h, segment.digest) for h in segment.holders}
         having = {h for h in self._servers if self._standing(h, segment.digest) is _Standing.HELD}
         if not having and _Standing.UNKNOWN not in standing.values():
-            return segment  # no server has it
+            return segment  # no registered server has it
         gone = {h for h in standing if self._is_gone(h, now_s)}
         staying = [h for h in segment.holders if h not in gone]
         counted = [h for h in staying if not self._is_leaving(h)]

@@ -1,4 +1,4 @@
-"""Decision on the versions of a series that are kept, and on sending another one."""
+"""Decisions on a series: which versions are kept, and if another one may be sent."""
 
 from collections.abc import Collection, Sequence
 

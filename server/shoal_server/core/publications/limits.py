@@ -13,8 +13,8 @@ MAX_READERS = 4096
 MAX_LEASES = 16
 """Maximum number of leases of a reader."""
 MAX_CHILDREN = 2
-"""Maximum number of relays that fetch a version from the same relay at a time: each has half of its
-bandwidth."""
+"""Maximum number of relays that fetch a version from the same relay at a time: each gets half of
+that relay's bandwidth."""
 MAX_RELAYS = 512
 """Maximum number of relays of a version. Further readers fetch from servers and pass nothing on."""
 MAX_PINS = 16
@@ -25,7 +25,7 @@ SEGMENTS_A_WRITE = 4096
 """Maximum number of segments whose holders are replaced in one write: etcd accepts requests up to
 1.5 MiB."""
 MAX_PENDING = 4
-"""Maximum number of publications of a series that lack parts at the same time; a further one
+"""Maximum number of publications of a series that lack parts or wait to be verified; a further one
 abandons the oldest."""
 ABANDONED_AFTER_S = 90.0
 """Time without a new part after which a publication is abandoned: less than the servers' grace,

@@ -47,13 +47,15 @@ class Publication:
 
     @property
     def missing(self) -> str:
-        """Text that lists the ranks whose parts are missing."""
+        """Text that lists up to 8 ranks whose parts are missing, and counts the others; empty if no
+        part has arrived or none is missing."""
         world = next(iter(self._parts.values())).world if self._parts else 0
         ranks = [str(rank) for rank in range(world) if rank not in self._parts]
         return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
     def add(self, call: Call, part: PublicationPart, now_s: float) -> None:
-        """Add a rank's part, and the call that waits for the version.
+        """Add a rank's part, and the call that waits for the version. Until the parts are verified,
+        another part of the same rank replaces the earlier one.
 
         Raises Mismatch; the publication is then unchanged.
         """

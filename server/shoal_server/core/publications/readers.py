@@ -68,9 +68,10 @@ class Readers:
         self, report: ReaderReport, kept: Collection[int], now_s: float
     ) -> tuple[list[int], list[int]]:
         """Note a report. Return the versions that the reader holds leases on now, and those of its
-        wanted versions that are gone. A report that a later one has overtaken changes nothing; all
-        its versions are returned as gone. Raises TooManyReaders or InstalledOlder; the leases are
-        then unchanged."""
+        wanted versions that are gone. A reader that leaves is forgotten, with its leases; both
+        lists are then empty. A report that a later one has overtaken changes nothing; all its
+        versions are returned as gone. Raises TooManyReaders or InstalledOlder; the leases are then
+        unchanged."""
         known = self._known.get(report.reader)
         # A lower number is accepted once the leases have ended: the reader may be a new process.
         is_recent = known is not None and now_s < known.seen_s + HELD_S
@@ -111,7 +112,7 @@ class Readers:
         return min(ends, default=None)
 
     def forget_silent(self, now_s: float) -> bool:
-        """Forget readers that have been silent for long; True if there were any."""
+        """Forget readers that have been silent for READER_FORGOTTEN_S; True if there were any."""
         silent = [n for n, r in self._known.items() if now_s - r.seen_s > READER_FORGOTTEN_S]
         for name in silent:
             del self._known[name]

@@ -81,7 +81,7 @@ class _Script:
 
 @dataclass
 class _Abandoned:
-    """Reasons why publications of this epoch were abandoned."""
+    """Reasons why the newest publications of this epoch were abandoned; at most ABANDONED_KEPT."""
 
     reasons: OrderedDict[int, PartsRejected] = field(default_factory=OrderedDict)
 
@@ -101,7 +101,7 @@ class PublishedSeries:
         self.readers = Readers()
         self._relays = RelayTrees()
         # This leader does not know the leases that the previous one granted. They may be on any
-        # version found in the store, and all of them have ended by this time.
+        # version found in the store. All of them have ended once this time has come.
         self._found = frozenset(stored.head.kept)
         self._keeps_found_until_s = now_s + HELD_S if stored.head.kept else now_s
         self._script = _Script(now_s + HELD_S)
@@ -169,7 +169,8 @@ class PublishedSeries:
         }
 
     def differs(self, reader: Reader) -> bool:
-        """True if the reader's bytes differ from the version that it reports as installed."""
+        """True if the reader's bytes differ from the version that it reports as installed. False if
+        the head no longer has that version's digest."""
         report = reader.report
         known = self.head.digests.get(report.installed)
         return known is not None and report.installed_digest != known

@@ -2,7 +2,7 @@
 over, and leads again from its journal. Pure: events and the time go in, effects come out.
 
 The record in etcd assigns shards (`core/shards/assignments.py`). This server carries out each
-change of the record, whichever process made it, and makes changes itself: a joiner is in step, a
+change of the record, whichever process made it. It makes changes itself when a joiner is in step, a
 backup or a primary is gone, a shard is handed over, or this server's disk has it. The wanted change
 is computed from the state after each event, and again from the newest record at the time of the
 write (`revised`), so an outdated change is never written.
@@ -52,7 +52,8 @@ Effects = Iterator[Effect]
 
 
 class ReplicationCore:
-    """Core of one server process. Each event is followed by all its effects, in order."""
+    """Core of one server process. All effects of an event are carried out, in order, before those
+    of the next event."""
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self.me = me
@@ -118,12 +119,12 @@ class ReplicationCore:
         return self._records.keys_of(job)
 
     def led(self, key: Key) -> LedShard | None:
-        """The shard, if this server leads it in the record's epoch."""
+        """The shard as this server leads it; None if it does not."""
         return self.leading.find(key)
 
     @property
     def open_claims(self) -> list[Key]:
-        """Claims to shards in the journal, of existing jobs."""
+        """Claims to shards in the journal of which this server has a record."""
         return [key for key in self._claims.open if key in self._records]
 
     def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:

@@ -88,6 +88,7 @@ class SampleLedger:
     """The sample ledger of one job. A method that raises has changed nothing."""
 
     def __init__(self, *, dataset_size: int, num_epochs: int) -> None:
+        """Begin without leases. Raises ValueError unless both numbers are at least 1."""
         if dataset_size < 1 or num_epochs < 1:
             raise ValueError(
                 f"dataset_size is {dataset_size} and num_epochs {num_epochs}; expected at least 1"
@@ -143,8 +144,8 @@ class SampleLedger:
         `num_members`: number of members that share an epoch, including those that have not asked
         yet.
 
-        A retry of the latest request gets the same answer and changes nothing. A new incarnation
-        ends the member's earlier one. Raises StaleRequest or TooManyRanges.
+        A retry of the latest request gets the same range again and changes nothing. A new
+        incarnation ends the member's earlier one. Raises StaleRequest or TooManyRanges.
         """
         member = self._members.get(request.member_id)
         is_news = member is None or member.incarnation != request.incarnation
@@ -183,8 +184,9 @@ class SampleLedger:
     ) -> int:
         """Free the ranges of a lost member and remove it; return the number of samples freed.
 
-        With `incarnation`, a later incarnation of the member keeps its ranges. `silent_s`: time
-        since its latest request. Samples that it cannot have begun do not count as returned.
+        With `incarnation`, a later incarnation of the member keeps its ranges, and 0 is returned.
+        `silent_s`: time since the member's latest request; infinite: unknown, so that it may have
+        begun all samples. Samples that it cannot have begun do not count as returned.
         """
         member = self._members.get(member_id)
         if member is None or incarnation not in (None, member.incarnation):

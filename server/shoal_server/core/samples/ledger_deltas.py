@@ -15,7 +15,7 @@ FORMAT = 1
 MAX_VARINT_BYTES = 10
 _NO_ANSWER, _LAST_HELD, _OTHER = range(3)
 _KINDS = 3
-"""Kinds of a member's last answer."""
+"""Number of kinds of a member's last answer."""
 
 Books = dict[str, Any]
 """The result of `SampleLedger.to_json`."""

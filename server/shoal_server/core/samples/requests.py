@@ -28,16 +28,19 @@ class SampleRequest:
     num_samples: int = 0
     """Number of samples wanted; 0: report only. The leased range may be shorter, never longer."""
     reserve: int = 0
-    """Number of samples that the member wants to hold, to train on while no coordinator answers."""
+    """Number of samples that the member wants to hold, to train on while no coordinator answers. 0:
+    the member leases one range at a time."""
     step_samples: int = 1
-    """Number of samples of one step: leases are multiples of it, unless an epoch ends."""
+    """Number of samples of one step. The share of a member with a reserve is a multiple of it. A
+    lease may end within a step where the free range ends."""
     given_back: Sequence[LedgerRange] = ()
     """Ranges that the member held and never began."""
     completed_before: Sequence[LedgerRange] = ()
     """Ranges reported before, perhaps to a ledger that was lost. Ranges that are recorded already
     do not count again."""
     begun: int = 0
-    """Number of held samples that the member has begun, if it has a reserve."""
+    """Number of samples that the member has begun, of those that it held or reports in this
+    request, if it has a reserve."""
     begins_per_s: int = 0
     """Maximum number of samples that the member begins in a second."""
 
@@ -89,7 +92,8 @@ class LedgerCounts:
 
 
 class StaleRequest(Exception):
-    """A request that was overtaken by a later one of the same member; nothing was changed."""
+    """Raised for a request that a later one of the same member has overtaken; nothing was
+    changed."""
 
     def __init__(self, sequence: int, newest: int) -> None:
         super().__init__(f"request {sequence} came after request {newest}")
@@ -98,4 +102,5 @@ class StaleRequest(Exception):
 
 
 class TooManyRanges(Exception):
-    """The member holds too many separate ranges to get another; nothing was changed."""
+    """Raised for a member that holds too many separate ranges to get another; nothing was
+    changed."""

@@ -79,7 +79,8 @@ class ShardAssignment:
     """Epoch and version that the disk has at least reached. Written now and then, so that an older
     copy of the disk is recognized."""
     found_version: int = 0
-    """Version below `disk_version` that a later process of the server found; 0: none was found."""
+    """Version of an older copy that a later process of the server found on its disk, or 1 if
+    `found_foreign`; 0: neither was found."""
     found_foreign: bool = False
     """True if the disk was found to have the shard of another run of the job."""
     restored_version: int = 0
@@ -87,12 +88,13 @@ class ShardAssignment:
     content: ShardContent = ShardContent.NONE
     """State of the values. Becomes PRESENT before a worker can read them or push to the shard."""
     loss: ShardLoss | None = None
-    """Set while the shard is lost."""
+    """Set while the shard is lost, once the coordinator has recorded what is known of the loss."""
     accepted_loss: AcceptedLoss | None = None
     """The latest decision of an operator to give the shard up, with which it started over."""
 
     def holds(self, holder: Holder) -> bool:
-        """True if the server has every acknowledged update."""
+        """True if the server is the primary or in step with it, so that it has every update that
+        was acknowledged as replicated."""
         return holder == self.primary or holder in self.backups
 
     @property

@@ -19,11 +19,11 @@ class ShardMeasure:
 def weights(
     num_bytes: Mapping[int, int], before: Mapping[int, int], after: Mapping[int, int]
 ) -> dict[int, int]:
-    """Weight of each shard: half its share of all bytes, half its share of bytes pushed lately.
+    """Weight of each shard: half its share of all bytes, half its share of the bytes pushed lately.
 
-    `num_bytes`: each shard's size. `before`, `after`: the total bytes pushed to it, at two times.
-    If a total fell, the shard has a new primary, which counts from 0. If nothing was pushed, only
-    sizes count.
+    `num_bytes`: each shard's size, above 0. `before`, `after`: the total bytes pushed to each
+    shard, at two times. If a total fell, the shard has a new primary, which counts from 0. If
+    nothing was pushed, only sizes count.
     """
     pushed = {i: _grown(before.get(i, 0), after.get(i, 0)) for i in num_bytes}
     all_bytes, all_pushed = sum(num_bytes.values()), sum(pushed.values())

@@ -16,7 +16,8 @@ def changes_between(
     """Kinds and texts of all changes except moves and lost shards. `present`: the servers that are
     present now.
 
-    "lost ps-1: ps-0 leads 4 shards in its place, with every update that was acknowledged".
+    For example ("server_lost", "lost ps-1: ps-0 leads 4 shards in its place, with every update that
+    was acknowledged").
     """
     promoted: dict[str, Counter[str]] = {}
     copies: Counter[str] = Counter()

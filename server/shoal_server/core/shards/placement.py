@@ -25,10 +25,11 @@ TARGET_SHARD_BYTES = 1792 * 1024
 """Approximate bytes of a shard. A push costs some 0.2 ms for each shard, whatever the size; a push
 of up to 2 MiB is applied without a switch to another thread."""
 MAX_SHARDS = 512
-"""Maximum number of shards of up to LARGE_SHARD_BYTES, rounded up to a multiple of the servers."""
+"""Number of shards into which a model is cut at most, as long as shards stay below
+LARGE_SHARD_BYTES. The number is rounded up for each dtype and group (`cut_into_shards`)."""
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
-"""Maximum number of shards. In models beyond 1 TiB, shards exceed LARGE_SHARD_BYTES."""
+"""The same for larger models. In models beyond 1 TiB, shards exceed LARGE_SHARD_BYTES."""
 BLOCKS_PER_SHARD = 8
 """Approximate minimum number of blocks in a shard, so that the packing is even."""
 MIN_SPLIT_BYTES = 64 * 1024
@@ -164,7 +165,7 @@ def _describe(parameter: Parameter) -> str:
 def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[Shard, ...]:
     """Shards of about equal size that together hold every element exactly once. The number of
     shards of each dtype and group is a multiple of `num_servers`, or 1 if there are too few bytes
-    to be worth splitting.
+    to be worth splitting. Call `check_schema` first.
     """
     total_bytes = sum(p.num_bytes for p in parameters)
     target_bytes = shard_bytes(total_bytes)
@@ -237,7 +238,7 @@ def spread_tables(
 
 
 def skew(placed: Sequence[PlacedShard], num_servers: int) -> float:
-    """Bytes on the fullest server over the mean of all; 1.0 is perfect."""
+    """Bytes on the fullest server divided by the mean of all servers; 1.0 is perfectly even."""
     load: dict[str, int] = defaultdict(int)
     for p in placed:
         load[p.server_id] += p.shard.num_bytes

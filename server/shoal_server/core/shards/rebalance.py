@@ -169,7 +169,7 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
     """Number of shards whose values are gone and whose loss is not recorded yet: `rebalance` would
-    give the shard to a server without values, or a server has just found its disk without it."""
+    give the shard to a server without values, or it was just marked LOST. 0 if no server stays."""
     if not servers.staying:
         return 0
     return sum(

@@ -17,7 +17,7 @@ merely cut off from etcd, and serves on meanwhile."""
 
 
 class Sightings:
-    """Servers of one job, as seen by one coordinator since its term began."""
+    """Servers of one job, as one coordinator has seen them."""
 
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
         """Both limits are those of `ReplicationLimits`."""

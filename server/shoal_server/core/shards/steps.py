@@ -9,8 +9,10 @@ class StepId:
     """Identity of one push, or of all pushes of gradients and rows of one training step."""
 
     session: str
-    """The sender, which numbers its pushes: an incarnation of a member."""
+    """The sender, which numbers its pushes: an incarnation of a member. A prefix marks steps that
+    push only to tables, which are numbered separately."""
     sequence: int
+    """Number of the push, or of the step, in that session."""
 
 
 Shards = frozenset[int] | None

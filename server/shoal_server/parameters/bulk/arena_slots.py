@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 SLOT_BYTES = 2 * 1024 * 1024
-"""Size of a slot. Most shards of parameters are smaller, so a push to a shard is one piece."""
+"""Size of a slot. Shards of parameters are smaller unless the model is very large, so a push to a
+shard is one piece."""
 NUM_SLOTS = 16
 """Twice the number of shards of one push that are in progress at a time. Slots are freed in batches
 of half of them, and the other half has a slot for each of these shards."""
@@ -27,7 +28,8 @@ class ArenaSlots:
         """A slot that is filled but not announced, and its address in memory."""
 
     async def fill(self, data: memoryview) -> int:
-        """Copy at most SLOT_BYTES to the next free slot, and return its offset."""
+        """Wait for a free slot, copy at most SLOT_BYTES to it, and return its offset. The latest
+        draft is not copied: see `fill_now`."""
         while (at := self.fill_now(data)) is None:
             self._freed.clear()
             await self._freed.wait()

@@ -34,8 +34,9 @@ class ByteChannel(Protocol):
         ...
 
     def send_some(self, data: bytes) -> int:
-        """Send without waiting, and return the number of bytes sent. The other bytes must be sent
-        next. Raises OSError if nothing was sent."""
+        """Send without waiting, and return the number of bytes sent, which may be 0. The other
+        bytes must be sent next. Raises OSError if nothing was sent and nothing must be sent
+        next."""
         ...
 
 

@@ -38,8 +38,8 @@ class FrameConnection:
         self._bytes = bytes_of(connected)
         is_plain = isinstance(self._bytes, PlainBytes)
         self.is_local = is_plain and connected.family == socket.AF_UNIX
-        """True if sent data lie in the memory of the other process, which can read them even after
-        this process is gone."""
+        """True if sent data are at once in the buffer from which the other process reads: it can
+        read them even after this process is gone."""
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(self._buffer_for, first=first)
         self._chunk_buffer: Callable[[int], memoryview] | None = None
@@ -56,7 +56,8 @@ class FrameConnection:
     async def next_frame(self) -> Frame:
         """Return the next frame that the function given to `deliver` does not take.
 
-        Raises PeerHungUp, MalformedMessage or ChecksumMismatch: nothing can be read afterwards.
+        Raises PeerHungUp, MalformedMessage, ChecksumMismatch, or an error of that function: nothing
+        can be read afterwards.
         """
         while (frame := self._next_untaken()) is None:
             if self._take is not None and isinstance(self._bytes, PlainBytes):
@@ -198,7 +199,8 @@ class FrameConnection:
                 raise PeerHungUp(repr(error)) from error
 
     async def send_descriptor(self, descriptor: int) -> None:
-        """Send a file's descriptor over a Unix socket, as DESCRIPTOR frame. Raises PeerHungUp."""
+        """Send a file's descriptor over a Unix socket, as a DESCRIPTOR frame. Raises PeerHungUp. If
+        this is cancelled, close the socket."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -229,8 +231,9 @@ class FrameConnection:
                 raise PeerHungUp(repr(error)) from error
 
     def send_now(self, frame: bytes) -> bool:
-        """Send a frame without a turn of the event loop. False, with nothing sent, while another
-        send is in progress, the kernel's buffer is full, or the connection is broken."""
+        """Send a frame without a turn of the event loop. True if all of it was sent, or the rest
+        follows by itself. False, with nothing sent, while another send is in progress, the kernel's
+        buffer is full, or the connection is broken."""
         if not self.is_quiet:
             return False
         try:
@@ -245,7 +248,8 @@ class FrameConnection:
         return True
 
     def send_soon(self, frame: bytes) -> None:
-        """Send a frame now, or after the send in progress."""
+        """Send a frame now, or after the send in progress. An error is only logged: the next send
+        or read raises it."""
         if not self.send_now(frame):
             self._flush(frame)
 

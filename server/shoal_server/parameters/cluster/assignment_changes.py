@@ -20,12 +20,14 @@ async def change_assignments(
     shard_ids: Collection[int],
     change: Callable[[ShardAssignment], ShardAssignment],
 ) -> bool:
-    """Apply a change to each of these shards' records. True if the job's shards are still placed.
+    """Apply a change to each of these shards' records. Return True if the job's shards are still
+    placed. Shards without a readable record are left out.
 
     `change` returns the new assignment, or its argument if nothing is to be changed. Returns once
     all changed records are written. If another process writes a record meanwhile, `change` is
-    called again for that record alone. After a RetryError or an unknown outcome, it is called again
-    for all records, however often that happens. Raises any other error of the store.
+    called again for the records of the same transaction. After a RetryError or an unknown outcome,
+    it is called again for all records, however often that happens. Raises any other error of the
+    store.
     """
     while True:
         try:

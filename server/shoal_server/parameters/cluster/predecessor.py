@@ -1,8 +1,8 @@
 """The previous process with this server's id, which may be partitioned from etcd and still serve.
 
-A new process waits until the previous one can no longer acknowledge pushes. It need not wait if the
-previous process is known to have ended: that process recorded its end in etcd, is gone from this
-machine, or has released the lock of the journal.
+A new process takes over the shards of the previous process only once that process can no longer
+acknowledge pushes. It need not wait if the previous process is known to have ended: that process
+recorded its end in etcd, is gone from this machine, or has released the lock of the journal.
 """
 
 import json
@@ -57,7 +57,8 @@ class ProcessRecord:
         )
 
     def has_ended(self, seen_by: "ProcessRecord") -> bool:
-        """True if `seen_by` is on the same machine, and this process has ended."""
+        """True if `seen_by` is in the same PID namespace of the same machine, and this process has
+        ended."""
         if (self.boot, self.namespace) != (seen_by.boot, seen_by.namespace):
             return False
         return _started(self.pid) != self.started

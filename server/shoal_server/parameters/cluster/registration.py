@@ -49,7 +49,8 @@ class Registration:
 
     If the lease is lost, for instance because etcd was unreachable for long, the server registers
     again with a new lease. Two servers never hold one id: the second server waits until the lease
-    of the first has ended, and gives up after three times the lease's length.
+    of the first has ended, and after three times the lease's length raises AddressInUse, on entry
+    or in `wait_failed`. Entry also raises what the store raises.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class Registration:
         on_renewed: Callable[[float], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`on_renewed` is called after each successful renewal, with the time of the event loop at
-        which the renewal was sent. `on_end` is called before the registration is removed: from then
+        """`on_renewed` is called after each registration and renewal, with the time of the event
+        loop at which it was begun. `on_end` is called before the registration is removed: from then
         on no push may be acknowledged."""
         self._store = store
         self._on_renewed = on_renewed
@@ -117,7 +118,7 @@ class Registration:
 
     async def _claimed_in_time(self, key: str) -> bool:
         """Claim the key; return False if etcd was too slow. Raises AddressInUse if another server
-        keeps the id, and RetryError if etcd stays unreachable."""
+        keeps the id, and what the store raises."""
         try:
             async with asyncio.timeout(3 * self._lease_ttl_s):
                 while not await self._claim(key):

@@ -24,7 +24,7 @@ class Silence:
         self._silent_s = 0.0
 
     async def wait(self) -> None:
-        """Return once the other server has been silent for `silence_s`."""
+        """Return once a message of the other server has been overdue for `silence_s`."""
         loop = asyncio.get_running_loop()
         looked_s = loop.time()
         while self._silent_s < self._timeouts.silence_s:

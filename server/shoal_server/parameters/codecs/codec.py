@@ -52,7 +52,7 @@ def new_decoder(
     without compression.
 
     Raises InvalidSpec for an unknown codec or options that are out of range, and ShapeMismatch for
-    a length that does not fit the blocks, or that is not below `plain_bytes`.
+    a length, or rows, that do not fit the blocks, or a length that is not below `plain_bytes`.
     """
     make = _DECODERS.get(codec.kind)
     if make is None:

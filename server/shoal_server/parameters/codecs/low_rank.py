@@ -1,4 +1,4 @@
-"""Low-rank gradients: matrices sent as products of two thin ones.
+"""Low-rank gradients: each matrix is sent as two thin ones, and is their product.
 
 M: rows of a matrix. N: its columns. R: rank, the columns of either factor.
 """

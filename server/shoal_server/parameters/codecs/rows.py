@@ -24,7 +24,8 @@ def row_bytes(codec: GradientCodec, dim: int) -> int:
 
 
 def decode_rows(codec: GradientCodec, data: Buffer, dim: int) -> Tensor:
-    """Return R x C gradients in fp32, maybe infinite or NaN. `data` has one or more whole rows."""
+    """Return R x C gradients in fp32, which may be infinite or NaN. `data` has one or more whole
+    rows."""
     if codec.kind != "int8":
         return torch.frombuffer(data, dtype=HALF[codec.kind]).to(torch.float32).view(-1, dim)
     raw = torch.frombuffer(data, dtype=torch.uint8).view(-1, SCALE_BYTES + dim)

@@ -19,7 +19,8 @@ class SparseDecoder:
         self.num_bytes = self._num_sent * ENTRY_BYTES
 
     def decode(self, data: Buffer) -> Tensor:
-        """Decode a gradient. Raises MalformedMessage for positions out of range or order."""
+        """Decode a gradient. Raises MalformedMessage for positions that are out of range, or do not
+        rise."""
         values = torch.zeros(self._num_values)
         if not self._num_sent:
             return values

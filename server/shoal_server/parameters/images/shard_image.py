@@ -8,7 +8,7 @@
 
 Before a push changes data of a chunk that is not released, the old data are copied, so that every
 chunk is read as of the image's version. Of a table, only the rows that the push touches are copied;
-a dense shard, which has a few MiB, is copied whole.
+a dense shard is copied whole, once.
 """
 
 import threading
@@ -32,7 +32,7 @@ CHUNK_BYTES = 2 * 1024 * 1024
 
 class Locked(Protocol):
     """Calls `work` under the lock of a shard's content. Raises InternalError if the image is closed
-    before or after the work."""
+    before the work has ended."""
 
     def __call__(self, work: Callable[[], T]) -> T: ...
 
@@ -52,7 +52,8 @@ class ImageContent(Protocol):
         ...
 
     def read(self, index: int) -> Buffer:
-        """Return a copy of a chunk, as of the image's version."""
+        """Return a copy of a chunk, as of the image's version. Raises InternalError if the chunk is
+        released."""
         ...
 
     def release(self, index: int) -> None:
@@ -182,7 +183,8 @@ class ShardImage:
     def chunk(self, index: int) -> Buffer:
         """Return a chunk as of the image's version; repeated calls return the same bytes.
 
-        Raises InternalError if the chunk is released or the image is closed.
+        Raises InternalError if the image is closed, or the chunk is one of the content and is
+        released.
         """
         if index < self._num_rest:
             self._check_open()

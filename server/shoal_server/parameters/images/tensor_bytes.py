@@ -60,7 +60,8 @@ def to_message(name: str, tensor: Tensor) -> CutTensor:
 
 
 def from_message(message: CutTensor) -> Tensor:
-    """Decode a tensor that `to_message` encoded, to new memory. Raises MalformedMessage."""
+    """Decode a tensor that `to_message` encoded, to new memory. Raises MalformedMessage for an
+    unknown dtype, or if the data are longer or shorter than the shape needs."""
     described = message.description
     dtype = DTYPES.get(described.dtype)
     shape = tuple(described.shape)

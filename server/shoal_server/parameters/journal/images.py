@@ -1,4 +1,4 @@
-"""The images in a journal's directory: one per shard. It replaces the shard's earlier records."""
+"""Images in a journal's directory, one per shard. An image replaces the shard's earlier records."""
 
 import re
 from collections.abc import Sequence
@@ -45,12 +45,13 @@ class StoredImage:
 
 
 class JournalImages:
-    """The image files of a journal. Every call blocks."""
+    """The image files of a journal. Every call blocks, and raises Unavailable if the disk fails."""
 
     def __init__(self, directory: Path) -> None:
         self._files = Storage(Location.of_directory(directory))
 
     def list(self) -> list[StoredImage]:
+        """List the images, and remove all other files: a process ended while it wrote them."""
         kept = []
         for path in self._files.sizes(""):
             job, _, name = path.rpartition("/")
@@ -64,7 +65,8 @@ class JournalImages:
         return kept
 
     def write(self, job: str, epoch: int, number: int, image: Image, run: str = "") -> StoredImage:
-        """Write an image to disk, with `fsync`. `run`: the job's run. Raises Unavailable."""
+        """Write an image to disk, with `fsync`. `number`: the journal's next log number. `run`: the
+        job's run."""
         file = image_file.DigestingReader(image_file.pieces(image, run))
         shard_id, version = image.shard_id, image.version
 
@@ -75,7 +77,8 @@ class JournalImages:
         return kept()
 
     def read(self, kept: StoredImage) -> LoadedImage:
-        """Read an image. Raises JournalDamaged, naming the file, if the file has changed."""
+        """Read an image. Raises JournalDamaged, naming the file, if the file has changed or is
+        gone."""
         data = self._files.read(kept.path) or b""
         try:
             return image_file.from_bytes(

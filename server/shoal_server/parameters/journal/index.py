@@ -64,8 +64,8 @@ class JournalIndex:
         return sum(segment.num_bytes for segment in self.segments)
 
     def note(self, number: int, entry: JournalEntry) -> StoredImage | None:
-        """Add an entry of the newest segment; return the image that it makes superfluous, or
-        None."""
+        """Add an entry of the newest segment. Return the image that it makes superfluous; None if
+        there is none."""
         version = 0 if entry.record is None else entry.record.push.version
         self.segments[-1].last[entry.key] = EntryLocation(number, entry.epoch, version)
         if entry.record is not None:
@@ -77,7 +77,8 @@ class JournalIndex:
         return self._images.pop(entry.key)
 
     def put(self, image: StoredImage) -> StoredImage | None:
-        """Add an image. Return the image that is superfluous now, which may be the added one."""
+        """Add an image. Return the image that is superfluous now, which may be the added one; None
+        if there is none."""
         before = self._images.get(image.key)
         if image.number <= self._ended.get(image.key, 0):
             return image

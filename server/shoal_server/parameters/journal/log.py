@@ -118,8 +118,11 @@ class Journal:
             raise disk_failure(self._config.directory, error, fix=fix) from error
 
     def recover(self, make: Callable[[LoadedImage], State]) -> Sequence[RecoveredShard[State]]:
-        """Return every shard as it was when the previous process ended. Call this before `append`.
-        `make` makes a shard from its image. Raises JournalDamaged, naming the file.
+        """Return every shard as of its last record on disk. Call this before `append`. `make` makes
+        a shard from its image.
+
+        Raises JournalDamaged, naming the file, also for a MalformedMessage of `make`; other errors
+        of `make` as they are; Unavailable or OSError if a file cannot be read.
         """
         return replay(self._config.directory, self._images, self._index, make)
 
@@ -127,8 +130,7 @@ class Journal:
         self, job: str, shard_id: int, make: Callable[[LoadedImage], State]
     ) -> RecoveredShard[State] | None:
         """Read one shard from disk; None if the journal does not have it. No records of the shard
-        may be appended meanwhile. Blocks. Raises JournalDamaged, naming the file, and Unavailable
-        or OSError if a file cannot be read."""
+        may be appended meanwhile. Blocks. Raises what `recover` raises."""
         with self._wake:
             index = self._index.of((job, shard_id))
         recovered = replay(self._config.directory, self._images, index, make)
@@ -164,7 +166,7 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all segments on disk."""
+        """Size of all segments on disk, without images."""
         with self._wake:
             return self._index.num_bytes
 
@@ -202,7 +204,8 @@ class Journal:
 
         The queue has no bound here, as the push is applied already: call `check_capacity` before
         the push. The future fails with DiskFull or Unavailable if the disk fails. Then the push may
-        be on disk or not, and later pushes of the shard are kept only after a new image of it.
+        be on disk or not: put a new image of the shard before its next push is appended, or there
+        may be a gap in its records.
         """
         return self._enqueue(JournalEntry(job, shard_id, epoch, record))
 

@@ -39,10 +39,11 @@ class RecoveredShard(Generic[State]):
 
 
 def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, int]:
-    """Read a journal's directory, and cut off a torn end of the log. Return the index, and the log
-    number of the next entry.
+    """Read a journal's directory, cut off a torn end of the log, and remove superfluous images.
+    Return the index, and the log number of the next entry.
 
-    Raises JournalDamaged, naming the file, for any other damage.
+    Raises JournalDamaged, naming the file, for any other damage of the log; Unavailable or OSError
+    if the disk fails. The content of images is not read.
     """
     index, number = JournalIndex(), 1
     paths = sorted(directory.glob("segment-*.log"))
@@ -72,7 +73,8 @@ def replay(
     index: JournalIndex,
     make: Callable[[LoadedImage], State],
 ) -> Sequence[RecoveredShard[State]]:
-    """Make each shard from its image, and apply the later records."""
+    """Make each shard from its image, and apply the later records. Raises the errors that
+    `Journal.recover` names."""
     recovered = {key: _made(images, kept, make) for key, kept in index.images.items()}
     for file, number, entry in _entries(directory, index.segments):
         key, record = entry.key, entry.record
@@ -125,7 +127,7 @@ def _entries(
 
 
 def _cut(path: Path, num_bytes: int, seen_bytes: int) -> None:
-    """Cut off the torn end of the log: its entries were never acknowledged."""
+    """Cut off the torn end of the log: its entries were never acknowledged as durable."""
     log.warning(
         "journal_tail_cut",
         file=path.name,

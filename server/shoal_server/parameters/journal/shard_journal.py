@@ -263,11 +263,12 @@ class ShardJournal:
 
     @property
     def keeps_for_others(self) -> bool:
-        """True if this disk may have the only durable copy of a shard with another primary."""
+        """True if this disk may have the only durable copy of a shard that this server does not
+        serve as primary."""
         return bool(self._for_others)
 
     def keeps(self, job: str, shard_id: int) -> bool:
-        """True if this disk may have a shard of which this server is not the primary."""
+        """True if this disk may have the shard, and this server does not serve it as primary."""
         return (job, shard_id) in self._for_others
 
     def keep(self, keys: Iterable[Key]) -> None:
@@ -277,8 +278,8 @@ class ShardJournal:
     async def read(
         self, job: str, shard_id: int, make: Callable[[LoadedImage], AnyShard]
     ) -> RecoveredShard[AnyShard] | None:
-        """Read a shard of which this server is not the primary from the journal; None if the
-        journal does not have it, or cannot be read."""
+        """Read a shard that this server does not serve from the journal; None if the journal does
+        not have it, or cannot be read."""
         loop = asyncio.get_running_loop()
         read = partial(self._journal.read, job, shard_id, make)
         try:
@@ -288,7 +289,8 @@ class ShardJournal:
             return None
 
     def release_job(self, job: str, but: Collection[int]) -> None:
-        """Forget the job's shards that have another primary, except those in `but`."""
+        """Forget the job's shards that this server does not serve as primary, except those in
+        `but`."""
         for key in [k for k in self._for_others if k[0] == job and k[1] not in but]:
             self._for_others.discard(key)
             self._ends[key] = self._journal.forget(*key)

@@ -1,10 +1,11 @@
 """The interface of a shard's optimizer, and the layout of its state.
 
-The kernels get one view per block, not the flat tensor. They round the last elements of a tensor
-differently from the rest, but a block ends where its parameter ends, or at a multiple of the vector
-width. So the result equals that of `torch.optim.X(..., fused=True)` to the last bit, and that of
-torch's default on CPU (not fused) to within rounding. SGD on 16-bit types equals the default to the
-last bit. Views per block also allow a step without some blocks.
+The kernels get one view per block, or per run of blocks (`in_runs`), not the flat tensor. They
+round the last elements of a tensor differently from the rest, but a block ends where its parameter
+ends, or at a multiple of the vector width. So the result equals that of
+`torch.optim.X(..., fused=True)` to the last bit, and that of torch's default on CPU (not fused) to
+within rounding. SGD on 16-bit types equals the default to the last bit. Views per block also allow
+a step without some blocks.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ from shoal_server.parameters.optimizers.tensors import StatefulRule
 class ShardOptimizer(StatefulRule, Protocol):
     """An optimizer with its state for one shard.
 
-    The state has torch's names. Its tensors are flat like the values, except `step`, which has one
-    element per block.
+    The state has torch's names; SGD with momentum has `step`, too. Its tensors are flat like the
+    values, except `step`, which has one element per block.
     """
 
     def step(

@@ -12,8 +12,9 @@ KINDS = ("sgd", "adagrad", "adam", "adamw", "outer")
 
 
 def check_spec(spec: OptimizerSpec, num_groups: int) -> None:
-    """Raise UnsupportedOptimizer or InvalidSpec if no kernel can run the settings, or if the
-    schedule or the staleness policy is out of range."""
+    """Raise UnsupportedOptimizer for an unknown kind of optimizer; InvalidSpec if a setting, the
+    schedule or the staleness policy is out of range, or if fewer than `num_groups` parameter groups
+    have settings."""
     if spec.kind not in KINDS:
         raise UnsupportedOptimizer(
             "no such optimizer on the parameter server",

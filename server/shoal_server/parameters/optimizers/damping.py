@@ -6,13 +6,13 @@ descent is stable below a rate of 2 / curvature; delayed by s updates, it is sta
 2 sin(pi / (2 (2 s + 1))) / curvature (Levin and May 1976, "A note on difference-delay equations").
 That is about 1.6 / (2 s + 1) of the rate without delay. So for SGD the effective rate,
 lr / (1 - momentum), is divided by 2 s + 1. Momentum is lowered first, since delay acts like it; the
-rate is lowered only if that is not enough.
+rate is lowered only if that is not enough. A momentum of 1 or more stays.
 
 DiLoCo's outer step is SGD on rounds instead of gradients. Each of s + 1 members pushes its own
 round, while rate and momentum are meant for the mean of all rounds. A round may go all the way to
-its minimum, as a gradient of curvature 1 would. Delayed by s, that is stable only below an
-effective rate of 2 sin(pi / (2 (2 s + 1))). So the effective rate is at most 1 / (s + 1), which is
-the share of one round in the mean.
+its minimum, like a step of rate 1 where the curvature is 1. Delayed by s, that is stable only below
+an effective rate of 2 sin(pi / (2 (2 s + 1))). So the effective rate is divided by 2 s + 1 as for
+SGD, and is at most 1 / (s + 1), which is the share of one round in the mean.
 
 The steps of Adam and Adagrad do not grow with the gradient. For them the rate is divided by
 sqrt(1 + s): the square-root rule for adaptive optimizers and batch size (Malladi et al. 2022,

@@ -10,7 +10,7 @@ MAX_MILESTONES = 4096
 
 
 class ConstantRate:
-    """A phase with a constant rate; subclasses override the methods for which theirs differs."""
+    """A phase with a constant rate; subclasses override the methods in which their rate differs."""
 
     def expected(self) -> str:
         """Return the valid range of the settings if they are out of range; else an empty text."""

@@ -35,7 +35,8 @@ class RunningSchedule:
         return float(self._lr[0]) if self._phases else self._base
 
     def advance(self, num_updates: int) -> None:
-        """Set the rate after `num_updates` updates: one more than at the previous call."""
+        """Set the rate of the next update, after `num_updates` updates of the shard. Call this
+        after each update: most rates follow from the previous rate."""
         if not self._phases:
             return
         since = num_updates
@@ -53,13 +54,14 @@ class RunningSchedule:
         return {"lr": self._lr} if self._phases else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a state that `state` returned. Raises InternalError if it is of another schedule."""
+        """Copy a state that `state` returned. Raises InternalError as `copy_state` does."""
         copy_state(self.state(), state)
 
 
 def check_schedule(schedule: Schedule) -> None:
     """Raise InvalidSpec if torch would refuse the schedule, if a setting could make a rate negative
-    or not finite, or if there are too many phases or milestones."""
+    or not finite, if a phase before the last has no updates, or if there are too many phases or
+    milestones."""
     if len(schedule.phases) > MAX_PHASES:
         raise InvalidSpec(
             "the schedule is too long",

@@ -58,7 +58,7 @@ class Staleness:
         return self._policy.kind == "compensate"
 
     def admit(self, staleness: int, shard_id: int) -> None:
-        """Raise StalePush if the staleness is beyond the bound."""
+        """Raise StalePush if the policy has a bound, and the staleness is beyond it."""
         if self._policy.HasField("bound") and staleness > self._policy.bound:
             raise StalePush(
                 f"the gradient for shard {shard_id} is too stale",
@@ -86,8 +86,8 @@ class Staleness:
         bases: Sequence[Tensor],
         staleness: int,
     ) -> Sequence[Tensor]:
-        """Return the gradients for the optimizer's step. `bases`: the base values, one tensor per
-        named block.
+        """Return the gradients for the optimizer's step, and update the running mean of an adaptive
+        policy. `bases`: the base values, one tensor per named block; unused unless `needs_base`.
 
         An element whose correction overflows its type is not corrected. Each operation is rounded
         by itself, so the result does not depend on how threads share a tensor.
@@ -115,7 +115,7 @@ class Staleness:
         return {} if self._square is None else {"mean_square": self._square}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a state that `state` returned. Raises InternalError if it is of another policy."""
+        """Copy a state that `state` returned. Raises InternalError as `copy_state` does."""
         copy_state(self.state(), state)
 
 

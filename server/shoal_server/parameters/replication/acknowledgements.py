@@ -37,8 +37,8 @@ class _Waiter:
 
 
 class Acknowledgements:
-    """Waits for acknowledgements of the replication core of server `me`. Lives on the event
-    loop."""
+    """Requests acknowledgements from the core of server `me`, and lets calls wait for them. Lives
+    on the event loop."""
 
     def __init__(self, driver: CoreDriver, me: Holder) -> None:
         self._driver = driver
@@ -50,7 +50,7 @@ class Acknowledgements:
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
     ) -> None:
         """Return once a version of a shard is safe to that level. If it can no longer become so,
-        raise the reason."""
+        raise the reason, as `ShardLeadership.wait_acknowledged` does."""
         waiter = self._ask(replica, version, level, None)
         try:
             outcome = await waiter.answered

@@ -16,7 +16,7 @@ from shoal_server.parameters.shard.workers import Runner
 log = structlog.get_logger(__name__)
 
 COMPARE_EACH_S = 0.25
-"""Interval between two pieces of 1 MiB. The shards take turns: at most 14 GB an hour per server."""
+"""Interval between two pieces of 1 MiB. The shards take turns: at most 14.1 GiB an hour for all."""
 
 
 class Comparing:

@@ -111,7 +111,8 @@ class IncomingImages:
                 claim.became(more_bytes)
 
     def take(self, effect: AdoptImage) -> ShardReplica:
-        """Return the backup that was made from a complete image."""
+        """Return the backup that was made from a complete image. Raises InternalError for an image
+        that is not complete."""
         coming = self._coming.pop(effect.key)
         if coming.state is None:
             raise InternalError("an incomplete image is to be adopted", seen=str(effect))

@@ -29,8 +29,8 @@ LOOK_LATER_EACH_S = 1.0
 
 
 class JournalRecovery:
-    """Tells the core which servers live and which have ended, until all shards of the journal are
-    claimed. Lives on the event loop."""
+    """Reports to the core which servers live and which have ended, while shards of the journal are
+    not claimed. Lives on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, replicas: ShardReplicas, limits: ReplicationLimits
@@ -46,7 +46,7 @@ class JournalRecovery:
 
         Call this before the server is registered: then other servers never see a recovered shard
         without a primary. Backups that etcd still lists may be dead as well: this call waits for
-        their leases to end, for at most `within_s`.
+        their leases to end, for at most `within_s`. Raises what the store raises.
         """
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + within_s

@@ -139,9 +139,9 @@ class PeerLink:
         return True
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of the push that may be sent next to memory that is shared with the other
-        end, and return the copy; None if that is not possible now. The copy is valid until the next
-        draft."""
+        """Copy the data of a push, which may be the next one sent, to memory that is shared with
+        the other end. Return the copy; None if that is not possible now. The copy is valid until
+        the next draft."""
         return self._idle.draft(data) if self._idle is not None and not self._pushes else None
 
     def compare(self, digest: pb.FollowRequest) -> None:

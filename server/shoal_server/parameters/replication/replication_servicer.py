@@ -177,7 +177,12 @@ class ReplicationServicer:
         self, requests: AsyncIterator[Arriving], direct: DirectStream = _BY_GRPC
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """Serve one stream of a link. Answers are sent by `direct` if possible, else yielded.
-        Pushes arrive by `direct` or in `requests`."""
+        Pushes arrive by `direct` or in `requests`.
+
+        Raises Unavailable if the primary falls silent; MalformedMessage for a stream without its
+        hello, for a stream of images without its link, and for messages out of order;
+        ChecksumMismatch; and the error that ends `requests`.
+        """
         first = await anext(requests, pb.FollowRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("hello"):
             raise MalformedMessage(

@@ -53,7 +53,7 @@ from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.serving.identify import answers
-from shoal_server.serving.tasks import SupervisedTasks
+from shoal_server.serving.tasks import SupervisedTasks, keep_on
 
 log = structlog.get_logger(__name__)
 
@@ -125,7 +125,7 @@ class ShardReplicas:
     async def __aenter__(self) -> "ShardReplicas":
         await self.directory.__aenter__()
         await self._record.__aenter__()
-        self._tasks.start(self._comparing.run_for_ever(), name="comparing")
+        self._tasks.start(keep_on(self._comparing.run_for_ever, "comparing"), name="comparing")
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -168,7 +168,7 @@ class ShardReplicas:
         return self._driver.core.leading.full.reasons
 
     def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
-        """The assignment of a shard, as of the newest record seen."""
+        """The assignment of a shard, as of the newest record seen; None if there is none."""
         return self._record.of_job(job).get(shard_id)
 
     def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
@@ -271,15 +271,17 @@ class ShardReplicas:
         self.created(replica)
 
     async def empty_job(self, job: str) -> int:
-        """Drop this server's shards of a job, so that they do not count as lost; return their
-        number."""
+        """Note in the record that the job's shards of which this server is the primary have no
+        values, so that they do not count as lost. Then drop all replicas of the job's shards on
+        this server, and return their number. Raises what `change_assignments` raises; then no
+        replica is dropped."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
         await self.change_assignments(job, shard_ids, partial(emptied, primary=self.me))
         self.drop_job(job)
         return len(shard_ids)
 
     def drop_job(self, job: str) -> int:
-        """Drop this server's shards of a job, and return their number."""
+        """Drop all replicas of a job's shards on this server, and return their number."""
         shards = self._catalog.of_job(job)
         for replica in shards:
             self._driver.submit_event(ev.ShardRetired((job, replica.shard_id)))
@@ -287,8 +289,8 @@ class ShardReplicas:
         return len(shards)
 
     async def wait_empty(self) -> None:
-        """Return once this server has no shards left in memory, nor keeps on its disk those of
-        other primaries; or there is no other server to take them."""
+        """Return once this server has no shard in memory, and its disk need not keep any for
+        another primary; or once no other server is registered that is not leaving."""
         self._check_empty()
         await self._empty.wait()
 
@@ -342,7 +344,8 @@ class ShardReplicas:
         self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), None))
 
     def is_kept(self, job: str, shard_id: int) -> bool:
-        """True if this server's journal has a shard of which this server is not the primary."""
+        """True if this server's journal may have the shard, and this server does not serve it as
+        primary at present."""
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.keeps(job, shard_id)
 
@@ -399,7 +402,8 @@ class ShardReplicas:
         self._driver.submit_event(ev.ServersListed(present, asked_s, ended))
 
     def _trim_journal(self, job: str) -> None:
-        """Drop the shards in the journal that the record does not place on this disk."""
+        """Remove a job's shards from the journal if the record does not allow them on this disk.
+        Free recovered shards that are not to be claimed."""
         shard_journal = self._roles.shard_journal
         if shard_journal is not None and shard_journal.keeps_for_others:
             known = self._record.of_job(job).items()

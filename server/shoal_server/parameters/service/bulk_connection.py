@@ -274,7 +274,7 @@ class _BulkCall:
         self._wire.pauses.read(may_wait=may_wait, now_s=asyncio.get_running_loop().time())
 
     def send_now(self, reply: FollowReply) -> bool:
-        """Send a reply without waiting. True if it was sent."""
+        """See `DirectStream`."""
         return self._late.send_now(_frame(reply))
 
     def send_soon(self, reply: FollowReply) -> bool:
@@ -283,12 +283,12 @@ class _BulkCall:
         return True
 
     def close(self) -> None:
-        """End the call."""
+        """Stop the timer of late frames, when the call has ended."""
         self._late.close()
 
     @property
     def reads_to_end(self) -> bool:
-        """True if all sent data are read, even if the sender dies."""
+        """True if all data that were sent can be read, even if the sender dies."""
         return self._wire.is_local
 
     def end_reading(self) -> None:
@@ -362,7 +362,8 @@ class _BulkCall:
         await self._wire.send_file(head, segment.descriptor, start, size)
 
     async def finish(self) -> None:
-        """Read the frames that are left, to the end of the call."""
+        """Read the frames that are left, to the end of the call. Raises MalformedMessage for a
+        piece, and what `next_frame` raises."""
         while not self._is_over:
             if await self._next_piece() is not None:
                 raise MalformedMessage(

@@ -26,7 +26,8 @@ log = structlog.get_logger(__name__)
 HELLO_S = 5.0
 ACCEPT_AGAIN_S = 0.5
 MAX_CONNECTIONS = 4096
-# The kernel probes for a client whose machine vanished, at these intervals in seconds.
+# The kernel probes a connection that was silent for 10 s, each 5 s, and ends it after 3 probes
+# without an answer: the client's machine has vanished.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
@@ -50,7 +51,8 @@ class BulkListener:
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:
-        """Accept connections as long as the block runs. Raises AddressInUse."""
+        """Accept connections as long as the block runs. Raises AddressInUse if the port cannot be
+        listened on."""
         with ExitStack() as stack:
             remote = stack.enter_context(_bound(host, port))
             local, name = _named(stack)
@@ -120,13 +122,16 @@ class BulkListener:
         )
 
     def _arena(self, hello: "_Hello", stack: ExitStack) -> SharedArena | None:
-        try:
-            claim = self._memory.reserve(hello.arena_bytes, "memory shared with a client")
-            arena = SharedArena(hello.arena_bytes)
-        except (Overloaded, OSError) as error:
-            log.warning("no_shared_memory", num_bytes=hello.arena_bytes, reason=str(error))
-            return None
-        stack.enter_context(claim)
+        # If the system has no memory, the claim is released at once.
+        with ExitStack() as claims:
+            try:
+                what = "memory shared with a client"
+                claims.enter_context(self._memory.reserve(hello.arena_bytes, what))
+                arena = SharedArena(hello.arena_bytes)
+            except (Overloaded, OSError) as error:
+                log.warning("no_shared_memory", num_bytes=hello.arena_bytes, reason=str(error))
+                return None
+            stack.enter_context(claims.pop_all())
         return arena
 
 

@@ -1,4 +1,5 @@
-"""Pushes to parameters: each shard's gradient comes in pieces and is answered with new values."""
+"""Pushes to parameters: each shard's gradient comes in pieces, and is answered with its outcome
+and, on request, the shard's newest values."""
 
 import asyncio
 import math
@@ -164,8 +165,15 @@ class DensePushKind:
     def _push(self, part: DensePushPart, writer: CopyOut | None) -> ShardAnswer:
         item, group = part.item, part.shard.spec.group
         gradient, body = part.assembler.join(), part.shard.body
-        # Decoded before the shard's lock is taken, so that other pushes can be applied meanwhile.
-        batch = None if part.decoder is None else body.decode(part.decoder, gradient)
+        is_borrowed = part.assembler.is_borrowed
+        batch: memoryview | None = None
+        if part.decoder is not None:
+            if is_borrowed:
+                # Backups and the journal get the bytes that are decoded here, even if the sender
+                # changes its memory meanwhile.
+                gradient, is_borrowed = bytes(gradient), False
+            # Decoded before the shard's lock is taken: other pushes can be applied meanwhile.
+            batch = body.decode(part.decoder, gradient)
         push = DensePush(
             session=self._session,
             sequence=self._header.sequence,
@@ -177,7 +185,7 @@ class DensePushKind:
             gradient=gradient,
             codec=None if part.decoder is None else item.codec,
             batch=batch,
-            is_borrowed=part.assembler.is_borrowed,
+            is_borrowed=is_borrowed,
             scope=self._scope,
         )
         read = None if writer is None else partial(body.values, writer=writer)
@@ -201,7 +209,8 @@ class DensePushKind:
 
 
 def _compressed_part(item: PushItem, replica: ShardReplica, shard: DenseShard) -> DensePushPart:
-    """Make the part for a compressed gradient. Raises an error if the codec does not fit."""
+    """Make the part for a compressed gradient. Raises what `DenseBody.decoder` raises, and
+    MalformedMessage for absent blocks that do not exist."""
     num_bytes = item.codec.num_bytes
     assembler = ChunkAssembler(shard.spec, item.absent_blocks, encoded_bytes=num_bytes)
     decoder = shard.body.decoder(item.codec, assembler.blocks)

@@ -54,8 +54,8 @@ def add_shard(
     assignment: ShardAssignment | None,
     versions: Mapping[Holder, int],
 ) -> None:
-    """Add a shard to the reply; a shard of which this server is only a backup is just counted.
-    `versions`: the newest version that each backup is known to have."""
+    """Add a shard to the reply. A shard of which this server is not the primary is only counted,
+    and its memory added. `versions`: the newest version that each backup is known to have."""
     reply.memory_bytes += replica.state.memory_bytes
     if replica.role is not ReplicaRole.PRIMARY:
         reply.num_copies += 1

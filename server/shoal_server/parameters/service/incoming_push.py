@@ -188,7 +188,8 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
 
 
 def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") -> T | ShoalError:
-    """Call `work`, and return its result, or the error for the answer."""
+    """Call `work`, and return its result, or the error for the answer: its ShoalError, or
+    InternalError for any other error, which is logged."""
     try:
         return work()
     except ShoalError as error:

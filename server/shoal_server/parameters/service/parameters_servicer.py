@@ -172,7 +172,11 @@ class ParametersServicer:
         self, request: PullRequest, reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[ShardData | bytes], None]:
         """Yield the messages with each shard's values, as `reply_writer` has written them. All
-        values of a shard are of one version. Messages yielded together are sent together."""
+        values of a shard are of one version. Messages yielded together are sent together.
+
+        If this server does not serve one of the shards, raises the error for the first such shard;
+        a WrongEpoch has the routes of the others, too.
+        """
         await self._fence.check(request.token)
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
@@ -225,8 +229,8 @@ class ParametersServicer:
         self, requests: AsyncIterator[PushRequest | OnlyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
         """Apply a push while it is being received. Yield the messages with each shard's outcome and
-        with its values, as `reply_writer` has written them. Messages yielded together are sent
-        together."""
+        with its values, if requested, as `reply_writer` has written them. Messages yielded together
+        are sent together. Raises an error that concerns the whole push."""
         first = await anext(requests, PushRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")

@@ -101,8 +101,8 @@ class TableMaker:
         return [replica.shard_id for replica in new]
 
     async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:
-        """Wait until new shards are in the journal, if there is one. Otherwise, if all servers died
-        now, shards would be reported lost although nothing was pushed to them."""
+        """Wait until new shards are in the journal, if there is one. Without the wait, if all
+        servers died now, shards would be reported lost although nothing was pushed to them."""
         for replica in map(partial(self._catalog.find, job), made):
             if replica is None or not replica.is_journaled:
                 continue

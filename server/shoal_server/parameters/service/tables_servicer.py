@@ -82,9 +82,10 @@ class TablesServicer(Base):
         reply_writer: ReplyWriter,
     ) -> AsyncGenerator[Sequence[TableLookupReply | bytes], None]:
         """Answer a lookup of a bulk connection. Ids come in pieces; `reply_writer` writes births
-        and values."""
+        and values. Raises an error that concerns the whole call, such as MalformedMessage for a
+        request with rows or without a header."""
         if not request.HasField("header") or request.rows:
-            raise no_header("TableLookupHeader, and no rows,")
+            raise no_header("TableLookupHeader without rows")
         header = request.header
         await self._fence.check(header.token)
         kind = LookupKind(
@@ -114,9 +115,11 @@ class TablesServicer(Base):
     async def push(
         self, request: TablePushRequest, pieces: AsyncIterator[AnyPiece]
     ) -> AsyncGenerator[Sequence[TablePushReply], None]:
-        """Answer a push of a bulk connection: the rows come in pieces."""
+        """Answer a push of a bulk connection: the rows come in pieces. Raises an error that
+        concerns the whole push, such as MalformedMessage for a request with rows or without a
+        header."""
         if request.rows:
-            raise no_header("TablePushHeader, and no rows,")
+            raise no_header("TablePushHeader without rows")
         keyed = ((piece.shard_id, piece) async for piece in pieces)
         async with aclosing(self._push(request, keyed, True)) as replies:
             async for reply in replies:

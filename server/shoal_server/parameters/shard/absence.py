@@ -6,10 +6,10 @@ from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 
 def why_absent(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
-    """Return the error for a shard that its primary does not hold: StateLost if the shard was
-    trained and no server is known to have its newest version, else ShardNotReady.
+    """Return the error for a shard that its primary does not hold: StateLost if the shard had
+    values and no backup or journal is known to have its newest version, else ShardNotReady.
 
-    `is_kept`: True if the primary's journal has the shard.
+    `is_kept`: True if the primary's journal has the shard, in whatever version.
     """
     if assignment.content is ShardContent.NONE:
         return not_ready(job, assignment.shard_id, "a worker that creates it")

@@ -35,19 +35,21 @@ LED_WITHIN_S = 1.0
 
 
 class ShardLocations(Protocol):
-    """Locations of shards of which this server is not the primary."""
+    """Locations of all shards in the assignments that this server knows."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
-        """Return the route to a shard's primary, or to the successor during a handover; None if it
-        is not known."""
+        """Return the route to a shard's primary, which may be this server, or to the successor
+        during a handover; None if it is not known."""
         ...
 
     def next_address(self, job: str, shard_id: int) -> str:
-        """Return the address of the successor while a shard is handed over; else an empty text."""
+        """Return the address of the shard's successor; an empty text if there is none, or its
+        address is not known."""
         ...
 
     def is_kept(self, job: str, shard_id: int) -> bool:
-        """True if this server's journal has a shard of which this server is not the primary."""
+        """True if this server's journal may have the shard, and this server does not serve it as
+        primary at present."""
         ...
 
 
@@ -155,8 +157,8 @@ class Catalog:
         return self.redirect(job, shard_id, epoch) or error
 
     async def wait_for(self, job: str, shard_ids: Iterable[int], wait_s: float) -> None:
-        """Return once this server is the primary of all these shards, or after `wait_s`. Shards
-        with another primary are not waited for."""
+        """Return once this server is the primary of all these shards and none is forming, or after
+        `wait_s`. Shards with another primary are not waited for."""
         wanted = list(shard_ids)
 
         def is_settled(shard_id: int) -> bool:
@@ -184,9 +186,11 @@ class Catalog:
     async def check_creatable(
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
-        """Raise an error unless the job has these shards here, with equal blocks, and with an equal
-        optimizer where they have values already: UnknownShard, DtypeMismatch, ShapeMismatch,
-        ProposalConflict, or as `check_new` and the store."""
+        """Check that workers may create these shards here: the job has them, with equal dtype,
+        group and blocks, and those with values have an equal optimizer.
+
+        Raises UnknownShard, DtypeMismatch, ShapeMismatch or ProposalConflict otherwise, and what
+        `check_new` and the store raise."""
         record = await self.layout(job)
         wanted = [shard.shard_id for shard in shards]
         assignments = await records.read_shards(self._store, job, wanted)
@@ -211,10 +215,11 @@ class Catalog:
 
     def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
         """Raise an error unless the shard has values here or may get its first values here:
-        WrongEpoch if its assignment differs, ShardNotReady or StateLost if it had content."""
+        WrongEpoch if its assignment differs; ShardNotReady or StateLost if the record says that it
+        has, or will have, content, but it is not here."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
-                f"shard {shard.shard_id} has another shard map",
+                f"shard {shard.shard_id} has another assignment",
                 seen=f"epoch {shard.epoch} at server {self._me.server_id}",
                 expected=f"epoch {assignment.epoch} at server {assignment.primary.server_id}"
                 if assignment is not None
@@ -247,7 +252,8 @@ class Catalog:
             )
 
     def add(self, replica: ShardReplica) -> bool:
-        """Add a shard unless there is one; True if it was added. Call `notify` afterwards."""
+        """Add a shard unless the catalog has it; return True if it was added. Call `notify`
+        afterwards."""
         shards = self._shards.setdefault(replica.job, {})
         if replica.shard_id in shards:
             return False

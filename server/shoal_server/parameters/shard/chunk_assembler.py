@@ -65,7 +65,7 @@ class Reservation:
 
 
 class PieceAssembler:
-    """Assembles pieces that come in order. Extra bytes, and pieces out of order, are refused."""
+    """Assembles pieces that come in order, and refuses any others."""
 
     def __init__(self, shard_id: int, spans: Iterable[tuple[int, int]]) -> None:
         """`spans`: ranges (start, stop) of expected bytes, in order; a piece lies in one range."""
@@ -82,8 +82,9 @@ class PieceAssembler:
         return not self._spans
 
     def take(self, piece: AnyPiece) -> None:
-        """Add the next piece. Raises ShapeMismatch or MalformedMessage for any other piece, and
-        ChecksumMismatch if its bytes changed in transit."""
+        """Add the next piece. Raises ShapeMismatch for more bytes than are left of its range,
+        MalformedMessage if it is at another offset, empty, or larger than MAX_PIECE_BYTES (unless
+        it is shared), and ChecksumMismatch if its bytes changed in transit."""
         data = piece.data
         left_bytes = self._spans[0][1] - self._position if self._spans else 0
         if len(data) > left_bytes:

@@ -15,7 +15,8 @@ FIX = "Add a server (`shoal ps`) or raise --memory-limit-bytes."
 
 
 class Memory:
-    """Counts the memory of all replicas, and of data that are received and not applied yet.
+    """Counts the memory of all replicas, of data that are received and not applied yet, and of what
+    else is reserved, such as published weights.
 
     The sizes of all shards are summed at intervals; memory that was taken since is added. Lives on
     the event loop; `take` may be called from any thread.
@@ -73,7 +74,8 @@ class Memory:
             self._taken_bytes += num_bytes
 
     def reserve(self, num_bytes: int, what: str) -> "MemoryClaim":
-        """Reserve memory for shards to be made. Raises Overloaded if there is too little."""
+        """Reserve memory that is about to be used. Raises Overloaded if there is too little; never
+        for 0 bytes."""
         self.refresh()
         if self.held_bytes + num_bytes > self.limit_bytes:
             # Shards may have been dropped since the last sum; reservations are rare.
@@ -85,7 +87,7 @@ class Memory:
         return MemoryClaim(self, num_bytes)
 
     def settle(self, num_bytes: int, *, is_held: bool) -> None:
-        """End a reservation. `is_held`: its memory is in use now."""
+        """End a reservation, or this part of it. `is_held`: its memory is part of a shard now."""
         with self._lock:
             self._reserved_bytes -= num_bytes
             self._taken_bytes += num_bytes if is_held else 0

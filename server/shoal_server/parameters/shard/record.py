@@ -14,7 +14,7 @@ class UpdateRecord:
 
     push: PushRecord
     data: Buffer
-    """The gradient, little-endian, as received."""
+    """The bytes of the push's gradient, as received, with any base values after it."""
     is_lent: bool = False
     """True if the memory of the data will be reused soon: a receiver that keeps them must copy."""
 

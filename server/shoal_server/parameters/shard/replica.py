@@ -22,7 +22,8 @@ T = TypeVar("T")
 AnswerT = TypeVar("AnswerT")
 
 MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
-"""Bound on one shard's pushes that a backup has not received yet; beyond it, pushes are refused."""
+"""Bound on one shard's pushes that a backup has not received yet; beyond it, pushes are refused as
+Overloaded."""
 
 
 class ShardLeadership(Protocol):
@@ -36,14 +37,15 @@ class ShardLeadership(Protocol):
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
         """Return once a version is safe to that level. If it can no longer become so, raise the
-        reason."""
+        reason: WrongEpoch (another primary), Unavailable (this server may have been declared dead),
+        or for a durable push the error of the disk, or InvalidSpec without a journal."""
         ...
 
     def once_acknowledged(
         self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
     ) -> "asyncio.Future[AnswerT | ShoalError]":
         """Return a future of `answer`, or of the error that `wait_acknowledged` would raise. It is
-        done once the version is safe, and needs no task."""
+        done when `wait_acknowledged` would end, and needs no task."""
         ...
 
     def check_lease(self) -> None:
@@ -103,7 +105,7 @@ class ShardReplica:
         self.unreplicated_bytes = 0
         """Bytes of pushes that some backup may not have received yet."""
         self.check_disk: Callable[[], None] = _check_nothing
-        """Raises Overloaded while too many records wait for the journal's disk."""
+        """Raises Overloaded while the journal cannot keep one more push."""
         self.is_journaled = False
         """True if this server's journal has the shard, or will have it."""
         self.why_no_disk: ShoalError | None = None
@@ -128,7 +130,7 @@ class ShardReplica:
 
         Small work runs at once if no other work on the shard is running or queued, so the event
         loop never waits for a shard's lock; its errors are raised by this call. All other work runs
-        in threads, one after the other.
+        in threads, one after the other; its errors are those of the future.
         """
         if self._enters(num_bytes):
             try:
@@ -186,8 +188,8 @@ class ShardReplica:
             log.debug("shard_work_failed", job=self.job, shard_id=self.shard_id)
 
     def check_capacity(self) -> None:
-        """Raise Overloaded while a backup, or the disk, is too far behind; Unavailable while this
-        server may acknowledge nothing."""
+        """Raise Overloaded while a backup, or the journal's disk, is too far behind; Unavailable
+        while this server may have been declared dead."""
         self.leading.check_lease()
         self.check_disk()
         if self.unreplicated_bytes > MAX_UNREPLICATED_BYTES:
@@ -204,7 +206,8 @@ class ShardReplica:
             raise self.on_no_disk()
 
     def on_no_disk(self) -> InvalidSpec:
-        """Return the error for a push that asks to be durable if no journal keeps the shard."""
+        """Return the error for a push to be acknowledged as durable while no journal keeps the
+        shard."""
         return InvalidSpec(
             f"shard {self.shard_id} of job {self.job} is on no disk",
             seen="a push that is to be acknowledged as durable",
@@ -213,7 +216,8 @@ class ShardReplica:
         )
 
     async def wait_safe(self, version: int) -> None:
-        """Return once every backup in step has the version: then it survives this server."""
+        """Return once every backup in step has the version, so that it survives this server; at
+        once if no backup is in step. Raises what `wait_acknowledged` raises."""
         await self.leading.wait_acknowledged(version, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
 
     def deposed(self) -> WrongEpoch:

@@ -44,7 +44,8 @@ def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
 
 
 def in_messages(field: int) -> CopyOut:
-    """Return a writer that makes serialized messages, with a piece in that field of each."""
+    """Return a writer that makes serialized messages, each with one piece in field number
+    `field`."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
         # Each byte is copied once, from the shard to the message that is sent.

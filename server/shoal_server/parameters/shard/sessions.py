@@ -17,7 +17,7 @@ MAX_SESSIONS = 1024
 SESSION_BYTES, OUTCOME_BYTES = 512, 256
 """Memory of one session and one outcome in Python, without the session's name and the scope."""
 MAX_OUTCOMES = 8
-"""Bound on a client's pushes in flight."""
+"""Number of outcomes that are remembered of a session: the bound on a client's pushes in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class SessionTable:
         return None if kept is None else kept[0]
 
     def evict_for(self, session: str, is_live: Callable[[str], bool]) -> Sequence[str]:
-        """Forget sessions of fenced incarnations if there is no space for `session`; return the
+        """Forget all sessions of fenced incarnations if there is no space for `session`; return the
         forgotten sessions.
 
         Pushes of fenced incarnations are refused anyway. Raises Overloaded if every remembered
@@ -141,8 +141,8 @@ class SessionTable:
         return exported(self._sessions)
 
     def restore(self, images: Iterable[SessionImage]) -> None:
-        """Replace all sessions by those that `export` encoded. Raises InternalError if they are
-        inconsistent."""
+        """Replace all sessions by those that `export` encoded. Raises InternalError, without a
+        change, if they are inconsistent."""
         restored: dict[str, RememberedSession] = {}
         for image in images:
             scopes = [Scope.from_message(step) for step in image.steps] or [None] * len(

@@ -92,7 +92,8 @@ class UpdateRule:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a state that `state` returned. Raises InternalError if it is of another rule."""
+        """Copy a state that `state` returned. Raises InternalError as `copy_state` does; then part
+        of the state may have been copied."""
         for prefix, part in self._parts.items():
             part.load_state(
                 {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}

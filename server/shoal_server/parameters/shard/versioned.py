@@ -49,7 +49,8 @@ class Push:
     """The shards of the step that the push is part of. None: all dense shards; of a push to a
     table: only this shard."""
     batch: object = None
-    """The result of the body's `read_batch` if the data were decoded before; else None."""
+    """The result of the body's `read_batch` if the data were decoded before; else None. Data that
+    are borrowed are not decoded before: they are copied first."""
     at_unix_s: float = field(default_factory=time.time)
     """Time at which this server received the push, by its clock."""
 
@@ -109,11 +110,12 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def apply(self, record: PushRecord, batch: BatchT) -> bytes:
-        """Change the values; return each row's fate. Changes nothing if it raises."""
+        """Change the values; return each row's fate, or nothing if all were applied. Changes
+        nothing if it raises."""
         ...
 
     def fates(self, session: str, sequence: int) -> bytes:
-        """Return the fates of the rows of a remembered push."""
+        """Return the fates of the rows of a remembered push; empty if all were applied."""
         ...
 
     def spec_message(self, spec: Shard) -> Message:
@@ -169,10 +171,11 @@ class VersionedShard(Generic[BodyT]):
         self._listener: UpdateListener | None = None
         self._keep: Keep = bytes
         self._body_lock = threading.RLock()
-        """Protects the body; taken before `_lock`. It is held for at most one push, one `read`, one
-        chunk of an image, or from `try_enter` to `leave`."""
+        """Protects the body; taken before `_lock`. It is held for at most one push or replayed
+        update, one `read`, the start or one chunk of an image, or from `try_enter` to `leave`."""
         self._lock = threading.Lock()
-        """Protects all other state; only a push holds it for longer than a moment."""
+        """Protects all other state; only a push or replayed update holds it for longer than a
+        moment."""
 
     @classmethod
     def restored(
@@ -345,8 +348,8 @@ class VersionedShard(Generic[BodyT]):
             self._apply(record, self.body.read_batch(record.push, record.data))
 
     def try_enter(self) -> bool:
-        """Take the body's lock without waiting. True if it was free: this thread may work on the
-        body until it calls `leave`."""
+        """Take the body's lock without waiting. True if no other thread has it: this thread may
+        work on the body until it calls `leave`."""
         return self._body_lock.acquire(blocking=False)
 
     def leave(self) -> None:
@@ -360,7 +363,7 @@ class VersionedShard(Generic[BodyT]):
 
     def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
         """Call `listener` for every push from now on, instead of the previous listener; None: none.
-        Borrowed data of a push are passed to `keep` in the push's thread: the result is applied,
+        Borrowed data of a push are passed to `keep` in the push's thread: the result is decoded,
         and passed to the listener."""
         with self._lock:
             self._listener, self._keep = listener, keep

@@ -48,7 +48,9 @@ class _StepState:
     num_inside: int = 0
     """Number of admitted parts that have not ended."""
     applied: bool = False
+    """True once no shard here lacks its part, except shards that refused it."""
     given_up: bool = False
+    """True if an earlier cut ended without all parts of the step."""
 
 
 class SnapshotBarrier:
@@ -113,8 +115,8 @@ class SnapshotBarrier:
         }
 
     def drain(self, cut_id: str, begun: Begun) -> None:
-        """Admit the steps that have begun anywhere. Raises SnapshotFailed if the barrier opened
-        meanwhile."""
+        """Admit the steps that have begun anywhere. Raises SnapshotFailed unless the barrier is
+        closed for that cut."""
         self.check(cut_id, BarrierPhase.CLOSED)
         self.phase, self._begun = BarrierPhase.DRAINING, dict(begun)
         for step, shards in sorted(begun.items()):
@@ -131,7 +133,8 @@ class SnapshotBarrier:
             )
 
     def waits_for(self, lacking: Lacking, is_live: Callable[[str], bool]) -> list[StepId]:
-        """Return the steps of the cut that are incomplete here and may still become complete."""
+        """Return the steps of the cut that are incomplete here and may still become complete:
+        their session is live, and no earlier cut gave them up or a part of them is admitted."""
         return [
             step
             for step, known in self._of_cut()
@@ -151,7 +154,7 @@ class SnapshotBarrier:
         return torn
 
     def open(self, cut_id: str) -> bool:
-        """Admit everything again, if that cut is in progress; True if it was."""
+        """Admit all steps again, if that cut is in progress; return True if it was."""
         if self.phase is BarrierPhase.OPEN or self.cut_id != cut_id:
             return False
         self.phase, self.cut_id, self._begun = BarrierPhase.OPEN, "", {}

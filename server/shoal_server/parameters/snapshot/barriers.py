@@ -7,7 +7,7 @@ opens at once. The images stay as of the cut while pushes go on and the snapshot
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import structlog
@@ -113,8 +113,9 @@ class SnapshotBarriers:
     async def freeze(
         self, job: str, cut_id: str, begun: Begun, wait_s: float, *, take_torn: bool
     ) -> tuple[Sequence[Stamp], Sequence[StepId]]:
-        """Wait for the steps that have begun, and make an image of every shard of which this server
-        is primary. Return the images' stamps, and the steps that stayed incomplete (torn).
+        """Wait up to `wait_s` for the steps that have begun, and make an image of every shard of
+        which this server is primary. Return the images' stamps, and the steps that stayed
+        incomplete (torn).
 
         Raises SnapshotFailed if a step is torn and `take_torn` is False, if the server's shards
         have changed, or if the barrier is not closed for this cut any more. Afterwards the barrier
@@ -157,8 +158,8 @@ class SnapshotBarriers:
             )
 
     def keep_only(self, job: str, cut_id: str, unwanted: Iterable[Stamp], limit_s: float) -> None:
-        """Drop the images with these stamps; drop all images after `limit_s`, unless `taken` is
-        called before."""
+        """Drop the images with these stamps; abort the cut after `limit_s`, unless reading from
+        `taken` begins before."""
         cut = self._of(job)
         not_needed = set(unwanted)
         for image in list(cut.images.values()):
@@ -170,7 +171,7 @@ class SnapshotBarriers:
     def taken(self, job: str, cut_id: str) -> Iterator[ShardImage]:
         """Yield the images one by one; each is dropped when the next one is requested.
 
-        Raises SnapshotFailed if that cut is over.
+        The first request raises SnapshotFailed if that cut is over.
         """
         cut = self._of(job)
         if cut.cut_id != cut_id:
@@ -190,7 +191,8 @@ class SnapshotBarriers:
             cut.wake_waiting()
 
     def abort(self, job: str, cut_id: str, reason: str) -> None:
-        """Abort a cut in any state."""
+        """Abort a cut in any state: admit all steps again, and drop its images. Do nothing if
+        another cut, or none, is in progress."""
         self.open(job, cut_id)
         cut = self._of(job)
         if cut.cut_id == cut_id:
@@ -304,8 +306,16 @@ class _Lacking:
 
 
 async def _images(led: Sequence[ShardReplica]) -> list[ShardImage]:
-    """Make images of all these shards in a thread, as each waits for a push in progress."""
-    making = asyncio.ensure_future(asyncio.to_thread(lambda: [each.image() for each in led]))
+    """Make images of all these shards in a thread, as each waits for a push in progress. If one
+    fails, the others are closed."""
+
+    def make() -> list[ShardImage]:
+        with ExitStack() as stack:
+            images = [stack.enter_context(each.image()) for each in led]
+            stack.pop_all()
+        return images
+
+    making = asyncio.ensure_future(asyncio.to_thread(make))
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:

@@ -20,7 +20,8 @@ SKETCH_ROWS = 4
 SKETCH_WIDTH = 2**16
 AGEING_PUSHES = SKETCH_WIDTH
 """Number of pushes of ids without a row after which all counts are halved, so that old pushes count
-less and the sketch never fills up. Just before, the count of one id in 200 is too high by two."""
+less and the sketch never fills up. Just before the first time, the count of one id in 200 is too
+high by two or more."""
 MAX_COUNT = 2**16 - 1
 
 
@@ -56,7 +57,7 @@ class ProbabilityRowGate:
 
 
 class CountRowGate:
-    """Admits an id from its `min_pushes`-th push on.
+    """Admits an id from its `min_pushes`-th push on; pushes before an ageing count half.
 
     Counts are kept in a count-min sketch of fixed size (Cormode and Muthukrishnan 2005), which ages
     as TinyLFU does (Einziger, Friedman, Manes 2017). Between two ageings no count is too low; a few
@@ -92,7 +93,8 @@ class CountRowGate:
 
 
 def new_gate(admission: Admission, held: Mapping[str, Tensor]) -> RowGate:
-    """Make the gate of a table's shard from its state. Takes ownership of the tensors."""
+    """Make the gate of a table's shard. `held`: the tensors of an earlier gate, of which this takes
+    ownership; empty for a new shard."""
     if admission.kind == "count":
         return CountRowGate(admission.min_pushes, held)
     if admission.kind == "probability":

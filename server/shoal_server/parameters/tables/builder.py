@@ -5,8 +5,8 @@
         builder.add(receive(builder.next_chunk))
     shard = builder.finish()
 
-Each chunk is stored at its final position at once, and its rows are indexed, so `finish` takes no
-time. After a broken stream, the same builder continues with `next_chunk` on the next stream.
+Each chunk is stored at its final position at once, and its rows are indexed, so `finish` takes
+almost no time. After a broken stream, the same builder continues with `next_chunk` on the next one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,8 +109,9 @@ class ShardBuilder:
     def add(self, data: Buffer) -> None:
         """Add the next chunk, in some ms for a chunk of 2 MiB. `data` is not kept.
 
-        Raises MalformedMessage, without a change, if it is not the next chunk; MalformedMessage or
-        InternalError if it completes the image's rest, and that cannot be read or is inconsistent.
+        Raises MalformedMessage, without a change, if it is longer or shorter than the next chunk;
+        MalformedMessage or InternalError if it completes the image's rest, and the rest cannot be
+        read or is inconsistent: then the builder cannot be used any more.
         """
         expected = 0 if self.is_whole else self.num_bytes(self.next_chunk)
         if not data or len(data) != expected:

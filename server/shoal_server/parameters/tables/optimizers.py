@@ -1,8 +1,9 @@
 """Optimizer steps on the rows of one push.
 
-Rows and their state are gathered into new tensors, in the order of the push, and written back after
-the step. So the result depends on the push and the row alone, not on the row's position; and the
-arithmetic, operation by operation, is that of `torch.optim` on sparse gradients.
+Rows and their state are gathered into new tensors, in the order of their ids, and written back
+after the step. So the result depends on the push and the row alone, not on the row's position. The
+arithmetic of optimizers that torch has is, operation by operation, that of `torch.optim` on sparse
+gradients.
 
 Suffixes of tensors: r rows, c columns.
 """

@@ -18,8 +18,8 @@ _BAD_DATA_ERRORS = (
 def restore(image: LoadedImage) -> AnyShard:
     """Restore the shard of an image. The shard takes ownership of the image's tensors.
 
-    Raises MalformedMessage if the image is inconsistent or of an unknown kind: the checksum of an
-    image that another program wrote may be right.
+    Raises MalformedMessage if the image is inconsistent or of an unknown kind: a right checksum
+    does not prove that this program wrote the image.
     """
     try:
         if image.kind == DenseBody.kind:

@@ -76,7 +76,7 @@ class TableBody:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that the rows take."""
+        """Bytes of memory of the rows, their index and the admission gate."""
         return self.content.num_bytes
 
     @property
@@ -175,7 +175,8 @@ def is_table(shard: AnyShard) -> TypeGuard[TableShard]:
 def table_from_image(image: LoadedImage) -> TableShard:
     """Restore a shard from its image. Takes ownership of the image's tensors.
 
-    Raises InternalError if the image is incomplete or inconsistent, or not of a table's shard.
+    Raises InternalError if the image is incomplete or inconsistent, or not of a table's shard. For
+    invalid values, torch's and Python's errors are raised, too: `restore` converts them.
     """
     try:
         if image.kind != TableBody.kind:

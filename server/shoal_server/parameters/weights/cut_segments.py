@@ -33,7 +33,7 @@ class PlannedSegment:
 
     num_bytes: int
     described: pb.CutSegment
-    """Description without the segment's digest."""
+    """Description without the segment's digest, size and holders."""
     fill: Callable[[memoryview], None]
     """Writes the shard into the segment's memory, which must be zero before. Waits for the shard's
     lock: do not call it on the event loop."""

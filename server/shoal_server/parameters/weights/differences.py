@@ -68,10 +68,12 @@ class WeightDifferences:
     async def between(
         self, series: str, base: Segment, target: Segment, elements: Sequence[tuple[int, int]]
     ) -> Segment | None:
-        """Return the difference from `base` to `target`; None if the whole segment is to be sent.
+        """Return the difference from `base` to `target`; None if the whole segment is to be sent:
+        the sizes differ, too much has changed, or there is too little memory for a difference.
         `elements`: runs of elements as (bytes of an element, bytes of the run).
 
-        Raises InvalidSpec if the runs do not make up the segments.
+        Raises InvalidSpec if the runs do not make up the segments, or have elements of a size that
+        is not in `codec.SIZES`.
         """
         if base.num_bytes != target.num_bytes:
             return None
@@ -90,7 +92,7 @@ class WeightDifferences:
         return kept.difference
 
     def sweep(self) -> None:
-        """Drop the differences that were not requested lately."""
+        """Drop the differences that were not requested for KEPT_S."""
         for key, kept in list(self._kept.items()):
             if self._now_s() - kept.used_s >= KEPT_S:
                 self._drop(key)

@@ -34,8 +34,8 @@ class WeightDisk:
         return self._path(series, digest) in self._written
 
     def write(self, series: str, segment: Segment) -> None:
-        """Write a segment to disk. Raises OSError; then `holds` stays as it was, and there is no
-        draft, but the whole file may be there."""
+        """Write a segment to disk. Raises OSError; then `holds` stays as it was, but the whole file
+        may be there."""
         path = self._path(series, segment.digest)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -49,7 +49,9 @@ class WeightDisk:
                         at += file.write(chunk[at:]) or 0
                 os.fsync(file.fileno())
             draft.replace(path)
-            _synchronize(path.parent)
+            # Their names are in the folders above, and may be new.
+            for folder in (path.parent, path.parent.parent, self._directory):
+                _synchronize(folder)
         except OSError:
             draft.unlink(missing_ok=True)
             raise
@@ -87,7 +89,8 @@ class WeightDisk:
         path.unlink(missing_ok=True)
 
     def all(self) -> list[tuple[str, bytes]]:
-        """Return series and digest of each segment on disk."""
+        """Return series and digest of each segment on disk. Removes drafts, so `write` must not run
+        meanwhile."""
         return [each for each in self._found() if self.holds(*each)]
 
     def _found(self) -> Iterator[tuple[str, bytes]]:

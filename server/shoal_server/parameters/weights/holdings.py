@@ -21,7 +21,7 @@ from shoal_server.parameters.weights.segment_transport import SegmentTransport
 from shoal_server.parameters.weights.store import HeldSegment, Position, SegmentOrigin, SegmentStore
 
 STALLED_S = 30.0
-"""Longest time that a publisher may take to send the next chunk."""
+"""Longest time that a publisher may take to send a segment's descriptor or next chunk."""
 
 log = structlog.get_logger(__name__)
 
@@ -90,8 +90,9 @@ class WeightHoldings:
         memory is reserved meanwhile.
 
         Raises what `admit` raises, Overloaded if the server has no memory for the segment,
-        ChecksumMismatch if its digest differs, Unavailable if nothing is received for STALLED_S,
-        and what `transport` raises.
+        ChecksumMismatch if its digest differs, MalformedMessage for a descriptor that is not sealed
+        or has another size, Unavailable if nothing is received for STALLED_S, and what `transport`
+        raises.
         """
         with self._claimed(num_bytes) as claim:
             if transport.is_local:

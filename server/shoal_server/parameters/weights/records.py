@@ -53,7 +53,7 @@ class SeriesRecords:
         return self._mirror.is_in_sync
 
     async def refresh(self, series: str) -> None:
-        """Read the newest records of a series from etcd. Raises what etcd raises."""
+        """Read the newest records of a series from etcd. Raises what the store raises."""
         newest = await self._store.range(keys.series_head(series).removesuffix(HEAD))
         self._mirror.note_all(newest.items)
 

@@ -125,6 +125,10 @@ class WeightsServicer(WeightStoreServicer):
 
         The last reply names the servers that hold the segment: fewer than requested if a server of
         the chain failed. If one refuses the segment, or is overloaded, its error is raised.
+
+        Raises AccessDenied for a caller that may not publish or another series than the
+        connection's, InvalidSpec for a bad digest, StaleEpoch or Overloaded if the segment may not
+        be held, and what `WeightHoldings.receive` raises.
         """
         _check_use(request.series, use)
         if use.caller is not None and use.caller.role not in PUBLISHING:
@@ -188,7 +192,7 @@ class WeightsServicer(WeightStoreServicer):
     async def _admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
         """Raise StaleEpoch or Overloaded if the segment may not be held. Before Overloaded is
         raised, the newest records are read: this server may not know yet that a version was
-        committed."""
+        committed. Raises what the store raises for that."""
         try:
             self._holdings.admit(series, digest, origin)
         except Overloaded:
@@ -216,7 +220,13 @@ class WeightsServicer(WeightStoreServicer):
     async def fetch(
         self, request: pb.FetchSegmentRequest, use: PermittedUse, transport: SegmentTransport
     ) -> Replies:
-        """Send a segment or a difference: as a descriptor if possible, else in chunks."""
+        """Send a segment or a difference: as a descriptor if the connection and the reader permit
+        it, else in the requested chunks.
+
+        Raises AccessDenied for another series than the connection's, InvalidSpec for a bad digest
+        or for chunks that the segment does not have, and Unavailable if the segment is not held or
+        the reader stops reading.
+        """
         _check_use(request.series, use)
         digest = _checked_digest(request.digest)
         difference = self._differences.find(request.series, digest)

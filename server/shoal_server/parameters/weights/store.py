@@ -172,8 +172,8 @@ class SegmentStore:
     def abandon(
         self, series: str, rank: int, epoch: int, publications: frozenset[int]
     ) -> list[Segment]:
-        """Release the segments that a rank has put for these publications, which were abandoned;
-        return the segments that are no longer held."""
+        """Release the segments that a rank has put for these publications, which were abandoned,
+        unless a version names them; return the segments that are no longer held."""
         known = self._series.get(series)
         released: list[Segment] = []
         for digest, held in list(known.held.items()) if known is not None else ():

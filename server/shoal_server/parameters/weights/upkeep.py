@@ -58,8 +58,8 @@ class WeightUpkeep:
         self._wake.set()
 
     def allow_removal(self) -> None:
-        """Allow removal from disk of segments that no record names. Call this once all records have
-        been read."""
+        """Allow removal from disk of segments that this server is not to hold. Call this once all
+        records have been read."""
         if not self._may_remove:
             self._may_remove = True
             self._wake.set()
@@ -165,7 +165,8 @@ class WeightUpkeep:
         return True
 
     async def _ensure_off_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
-        """Remove a segment from disk if no version names it. False if that failed."""
+        """Remove a segment from disk if this server is not to hold it, and removal is allowed.
+        False if that failed."""
         if digest in self._wanted.get(series, {}) or not self._may_remove:
             return True
         try:

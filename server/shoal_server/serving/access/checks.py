@@ -25,8 +25,8 @@ Path = tuple[str, ...]
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-    """Caller of a call over TLS. Raises CertificateRefused for a certificate without a role, and
-    for a resumed session, whose certificate was not checked."""
+    """Caller of a call over TLS. Raises CertificateRefused unless the certificate names exactly one
+    role, and for a resumed session, whose certificate was not checked."""
     found = context.auth_context()
     # gRPC issues session tickets that are valid for two days, and accepts them without checking the
     # certificate, which may have expired since. No client of Shoal uses them.
@@ -62,9 +62,9 @@ def check_role(caller: Caller, method: str) -> None:
 
 
 def check_request(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied for a request about another job or series than the one that the caller's
-    certificate is bound to, for a worker's drain without the member's incarnation, and for requests
-    that no reader may send."""
+    """Raise AccessDenied for a request about a job or series that the caller's certificate is not
+    bound to, for a worker's drain by public id or without the member's incarnation, and for a
+    reader's request that neither reads a series nor checks health."""
     if isinstance(message, DrainRequest) and caller.role is CertificateRole.WORKER:
         _check_own_drain(caller, message)
     if caller.role is CertificateRole.READER:
@@ -82,8 +82,8 @@ def check_request(caller: Caller, message: Message) -> None:
 
 
 def _check_reads(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied unless a reader reads its series. Bulk connections need this check, since
-    their requests are not in the table of calls."""
+    """Raise AccessDenied unless the request reads the reader's series, or checks health. Requests
+    on bulk connections need this check, since the table of calls does not have them."""
     if isinstance(message, HealthCheckRequest):
         return
     series = getattr(message, "series", None)
@@ -112,7 +112,7 @@ def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
 
 
 def _jobs_of(message: Message) -> Iterator[str]:
-    """The jobs that a message names, and the jobs of the series that it names."""
+    """Jobs that a message names, and the jobs of the series that it names, unless empty."""
     descriptor = cast("Descriptor", message.DESCRIPTOR)  # upb has a type of its own for it
     for path in _paths(descriptor):
         for found in filter(None, _at(message, path)):
@@ -158,8 +158,9 @@ Admit = Callable[[Any], Caller | None]
 
 
 def admission(method: str) -> Admit:
-    """Return the check of a method's calls. It takes a call's context and returns the caller, or
-    raises AccessDenied if the caller may not make the call."""
+    """Return the check of a method's calls. It takes a call's context and returns the caller. It
+    raises AccessDenied if the caller's role may not make the call, and CertificateRefused as
+    `caller_of` does."""
 
     def admit(context: Any) -> Caller:
         caller = caller_of(context)

@@ -1,6 +1,6 @@
-"""Roles that may make each gRPC call: the one table from which servers decide.
+"""Roles that may make each gRPC call: the one table from which servers with TLS decide.
 
-A call that is not in the table is refused to every role. `docs/security.md` shows the table; one
+They refuse a call that is not in the table to every role. `docs/security.md` shows the table; one
 test compares the two, and another makes each call in each role.
 """
 
@@ -63,7 +63,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "Pull": _MEMBER,
         "Push": _MEMBER,
         "OpenBulk": _MEMBER,
-        # Only shards of the member's own job: its incarnation proves that it is a member.
+        # Drops only shards of the caller's job. The incarnation proves that the caller is a member.
         "Drop": _MEMBER,
         "Describe": _READ | {COORDINATOR},
     },
@@ -88,7 +88,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "Rollback": _COMMAND,
     },
     "shoal.v1.WeightStore": {
-        # Readers fetch segments; members also send segments.
+        # Readers and servers fetch segments; members also send segments.
         "OpenBulk": _WEIGHTS_READER | {SERVER},
         "Holds": _MEMBER | {SERVER, COORDINATOR},
         "Copy": frozenset({SERVER, COORDINATOR}),

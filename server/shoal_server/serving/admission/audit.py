@@ -1,4 +1,7 @@
-"""Audit log of the gRPC calls by which an operator changes jobs and series of published weights."""
+"""Audit log of the gRPC calls by which an operator changes jobs and series of published weights.
+
+A call that its client cancels is not logged, even if it took effect.
+"""
 
 from typing import Any
 

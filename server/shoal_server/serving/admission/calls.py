@@ -29,7 +29,8 @@ class CallCounts:
 
     @contextmanager
     def open(self, peer: str) -> Iterator[None]:
-        """Count a call as in progress during the block. Raises Overloaded."""
+        """Count a call as in progress during the block. Raises Overloaded at the limit of all
+        calls, or of the calls of the peer's host."""
         host = host_of(peer)
         limits = self._limits
         if self.num_open >= limits.max_calls:
@@ -50,7 +51,7 @@ class CallCounts:
 
 
 def host_of(peer: str) -> str:
-    """The name of a peer in gRPC's form (ipv4:127.0.0.1:40312), without the port."""
+    """Name of a peer in gRPC's form (ipv4:127.0.0.1:40312), without the port."""
     return peer.rpartition(":")[0] or peer
 
 

@@ -28,7 +28,8 @@ class CallLimits:
     max_calls_per_peer: Annotated[int, _COUNT] = 30_000
     """The same limit for one IP address, which all members on a machine share."""
     handshake_s: Annotated[float, _SECONDS] = 10.0
-    """A connection that has not started HTTP/2 (and TLS) after this time is closed."""
+    """A connection that has not started HTTP/2, and TLS if it is used, after this time is
+    closed."""
     idle_connection_s: Annotated[float, _SECONDS] = 3600.0
     """A connection without a call for this long is closed; its client opens another one when it
     calls."""
@@ -54,13 +55,13 @@ class HttpLimits:
 
     http_connections: Annotated[int, _COUNT] = 2048
     """Most HTTP connections at once; never more than a quarter of the descriptors that this process
-    may have. A further one is answered with 503 and closed."""
+    may have. A further one is answered with 503, unless TLS is used, and closed."""
     http_connections_per_peer: Annotated[int, _COUNT] = 1024
     """The same limit for one IP address, which all workers on a machine share for their health
     reports."""
     http_request_s: Annotated[float, _SECONDS] = 10.0
-    """Time for the head of a request to arrive, and then for its body. After that the request is
-    answered with 408 and the connection closed, as is a connection that sends nothing."""
+    """Time for the head of a request to arrive, from the connection's start or the request's first
+    byte, and then for its body. After that, the answer is 408 and the connection is closed."""
     http_stalled_s: Annotated[float, _SECONDS] = 10.0
     """A connection whose client does not read the answer for this long is closed."""
     live_pages: Annotated[int, _COUNT] = 256
@@ -95,8 +96,8 @@ class JobLimits:
     rendezvous_wait_s: Annotated[float, _SECONDS] = 600.0
     """The longest wait for a key in the rendezvous store, whatever a caller asks for."""
     call_wait_s: Annotated[float, _SECONDS] = 60.0
-    """The longest wait of other calls (for a generation's record, a shard map), whatever a caller
-    asks for."""
+    """The longest wait of other calls (for a generation's record, a shard map, the parts of a
+    publication), whatever a caller asks for."""
 
     def __post_init__(self) -> None:
         _check_above_zero(self)

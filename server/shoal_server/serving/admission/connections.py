@@ -13,7 +13,8 @@ log = structlog.get_logger(__name__)
 
 
 class ConnectionCounts:
-    """Counts of open connections by peer, and of refused connections by reason."""
+    """Counts of open connections by peer, and of connections that were refused, or closed by this
+    process, by reason."""
 
     def __init__(self, port: str, *, most: int, most_per_peer: int) -> None:
         """`port`: name of the service at that port, for the log."""

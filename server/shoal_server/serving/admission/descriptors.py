@@ -17,7 +17,7 @@ MOST = 1 << 20
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard limit (at most MOST), and return the new limit."""
+    """Raise the soft limit to the hard limit (at most MOST), and return `limit()`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -27,13 +27,13 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """Maximum number of descriptors of this process."""
+    """Maximum number of descriptors of this process; MOST if it may have more."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)
 
 
 def for_strangers(share: float) -> int:
-    """Number of descriptors for callers: this share of the unreserved descriptors."""
+    """Number of descriptors for callers: this share of the unreserved descriptors, at least 1."""
     return max(1, int((limit() - RESERVED) * share))
 
 

@@ -191,6 +191,7 @@ async def test_a_job_begun_without_a_secret_refuses_a_member_with_one() -> None:
         assert "begun without a secret" in refused.what
 
 
+@pytest.mark.long
 async def test_http_without_tokens_cannot_stop_a_job_with_a_secret() -> None:
     """A server without tokens admits every caller: a call over HTTP then proves nothing."""
     async with served(MemoryStore()) as world:

@@ -40,4 +40,4 @@ async def test_a_silent_member_is_found_while_events_of_another_never_end() -> N
         assert list(actor.job.members) == ["busy"]
         (lost,) = [e for e in world.coordinator.board.events("j") if e.kind == "member_removed"]
         assert lost.reason.startswith("silent: no heartbeat for ")
-        assert f"of {LIMITS.lease_s:g} s allowed" in lost.reason
+        assert f"{LIMITS.lease_s:g} s are allowed" in lost.reason

@@ -25,6 +25,7 @@ from shoal_proto.errors import (
 from shoal_proto.v1 import samples_pb2, samples_pb2_grpc
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.samples.service import SamplesService
+from shoal_server.coordinator.samples.stored_ledger import StoredLedger
 from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
@@ -272,6 +273,26 @@ async def test_a_call_that_waits_when_the_ledger_is_closed_is_repeated(world: Wo
         world.store.away = False
         lease = await waits
     assert lease.range == SampleRange(0, 10, 20)
+
+
+async def test_who_waits_for_books_that_cannot_be_written_is_told_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The member asks again, instead of waiting for a write that will not come."""
+    write, num_written = StoredLedger.write, 0
+
+    async def fail_once(stored: StoredLedger, ledger: SampleLedger, *, whole: bool = False) -> bool:
+        nonlocal num_written
+        num_written += 1
+        if num_written == 1:
+            raise InvalidSpec("a value that etcd refuses")
+        return await write(stored, ledger, whole=whole)
+
+    monkeypatch.setattr(StoredLedger, "write", fail_once)
+    await world.join("a", "1")
+    async with world.serving() as (_, address):
+        lease = await Worker(address, "a").held(10)
+    assert lease.range == SampleRange(0, 0, 10)
 
 
 async def test_members_that_died_with_the_coordinator_lose_their_ranges(world: World) -> None:

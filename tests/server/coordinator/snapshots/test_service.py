@@ -7,7 +7,7 @@ import time
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,7 @@ def newest_of(sessions: list[SessionImage]) -> dict[str, int]:
     return {each.session: max(each.sequences) for each in sessions}
 
 
+@pytest.mark.long
 def test_a_snapshot_under_load_has_whole_pushes(opened: ExitStack, tmp_path: Path) -> None:
     """Members subtract different powers of 1,000: the values show the pushes of each member."""
     servers, snapshots = start(opened, tmp_path)
@@ -790,6 +791,41 @@ def test_a_snapshot_cancelled_during_its_commit_is_whole(opened: ExitStack, tmp_
     servers.run(cancelled())
     (manifest,) = library.list()
     assert len(images(library, manifest)) == 6
+
+
+def test_a_commit_that_may_have_failed_leaves_a_whole_snapshot_or_none(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage writes the manifest, and its answer is lost."""
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    storage = snapshots.library.storage
+    write, remove = storage.write, storage.remove
+
+    def write_unanswered(path: str, data: bytes) -> None:
+        write(path, data)
+        raise Unavailable("the answer is lost")
+
+    def remove_no_manifest(paths: Iterable[str]) -> None:
+        wanted = list(paths)
+        if any("/manifests/" in path for path in wanted):
+            raise Unavailable("the storage is away")
+        remove(wanted)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(storage, "write", write_unanswered)
+        with pytest.raises(Unavailable, match="the answer is lost"):
+            snapshots.take()
+        assert snapshots.library.list() == [] and storage.sizes("job") == {}
+        patches.setattr(storage, "remove", remove_no_manifest)
+        with pytest.raises(Unavailable, match="the answer is lost"):
+            snapshots.take()
+    (whole,) = snapshots.library.list()
+    assert len(images(snapshots.library, whole)) == 6
+    # Its files are reused, as those of any snapshot.
+    assert snapshots.take().manifest.parts == whole.parts
+    member.push()
+    assert snapshots.take().manifest.number == whole.number + 2
 
 
 def test_a_snapshot_of_another_model_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_snapshots_have_whole_steps_while_servers_change(opened: ExitStack, tmp_
         cut_of(work, manifest)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("begins_with", ["rows", "parameters"])
 def test_a_step_made_in_part_is_known_to_later_holders_of_its_shards(
     opened: ExitStack, tmp_path: Path, begins_with: str

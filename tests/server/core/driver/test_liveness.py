@@ -60,7 +60,7 @@ def test_a_member_is_lost_once_its_silence_exceeds_the_time_allowed() -> None:
     assert liveness.late(now_s + 2.5) == ["a"]
     assert liveness.why_lost("a", now_s + 1.9) == ""
     assert liveness.why_lost("a", now_s + 2.5) == (
-        "no heartbeat for 2.5 s, of 2 s allowed (it beat every 0.5 s, give or take 0 s)"
+        "no heartbeat for 2.5 s; 2 s are allowed (its median interval is 0.5 s, its deviation 0 s)"
     )
 
 
@@ -70,7 +70,7 @@ def test_an_uneven_member_is_late_before_it_is_lost() -> None:
     allowed_s = liveness.allowed_s("a")
     assert liveness.late(now_s + 2.5) == ["a"]
     assert liveness.why_lost("a", now_s + 2.5) == ""
-    assert f"of {allowed_s:.3g} s allowed" in liveness.why_lost("a", now_s + allowed_s + 0.1)
+    assert f"{allowed_s:.3g} s are allowed" in liveness.why_lost("a", now_s + allowed_s + 0.1)
 
 
 def test_all_late_members_are_found() -> None:

@@ -215,6 +215,7 @@ FIRST_SEEDS = {
 """First seeds to try for faults that few schedules show, to save time."""
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_simulation_finds_the_fault(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """An invariant fails within `MAX_SEEDS` seeds; without the fault the same seed passes."""

@@ -132,6 +132,14 @@ def test_a_new_leader_admits_no_joiner_before_all_members_have_proposed_again() 
     assert sorted(job.attempt.member_ids) == ["a", "b", "x"]
 
 
+def test_a_member_that_comes_and_goes_is_missed_though_others_have_not_come_yet() -> None:
+    """A new leader waits for members that have not come longer than for one whose stream broke."""
+    job = new_leader("abc", roster(1, "abc"))
+    attend(job, "b", 1.0)
+    job.handle(events.StreamDisconnected(**who("b")), 2.0)
+    assert min(job.state.table.deadlines()) == 2.0 + Limits().reconnect_s
+
+
 def test_a_planned_change_of_the_last_leader_that_fails_ends_both_generations() -> None:
     """The new leader cannot know if members have passed the boundary: if only one of the two
     generations ended, a member might train alone."""

@@ -12,6 +12,7 @@ from support.sim.publications.schedule import simulate_publications
 NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "40"))
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_every_version_stays_whole_and_available_under_faults(seed: int) -> None:
     """Once the faults stop, all readers get the newest version, and versions have their copies."""

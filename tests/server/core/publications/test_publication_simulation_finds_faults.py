@@ -144,6 +144,8 @@ OF_TABLES = (steps_of_other_servers_are_not_merged, new_steps_are_admitted_durin
 
 
 SLOW = (
+    a_deposed_leader_grants_leases,
+    numbers_continue_from_the_versions_that_are_kept,
     a_part_of_a_committed_version_counts_as_new,
     copies_of_a_lost_server_are_not_replaced,
     *OF_TABLES,

@@ -277,6 +277,8 @@ FAULTS: Sequence[Fault] = (
     a_record_is_discarded_once_one_follower_has_it,
 )
 RARE = (
+    a_shard_is_handed_over_before_its_copies_have_read_all_updates,
+    copies_of_another_run_are_kept,
     updates_of_a_former_primary_are_refused,
     a_joining_server_is_not_required_while_its_write_is_in_progress,
     a_version_is_durable_before_the_record_names_the_disk,

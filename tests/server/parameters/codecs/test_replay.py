@@ -1,23 +1,36 @@
 """Copies replay pushes in their compressed form, and have the same values bit for bit."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
 from support.clusters.snapshot_world import loaded
+from support.models.dense_shards import new_shard
 
 from shoal.compression import COMPRESSIONS, find_compression
 from shoal.compression.push_encoder import PushBlock
 from shoal.embedding.row_codec import RowCodec
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient, ShapeMismatch
+from shoal_proto.pieces import Buffer, ReadPiece
 from shoal_proto.row_hash import shard_of
 from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import PushHeader, PushItem
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
+from shoal_server.parameters.codecs.codec import GradientDecoder
+from shoal_server.parameters.service.dense_push import DensePushKind, DensePushPart
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.chunk_assembler import ChunkAssembler
 from shoal_server.parameters.shard.dense import DensePush, dense_from_image, new_dense_shard
 from shoal_server.parameters.shard.record import UpdateRecord
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
+from shoal_server.parameters.shard.reply_writer import ReplyWriter
+from shoal_server.parameters.shard.workers import Workers
 from shoal_server.parameters.tables.shard import TablePush, new_table_shard, table_from_image
 
 SHAPES = {"w": torch.Size([64, 32]), "b": torch.Size([9])}
@@ -75,6 +88,57 @@ def test_a_copy_replays_compressed_pushes(name: str, kind: str, dtype: str) -> N
     for key, tensor in wanted.items():
         assert torch.equal(seen[key], tensor), key
     assert bool(wanted["values"].any())
+
+
+@dataclass(frozen=True)
+class Overwritten:
+    """A decoder of a gradient whose sender changes its memory once it is decoded."""
+
+    decoder: GradientDecoder
+    memory: bytearray
+
+    @property
+    def num_bytes(self) -> int:
+        return self.decoder.num_bytes
+
+    def decode(self, data: Buffer) -> torch.Tensor:
+        values = self.decoder.decode(data)
+        self.memory[:] = torch.full((len(values),), 7.0, dtype=torch.float16).numpy().tobytes()
+        return values
+
+
+async def test_a_copy_replays_what_was_decoded_though_the_sender_changes_its_memory() -> None:
+    """The push comes through memory that the sender shares with the server."""
+    shard = new_shard("sgd", "float32")
+    records: list[UpdateRecord] = []
+    copy = dense_from_image(loaded(shard, records.append))
+    size = sum(block.num_elements for block in shard.spec.blocks)
+    pushed = torch.ones(size, dtype=torch.float16).numpy().tobytes()
+    memory = bytearray(pushed)
+    codec = GradientCodec(kind="fp16", num_bytes=len(memory))
+    item = PushItem(shard_id=shard.shard_id, epoch=shard.spec.epoch, base_version=1, codec=codec)
+    blocks = range(len(shard.spec.blocks))
+    part = DensePushPart(
+        item=item,
+        replica=ShardReplica("job", shard, ReplicaRole.PRIMARY, shard.spec.epoch),
+        shard=shard,
+        assembler=ChunkAssembler(shard.spec, encoded_bytes=len(memory)),
+        decoder=Overwritten(shard.body.decoder(codec, blocks), memory),
+    )
+    with ThreadPoolExecutor(1) as pool:
+        kind = DensePushKind(
+            PushHeader(sequence=1, shards=[item]),
+            "s",
+            any_session,
+            catalog=cast(Catalog, None),
+            run=Workers(pool),
+            reply_writer=cast(ReplyWriter, None),
+        )
+        kind.add(part, ReadPiece(shard.shard_id, 0, memoryview(memory), None, is_shared=True))
+        await kind.apply(part)
+    assert bytes(memory) != pushed and bytes(records[0].data) == pushed
+    copy.replay(records[0])
+    assert torch.equal(loaded(copy).tensors["values"], loaded(shard).tensors["values"])
 
 
 TABLE = TableSpec(

@@ -75,6 +75,22 @@ def test_other_users_cannot_read_segments(tmp_path: Path) -> None:
     assert not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in found)
 
 
+def test_a_segment_that_counts_is_durable_with_its_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power loss, a new folder may be gone with all that is in it, unless the folder above
+    is on the disk too."""
+    synchronized, fsync = set[Path](), os.fsync
+
+    def note(descriptor: int) -> None:
+        synchronized.add(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    WeightDisk(tmp_path).write(SERIES, sealed(b"weights"))
+    assert {tmp_path, tmp_path / "job", tmp_path / "job" / "policy"} < synchronized
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     disk, segment = WeightDisk(tmp_path), sealed(b"weights")
     (tmp_path / "job").write_text("in the way")

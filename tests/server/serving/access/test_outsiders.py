@@ -180,6 +180,7 @@ def test_the_documented_table_of_roles_is_that_of_the_code() -> None:
     assert as_markdown() in (ROOT / "docs" / "security.md").read_text()
 
 
+@pytest.mark.long
 def test_each_call_is_refused_to_each_role_without_permission(
     world: TlsWorld, member: ScriptedMember
 ) -> None:

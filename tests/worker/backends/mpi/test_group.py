@@ -23,6 +23,7 @@ def reports() -> list[Any]:
     return [ended.reports[rank]["returned"] for rank in range(2)]
 
 
+@pytest.mark.long
 def test_ddp_under_mpiexec_trains_as_one_process_does(reports: list[Any]) -> None:
     for report in reports:
         for mine, expected in zip(report["parameters"], mpi_training.alone(), strict=True):

@@ -57,7 +57,7 @@ def check_equal(done: Training, state_shards) -> None:
     assert largest_difference(ours, theirs) <= TOLERANCE
 
 
-@pytest.mark.sampled("sizes")
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("sizes", "model", "optimizer"),
     [

@@ -65,6 +65,7 @@ def check_equal(done: Training, state_shards) -> None:
     assert largest_difference(ours, theirs) <= TOLERANCE
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("model", "world_size", "schedule", "optimizer"),
     [
@@ -84,6 +85,7 @@ def test_equals_one_process(model, world_size, schedule, optimizer):
     check_equal(done, shoal.run_in_memory(train_rank, world_size, done, lay_out))
 
 
+@pytest.mark.long
 def test_equals_one_process_after_fifty_steps_of_gpipe():
     """1F1B is tested in `test_equality` of the strategies."""
     done = training(models.tied_transformer, models.adamw, num_steps=50)

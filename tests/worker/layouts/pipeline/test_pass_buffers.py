@@ -71,6 +71,7 @@ def test_passes_are_counted_once_for_a_whole_batch(kind: str) -> None:
     assert largest_difference(ours, theirs) <= TOLERANCE
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     "model",
     [models.normalised, functools.partial(models.counting, "passes, in another tensor")],

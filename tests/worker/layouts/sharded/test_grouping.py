@@ -40,6 +40,7 @@ def covers(model: nn.Module, grouping: Grouping) -> bool:
     return grouped == sorted(name for name, _ in model.named_parameters())
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("width", [4, 16, 64, 256, 512])
 def test_a_thousand_small_layers_are_at_most_fifty_groups(width: int) -> None:

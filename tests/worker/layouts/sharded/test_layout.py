@@ -54,6 +54,7 @@ def difference(training: Training, world_size: int, way: LayOut) -> float:
     return largest_difference(ours, {name: theirs[name] for name in ours})
 
 
+@pytest.mark.sampled()
 @KINDS
 @pytest.mark.parametrize(("world_size", "optimizer"), [(3, sgd), (4, adamw)])
 def test_equal_to_one_process(world_size: int, optimizer: Any, kind: Any) -> None:
@@ -71,6 +72,7 @@ def test_equal_to_one_process_on_gloo(kind: Any) -> None:
 
 
 # The warning is about operations in place, of which there are none.
+@pytest.mark.sampled()
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @KINDS
 @pytest.mark.parametrize("model", [Tangled, Discarding, Tied, PartlyFrozen, Sometimes, transformer])
@@ -97,6 +99,7 @@ def test_weights_that_were_freed_while_backward_needed_them(
         difference(training, 2, way)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mixed_precision_stays_near_full_precision(dtype: torch.dtype) -> None:
     """bf16 has 8 bits: a layer's output is off by up to 2^-9 of its size, that of five layers by
@@ -173,6 +176,7 @@ def test_zero2_that_was_ddp_in_disguise(kind: Any) -> None:
         assert elements == memory == whole // 2
 
 
+@pytest.mark.sampled()
 @KINDS
 def test_reduce_scatter_that_crashed_or_scattered_padding(kind: Any) -> None:
     """Regression for sizes that are not divisible, with ranks that hold no rows of some

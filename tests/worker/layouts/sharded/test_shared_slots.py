@@ -36,12 +36,14 @@ def test_what_is_gathered_ahead_in_backward_takes_no_meeting_of_its_own() -> Non
         assert meetings == [2 * num_groups + 1] * 3
 
 
+@pytest.mark.long
 def test_a_layout_that_is_released_leaves_no_descriptor() -> None:
     """Regression: neither the memory nor its users' connections were closed."""
     for counts in run_on_gloo(3, shared_memory_bodies.descriptors_after, 5):
         assert counts == counts[:1] * 5
 
 
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     "options",

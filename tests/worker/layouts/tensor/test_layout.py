@@ -66,7 +66,7 @@ def check_equal(done: Training, state_shards: list[StateShard]) -> None:
     assert largest_difference(ours, theirs) <= TOLERANCE
 
 
-@pytest.mark.sampled("model", "world_size", "optimizer")
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("world_size", "optimizer"), [(2, models.adamw), (3, models.momentum), (4, models.adamw)]
 )

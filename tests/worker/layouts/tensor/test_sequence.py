@@ -132,7 +132,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 
 # Five positions over 4 ranks are 2, 2, 1 and none.
-@pytest.mark.sampled("name", "world")
+@pytest.mark.sampled()
 @pytest.mark.parametrize("world", [("tensor", 2), ("tensor", 4), ("fsdp-tensor", 4)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_one_process(name: str, world: tuple[str, int]) -> None:

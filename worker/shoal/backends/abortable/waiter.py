@@ -87,7 +87,7 @@ class AbortableWaiter:
             self.forget()
 
     def begin(self, work: dist.Work) -> "OngoingCollective":
-        """Return an object to wait for the collective later. Others may begin before that."""
+        """Return an object to wait for the collective later. Other collectives may begin before."""
         return OngoingCollective(work, self.completion_of(work))
 
     def pending(self) -> list[Completion]:
@@ -95,7 +95,7 @@ class AbortableWaiter:
         return [completion for completion in list(self._pending) if not completion.done()]
 
     def abort(self, reason: str) -> None:
-        """End all waits for Gloo. Any thread."""
+        """End all present waits, and with `for_good` later ones too. Any thread."""
         if self._for_good:
             # Set first: the loop below does not see waits that another thread begins meanwhile.
             self._aborted = f"the group was cut between two collectives: {reason}"
@@ -150,8 +150,8 @@ _wholes: weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"] = weakref.WeakKeyDic
 def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
     """Wait for a collective of the group that was begun with `async_op=True`.
 
-    Raises an error that backends count as a failure of the group if it failed, or if the group's
-    waiters are aborted. For the trainer's thread.
+    Raises an error that backends count as a failure of the group if the collective failed, or if
+    the group's waiters are aborted. For the trainer's thread.
     """
     assert work is not None, "begun with async_op=True, by a rank of the group"
     if not can_be_cut(group):

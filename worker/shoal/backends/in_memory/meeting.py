@@ -70,8 +70,8 @@ class Hub:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Return once `done()` is True. Raises DistBackendError if the job fails; it does if a rank
-        of `needed()`, which have not called yet, has ended, or if the time is over."""
+        """Return once `done()` is True. Raises DistBackendError if the job fails meanwhile; fails
+        it after `timeout_s`, or if a rank that `done` waits for (`needed()`) has ended."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
             while not done():
@@ -115,7 +115,8 @@ class Meeting:
     # --- collectives ---
 
     def post(self, rank: int, kind: str, given: Any, complete: Complete) -> _Call:
-        """Add a rank's input to its next collective. The last rank computes the result."""
+        """Add a rank's input to its next collective. The last rank computes the result. Raises
+        DistBackendError if the job has failed."""
         with self.hub.changed:
             if self.hub.failure:
                 raise dist.DistBackendError(f"{kind} failed: {self.hub.failure}")
@@ -139,7 +140,8 @@ class Meeting:
         return call
 
     def finish(self, call: _Call, kind: str, timeout_s: float) -> None:
-        """Return once the collective is complete on all ranks."""
+        """Return once the collective is complete on all ranks. Raises DistBackendError as
+        `Hub.wait`, and if the result could not be computed."""
 
         def needed() -> list[int]:
             if len(call.posted) == len(self.ranks):
@@ -162,7 +164,8 @@ class Meeting:
     # --- messages ---
 
     def send(self, source: int, to: int, tag: int, tensor: Tensor) -> None:
-        """Store a copy of the tensor for the receiver. Waits while MAX_UNDELIVERED are stored."""
+        """Store a copy of the tensor for the receiver. First waits while MAX_UNDELIVERED are stored
+        for it. Raises as `Hub.wait`."""
         route = (source, to, tag)
         self.hub.wait(
             lambda: self._undelivered[source, to] < MAX_UNDELIVERED,
@@ -192,7 +195,8 @@ class Meeting:
     def receive(
         self, message_key: tuple[int, int, int, int], tensor: Tensor, timeout_s: float
     ) -> None:
-        """Fill the tensor with the message. Raises if its size or dtype differs."""
+        """Wait for the message, and fill the tensor with it. Raises DistBackendError as `Hub.wait`,
+        and if the message has another size or dtype."""
         source, to, _, _ = message_key
         what = f"recv from rank {self.ranks[source]}"
         self.hub.wait(

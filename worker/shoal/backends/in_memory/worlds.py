@@ -2,9 +2,9 @@
 
 torch keeps its groups in two registries of the process: a table in Python and one in C++. While any
 thread is a rank of an in-memory job, the Python table is a proxy: a rank's thread sees its own
-table, and every other thread sees torch's. The C++ table is switched to torch's mode of one table
-per thread. DTensor's caches for a mesh must not be shared by ranks, so meshes of different worlds
-compare unequal. All these changes are undone when the last such thread ends.
+table, and every other thread sees torch's with the groups of all ranks. The C++ table is switched
+to torch's mode of one table per thread. DTensor's caches for a mesh must not be shared by ranks, so
+meshes of different worlds compare unequal. All these changes are undone when the last rank ends.
 """
 
 import itertools
@@ -91,7 +91,8 @@ def own_world() -> RankWorld | None:
 
 
 def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
-    """Make this thread a rank of the world; `initialise` makes torch's default group."""
+    """Make this thread a rank of the world; `initialise` makes torch's default group. Raises
+    InvalidSpec if there is a default group already."""
     if dist.is_initialized():
         raise InvalidSpec(
             "torch.distributed has a default process group already",

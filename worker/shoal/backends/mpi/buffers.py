@@ -36,7 +36,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class StagedTensor:
-    """Tensor, or a copy of it, that MPI can reduce; `deliver` writes a copy's result back."""
+    """Tensor, or a copy of it, that MPI can reduce. `deliver` divides a sum for a mean, and writes
+    a copy's result back."""
 
     def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
         if op not in _OPS or (tensor.dtype not in _TYPES and tensor.dtype not in _HALVES):

@@ -31,14 +31,14 @@ from shoal_proto.errors import InvalidSpec
 
 PLUGIN = "shoal_mpi"
 TIMEOUT_S = 1800.0
-"""Default limit of each wait for another rank; the same as in torch's own backends."""
+"""Default limit of each wait for another rank; the same as torch's for Gloo."""
 
 
 def init_mpi(timeout_s: float = TIMEOUT_S) -> None:
     """Initialise torch.distributed's default group with the ranks that mpiexec started.
 
-    `timeout_s` limits each wait for another rank. A rank that raises makes the waits of all
-    others raise, and the job ends with an error.
+    `timeout_s` limits each wait for another rank. An uncaught error on one rank makes the waits of
+    all others raise, and the job ends with an error. Raises InvalidSpec for a `timeout_s` of 0.
     """
     global _world  # noqa: PLW0603 - MPI is initialised once for a process
     if not timeout_s > 0:

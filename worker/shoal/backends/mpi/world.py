@@ -67,8 +67,8 @@ class MpiWorld:
         atexit.register(self._leave)
 
     def wait(self, flight: Flight, what: str, timeout_s: float) -> None:
-        """Wait until the requests are complete. Raises DistBackendError if the job fails
-        meanwhile."""
+        """Wait until the requests are complete. Raises DistBackendError if the job fails meanwhile;
+        fails it after `timeout_s`, or if a request fails."""
         deadline_s = time.monotonic() + timeout_s
         tests, pause_s = 0, 1e-5
         while not flight.landed():
@@ -88,7 +88,8 @@ class MpiWorld:
             raise dist.DistBackendError(f"{what} failed: {flight.error}") from flight.error
 
     def launch(self, requests: list[MPI.Request], memory: Any) -> Flight:
-        """Keep the memory until the requests are complete, even if no caller waits for them."""
+        """Return a flight that keeps the memory until the requests are complete, even if no caller
+        waits for them."""
         flight = Flight(requests, memory)
         with self._lock:
             self._flights = [each for each in self._flights if not each.landed()]

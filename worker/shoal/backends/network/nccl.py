@@ -170,8 +170,8 @@ class NcclGroup:
         self._host.keep_for_ever()
 
     def _check_unshared(self, group: dist.ProcessGroup) -> None:
-        """Raise InvalidSpec, on all ranks, if two ranks share a GPU: NCCL would fail in each
-        generation."""
+        """Raise InvalidSpec, on all ranks, if two ranks share a GPU and NCCL is not configured for
+        that: it would fail in each generation."""
         if group.size() == 1:
             return
         identity = torch.tensor(list(self._device.identity().encode().ljust(_ID_BYTES, b"\0")))

@@ -1,4 +1,4 @@
-"""Environment variables that decide what an error of NCCL does to the process.
+"""Environment variables of NCCL: above all those that decide what an error does to the process.
 
 Images and launchers export some of them (torchrun: TORCH_NCCL_ASYNC_ERROR_HANDLING=1), for jobs
 that end with the first error. A member has to survive the error, for the next generation.
@@ -77,7 +77,8 @@ peer."""
 
 
 def require_survival(environment: MutableMapping[str, str]) -> None:
-    """Set the required variables for groups made from now on; warn of values that are replaced.
+    """Set the required variables, and remove empty ones, for groups made from now on. Warn of
+    values that are replaced.
 
     Raises InvalidSpec for a value that torch cannot read, and if NCCL's waits are set to block: no
     abort could then end the trainer's wait.

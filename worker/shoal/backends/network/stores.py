@@ -13,7 +13,8 @@ MAX_ANNOUNCED_BYTES = 1 << 20
 
 
 class AnnouncingStore(Store):
-    """Store that forwards all calls, and keeps the values in which members announce listeners."""
+    """Store that forwards all calls, and keeps all values that are set or read: in some of them
+    members announce their listeners. Raises GenerationBroken for such a value after `abort`."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()

@@ -83,10 +83,8 @@ class SharedMemory:
         self._links, self._on_left = links, on_left
 
     def meet(self, word: int = 0) -> Sequence[int]:
-        """Wait for all ranks; return their words, by rank. `word`: at most 64 bits.
-
-        Raises GenerationBroken if a rank is lost or late, or after `cut`.
-        """
+        """Wait for all ranks; return their words, by rank. `word`: an unsigned integer of 64 bits.
+        Raises GenerationBroken if a rank is lost or late, or after `cut`."""
         self.arrive(word)
         return self.await_others()
 

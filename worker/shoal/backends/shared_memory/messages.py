@@ -56,8 +56,7 @@ class SharedMessages:
 
     def share(self, beside_bytes: int = 0) -> None:
         """Send words through shared memory from now on, if all ranks can share memory. Collective;
-        raises as the group's collectives do. `beside_bytes`: additional memory for the caller.
-        """
+        raises as `share_memory`. `beside_bytes`: additional memory for the caller."""
         assert self._group is not None, "not closed"
         self.may_share = False
         num_bytes = _NUM_SETS * self._world_size * self._num_words * _WORD_BYTES
@@ -93,7 +92,7 @@ class SharedMessages:
     def receive_values(self) -> list[list[int]]:
         """Wait for the words of all ranks; return them by rank. Raises GenerationBroken or
         RuntimeError if a rank dies before it has sent them. If it dies later, every rank still
-        reads its words in memory; over Gloo only some may have received them."""
+        reads its words in memory (on x86-64); over Gloo only some may have received them."""
         self.has_sent = False
         memory, count = self._memory, self._num_words
         if memory is not None:

@@ -58,10 +58,12 @@ def share_memory(
 ) -> SharedMemory | None:
     """Return memory of this size that all ranks of the group share. Collective.
 
-    Returns None, on all ranks alike, if they are not on one machine, or if the machine has no such
-    memory. `limit_s`: time limit of each meeting. `kept`: its first region is reused, with its old
-    contents, if all ranks have that region; `close` adds the memory's region to `kept`. Raises
-    RuntimeError as the group's collectives do, and InvalidSpec for an unknown SHOAL_TRANSPORT.
+    Returns None, on all ranks alike, if they are not on one machine, if the machine has no such
+    memory, if not all have mapped it within OPEN_S, or if SHOAL_TRANSPORT excludes it. `limit_s`:
+    time limit of each meeting. `kept`: its first region is reused, with its old contents, if all
+    ranks have it, its size fits and no other process may write it; `close` adds the memory's region
+    to `kept`. Raises RuntimeError as the group's collectives do, and InvalidSpec for an unknown
+    SHOAL_TRANSPORT.
     """
     old = kept.take() if kept is not None else None
     opened = None

@@ -21,11 +21,9 @@ MAX_SHOWN = 120
 def compare(
     group: dist.ProcessGroup, members: Sequence[str], step: int, own: Mapping[str, Json] | None
 ) -> None:
-    """Check, by a collective, that members at the same step hold the same registered state.
-
-    `own`: this member's state by the objects' names; None leaves it out of the comparison.
-    `members`: by rank. Raises RegisteredStateDiffers, on all members.
-    """
+    """Check, by a collective, that members at the same step hold the same registered state. `own`:
+    this member's state by the objects' names; None leaves it out of the comparison. `members`: by
+    rank. Raises RegisteredStateDiffers, on all members."""
     if len(members) == 1:
         return
     text = json.dumps([step, own], sort_keys=True)

@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Interface of torch's schedulers, averaged models, scalers and samplers, and many metrics."""
+    """Interface of torch's schedulers, averaged models and scalers, and of many metrics."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as plain values and tensors."""
@@ -44,7 +44,7 @@ class CapturedState:
     """The state of all registered objects at one moment."""
 
     values: Mapping[str, Json] = field(default_factory=dict)
-    """Plain values by the object's name; they refer to tensors by path."""
+    """Plain values by the object's name, and those of GROUPS; they refer to tensors by path."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors by "<object>/<path in its state>"."""
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -62,11 +62,9 @@ class CapturedState:
 
 
 class RegisteredState:
-    """Registered objects of one session; false while nothing is registered.
-
-    If a step is undone, each object is restored to its state at the time when the script asked for
-    that step's batch: after the last committed step and the script's later changes.
-    """
+    """Registered objects of one session; false while nothing is registered. If a step is undone,
+    each object is restored to its state at the time when the script asked for that step's batch:
+    after the last committed step and the script's later changes."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
@@ -83,10 +81,9 @@ class RegisteredState:
         return any(each is registered for each in self._objects.values())
 
     def add(self, name: str, registered: Stateful) -> None:
-        """Register this object under this name.
-
-        Raises InvalidSpec for an object whose state cannot be carried, and then changes nothing.
-        """
+        """Register this object under this name. Raises InvalidSpec for an invalid or used name, for
+        an object whose state cannot be carried, and beyond MAX_OBJECTS or MAX_TENSOR_BYTES; nothing
+        is changed then."""
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == GROUPS:
             raise InvalidSpec(
                 "state cannot be registered under this name",
@@ -191,8 +188,9 @@ class RegisteredState:
         return self._capture().copied()
 
     def adopt(self, captured: CapturedState) -> None:
-        """Load this state into the objects. Raises InvalidSpec if an object refuses it or is of
-        another class, or if it lacks an object."""
+        """Load this state into the objects. Raises InvalidSpec if it lacks the state of an object,
+        if an object is of another class, or if `load_state_dict` fails: then some objects may have
+        the new state."""
         missing = sorted(self._objects.keys() - captured.values.keys())
         if missing:
             raise InvalidSpec(
@@ -405,10 +403,8 @@ def _outline(tensor: Tensor) -> str:
 
 def _figures(tensor: Tensor) -> list[Json]:
     """Return figures by which tensors are compared: shape and dtype, the sum of magnitudes, and
-    sums that depend on signs and on positions.
-
-    Each sum is about as large as the sum of magnitudes, so that rounding is small relative to it.
-    """
+    sums that depend on signs and on positions. Each sum is about as large as the sum of magnitudes,
+    so that rounding is small relative to it."""
     flat = tensor.detach().reshape(-1)
     values = flat.abs() if flat.is_complex() else flat
     exact = values.to("cpu", torch.float64)

@@ -1,4 +1,4 @@
-"""Copies of shards led by other servers; only the primary in the record may change them."""
+"""Copies of shards led by other servers. Only a primary that the record names can begin a copy."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -50,6 +50,7 @@ class Copy:
     epoch: int
     """Epoch of that primary."""
     born: int
+    """Epoch in which the shard got its first values."""
     received: int
     """Version up to which all records were received, applied or not."""
     content: ShardContent
@@ -150,8 +151,8 @@ class Copies:
         peer: Holder,
         message: Offer | UpdateMessage | Begins,
     ) -> bool:
-        """True if the record names the sender as the shard's primary of that epoch, and this
-        server as a holder."""
+        """True if the record is of the sender's run, and names the sender as the shard's primary of
+        that epoch and this server as another holder."""
         # An update names no run: the run was checked when the copy began.
         run = "" if isinstance(message, UpdateMessage) else message.run
         return (
@@ -243,9 +244,9 @@ class Copies:
         data: Data,
         assignment: ShardAssignment | None,
     ) -> Iterator[Effect]:
-        """Accept a record that continues the copy, even if the newest assignment names another
-        primary: the sender may count records as received once they are sent. The reply to a sender
-        that the assignment does not name is a refusal nevertheless."""
+        """Accept a record of the copy's primary that continues the copy, even if the newest
+        assignment names another primary: the sender may count records as received once they are
+        sent. The reply to a sender that the assignment does not name is a refusal nevertheless."""
         key, copy = record.key, self._held.get(record.key)
         is_named = self._may_tell(assignment, peer, record)
         if (

@@ -19,7 +19,7 @@ class MissingShards:
 
     def excuse(self, key: Key, assignment: ShardAssignment | None) -> None:
         """Tolerate the absence of a shard in the record's epoch: it is being loaded from the
-        journal, or was to be forgotten."""
+        journal, or was retired (`ShardRetired`)."""
         if assignment is not None:
             self._excused[key] = assignment.epoch
 

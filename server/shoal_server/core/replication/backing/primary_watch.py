@@ -12,7 +12,7 @@ from shoal_server.core.replication.protocol.messages import Key
 
 @dataclass(slots=True)
 class _Silent:
-    """A primary that has no link to this server."""
+    """A primary without a link to this server, which is probed instead."""
 
     again_s: float = inf
     """Time of the next probe; infinite while an answer is awaited."""

@@ -33,7 +33,8 @@ class Follower:
     is_admitting: bool = False
     """True if a write is in progress that may put the follower in step."""
     image_version: int | None = 0
-    """Version of the follower's image, after which records follow; None: no image yet."""
+    """Version of the image or copy with which the follower begins, and after which records follow;
+    None: it waits for an image."""
     _goal: int = 0
     """Version that the follower must reach, first to count, then to be put in step."""
     _rounds: int = 0

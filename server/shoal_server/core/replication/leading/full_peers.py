@@ -1,4 +1,4 @@
-"""Servers that lack memory for a copy: they are not asked for a while, then asked again."""
+"""Servers that lack memory for a copy: they are offered none for a while, and then again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class FullPeers:
 
     @property
     def wakes_s(self) -> float:
-        """Time at which the next pause ends."""
+        """Time at which the next pause ends; infinite if there is none."""
         return min((f.until_s for f in self._full.values() if f.until_s), default=float("inf"))
 
     def is_full(self, holder: Holder) -> bool:
-        """True if the server must not be asked at present."""
+        """True if no copy may be offered to the server at present."""
         full = self._full.get(holder)
         return full is not None and full.until_s > 0.0
 

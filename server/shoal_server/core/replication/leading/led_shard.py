@@ -35,7 +35,7 @@ from shoal_server.core.shards.shard_log import Record, ShardLog
 
 class HandoverPhase(Enum):
     NONE = "there is no handover"
-    LEVELLING = "workers are notified and backups draw level, while pushes still come"
+    LEVELLING = "workers are notified and backups catch up, while pushes still come"
     STOPPING = "pushes are refused from now on"
     STOPPED = "nothing is applied any more"
 
@@ -127,7 +127,7 @@ class LedShard:
 
     @property
     def safe_version(self) -> int | None:
-        """Newest version that every required follower has; None if there is none."""
+        """Newest version that every required follower has; None if no follower is required."""
         return min((f.received for f in self._required()), default=None)
 
     def is_safe(self, version: int) -> bool:
@@ -147,7 +147,7 @@ class LedShard:
         return self._disk.version if is_named else None
 
     def asked(self, token: Token, version: int, level: AckLevel) -> Effect | None:
-        """The answer to a caller; None if the caller has to wait."""
+        """The answer to a caller; None if the caller has to wait, and is noted as waiting."""
         if self.is_deposed:
             return RefuseVersion(token, AckRefusalReason.DEPOSED)
         if level is AckLevel.DURABLE and not self._disk.keeps:
@@ -356,8 +356,8 @@ class LedShard:
             yield StopPushes(self.key)
 
     def note_newer_epoch(self, epoch: int) -> Iterator[Effect]:
-        """Handle a backup's report of an epoch: if it is newer, refuse waiting callers at once,
-        before etcd delivers the record."""
+        """Handle a backup's report of an epoch: if it is newer, stop pushes and refuse waiting
+        callers at once, before etcd delivers the record."""
         if epoch > self.epoch and not self.is_deposed:
             self.is_deposed = True
             yield StopPushes(self.key)

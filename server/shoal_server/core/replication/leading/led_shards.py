@@ -93,8 +93,8 @@ class LedShards:
     # --- followers ---
 
     def follow_as_written(self, led: LedShard) -> Iterator[Effect]:
-        """Make exactly the record's other holders followers, except those that are lost and a
-        joiner without memory."""
+        """Make exactly the record's other holders followers, except those that are lost, and a
+        joiner that recently had no memory and is not used yet."""
         joining = led.assignment.joining
         wanted = set(led.assignment.holders[1:]) - led.lost
         is_full = joining is not None and self.full.is_full(joining)

@@ -26,7 +26,7 @@ class Link:
     images: OutgoingImages
     phase: LinkPhase = LinkPhase.OPENING
     give_up_s: float = inf
-    """Time by which the link must be open again."""
+    """Time by which the link must be open again, counted from a break; infinite before one."""
     again_s: float = inf
     """Time of the next attempt to open it."""
 

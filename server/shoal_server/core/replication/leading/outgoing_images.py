@@ -13,11 +13,11 @@ class OutgoingImage:
     key: Key
     number: int
     start: ImageStart | None = None
-    """Set when the image is taken."""
+    """The image's header; None until the image is taken."""
     sent: int = 0
     acknowledged: int = 0
     breaks: int = 0
-    """Number of links that broke since the last chunk that arrived."""
+    """Number of links that broke since the last chunk that was acknowledged."""
     is_flowing: bool = False
     """True if chunks are being sent. False while the link is being opened, and while the peer is
     asked for its state."""

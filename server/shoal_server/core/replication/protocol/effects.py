@@ -30,7 +30,8 @@ class AckRefusalReason(Enum):
 @dataclass(frozen=True, slots=True)
 class WriteShardRecord:
     """Read the shard's newest record, submit it as `ShardRecordRead`, and replace it by the record
-    in the answer (compare-and-swap); repeat that until it succeeds; then `ShardRecordWritten`."""
+    in the answer (compare-and-swap). Repeat that until it succeeds, and then submit
+    `ShardRecordWritten`; if etcd refuses the write, submit `ShardRecordNotWritten` before that."""
 
     key: Key
 
@@ -87,7 +88,8 @@ class OpenShard:
 
 @dataclass(frozen=True, slots=True)
 class StopPushes:
-    """Refuse further pushes, because the shard is handed over; then `PushesStopped`."""
+    """Refuse further pushes, because the shard is being handed over, or a later epoch is known;
+    then `PushesStopped`."""
 
     key: Key
 
@@ -210,9 +212,9 @@ class CloseImage:
 class AcceptRequest:
     """Process the data of a received request, after the data of all earlier requests.
 
-    `UpdateMessage`: apply the record. `ImageStart`: allocate memory for the image; `ImageFailed` if
-    there is not enough. `ImageChunk`: store the chunk; then `ChunkStored` or `ImageFailed`; the
-    last chunk is followed by `ImageRestored`.
+    `UpdateMessage`: apply the record; `CopyFailed` if that is impossible. `ImageStart`: allocate
+    memory for the image; `ImageFailed` if there is not enough. `ImageChunk`: store the chunk; then
+    `ChunkStored`, or `ImageRestored` after the last chunk; `ImageFailed` if that is impossible.
     """
 
     request: UpdateMessage | ImageStart | ImageChunk
@@ -254,8 +256,8 @@ class ProbePeer:
 
 @dataclass(frozen=True, slots=True)
 class LoadJournal:
-    """Build the shard from the journal, to lead it in this epoch; then `ShardCreated`, or
-    `JournalShardMissing`."""
+    """Build the shard from the journal, to lead it in this epoch; then `ShardRetired`, for a copy
+    that it replaces, and `ShardCreated`; or `JournalShardMissing`."""
 
     key: Key
     epoch: int

@@ -47,8 +47,8 @@ class ShardRecordRead:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordWritten:
-    """The effect `WriteShardRecord` was carried out, or no longer applies. A `ShardAssigned` with
-    the resulting record came before."""
+    """The effect `WriteShardRecord` was carried out or no longer applies, or may be tried again
+    after `ShardRecordNotWritten`. If the record was changed, a `ShardAssigned` came before."""
 
     key: Key
 
@@ -145,14 +145,16 @@ class CopySettled:
 
 @dataclass(frozen=True, slots=True)
 class CopyFailed:
-    """Received records could not be applied: the copy is unusable."""
+    """Received records could not be applied, or the copy was found to differ from its primary's
+    values: the copy is unusable."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRetired:
-    """Every copy of the shard here is to be dropped: its job is over, or it is to start over."""
+    """Every copy of the shard here is to be dropped: its job is over, the shard starts over, or one
+    that was loaded is to replace it."""
 
     key: Key
 

@@ -1,4 +1,5 @@
-"""Encoding and decoding of the messages between servers; large data are sent in checked pieces."""
+"""Encoding and decoding of the messages between servers. Large data are sent in pieces, which have
+checksums unless they are in shared memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -276,7 +277,8 @@ class _Unfinished:
 
 class RequestAssembler:
     """Assembles the messages of one stream into requests. Holds the data of at most one record or
-    chunk; its memory is reserved, except for the last INLINE_BYTES of a record."""
+    chunk; its memory is reserved, except for a record that lies in shared memory as a whole, and
+    for the last INLINE_BYTES of any other record."""
 
     def __init__(self, memory: Memory, is_coming: Callable[[Key, int], bool]) -> None:
         """`is_coming`: returns True if the image with that number is being received, in memory that

@@ -55,8 +55,8 @@ class PeerStream(Protocol):
     async def write(self, frame: Frame) -> None: ...
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of the record that may be written next to shared memory, and return the
-        copy; None if that is not possible now."""
+        """Copy the data of a record, which may be the next one written, to shared memory. Return
+        the copy; None if that is not possible now. The copy is valid until the next draft."""
         ...
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:
@@ -75,8 +75,7 @@ class PeerStream(Protocol):
 
     @property
     def is_in_memory(self) -> bool:
-        """True if all written data lie in the memory of the other process, which can read them even
-        if this process dies."""
+        """True if the other process can read all written data even if this process dies now."""
         ...
 
 

@@ -88,8 +88,8 @@ class WatchedStream:
 
     @property
     def is_received(self) -> bool:
-        """True if all sent data count as received. The data lie in the memory of the other process,
-        which has announced that it reads all of them even if this process dies."""
+        """True if all sent data count as received: the other process can read them even if this
+        process dies, and has announced that it will."""
         return self._reads_to_end and self._stream.is_in_memory
 
     def _note_reply(self, reply: pb.FollowReply) -> None:
@@ -100,7 +100,8 @@ class WatchedStream:
     async def carry(self, *work: Coroutine[Any, Any, None]) -> None:
         """Run these tasks until one of them has ended; then cancel the others.
 
-        Raises ShoalError if the stream broke, or the other end was silent for too long.
+        Raises a ShoalError for any error of the task, and Unavailable if the other end was silent
+        for too long.
         """
         tasks = [asyncio.create_task(each) for each in (*work, self._await_silence())]
         try:
