@@ -204,8 +204,8 @@ async def test_a_call_that_waits_when_its_job_is_reset_is_refused() -> None:
         await waits
 
 
-async def test_the_refusal_of_a_stuck_member_is_not_told_to_who_waits_for_it() -> None:
-    """The stuck member was drained meanwhile; the others are declared lost all the same."""
+async def test_the_refusal_of_a_stuck_member_fails_no_other_call() -> None:
+    """One stuck member was drained meanwhile; the other is declared lost all the same."""
     lost: list[str] = []
 
     async def anybody(token: Token) -> None:

@@ -69,9 +69,9 @@ def test_a_repaired_job_keeps_its_secret(bounds: JobSpec | None) -> None:
 
 
 @pytest.mark.parametrize("ending", [{"stopping": "an operator stopped it"}, {"failed": True}])
-def test_a_repaired_job_is_over_as_it_was(ending: dict[str, Any]) -> None:
-    """Regression: a job that was stopped or had failed came back as finished, and nobody could
-    retry it. Of its fields, only those that cannot be read are lost."""
+def test_a_repaired_job_keeps_its_ending(ending: dict[str, Any]) -> None:
+    """Regression: a stopped or failed job was restored as finished, and could not be retried. Only
+    fields that cannot be read are lost."""
     tally = LifetimeFigures(
         begun_s=5.0,
         num_breaks=2,

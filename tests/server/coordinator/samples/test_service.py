@@ -275,10 +275,10 @@ async def test_a_call_that_waits_when_the_ledger_is_closed_is_repeated(world: Wo
     assert lease.range == SampleRange(0, 10, 20)
 
 
-async def test_who_waits_for_books_that_cannot_be_written_is_told_at_once(
+async def test_a_wait_for_a_ledger_that_cannot_be_written_ends_at_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The member asks again, instead of waiting for a write that will not come."""
+    """The member repeats its request, instead of waiting for a write that is not made."""
     write, num_written = StoredLedger.write, 0
 
     async def fail_once(stored: StoredLedger, ledger: SampleLedger, *, whole: bool = False) -> bool:

@@ -793,7 +793,7 @@ def test_a_snapshot_cancelled_during_its_commit_is_whole(opened: ExitStack, tmp_
     assert len(images(library, manifest)) == 6
 
 
-def test_a_commit_that_may_have_failed_leaves_a_whole_snapshot_or_none(
+def test_an_undecided_commit_leaves_a_complete_snapshot_or_none(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The storage writes the manifest, and its answer is lost."""

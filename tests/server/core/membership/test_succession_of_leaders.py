@@ -132,7 +132,7 @@ def test_a_new_leader_admits_no_joiner_before_all_members_have_proposed_again() 
     assert sorted(job.attempt.member_ids) == ["a", "b", "x"]
 
 
-def test_a_member_that_comes_and_goes_is_missed_though_others_have_not_come_yet() -> None:
+def test_a_broken_stream_has_its_own_limit_under_a_new_leader() -> None:
     """A new leader waits for members that have not come longer than for one whose stream broke."""
     job = new_leader("abc", roster(1, "abc"))
     attend(job, "b", 1.0)

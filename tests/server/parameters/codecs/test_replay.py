@@ -107,7 +107,7 @@ class Overwritten:
         return values
 
 
-async def test_a_copy_replays_what_was_decoded_though_the_sender_changes_its_memory() -> None:
+async def test_a_copy_replays_the_decoded_bytes_of_a_changed_push() -> None:
     """The push comes through memory that the sender shares with the server."""
     shard = new_shard("sgd", "float32")
     records: list[UpdateRecord] = []

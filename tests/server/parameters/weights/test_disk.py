@@ -75,11 +75,11 @@ def test_other_users_cannot_read_segments(tmp_path: Path) -> None:
     assert not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in found)
 
 
-def test_a_segment_that_counts_is_durable_with_its_folders(
+def test_a_durable_segment_has_durable_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power loss, a new folder may be gone with all that is in it, unless the folder above
-    is on the disk too."""
+    """After a power loss, a new folder and its content may be lost, unless the folder above is on
+    the disk, too."""
     synchronized, fsync = set[Path](), os.fsync
 
     def note(descriptor: int) -> None:
