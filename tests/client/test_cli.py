@@ -27,7 +27,7 @@ def _loaded(reference: str) -> object:
 
 
 def _options(config: type) -> list[tuple[str, object]]:
-    """Option and default of each field of a config, and of the configs nested in it."""
+    """Options and defaults of the fields of a config, and of the configs nested in it."""
     found: list[tuple[str, object]] = []
     hints = get_type_hints(config, include_extras=True)
     assert dataclasses.is_dataclass(config)
@@ -83,7 +83,7 @@ def shown_by(program: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def test_a_command_ends_without_a_look_at_all_its_objects() -> None:
+def test_a_commands_objects_are_frozen_before_it_ends() -> None:
     program = (
         "import atexit, gc; atexit.register(lambda: print('left alone', gc.get_freeze_count()));"
         "from shoal_client.cli import main; main(['--version'])"
@@ -94,7 +94,7 @@ def test_a_command_ends_without_a_look_at_all_its_objects() -> None:
     assert int(count) > 10_000
 
 
-def test_the_list_of_commands_imports_none_of_them() -> None:
+def test_the_list_of_commands_imports_no_command() -> None:
     """Imports would make `shoal --help` slow."""
     program = (
         "import sys; from shoal_client.cli import main; main(['--help']);"
@@ -153,11 +153,11 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
         (["completion", "fish"], '"bash", "zsh"'),
     ],
 )
-def test_bad_arguments_are_one_line_that_names_the_option(
+def test_a_bad_argument_gives_one_line_with_the_option(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit code is 2, and the message names the fault; a mistyped word is answered with a
-    similar one."""
+    """The exit code is 2, and the message names the fault; for a mistyped word it has a similar
+    one."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -191,11 +191,10 @@ def test_options_that_contradict_each_other_are_refused(
         (["--fresh", "-n", "2", "train.py", "--job", "x"], ("train.py", "--job", "x")),
     ],
 )
-def test_what_follows_a_script_is_the_scripts(
+def test_arguments_after_a_script_belong_to_it(
     arguments: list[str], script: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arguments after the script may follow `--` or not, and may have names of the launcher's
-    options."""
+    """They may follow `--` or not, and may have names of the launcher's options."""
     seen: list[RunConfig] = []
 
     def note(config: RunConfig) -> int:
@@ -216,8 +215,8 @@ def test_a_module_is_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[0].job == "train"
 
 
-def test_the_environment_stands_in_for_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option comes before its variable, and an empty variable counts as unset."""
+def test_variables_replace_missing_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option overrides its variable, and an empty variable counts as unset."""
     seen: list[RunConfig] = []
     monkeypatch.setattr("shoal.launcher.command.run", lambda config: seen.append(config) or 0)
     monkeypatch.setenv("SHOAL_COORDINATOR", "a:1,b:2")
@@ -260,8 +259,8 @@ def test_without_a_command_the_list_is_shown(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.long
-def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
-    """`shoal completion zsh | head -1` prints no traceback, neither Shoal's nor Python's."""
+def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
+    """As in `shoal completion zsh | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
@@ -281,7 +280,7 @@ def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
     ("command", "module", "extra"),
     [("coordinator", "grpc_health", "coordinator"), ("ps", "torch", "server")],
 )
-def test_a_server_whose_packages_are_not_installed_names_the_extra(
+def test_missing_packages_of_a_server_are_reported_with_the_extra(
     command: str,
     module: str,
     extra: str,
@@ -314,10 +313,10 @@ def test_a_server_whose_packages_are_not_installed_names_the_extra(
     ],
     ids=lambda arguments: "-".join(arguments[:1] + arguments[2:3]),
 )
-def test_a_command_says_at_once_that_nobody_listens(
+def test_a_command_fails_at_once_without_a_listener(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error has the address and what to do. The command does not retry."""
+    """The error has the address and a remedy."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     begun_s = time.monotonic()

@@ -23,13 +23,15 @@ FRAGMENT = "tests/docs/test_fragments.py::test_a_fragment_runs"
 TUTORIAL = "tests/docs/test_tutorials.py::test_a_tutorial_prints_what_its_page_says"
 EXTENDING = "tests/docs/test_extending.py"
 HTTP = "tests/server/status/test_http_api.py"
-DEMO = "tests/e2e/test_demo.py::test_the_demo_trains_and_counts"
+DEMO = "tests/e2e/test_demo.py::test_the_demo_trains_and_loses_no_sample"
 UP = "tests/e2e/test_run_own_script.py::test_up_serves_until_ctrl_c"
-RUN_AGAIN = "tests/e2e/test_run_again.py::test_a_name_is_used_again"
-DRAIN = "tests/client/commands/test_drain_command.py::test_one_of_two_leaves_and_the_other_goes_on"
-SNAPSHOTS = "tests/e2e/test_snapshots.py::test_a_job_goes_on_in_another_cluster"
+RUN_AGAIN = "tests/e2e/test_run_again.py::test_a_jobs_name_can_be_used_again"
+DRAIN = (
+    "tests/client/commands/test_drain_command.py::test_the_command_returns_once_the_member_has_left"
+)
+SNAPSHOTS = "tests/e2e/test_snapshots.py::test_a_job_continues_in_another_cluster"
 COMPOSE = "tests/deploy/test_compose.py::test_trains_through_the_loss_of_a_worker"
-TLS = "tests/e2e/test_tls.py::test_jobs_train_and_recover_within_tls"
+TLS = "tests/e2e/test_tls.py::test_jobs_train_and_recover_with_tls"
 TORCHRUN = "tests/worker/torchrun/test_torchrun_nodes.py::test_a_lost_node_and_one_that_comes"
 LIGHTNING = (
     "tests/worker/integrations/test_lightning.py"
@@ -131,7 +133,7 @@ TABLE = {
     ("docs/parameter-server-snapshots.md", "URL/JOB"): NO_CODE,
     ("docs/parameter-server.md", "model, optimizer ="): WAYS,
     ("docs/parameter-server.md", "$ shoal accept-loss"): (
-        "tests/e2e/test_lost_shards.py::test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted"
+        "tests/e2e/test_lost_shards.py::test_a_lost_shard_is_named_until_its_loss_is_accepted"
     ),
     ("docs/parameter-server.md", "$ SHOAL_TLS=up/certs python examples/plain"): (
         "tests/e2e/test_plain_grpc_worker.py::test_plain_grpc_clients_train_together"
@@ -156,7 +158,7 @@ TABLE = {
     ("docs/report.md", ".venv/bin/python bench/"): BENCH,
     ("docs/run.md", "from shoal_proto.errors import JobFinished"): (
         "tests/client/membership/test_session_ending.py"
-        "::test_who_comes_behind_one_of_its_scripts_jobs_has_failed"
+        "::test_a_restarted_script_whose_first_job_is_finished_fails"
     ),
     ("docs/runbook.md", "curl http"): "tests/client/commands/test_status_command.py",
     ("docs/security.md", "shoal certs init"): TLS,
@@ -164,7 +166,7 @@ TABLE = {
     + "openssl's own; a test makes the secret itself",
     ("docs/status.md", "generation 4"): NO_CODE,
     ("docs/status.md", "shoal repair"): (
-        "tests/e2e/test_quarantine.py::test_a_job_is_repaired_while_it_and_another_train"
+        "tests/e2e/test_quarantine.py::test_a_job_is_repaired_while_both_train"
     ),
     ("docs/status.md", "$ curl -s localhost:7780/readyz"): HTTP,
     ("docs/status.md", "$ curl -s localhost:7780/api/v1/jobs/digits/members/w7"): HTTP,

@@ -1,4 +1,4 @@
-"""The coordinator, or etcd, is away for long while jobs train: no member and no step is lost."""
+"""The coordinator, or etcd, is down for long while jobs train: no member and no step is lost."""
 
 import re
 import signal
@@ -29,7 +29,7 @@ SCRIPT = counting_script(EPOCHS, STEPS_PER_EPOCH, RATE)
         pytest.param(45.0, marks=pytest.mark.nightly),
     ],
 )
-def test_training_outlasts_the_coordinator_and_etcd(
+def test_training_continues_while_the_coordinator_or_etcd_is_down(
     shoal_command: Shoal, tmp_path: Path, away_s: float, what: str
 ) -> None:
     """Jobs of both kinds take steps meanwhile, and repeat none afterwards."""
@@ -63,7 +63,7 @@ def test_training_outlasts_the_coordinator_and_etcd(
             ).ready()
         else:
             etcd.process.send_signal(signal.SIGCONT)
-        awaited(leader.leads, LEADS_WITHIN_S, "it leads again")
+        awaited(leader.leads, LEADS_WITHIN_S, "a coordinator leads")
         (tmp_path / "done").touch()
         for strategy, run in runs.items():
             code, output = finish(run, outputs[strategy])
@@ -72,7 +72,7 @@ def test_training_outlasts_the_coordinator_and_etcd(
             steps = [int(each[0]) for each in found]
             assert len(steps) == 2, output
             updates = sum(steps) if strategy == "async-sgd" else steps[0]
-            assert updates == EPOCHS * STEPS_PER_EPOCH, "some were taken again"
+            assert updates == EPOCHS * STEPS_PER_EPOCH, "some steps were repeated"
             assert {float(weight) for each in found for weight in each[1:]} == {updates}, output
         text = leader.log_path.read_text()
         assert "member_removed" not in text

@@ -12,9 +12,9 @@ EPOCHS = "40"
 
 
 @pytest.mark.long
-def test_the_demo_trains_and_counts(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Strategies of both kinds reach 95 %, lose no sample, and continue within 2 s of a kill; no
-    process is left."""
+def test_the_demo_trains_and_loses_no_sample(shoal_command: Shoal, tmp_path: Path) -> None:
+    """Jobs with either kind of strategy reach 95 %, and continue within 2 s of a kill; no process
+    is left."""
     figures = tmp_path / "figures.json"
     code, output = finish(shoal_command.start("demo", "--epochs", EPOCHS, "--json", str(figures)))
     assert code == 0, output
@@ -37,9 +37,9 @@ def test_the_demo_trains_and_counts(shoal_command: Shoal, tmp_path: Path) -> Non
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("moment", ["starting etcd", "status page", "async-sgd: SIGKILL to"])
-def test_ctrl_c_leaves_nothing(shoal_command: Shoal, moment: str) -> None:
-    """SIGINT arrives while the cluster starts, while workers start, or right after the kill: the
-    exit code is 130, and no process is left when the command returns."""
+def test_ctrl_c_leaves_no_process(shoal_command: Shoal, moment: str) -> None:
+    """SIGINT in each of three stages gives exit code 130; no process is left at the command's
+    end."""
     process = shoal_command.start("demo")
     lines = read_until(process, moment)
     process.send_signal(signal.SIGINT)
@@ -49,7 +49,7 @@ def test_ctrl_c_leaves_nothing(shoal_command: Shoal, moment: str) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_demo_leaves_nothing(shoal_command: Shoal) -> None:
+def test_a_killed_demo_leaves_no_process(shoal_command: Shoal) -> None:
     """SIGKILL of the demo ends etcd, coordinator, servers and workers, too."""
     process = shoal_command.start("demo")
     read_until(process, "status page")
@@ -59,8 +59,7 @@ def test_a_killed_demo_leaves_nothing(shoal_command: Shoal) -> None:
     assert shoal_command.await_none(10.0) == {}
 
 
-def test_a_bad_json_path(shoal_command: Shoal) -> None:
-    """The path is refused before anything is started."""
+def test_a_bad_json_path_is_refused_before_anything_starts(shoal_command: Shoal) -> None:
     code, output = finish(shoal_command.start("demo", "--json", "/no/such/directory/file"))
     assert code == 2
     assert "/no/such/directory/file" in output

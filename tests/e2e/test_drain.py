@@ -48,7 +48,7 @@ def await_steps(directory: Path, world_size: int) -> dict[str, int]:
 
 
 @pytest.mark.long
-def test_drained_members_are_not_missed(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_a_drain_costs_no_step_of_other_members(shoal_command: Shoal, tmp_path: Path) -> None:
     """Members drained by `shoal drain` and by SIGTERM finish their step and exit with 143. No step
     of another member fails because of it, and the last member completes the job."""
     script = tmp_path / "train.py"
@@ -79,11 +79,11 @@ def test_drained_members_are_not_missed(shoal_command: Shoal, tmp_path: Path) ->
     assert "1 of 3 workers completed, drained: " in output
     assert "started again" not in output
     steps = (tmp_path / "steps").read_text().splitlines()
-    assert all(line.endswith(" True") for line in steps), "somebody's step was lost"
+    assert all(line.endswith(" True") for line in steps), "a step was lost"
 
 
 @pytest.mark.long
-def test_a_run_that_is_told_to_end_drains(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_sigterm_drains_a_run(shoal_command: Shoal, tmp_path: Path) -> None:
     """`shoal run` gets SIGTERM: each worker finishes its step, none is killed, and the exit code is
     143."""
     script = tmp_path / "train.py"
@@ -126,13 +126,13 @@ with shoal.join() as session:
 
 
 def last_step(directory: Path) -> int:
-    """The last step that a member of KEEPS has committed."""
+    """The last step committed by any member of KEEPS."""
     lines = [line.split() for line in (directory / "steps").read_text().splitlines()]
     return max(int(step) for _, step, _, committed in lines if committed == "True")
 
 
 def as_one_process(directory: Path) -> dict[str, torch.Tensor]:
-    """Weights that KEEPS trains without another member, from its first step to its last."""
+    """Weights of KEEPS after training from its first step to its last in one process."""
     alone = directory / "alone"
     alone.mkdir()
     (alone / "train.py").write_text(KEEPS)
@@ -152,7 +152,7 @@ def as_one_process(directory: Path) -> dict[str, torch.Tensor]:
         pytest.param("local-sgd", marks=pytest.mark.nightly),
     ],
 )
-def test_a_job_that_is_told_to_end_keeps_its_last_step(
+def test_sigterm_of_a_job_keeps_its_last_step(
     shoal_command: Shoal, tmp_path: Path, strategy: str
 ) -> None:
     """The only launcher gets SIGTERM: the members write a checkpoint of the last step that any of
@@ -175,7 +175,7 @@ def test_a_job_that_is_told_to_end_keeps_its_last_step(
     code, output = finish(shoal_command.start(*command))
     assert code == 0, output
     first = (tmp_path / "steps").read_text().splitlines()[0].split()
-    assert int(first[1]) == next_step, "it has gone on from the checkpoint"
+    assert int(first[1]) == next_step, "the job did not continue from the checkpoint"
     if strategy != "local-sgd":
         trained = torch.load(tmp_path / "trained.pt")
         for name, expected in as_one_process(tmp_path).items():
@@ -184,7 +184,7 @@ def test_a_job_that_is_told_to_end_keeps_its_last_step(
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", ["", "before", "behind"])
-def test_members_that_nobody_replaces_keep_their_last_step(
+def test_members_without_replacement_keep_their_last_step(
     shoal_command: Shoal, tmp_path: Path, lost: str
 ) -> None:
     """The job has as many members as `--min`. One may be killed before the signal, so that the
@@ -208,9 +208,9 @@ def test_members_that_nobody_replaces_keep_their_last_step(
 
 
 @pytest.mark.long
-def test_a_process_alone_keeps_its_last_step(tmp_path: Path) -> None:
-    """A script started as `python train.py` gets SIGTERM: the checkpoint of its last step exists
-    when it has ended."""
+def test_a_script_without_a_launcher_keeps_its_last_step(tmp_path: Path) -> None:
+    """A script started as `python train.py` gets SIGTERM: a checkpoint of its last step exists at
+    its end."""
     script = tmp_path / "train.py"
     script.write_text(KEEPS)
     process = subprocess.Popen([sys.executable, str(script), "ddp"])
@@ -222,9 +222,7 @@ def test_a_process_alone_keeps_its_last_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_job_that_an_operator_stops_keeps_its_last_step(
-    shoal_command: Shoal, tmp_path: Path
-) -> None:
+def test_a_stopped_job_keeps_its_last_step(shoal_command: Shoal, tmp_path: Path) -> None:
     """`shoal stop` ends all members after the same step, and they write a checkpoint of it."""
     script = tmp_path / "train.py"
     script.write_text(KEEPS)
@@ -243,7 +241,7 @@ def test_a_job_that_an_operator_stops_keeps_its_last_step(
 
 
 @pytest.mark.long
-def test_who_waits_in_vain_is_not_waited_for(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed(shoal_command: Shoal, tmp_path: Path) -> None:
     """Too few workers are left in a run with a cluster of its own: a worker that ignores SIGTERM is
     killed after the grace period."""
     script = tmp_path / "train.py"

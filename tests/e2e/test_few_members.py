@@ -13,11 +13,10 @@ LIMITS = ("--join-s", "10", "--collective-s", "4", "--heartbeat-s", "0.4")
 
 
 @pytest.mark.long
-def test_a_newcomer_whose_time_is_over_is_started_again(
+def test_a_joiner_whose_time_limit_expired_is_started_again(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """A time limit is not a failure of the script: the restarted worker meets the one that comes
-    later, and both complete."""
+    """The restarted worker meets a later one, and both complete."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     (tmp_path / "finish").touch()
@@ -38,7 +37,7 @@ def test_a_newcomer_whose_time_is_over_is_started_again(
 
 
 @pytest.mark.long
-def test_the_signals_of_a_job_scheduler_drain(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_signals_to_launcher_and_workers_drain(shoal_command: Shoal, tmp_path: Path) -> None:
     """Slurm and systemd signal both the launcher and its workers."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -52,7 +51,7 @@ def test_the_signals_of_a_job_scheduler_drain(shoal_command: Shoal, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_a_worker_that_is_stopped_is_replaced(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_a_halted_worker_is_replaced(shoal_command: Shoal, tmp_path: Path) -> None:
     """The job trains meanwhile, and the launcher does not wait for a SIGCONT that never comes."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -35,7 +35,7 @@ takes longer than a push waits, the worker ends without StateLost."""
 
 
 @pytest.mark.long
-def test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted(
+def test_a_lost_shard_is_named_until_its_loss_is_accepted(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
     """The worker ends with StateLost and `shoal status` names the lost shard. `shoal accept-loss`

@@ -23,7 +23,7 @@ EPOCHS, STEPS_PER_EPOCH, RATE = 60, 28, 2.0**-10
 
 
 @pytest.mark.long
-def test_training_outlives_each_part_of_a_cluster(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_training_survives_a_kill_of_each_part(shoal_command: Shoal, tmp_path: Path) -> None:
     """Parts of `shoal up` are killed in turn while a DDP job and an asynchronous one train. Each
     part is started again, both jobs end with every update applied once, and no process is left."""
     (tmp_path / "train.py").write_text(counting_script(EPOCHS, STEPS_PER_EPOCH, RATE))
@@ -66,11 +66,10 @@ def test_training_outlives_each_part_of_a_cluster(shoal_command: Shoal, tmp_path
 
 
 @pytest.mark.long
-def test_a_run_ends_when_its_own_cluster_cannot_stay_up(
+def test_a_run_ends_if_the_data_of_its_etcd_are_damaged(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """The data of its etcd are damaged: the run names etcd, ends its worker, and leaves no
-    process."""
+    """The run names etcd, ends its worker, and leaves no process."""
     (tmp_path / "wait.py").write_text("import signal; print('waits', flush=True); signal.pause()")
     run = shoal_command.start("run", "--ps", "0", "wait.py", environment={"TMPDIR": str(tmp_path)})
     read_until(run, "waits")

@@ -1,4 +1,4 @@
-"""Workers may be processes that know nothing of Shoal except its .proto files."""
+"""A worker without Shoal's packages: only gRPC and Shoal's .proto files."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ NUM_WORKERS, STEPS = 2, 200
 
 
 def test_the_example_uses_generated_modules_only() -> None:
-    """Messages, stubs and the number of the protocol are the example's only imports from Shoal."""
+    """Messages, stubs and the protocol's number are the example's only imports from Shoal."""
     tree = ast.parse(EXAMPLE.read_text())
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = {module for module in modules if module.startswith("shoal")}
@@ -31,7 +31,7 @@ def test_the_example_uses_generated_modules_only() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("tls", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_plain_grpc_clients_train_together(tmp_path: Path, tls: bool) -> None:
-    """Two clients fit one line, and every push of each is counted once; within TLS, too."""
+    """Two clients fit one line, and each push of each client is counted once; with TLS, too."""
     config = LocalClusterConfig(
         directory=tmp_path / "cluster", num_parameter_servers=1, tls=LocalTls() if tls else None
     )

@@ -1,5 +1,4 @@
-"""Programs as their authors write them end with the weights of one process, with Shoal and three
-kills."""
+"""Programs as their authors write them end with the same weights with Shoal and three kills."""
 
 import re
 import subprocess
@@ -35,5 +34,5 @@ def test_a_program_trains_to_the_same_weights_through_kills(program: str) -> Non
     assert summary and int(summary[1]) <= MOST_LINES, done.stdout
 
 
-def test_there_are_twenty() -> None:
+def test_the_suite_has_twenty_programs() -> None:
     assert len(PROGRAMS) == 20

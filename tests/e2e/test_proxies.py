@@ -21,11 +21,10 @@ def proxy() -> Iterator[DeadProxy]:
 
 
 @pytest.mark.long
-def test_no_part_goes_through_a_proxy(
+def test_no_connection_of_a_cluster_uses_a_proxy(
     shoal_command: Shoal, tmp_path: Path, proxy: DeadProxy
 ) -> None:
-    """A cluster that stays, a job on its parameter servers, a synchronous job, commands on both,
-    and torchrun."""
+    """A running cluster, an asynchronous job, a synchronous job, commands on both, and torchrun."""
     (tmp_path / "train.py").write_text(counting_script(2, 10, RATE))
     environment = {**proxy.environment, "OMP_NUM_THREADS": "1"}
     folder = str(tmp_path / "up")
@@ -48,7 +47,7 @@ def test_no_part_goes_through_a_proxy(
 
 
 @pytest.mark.long
-def test_the_cluster_of_a_run_goes_through_no_proxy(
+def test_the_own_cluster_of_a_run_uses_no_proxy(
     shoal_command: Shoal, tmp_path: Path, proxy: DeadProxy
 ) -> None:
     (tmp_path / "train.py").write_text(counting_script(2, 10, RATE))

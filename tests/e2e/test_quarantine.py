@@ -53,7 +53,7 @@ async def spoil(endpoint: str) -> None:
 
 
 @pytest.mark.long
-def test_a_job_is_repaired_while_it_and_another_train(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_a_job_is_repaired_while_both_train(shoal_command: Shoal, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     with running_etcd(tmp_path) as etcd, Supervisor(grace_s=5.0) as supervisor:
         first = CoordinatorProcess(supervisor, tmp_path, "first", etcd).ready()

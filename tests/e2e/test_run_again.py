@@ -1,4 +1,4 @@
-"""A job's name used again on a cluster that stays: interrupted, started over, finished, removed."""
+"""A job's name used again on a running cluster: interrupted, started over, finished, removed."""
 
 import signal
 from pathlib import Path
@@ -30,7 +30,7 @@ print("generation", session.generation, "updates", (-weight.max() / {RATE}).item
 
 
 @pytest.mark.long
-def test_a_name_is_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_a_jobs_name_can_be_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
     """--fresh is refused while members live, and starts an interrupted or finished job over from
     its initial weights. A job that cannot be joined any more is reported in one line before
     anything starts."""

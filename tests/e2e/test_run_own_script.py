@@ -52,7 +52,7 @@ print("right", (model(images).argmax(dim=1) == labels).float().mean().item())
 def test_the_readmes_script_survives_a_kill(
     shoal_command: Shoal, script: Path, tmp_path: Path, strategy: str
 ) -> None:
-    """A worker gets SIGKILL: it is started again, the others continue, and the run succeeds."""
+    """A killed worker is started again, the others continue, and the run succeeds."""
     script.write_text(script.read_text().replace('strategy="ddp"', f'strategy="{strategy}"'))
     # A cluster of its own has two parameter servers by default; ddp uses none.
     servers = "0" if strategy == "ddp" else "2"
@@ -74,10 +74,10 @@ def test_the_readmes_script_survives_a_kill(
 
 
 @pytest.mark.long
-def test_a_killed_launcher_leaves_nothing(
+def test_a_killed_launcher_leaves_no_process(
     shoal_command: Shoal, script: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL of `shoal run` ends its workers and the cluster that it started for itself."""
+    """SIGKILL of `shoal run` ends its workers and its own cluster."""
     process = shoal_command.start("run", "-n", "2", str(script))
     await_progress(tmp_path / "steps", 10)
     assert len(shoal_command.processes()) >= 7
@@ -99,7 +99,8 @@ def test_ctrl_c_stops_a_run(shoal_command: Shoal, script: Path, tmp_path: Path) 
 
 @pytest.mark.long
 def test_up_serves_until_ctrl_c(shoal_command: Shoal, script: Path) -> None:
-    """`shoal up` prints what to export, `shoal run` trains with it, and Ctrl-C ends everything."""
+    """`shoal up` prints what to export, `shoal run` trains with it, and Ctrl-C ends all
+    processes."""
     up = shoal_command.start("up", "--ps", "1", *ANY_PORTS)
     lines = read_until(up, "Ctrl-C stops")
     address = next(line.partition("=")[2] for line in lines if "export SHOAL_COORDINATOR=" in line)

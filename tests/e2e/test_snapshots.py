@@ -1,4 +1,4 @@
-"""`shoal snapshot` while members push, and `shoal restore` in another cluster, as users do it."""
+"""`shoal snapshot` while members push, and `shoal restore` in another cluster."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def started(stack: ExitStack, directory: Path, num_servers: int) -> LocalCluster
 
 
 @pytest.mark.long
-def test_a_job_goes_on_in_another_cluster(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_a_job_continues_in_another_cluster(shoal_command: Shoal, tmp_path: Path) -> None:
     with ExitStack() as stack:
         cluster = started(stack, tmp_path / "first", 1)
         asked = ("--coordinator", cluster.coordinator)

@@ -1,4 +1,4 @@
-"""Reports to people when members come and go, from real workers, signals and commands."""
+"""Reports of members that join and leave: real workers, signals and commands."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from e2e.test_drain import SCRIPT, await_steps
 
 
 @pytest.mark.long
-def test_a_killed_and_a_drained_worker_are_a_line_each(
+def test_a_killed_and_a_drained_worker_are_reported_in_one_line_each(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
     """Lines have the cause, the members that continue, the pause and the steps lost. They appear in

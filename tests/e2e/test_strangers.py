@@ -1,4 +1,4 @@
-"""`shoal up` with its defaults shows nothing to other users of its machine."""
+"""`shoal up` with its defaults gives other users of its machine no access."""
 
 import base64
 import os
@@ -55,8 +55,7 @@ def opened(address: str, name: str, shown: grpc.ChannelCredentials | None) -> gr
 
 
 def answers(address: str, name: str, shown: grpc.ChannelCredentials | None) -> bool:
-    """True if the server at this address answers a caller with these credentials; a refusal shows
-    as a failed connection."""
+    """True if the server at this address answers a caller with these credentials."""
     with opened(address, name, shown) as channel:
         try:
             if name:
@@ -66,7 +65,7 @@ def answers(address: str, name: str, shown: grpc.ChannelCredentials | None) -> b
                 every = etcd_pb2.RangeRequest(key=b"/", range_end=b"0", limit=1)
                 etcd_pb2_grpc.KVStub(channel).Range(every, timeout=ANSWER_S)
         except grpc.RpcError as error:
-            # A parameter server does not implement this service, and answers so.
+            # A parameter server does not implement this service, and its answer says so.
             has_answered = error.code() is grpc.StatusCode.UNIMPLEMENTED
             assert has_answered or error.code() is grpc.StatusCode.UNAVAILABLE, error
             return has_answered
@@ -85,7 +84,7 @@ def strangers(certs: Path, directory: Path) -> Iterator[tuple[str, grpc.ChannelC
 
 
 @pytest.mark.long
-def test_a_stranger_reaches_no_part(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_a_stranger_has_access_to_no_part(shoal_command: Shoal, tmp_path: Path) -> None:
     """Parts are the coordinator, a parameter server, and etcd for clients and for peers. A worker's
     certificate does not open etcd either."""
     up = shoal_command.start("up", "--ps", "1", "--dir", str(tmp_path / "up"), *ANY_PORTS)
@@ -141,7 +140,7 @@ def _read_from(context: ssl.SSLContext, host: str, port: int) -> bytes:
 
 
 @pytest.mark.long
-def test_no_secret_is_told(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_no_secret_is_exposed(shoal_command: Shoal, tmp_path: Path) -> None:
     """Secrets are absent from arguments of processes, logs, ready files and etcd. A worker's own
     environment holds its launch secret, as the docs say."""
     (tmp_path / "train.py").write_text(TRAIN)
@@ -185,10 +184,10 @@ def test_no_secret_is_told(shoal_command: Shoal, tmp_path: Path) -> None:
     code, output = finish(run, text)
     assert code == 128 + signal.SIGINT, output
     up.send_signal(signal.SIGINT)
-    code, told_by_up = finish(up, welcome)
-    assert code == 0, told_by_up
+    code, printed_by_up = finish(up, welcome)
+    assert code == 0, printed_by_up
     for each, what in secrets_.items():
-        assert each not in output + told_by_up, what
+        assert each not in output + printed_by_up, what
         for path in (*(tmp_path / "up").rglob("*"), *(tmp_path / "logs").rglob("*")):
             if path.is_file() and path.suffix != ".key":
                 assert each.encode() not in path.read_bytes(), f"{what} in {path}"
@@ -207,9 +206,8 @@ def documented() -> set[str]:
 
 
 @pytest.mark.long
-def test_insecure_is_what_it_says(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Processes of any user have access without TLS, as the command warns; the same directory
-    serves with and without TLS."""
+def test_insecure_gives_access_without_tls(shoal_command: Shoal, tmp_path: Path) -> None:
+    """Any process has access, as the command warns; one directory serves with and without TLS."""
     for how in ("--insecure", "--tls"):
         up = shoal_command.start(
             *("up", how, "--ps", "0", "--dir", str(tmp_path / "up"), *ANY_PORTS)

@@ -33,7 +33,7 @@ with shoal.join() as session:
 
 
 @pytest.mark.long
-def test_no_process_of_a_synchronous_job_loads_the_parameter_half(
+def test_a_synchronous_job_loads_no_module_for_parameters(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
     """The test examines the launcher, the coordinator that it starts, and the workers."""

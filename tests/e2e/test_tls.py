@@ -1,5 +1,4 @@
-"""`shoal up` uses TLS by default: jobs train, lose a worker and continue; no other caller has
-access."""
+"""`shoal up` uses TLS by default: jobs train and recover, and no other caller has access."""
 
 import os
 import re
@@ -53,7 +52,7 @@ def variables(welcome: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_jobs_train_and_recover_with_tls(shoal_command: Shoal, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     up = shoal_command.start("up", "--dir", str(tmp_path / "up"), *ANY_PORTS)
     welcome = read_until(up, "Ctrl-C stops the cluster")
@@ -77,7 +76,7 @@ def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path)
     assert code == 0, output
     (tmp_path / "done").unlink()
 
-    # Gradients go by a socket, as from another machine.
+    # Gradients go over a socket, as from another machine.
     by_socket = {**cluster, "SHOAL_TRANSPORT": "tcp"}
     run = shoal_command.start(
         "run", "-n", "2", "--job", "async", "train.py", "async-sgd", "50", environment=by_socket
@@ -135,7 +134,7 @@ def test_jobs_train_and_recover_within_tls(shoal_command: Shoal, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_asynchronous_training_within_tls_outlives_its_parts(
+def test_asynchronous_training_with_tls_survives_kills(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
     """Gradients go by sockets, as from other machines. A worker, a server and the coordinator are

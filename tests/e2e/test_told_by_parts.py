@@ -1,5 +1,4 @@
-"""Reports of a cluster's parts about themselves: moves of shards, metrics, an etcd that is
-wrong."""
+"""Reports of a cluster's parts: moves of shards, metrics, a wrong address of etcd."""
 
 import re
 import signal
@@ -60,7 +59,7 @@ def metric(http: httpx.Client, line: str) -> float:
 
 
 @pytest.mark.nightly
-def test_where_shards_go_is_told(tmp_path: Path) -> None:
+def test_moves_and_failovers_of_shards_are_reported(tmp_path: Path) -> None:
     """Shards move from a server that ends in order, and a backup leads after a kill: both are
     events, and counted in metrics that begin at zero."""
     data = torch.randn(64, 8), torch.randn(64, 8)
@@ -108,7 +107,7 @@ def free_port() -> int:
 
 @pytest.mark.long
 def test_a_parameter_server_serves_its_metrics(shoal_command: Shoal, tmp_path: Path) -> None:
-    """`--metrics` serves build, lag, calls and pushes; a port that is in use is refused."""
+    """`--metrics` serves build, lag, calls and pushes; a port in use is refused."""
     with running_etcd(tmp_path) as etcd:
         port = free_port()
         options = ("--etcd", etcd, "--listen", "127.0.0.1:0", "--metrics", str(port))
@@ -133,7 +132,7 @@ def test_a_parameter_server_serves_its_metrics(shoal_command: Shoal, tmp_path: P
 
 
 @pytest.mark.long
-def test_up_says_that_its_etcd_does_not_answer(shoal_command: Shoal) -> None:
+def test_up_refuses_an_etcd_that_does_not_answer(shoal_command: Shoal) -> None:
     """Addresses without a listener, and texts that are not addresses, give an error; no process is
     left."""
     wrong = f"127.0.0.1:{free_port()}"

@@ -37,8 +37,8 @@ class Readers:
             self.said[name] += read_until(process, "installed", count)
 
     def finish(self) -> dict[str, list[tuple[int, int, str]]]:
-        """Number, step and digest of each version that a reader installed, by reader; all of them
-        were whole."""
+        """Number, step and digest of each version that a reader installed, by reader; all were
+        whole."""
         found = {}
         for name, process in self.processes.items():
             code, output = finish(process, self.said[name])
@@ -68,7 +68,7 @@ def check_orders(installed: dict[str, list[tuple[int, int, str]]]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.nightly)])
-def test_versions_go_on_while_each_part_is_killed(
+def test_versions_continue_while_each_part_is_killed(
     shoal_command: Shoal, tmp_path: Path, strategy: str
 ) -> None:
     """A worker, a server and the coordinator are killed. Readers never see half a version and never
@@ -103,7 +103,7 @@ def test_versions_go_on_while_each_part_is_killed(
 
 
 @pytest.mark.long
-def test_numbers_go_on_when_a_job_begins_anew(shoal_command: Shoal, tmp_path: Path) -> None:
+def test_numbers_continue_when_a_job_starts_over(shoal_command: Shoal, tmp_path: Path) -> None:
     """The launcher is killed with its workers. The job starts over with step 1, and a reader that
     has installed versions of the first run continues with those of the second."""
     (tmp_path / "train.py").write_text(publishing_script(1000, 100))
@@ -128,7 +128,7 @@ def test_numbers_go_on_when_a_job_begins_anew(shoal_command: Shoal, tmp_path: Pa
     [versions] = readers.finish().values()
     numbers, steps = [each[0] for each in versions], [each[1] for each in versions]
     assert numbers == sorted(set(numbers))
-    assert steps != sorted(steps), "the second run began anew"
+    assert steps != sorted(steps), "the second run did not start over"
     stop(up)
     assert shoal_command.await_none(5.0) == {}
 

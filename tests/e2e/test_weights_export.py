@@ -19,7 +19,7 @@ for number in (1.0, 2.0):
 
 @pytest.mark.long
 def test_a_version_is_exported_by_its_number(shoal_command: Shoal, tmp_path: Path) -> None:
-    """Versions are written in SGLang's layout; an export without `--into` is refused."""
+    """Versions are in SGLang's layout; an export without `--into` is refused."""
     (tmp_path / "publish.py").write_text(PUBLISH)
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
         to_cluster = {"SHOAL_COORDINATOR": cluster.coordinator}

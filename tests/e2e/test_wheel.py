@@ -74,7 +74,7 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
     assert not any("test" in Path(name).parts[0] for name in names)
 
 
-def test_the_wheel_is_for_linux_and_says_whose_it_is(wheel: Path) -> None:
+def test_the_wheel_is_for_linux_and_names_its_author(wheel: Path) -> None:
     """pip refuses the wheel on other systems; an index shows author and keywords."""
     assert wheel.name.endswith("-py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64.whl")
     archive = zipfile.ZipFile(wheel)
@@ -126,8 +126,7 @@ def test_the_command_works_from_the_wheel(installed: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_module_of_the_wheel_writes_the_demos_data(installed: Path, tmp_path: Path) -> None:
-    """`shoal demo` starts modules of the package, which the wheel therefore has to hold."""
+def test_the_wheel_writes_the_data_of_the_demo(installed: Path, tmp_path: Path) -> None:
     target = tmp_path / "digits.npz"
     run(str(installed / "python"), "-m", "shoal.demo.data", str(target), cwd=tmp_path)
     assert target.stat().st_size > 100_000

@@ -1,4 +1,4 @@
-"""The leader, or etcd under it, fails while jobs are in each phase of the protocol."""
+"""The leader, or its etcd node, fails while jobs are in each phase of the protocol."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -146,6 +146,6 @@ def struck(
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("phase", HELD)
-def test_a_job_in_any_phase_goes_on(struck: Mapping[str, Future[None]], phase: str) -> None:
+def test_a_job_in_any_phase_continues(struck: Mapping[str, Future[None]], phase: str) -> None:
     """Generations are neither lost nor decided twice, and training members are not disturbed."""
     struck[phase].result()

@@ -24,22 +24,21 @@ def _path(named: dict[str, str], leader: str) -> list[str]:
     return asked
 
 
-def test_a_replica_that_knows_the_leader_is_believed() -> None:
-    """The client asks the named leader next."""
+def test_the_named_leader_is_asked_next() -> None:
     assert _path({"a": "c", "b": "c"}, leader="c") == ["a"]
 
 
-def test_a_deposed_leader_that_still_names_itself_is_passed_by() -> None:
-    """Cut off from etcd, the deposed leader does not learn of its successor."""
+def test_a_deposed_leader_that_names_itself_is_skipped() -> None:
+    """Without a connection to etcd, the deposed leader does not learn of its successor."""
     assert _path({"a": "a"}, leader="b") == ["a"]
 
 
-def test_a_dead_leader_that_another_replica_still_names_is_passed_by() -> None:
+def test_a_dead_leader_that_is_still_named_is_skipped() -> None:
     """The search continues after the replica that gave the name."""
     assert _path({"b": "a"}, leader="c") == ["a", "b", "a"]
 
 
-def test_replicas_that_name_each_other_are_passed_by() -> None:
+def test_replicas_that_name_each_other_are_skipped() -> None:
     """A name from a replica that was itself named does not count."""
     assert _path({"a": "b", "b": "a"}, leader="c")[-1] != "c"
 

@@ -13,13 +13,12 @@ OTHER_FIELDS = {"strategy": "ddp", "schema": "s2"}
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("attempt", range(3))
-def test_two_joiners_race_a_leave(cast: Cast, attempt: int) -> None:
-    """The order does not matter: all remaining members train together, with one record of each
-    generation."""
+def test_two_joins_and_a_leave_may_come_in_any_order(cast: Cast, attempt: int) -> None:
+    """All remaining members train together, with one record of each generation."""
     _, _, c = cast.training("a", "b", "c")
     acts = [lambda: cast.joins("d", desired=3), lambda: cast.joins("e", desired=3), c.leave]
     with ThreadPoolExecutor(len(acts)) as threads:
-        # Each attempt hands another action to a thread first.
+        # Each attempt begins with another action.
         for running in [threads.submit(act) for act in acts[attempt:] + acts[:attempt]]:
             running.result()
     names = ("a", "b", "d", "e")
@@ -28,9 +27,8 @@ def test_two_joiners_race_a_leave(cast: Cast, attempt: int) -> None:
     cast.agrees()
 
 
-def test_who_is_surplus_stands_by_and_takes_a_free_place(cast: Cast) -> None:
-    """A surplus member gets no error and disturbs no other. It needs no further call when a member
-    leaves."""
+def test_a_surplus_member_stands_by_and_takes_a_free_place(cast: Cast) -> None:
+    """It gets no error, disturbs no member, and needs no further call when a member leaves."""
     a, b = cast.training("a", "b", high=2)
     c = cast.joins("c", high=2)
     assert c.await_notice("standby").standby.position == 1
@@ -41,9 +39,9 @@ def test_who_is_surplus_stands_by_and_takes_a_free_place(cast: Cast) -> None:
     cast.agrees()
 
 
-def test_one_of_several_that_differs_fails_the_attempt_for_all(cast: Cast) -> None:
-    """A majority does not win: the three members have one aborted record, which names the field and
-    its values."""
+def test_one_different_proposal_fails_the_attempt_for_all(cast: Cast) -> None:
+    """A majority does not win: the three members have one aborted record, with the field and its
+    values."""
     fitting = [cast.joins(name, desired=3) for name in ("a", "b")]
     odd = cast.joins("c", desired=3, fields=OTHER_FIELDS)
     members = [*fitting, odd]
@@ -63,9 +61,8 @@ def test_one_of_several_that_differs_fails_the_attempt_for_all(cast: Cast) -> No
     assert all(outcome == record for outcome in outcomes)
 
 
-def test_a_newcomer_that_differs_disturbs_nobody(cast: Cast) -> None:
-    """The newcomer is refused with the name of the field and its values; training members get no
-    notice."""
+def test_a_joiner_with_another_proposal_disturbs_no_member(cast: Cast) -> None:
+    """The joiner is refused with the field's name and values; training members get no notice."""
     a, b = cast.training("a", "b")
     odd = cast.joins("c", fields=OTHER_FIELDS)
     assert isinstance(odd.failed(), ProposalConflict)

@@ -55,6 +55,6 @@ def _wakes(job: Losable, outcome: Future[None]) -> None:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("phase", LOSABLE)
-def test_the_others_go_on_without_it(struck: Mapping[str, Future[None]], phase: str) -> None:
+def test_survivors_of_a_loss_continue(struck: Mapping[str, Future[None]], phase: str) -> None:
     """Survivors have one record of each generation, and calls of the lost member are refused."""
     struck[phase].result()

@@ -99,10 +99,8 @@ def test_moves_lose_no_row(cluster: ParameterCluster) -> None:
 
 
 @pytest.mark.long
-def test_a_job_that_begins_right_after_a_kill_is_placed_on_servers_that_live(
-    tmp_path: Path,
-) -> None:
-    """The lease of the killed server has not run out yet."""
+def test_a_job_right_after_a_kill_is_placed_on_living_servers(tmp_path: Path) -> None:
+    """The lease of the killed server has not expired yet."""
     with ParameterCluster(tmp_path, 2) as cluster:
         cluster["ps-0"].kill()
         work = new_work(cluster, "adagrad")
@@ -119,12 +117,12 @@ def test_a_job_that_begins_right_after_a_kill_is_placed_on_servers_that_live(
     ("num_servers", "coming_back"),
     [(1, "at once"), (2, "at once"), (2, "one by one"), (2, "late")],
 )
-def test_servers_that_were_killed_at_once_have_every_durable_row(
+def test_servers_killed_at_once_have_every_durable_row(
     tmp_path: Path, num_servers: int, coming_back: str
 ) -> None:
-    """A push in progress is applied once. Leases end one by one, and a shard may be given to a
-    backup that is dead as well: the server whose journal has the shard is waited for, and the shard
-    does not start over."""
+    """A push in progress is applied once. Leases end one by one, and a shard may be assigned to a
+    dead backup: the server whose journal has the shard is awaited, and the shard does not start
+    over."""
     with ParameterCluster(tmp_path, num_servers, with_journals=True) as cluster:
         work = new_work(cluster, "adam", Acknowledgement.ACKNOWLEDGEMENT_DURABLE)
         with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:
@@ -143,9 +141,9 @@ def test_servers_that_were_killed_at_once_have_every_durable_row(
 
 
 @pytest.mark.long
-def test_a_server_that_leaves_leaves_every_durable_row_on_a_disk(tmp_path: Path) -> None:
-    """Shards of the leaving server are in the other one's journal before it ends: the other may be
-    killed at once."""
+def test_a_leaving_server_leaves_every_durable_row_on_a_disk(tmp_path: Path) -> None:
+    """Its shards are in the other server's journal before it ends: that one may be killed at
+    once."""
     with ParameterCluster(tmp_path, 2, with_journals=True) as cluster:
         work = new_work(cluster, "adam", Acknowledgement.ACKNOWLEDGEMENT_DURABLE)
         with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:

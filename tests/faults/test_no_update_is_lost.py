@@ -1,5 +1,4 @@
-"""Servers, the coordinator and etcd fail at random: the surviving updates are the acknowledged
-ones."""
+"""Servers, coordinator and etcd fail at random: exactly the acknowledged updates survive."""
 
 import itertools
 import signal
@@ -78,7 +77,7 @@ def kill_servers(cluster: ParameterCluster, kind: str, directory: Path, num_kill
 
 
 @pytest.mark.long
-def test_a_few_killed_servers_lose_nothing(cluster: ParameterCluster, tmp_path: Path) -> None:
+def test_a_few_killed_servers_lose_no_update(cluster: ParameterCluster, tmp_path: Path) -> None:
     """A short campaign, with one optimizer."""
     kill_servers(cluster, KINDS[0], tmp_path, NUM_FIRST_KILLS)
 
@@ -87,8 +86,8 @@ def test_a_few_killed_servers_lose_nothing(cluster: ParameterCluster, tmp_path: 
 @pytest.mark.parametrize(
     "kind", [KINDS[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in KINDS[1:])]
 )
-def test_killed_servers_lose_nothing(cluster: ParameterCluster, kind: str, tmp_path: Path) -> None:
-    """30 kills of primaries under load, divided among the optimizers: all acknowledged pushes are
+def test_killed_servers_lose_no_push(cluster: ParameterCluster, kind: str, tmp_path: Path) -> None:
+    """30 kills of primaries under load, divided among the optimizers: each acknowledged push is
     applied exactly once, and the values are equal to the last bit."""
     kill_servers(cluster, kind, tmp_path, NUM_KILLS // len(KINDS))
 
@@ -96,7 +95,7 @@ def test_killed_servers_lose_nothing(cluster: ParameterCluster, kind: str, tmp_p
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thousand_kills_lose_nothing(
+def test_a_thousand_kills_lose_no_update(
     cluster: ParameterCluster, kind: str, tmp_path: Path
 ) -> None:
     """A longer campaign of the same kind."""
@@ -161,7 +160,7 @@ FAULTS: list[Callable[[Campaign], AbstractContextManager[None]]] = [
 
 
 def strike(cluster: ParameterCluster, kind: str, directory: Path, seed: int) -> None:
-    """Strike with each fault once, in an order drawn by the seed, until a push of every worker
+    """Apply each fault once, in an order drawn by the seed, until a push of every worker
     succeeds."""
     work = new_work(cluster, kind, directory)
     with campaign(cluster, work, seed, NUM_WORKERS) as run:
@@ -173,8 +172,8 @@ def strike(cluster: ParameterCluster, kind: str, directory: Path, seed: int) -> 
 
 
 @pytest.mark.long
-def test_moves_lose_nothing(cluster: ParameterCluster, tmp_path: Path) -> None:
-    """A new server gets shards; one that is asked to end gives its own away first."""
+def test_moves_lose_no_update(cluster: ParameterCluster, tmp_path: Path) -> None:
+    """A new server gets shards; one that gets SIGTERM hands its own over first."""
     work = new_work(cluster, "adam", tmp_path)
     with campaign(cluster, work, SEED, NUM_WORKERS) as run:
         run.await_spread()
@@ -187,7 +186,7 @@ def test_moves_lose_nothing(cluster: ParameterCluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_no_other_fault_loses_anything(wired: ParameterCluster, tmp_path: Path) -> None:
+def test_no_other_fault_loses_an_update(wired: ParameterCluster, tmp_path: Path) -> None:
     """Servers that were halted or cut off are deposed, and change nothing when they are back."""
     strike(wired, "adam", tmp_path, SEED)
 
@@ -196,10 +195,9 @@ def test_no_other_fault_loses_anything(wired: ParameterCluster, tmp_path: Path) 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(10))
-def test_no_fault_in_any_order_loses_anything(
+def test_no_order_of_faults_loses_an_update(
     wired: ParameterCluster, kind: str, seed: int, tmp_path: Path
 ) -> None:
-    """Faults come in other orders."""
     strike(wired, kind, tmp_path, seed)
 
 
@@ -214,11 +212,11 @@ def hosts() -> Iterator[RoutedHosts]:
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(4))
-def test_no_partition_pause_or_outage_loses_anything(
+def test_no_partition_pause_or_outage_loses_an_update(
     hosts: RoutedHosts, seed: int, tmp_path: Path
 ) -> None:
-    """Faults of each kind strike once, with lengths and in an order drawn by the seed: servers cut
-    only from etcd, from each other or from workers, several servers halted, etcd away."""
+    """Each kind of fault once, its length and the order drawn by the seed: servers cut off from
+    etcd, from each other or from workers, several servers halted, etcd down."""
     with ParameterCluster(tmp_path, NUM_SERVERS, hosts=hosts) as cluster:
         work = new_work(cluster, KINDS[seed % len(KINDS)], tmp_path)
         with campaign(cluster, work, seed, NUM_WORKERS) as run:

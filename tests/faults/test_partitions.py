@@ -23,7 +23,7 @@ def wire(network: Network, replicas: Replicas) -> Iterator[Wire]:
     wire.restore()
 
 
-def test_a_network_that_comes_back_in_time_costs_nothing(cast: Cast, wire: Wire) -> None:
+def test_a_short_partition_costs_no_member(cast: Cast, wire: Wire) -> None:
     """Connections break, and the members are back before one of them counts as lost."""
     members = cast.training("a", "b", at=wire.endpoints)
     wire.cut()
@@ -40,7 +40,7 @@ def test_a_network_that_comes_back_in_time_costs_nothing(cast: Cast, wire: Wire)
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("held", [True, False], ids=["a change forms", "a generation runs"])
-def test_who_is_cut_off_for_long_is_lost_and_comes_as_another(
+def test_a_member_cut_off_for_long_is_lost_and_joins_again(
     cast: Cast, wire: Wire, held: bool
 ) -> None:
     """The other members continue. The member learns that it is fenced as soon as its calls arrive
@@ -66,18 +66,18 @@ def test_who_is_cut_off_for_long_is_lost_and_comes_as_another(
     cast.agrees()
 
 
-def test_who_joins_while_etcd_is_away_is_in_once_it_is_back(
+def test_a_joiner_during_an_outage_of_etcd_is_admitted_afterwards(
     cast: Cast, replicas: Replicas, etcd: Etcd
 ) -> None:
-    """The running generation continues, and no member is declared lost, the newcomer included."""
+    """The running generation continues, and no member is declared lost, the joiner included."""
     a, b = cast.training("a", "b")
     leader = replicas.leader()
     etcd.signal_all(signal.SIGSTOP)
     try:
         c = cast.joins("c")
-        # No coordinator leads without etcd. The newcomer's attendance waits until it can be
+        # No coordinator leads without etcd. The joiner's attendance waits until it can be
         # written.
-        awaited(lambda: not leader.leads(), AWAY_S, "without etcd nobody leads")
+        awaited(lambda: not leader.leads(), AWAY_S, "no coordinator leads")
     finally:
         etcd.restore()
     (generation,) = {member.trains_with("a", "b", "c") for member in (a, b, c)}
@@ -88,7 +88,7 @@ def test_who_joins_while_etcd_is_away_is_in_once_it_is_back(
 
 @pytest.mark.long
 def test_a_lost_member_stays_fenced_under_the_next_leader(cast: Cast, replicas: Replicas) -> None:
-    """A halted process wakes up after another coordinator has taken over: it changes nothing."""
+    """A halted process resumes after another coordinator has taken over: it changes nothing."""
     victim = cast.process("victim")
     a = cast.joins("a")
     a.trains_with("a", "victim")

@@ -1,8 +1,4 @@
-"""Parameter servers that are cut only from etcd serve until they may be declared dead.
-
-Their streams do not break, and workers do not notice. In etcd their leases run out. So they serve
-for as long as their shards may not be given away, and no longer.
-"""
+"""Parameter servers that are cut off only from etcd serve until they may be declared dead."""
 
 import sys
 import time
@@ -40,7 +36,7 @@ LEVELS = {
 
 @pytest.fixture
 def wires(tmp_path: Path, network: Network) -> Iterator[dict[str, Wire]]:
-    """Connections of each server and of the coordinator to an etcd."""
+    """Connections of each server and of the coordinator to etcd."""
     with running_etcd(tmp_path) as etcd:
         yield {name: network.wire(etcd) for name in (*HOLDERS, "ps-2", "coordinator")}
 
@@ -92,8 +88,7 @@ def assignment(servers: ParameterServers) -> ShardAssignment:
 
 
 def cut_from_etcd(servers: ParameterServers, wires: dict[str, Wire]) -> None:
-    """Cut both holders of the shard off from etcd once they are in step, and wait until their
-    leases have run out."""
+    """Cut both holders of the shard off from etcd, and wait until their leases have expired."""
     awaited(lambda: assignment(servers).backups, LIMIT_S, "the shard has a copy")
     for name in HOLDERS:
         wires[name].silence()
@@ -105,11 +100,11 @@ def cut_from_etcd(servers: ParameterServers, wires: dict[str, Wire]) -> None:
     awaited(lambda: not registered() & set(HOLDERS), LIMIT_S, "the leases run out")
 
 
-def test_pushes_go_on_where_etcd_comes_back_in_time(
+def test_pushes_continue_during_a_short_cut_from_etcd(
     servers: ParameterServers, wires: dict[str, Wire]
 ) -> None:
-    """Pushes continue even for a worker that fetches the map meanwhile and finds no server's
-    address in it. The shard stays with its holders, and nothing is lost."""
+    """Pushes continue even for a worker that fetches the map meanwhile, without any server's
+    address. The shard stays with its holders, and no push is lost."""
     with closing(new_client(servers)) as client:
         awaited(lambda: assignment(servers).backups, LIMIT_S, "the shard has a copy")
         # Have another server lead the shard than the layout names.
@@ -142,12 +137,12 @@ def soon_dead(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("level", LEVELS)
-def test_who_may_be_taken_for_dead_acknowledges_nothing(
+def test_a_server_declared_dead_acknowledges_no_push(
     soon_dead: None, servers: ParameterServers, wires: dict[str, Wire], level: str
 ) -> None:
-    """Holders of the shard are cut from etcd for good, and a third server is there. Pushes are
-    acknowledged only until the record declares the shard lost or another server's; later ones to
-    the old pair are refused by name."""
+    """Both holders of the shard are cut off from etcd for good, and a third server runs. Pushes are
+    acknowledged only until the record declares the shard lost or another server's, and refused
+    later."""
     new_client(servers).close()
     impatient = new_client(servers, LEVELS[level], member="w1", timeout_s=1.0)
     with closing(impatient) as client:
@@ -158,7 +153,7 @@ def test_who_may_be_taken_for_dead_acknowledges_nothing(
         while (now := assignment(servers)).primary.server_id in HOLDERS and (
             now.content is not ShardContent.LOST
         ):
-            assert time.monotonic() < give_up_s, "nobody takes the holders for dead"
+            assert time.monotonic() < give_up_s, "the holders were not declared dead"
             try:
                 client.push(filled(-1.0))
             except ShoalError as error:
@@ -168,6 +163,6 @@ def test_who_may_be_taken_for_dead_acknowledges_nothing(
                 pushed, last_s = pushed + 1, time.monotonic()
         declared_s = time.monotonic()
         assert pushed and last_s < declared_s
-        assert refusal is not None, "acknowledged until the shard was given away"
+        assert refusal is not None, "no push was refused"
         with pytest.raises(ShoalError):
             client.push(filled(-1.0))

@@ -1,4 +1,4 @@
-"""The client of the worker's SDK, in cases where a scripted member could be too patient."""
+"""The client of the worker's SDK, where a scripted member might be too patient."""
 
 import signal
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def _training(replicas: Replicas, job: str) -> Iterator[list[MemberSession]]:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("num_settled", [0, 1])
-def test_a_leader_that_dies_between_a_loss_and_the_next_generation(
+def test_a_leader_may_die_between_a_loss_and_the_next_generation(
     replicas: Replicas, num_settled: int
 ) -> None:
     """Survivors report their step again to the successor, and form the next generation there."""

@@ -1,4 +1,4 @@
-"""A push is received once it lies in the memory of its backup's process, read or not."""
+"""A push counts as received once it is in the memory of its backup's process, read or not."""
 
 import signal
 import time
@@ -57,11 +57,11 @@ def client(cluster: ParameterCluster) -> Iterator[ParameterClient]:
 
 @pytest.mark.parametrize("how", SIZES)
 @pytest.mark.long
-def test_what_a_halted_backup_has_not_read_outlives_the_primary(
+def test_records_unread_by_a_halted_backup_survive_the_primary(
     cluster: ParameterCluster, client: ParameterClient, how: str
 ) -> None:
     """Pushes are acknowledged while the backup is halted; then their primary is killed. The backup
-    wakes up and leads with all of them."""
+    resumes and leads with all of them."""
     num_elements = SIZES[how]
     client.place([ParameterSpec(name="w", shape=[num_elements], dtype="float32")])
     client.create(SGD, filled(num_elements, 0.0))

@@ -1,4 +1,4 @@
-"""Campaigns: workers push to servers that are killed one after the other; the end is judged."""
+"""Campaigns: workers push to servers that are killed in turn, and the final values are judged."""
 
 import random
 import time
@@ -98,10 +98,8 @@ class Campaign:
         return victim
 
     def awaited(self, look: Callable[[], Found | None], what: str) -> Found:
-        """Poll `look` until it finds something; return that.
-
-        Raises Stuck after PATIENCE_S, and the error of a worker that has failed meanwhile.
-        """
+        """Poll `look` until it returns a result. Raises Stuck after PATIENCE_S, and the error of a
+        worker that has failed meanwhile."""
         give_up_s = now_s() + PATIENCE_S
         while not (found := look()):
             for each in filter(None, (*self.workers, self.reader)):

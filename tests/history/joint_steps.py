@@ -53,7 +53,7 @@ class StepClient(RowClient):
         self._pool = ThreadPoolExecutor(1)
 
     def push(self, ids: Sequence[int], rng: np.random.Generator) -> Success:
-        """Push rows first, parameters first, or both at once: a snapshot must not depend on it."""
+        """Push rows first, parameters first, or both at once; a snapshot must allow for each."""
         parts, gradients = self.drawn(ids, rng), Gradients(seed=int(rng.integers(2**32)), lr=LR)
         step = self.joint_step(self._client.shard_ids(parts))
         sent_s = now_s()

@@ -142,7 +142,7 @@ class Report:
 
 
 class PublishedCampaign:
-    """A campaign's processes: started, and in good state, when the `with` block begins."""
+    """A campaign's processes; all have started when the `with` block begins."""
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.directory = directory
@@ -247,7 +247,7 @@ class PublishedCampaign:
         for name in TRAINERS:
             self._start(name)
 
-    # --- what is seen ---
+    # --- observations ---
 
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
         """Complete lines of a process's journal, over all its lives."""
@@ -430,7 +430,7 @@ class PublishedCampaign:
         }
         return sides[kind]
 
-    # --- the end ---
+    # --- the verdict ---
 
     def judged(self) -> Report:
         """Check the journals of all members and readers against the guarantees."""

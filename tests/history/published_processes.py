@@ -40,7 +40,7 @@ FETCH_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A process of a campaign."""
+    """Settings of a process of a campaign."""
 
     name: str
     coordinator: str
@@ -56,7 +56,7 @@ class Setup:
 
     @property
     def dies(self) -> Path:
-        """Path of a file; while it exists, the process dies at the worst moment of its work."""
+        """Path of a file; while it exists, the process dies in the middle of its work."""
         return self.directory / f"{self.name}.dies"
 
 

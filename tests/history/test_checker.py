@@ -1,4 +1,4 @@
-"""The checker accepts every run of a faultless server, and finds every fault of others."""
+"""The checker accepts every run of a faultless server, and finds every planted fault."""
 
 import random
 from collections.abc import Callable
@@ -119,7 +119,7 @@ class FlipsBit(Server):
 
 @dataclass
 class ForgetsMomentum(Server):
-    """Has the right values, and one wrong value in the optimizer's state."""
+    """Has one wrong value in the optimizer's state."""
 
     def apply(self, gradients: Gradients) -> dict[int, int]:
         versions = super().apply(gradients)
@@ -198,8 +198,8 @@ def test_an_applied_push_that_was_refused_is_caught(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_push_may_be_there_if_its_answer_was_lost(seed: int) -> None:
-    """A push whose answer is missing counts as unknown, and is found to be applied."""
+def test_a_push_without_answer_may_have_been_applied(seed: int) -> None:
+    """The push counts as unknown, and is found to be applied."""
     events = history(SHARDS, OPTIMIZERS["adam"], seed)
     unanswered = mutated(
         events, seed, lambda answer: replace(answer, verdict=Verdict.UNKNOWN, versions={})
@@ -211,7 +211,7 @@ def test_a_push_may_be_there_if_its_answer_was_lost(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_two_pushes_at_one_version_are_caught(seed: int) -> None:
-    """An acknowledgement with the version of another push: only one of them can have made it."""
+    """Only one of the two can have made it."""
     events = history(SHARDS, OPTIMIZERS["sgd"], seed)
     wrong = mutated(
         events,
@@ -221,7 +221,7 @@ def test_two_pushes_at_one_version_are_caught(seed: int) -> None:
     assert judged("sgd", wrong).faults
 
 
-def test_an_answered_push_stands_before_those_sent_later() -> None:
+def test_an_answered_push_precedes_those_sent_later() -> None:
     """The order of versions must not contradict the real-time order of the pushes."""
     events = history(SHARDS, OPTIMIZERS["sgd"], 0)
     late = max(event.at_s for event in events) + 1.0
@@ -236,13 +236,9 @@ def test_an_answered_push_stands_before_those_sent_later() -> None:
 
 
 @pytest.mark.parametrize("goes_on_from_it", [False, True])
-def test_what_is_told_of_a_version_with_two_sets_of_values(*, goes_on_from_it: bool) -> None:
-    """The message lists sightings with their times, the pushes around the version, and which of the
-    two sets the pushes give.
-
-    From these an engineer can tell a torn read from a copy that became primary with other values
-    than the former primary had.
-    """
+def test_the_report_of_a_version_with_two_sets_of_values(*, goes_on_from_it: bool) -> None:
+    """It lists sightings with their times, the pushes around the version, and which of the sets
+    they give."""
     events = history(SHARDS, OPTIMIZERS["sgd"], 0)
     seen = [event for event in events if isinstance(event, Seen)]
     known = seen[len(seen) // 2]
@@ -275,7 +271,7 @@ def _other_values(event: Seen, version: int) -> Seen:
     return replace(event, values={**event.values, 0: (seen, checksum ^ 1)})
 
 
-def test_a_journal_survives_its_writer(tmp_path: Path) -> None:
+def test_a_journal_is_readable_after_a_kill_of_its_writer(tmp_path: Path) -> None:
     """Complete lines are read back equal; an incomplete last line is ignored."""
     events = history(SHARDS, OPTIMIZERS["sgd"], 3)
     with Journal(tmp_path / "a.jsonl") as journal:

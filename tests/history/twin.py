@@ -27,7 +27,7 @@ def drawn(seed: int, shard: Shard) -> Tensor:
 
 
 class Twin:
-    """The shard's values and optimizer state. `copy.deepcopy` makes another one."""
+    """The shard's values and optimizer state."""
 
     def __init__(self, shard: Shard, optimizer: OptimizerSpec) -> None:
         self.shard = shard

@@ -1,4 +1,4 @@
-"""Frames of the bulk transport, whichever way a stream is cut and whichever byte of it changes."""
+"""Frames of the bulk transport, however a stream is divided and whichever byte changes."""
 
 import pytest
 from hypothesis import given
@@ -38,7 +38,7 @@ def read_all(stream: bytes, sizes: list[int]) -> list[tuple[FrameKind, int, int,
     bodies=st.lists(BODIES, min_size=1, max_size=4),
     sizes=st.lists(st.integers(1, 100_000), min_size=1, max_size=5),
 )
-def test_frames_are_whole_however_the_stream_is_cut(bodies: list[bytes], sizes: list[int]) -> None:
+def test_frames_of_a_divided_stream_are_complete(bodies: list[bytes], sizes: list[int]) -> None:
     stream, expected = b"", []
     for body in bodies:
         stream += (
@@ -56,7 +56,7 @@ def test_frames_are_whole_however_the_stream_is_cut(bodies: list[bytes], sizes: 
 
 
 @given(at=st.integers(0, HEADER_BYTES + 99), flipped=st.integers(1, 255))
-def test_a_message_of_which_a_byte_changed_is_not_read(at: int, flipped: int) -> None:
+def test_a_message_with_a_changed_byte_is_refused(at: int, flipped: int) -> None:
     stream = bytearray(bulk.message(FrameKind.PUSH, b"y" * 100))
     stream[at] ^= flipped
     with pytest.raises(ChecksumMismatch):
@@ -71,13 +71,13 @@ def test_a_message_of_which_a_byte_changed_is_not_read(at: int, flipped: int) ->
         (bulk.header(99), "unknown kind"),  # type: ignore[arg-type]
     ],
 )
-def test_what_a_header_may_not_say(stream: bytes, words: str) -> None:
+def test_invalid_headers_are_refused(stream: bytes, words: str) -> None:
     with pytest.raises(MalformedMessage, match=words):
         read_all(stream, [1000])
 
 
 @pytest.mark.parametrize("kind", sorted(set(FrameKind) - {FrameKind.HELLO}))
-def test_who_does_not_begin_as_expected_gets_no_memory(kind: FrameKind) -> None:
+def test_an_unexpected_first_frame_allocates_no_memory(kind: FrameKind) -> None:
     """A header costs an unknown sender 40 bytes, and may announce megabytes."""
     reader = FrameReader(first=FrameKind.HELLO)
     stream = bulk.header(kind, num_bytes=MAX_PIECE_BYTES)
@@ -88,7 +88,7 @@ def test_who_does_not_begin_as_expected_gets_no_memory(kind: FrameKind) -> None:
     assert len(reader.space()) <= BUFFER_BYTES
 
 
-def test_behind_the_first_frame_others_may_come() -> None:
+def test_any_frame_may_follow_the_first_one() -> None:
     reader = FrameReader(first=FrameKind.HELLO)
     stream = bulk.message(FrameKind.HELLO, b"key") + bulk.message(FrameKind.PUSH, b"push")
     reader.space()[: len(stream)] = stream
@@ -97,12 +97,12 @@ def test_behind_the_first_frame_others_may_come() -> None:
     assert [frame and frame.kind for frame in frames] == [FrameKind.HELLO, FrameKind.PUSH]
 
 
-def test_a_frame_that_is_cut_off_is_not_given() -> None:
+def test_an_incomplete_frame_is_not_returned() -> None:
     stream = a_piece(b"z" * 1000)
     assert read_all(stream[:-1], [300]) == []
 
 
 @given(noise=st.binary(min_size=HEADER_BYTES, max_size=300))
-def test_noise_is_refused(noise: bytes) -> None:
+def test_random_bytes_are_refused(noise: bytes) -> None:
     with pytest.raises(ShoalError):
         read_all(noise, [1000])

@@ -28,8 +28,7 @@ def applied(base: bytes, difference: bytes) -> bytes:
 
 
 def adam_step(num: int, rate: float) -> tuple[Shorts, Shorts]:
-    """Weights in bf16 before and after an update of about `rate` each, with float32 master
-    weights."""
+    """Weights in bf16 before and after an update of about `rate` each of float32 master weights."""
     draw = np.random.default_rng(0)
     weights = draw.standard_normal(num, np.float32) * np.float32(0.028)
     update = np.clip(draw.standard_normal(num, np.float32), -3, 3) * np.float32(rate)
@@ -43,8 +42,8 @@ def bf16(values: npt.NDArray[np.float32]) -> Shorts:
 
 @pytest.mark.parametrize("size", codec.SIZES)
 @pytest.mark.parametrize("seed", range(8))
-def test_each_bit_pattern_becomes_any_other(size: int, seed: int) -> None:
-    """Turn all 65,536 patterns into random others, NaN, infinities and both zeros included."""
+def test_all_bit_patterns_are_restored(size: int, seed: int) -> None:
+    """NaN, infinities and both zeros are included."""
     base = np.arange(65536, dtype=np.uint16)
     target = np.random.default_rng(seed).permutation(base)
     target[::3] = base[::3]
@@ -54,7 +53,7 @@ def test_each_bit_pattern_becomes_any_other(size: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("start", [0x0000, 0x7F80, 0x7FFF, 0x8000, 0xFF80, 0xFFFF])
-def test_one_pattern_becomes_each_other(start: int) -> None:
+def test_one_pattern_may_change_into_any_other(start: int) -> None:
     base = np.full(65536, start, np.uint16)
     target = np.arange(65536, dtype=np.uint16)
     difference = encoded(base.tobytes(), target.tobytes())
@@ -63,7 +62,7 @@ def test_one_pattern_becomes_each_other(start: int) -> None:
 
 @pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 65533, 65534, 65535, 65536, 131070, 300_000])
 def test_gaps_of_any_length_are_kept(gap: int) -> None:
-    """Gaps follow each other, and stand at the beginning and at the end."""
+    """Gaps follow each other, and are at the beginning and at the end."""
     base = np.zeros(3 * gap + 7, np.uint16)
     target = base.copy()
     for position in (gap, 2 * gap + 1, 3 * gap + 2, len(base) - 1):
@@ -73,7 +72,7 @@ def test_gaps_of_any_length_are_kept(gap: int) -> None:
 
 
 @given(st.binary(max_size=400), st.data())
-def test_any_bytes_become_any_others(base: bytes, data: st.DataObject) -> None:
+def test_any_bytes_are_restored(base: bytes, data: st.DataObject) -> None:
     target = bytearray(base)
     for position in data.draw(st.lists(st.integers(0, max(len(base) - 1, 0)), max_size=20)):
         if base:
@@ -94,12 +93,12 @@ def test_spans_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert applied(base.tobytes(), difference) == target.tobytes()
 
 
-def test_what_has_not_changed_takes_no_room() -> None:
+def test_unchanged_elements_take_no_space() -> None:
     base = bytes(10_000_000)
     assert len(encoded(base, base)) < 100
 
 
-def test_an_update_of_few_weights_is_half_of_what_xor_and_zstd_make_of_it() -> None:
+def test_an_update_of_few_weights_takes_half_as_much_as_xor_and_zstd() -> None:
     base, target = adam_step(4 * 1024 * 1024, 3e-7)
     assert 0.008 < np.mean(base != target) < 0.010
     difference = encoded(base.tobytes(), target.tobytes())
@@ -116,7 +115,7 @@ def test_nan_payloads_and_signs_of_zeros_are_kept() -> None:
     assert applied(base.tobytes(), difference) == target.tobytes()
 
 
-def test_elements_that_do_not_make_up_the_bytes_are_refused() -> None:
+def test_a_length_that_is_no_multiple_of_the_element_is_refused() -> None:
     with pytest.raises(ValueError, match="elements of 4 bytes"):
         encoded(bytes(6), bytes(6), (2, 4))
 
@@ -136,7 +135,7 @@ DIFFERENCE = encoded(BASE, TARGET)
     ],
     ids=["nothing", "beginning", "cut", "twice", "half"],
 )
-def test_what_is_no_difference_is_refused(damage: Callable[[bytes], bytes]) -> None:
+def test_an_invalid_difference_is_refused(damage: Callable[[bytes], bytes]) -> None:
     with pytest.raises(MalformedMessage, match="not a difference"):
         applied(BASE, damage(DIFFERENCE))
 
@@ -147,11 +146,8 @@ def test_a_difference_of_another_size_is_refused() -> None:
 
 
 @given(st.integers(0, len(DIFFERENCE) - 1), st.integers(1, 255))
-def test_a_damaged_difference_never_gives_anything_but_bytes_or_a_refusal(
-    position: int, change: int
-) -> None:
-    """The caller compares digests of the result; another exception, or a crash, must not reach
-    it."""
+def test_a_damaged_difference_gives_only_bytes_or_a_refusal(position: int, change: int) -> None:
+    """The caller compares digests of the result; it must not get another exception, or crash."""
     damaged = bytearray(DIFFERENCE)
     damaged[position] ^= change
     with suppress(MalformedMessage):

@@ -1,5 +1,4 @@
-"""The project's description of etcd's API, checked against etcd itself for calls that the client
-does not use."""
+"""Shoal's description of etcd's API, checked against etcd for calls not used by the client."""
 
 import re
 from pathlib import Path
@@ -11,8 +10,8 @@ from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
 
 
-def test_status_members_and_leases(tmp_path: Path) -> None:
-    """Fields hold what their names say, and no answer of etcd is misread."""
+def test_the_description_matches_the_answers_of_etcd(tmp_path: Path) -> None:
+    """Fields hold what their names say, and etcd's answers have no unknown field."""
     with running_etcd(tmp_path) as endpoint, grpc.insecure_channel(endpoint) as channel:
         status = stubs.MaintenanceStub(channel).Status(pb.StatusRequest(), timeout=5)
         assert re.fullmatch(r"\d+\.\d+\.\d+\S*", status.version)
@@ -41,5 +40,5 @@ def test_status_members_and_leases(tmp_path: Path) -> None:
         gone = store.DeleteRange(pb.DeleteRangeRequest(key=b"k", prev_kv=True), timeout=5)
         assert (gone.deleted, gone.prev_kvs[0].value) == (1, b"2")
         for message in (status, member, lease, left, changed, keys, gone):
-            # Fields that etcd sent and the description lacks are preserved as unknown fields.
+            # Fields missing from the description are preserved as unknown fields.
             assert type(message).FromString(message.SerializeToString()) == message

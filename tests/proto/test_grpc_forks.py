@@ -44,7 +44,7 @@ SCRIPT = """
 """
 
 
-def test_children_end_well_however_busy_grpc_is_in_their_parent() -> None:
+def test_forked_children_end_normally_while_grpc_is_busy() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT)],
         capture_output=True,

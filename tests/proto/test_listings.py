@@ -1,4 +1,4 @@
-"""Listings are small whatever they contain, and are read back line by line."""
+"""Listings are small for any content, and are read back line by line."""
 
 import random
 import zlib
@@ -18,7 +18,7 @@ LAYER = (
 
 @pytest.mark.long
 def test_a_hundred_thousand_parameters_are_listed_each_by_name() -> None:
-    """Layers that are alike make the listing a few kilobytes."""
+    """Equal layers make the listing a few kilobytes."""
     lines = [f"parameter layers.{n}.{each}" for n in range(20_000) for each in LAYER]
     packed = pack(lines)
     assert len(packed) < 8 * 1024
@@ -44,7 +44,7 @@ def test_line_breaks_within_a_name_make_no_further_lines() -> None:
 
 
 @pytest.mark.long
-def test_a_listing_that_cannot_be_made_small_names_blocks() -> None:
+def test_a_listing_that_stays_too_large_names_blocks() -> None:
     """A block shows its first entry and a digest, so that a difference can be located to a
     block."""
     seed = random.Random(1)
@@ -75,7 +75,7 @@ def test_a_listing_that_cannot_be_made_small_names_blocks() -> None:
         zlib.compress(b"=" + b"a" * (1 << 20) + b"\n0" * (1 << 10)),
     ],
 )
-def test_other_bytes_are_told_from_a_listing(packed: bytes) -> None:
-    """Bytes to be refused include a listing that would unpack to more than memory holds."""
+def test_bytes_that_are_no_listing_are_refused(packed: bytes) -> None:
+    """They include a listing that would unpack to more than memory holds."""
     with pytest.raises(UnreadableListing):
         unpack(packed)

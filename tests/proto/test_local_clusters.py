@@ -1,5 +1,4 @@
-"""Local clusters: the ones of this user that a command finds by an address, and the ones that it
-must not."""
+"""Local clusters that a command finds by an address, and those that it must not find."""
 
 import signal
 import subprocess
@@ -50,8 +49,8 @@ def test_a_cluster_is_found_by_each_of_its_addresses_until_it_ends(tmp_path: Pat
     assert list(announced.path.parent.iterdir()) == []
 
 
-def test_what_a_killed_cluster_left_counts_for_nothing(tmp_path: Path) -> None:
-    """A command ignores the record even before the next cluster starts, which removes it."""
+def test_the_record_of_a_killed_cluster_is_ignored(tmp_path: Path) -> None:
+    """Even before the next cluster starts, which removes it."""
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -66,8 +65,8 @@ def test_what_a_killed_cluster_left_counts_for_nothing(tmp_path: Path) -> None:
     announced.close()
 
 
-def test_what_another_user_could_have_laid_is_not_believed(tmp_path: Path) -> None:
-    """Folders to be refused: one that others may write to, a link, and one of another user."""
+def test_records_that_another_user_could_have_written_are_ignored(tmp_path: Path) -> None:
+    """In a folder that others may write to, behind a link, or in a folder of another user."""
     announced = Announcement(record("127.0.0.1:7700"))
     folder = announced.path.parent
     folder.chmod(0o770)
@@ -83,11 +82,10 @@ def test_what_another_user_could_have_laid_is_not_believed(tmp_path: Path) -> No
         Announcement(record("127.0.0.1:7701"))
 
 
-def test_a_directory_for_temporary_files_of_its_own_changes_nothing(
+def test_tmpdir_does_not_decide_where_a_record_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TMPDIR of the cluster or of a command does not decide the record's location, unless the usual
-    folder belongs to another user or cannot be written to."""
+    """Unless the usual folder belongs to another user or cannot be written to."""
     announced = Announcement(record("127.0.0.1:7700"))
     for directory in ("scheduler", "absent"):
         monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path / directory))
@@ -105,16 +103,15 @@ def test_a_directory_for_temporary_files_of_its_own_changes_nothing(
         announced.close()
 
 
-def test_another_network_has_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address 127.0.0.1:7700 in a container is not that of its host, even if both share a
-    directory."""
+def test_clusters_of_another_network_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.1:7700 in a container is another address than on its host."""
     announced = Announcement(record("127.0.0.1:7700"))
     monkeypatch.setattr(local_clusters, "_network", lambda: -1)
     assert find(["127.0.0.1:7700"]) is None
     announced.close()
 
 
-def test_a_broken_record_costs_no_command(tmp_path: Path) -> None:
+def test_a_broken_record_is_ignored(tmp_path: Path) -> None:
     announced = Announcement(record("127.0.0.1:7700"))
     other = Announcement(record("127.0.0.1:7701"))
     for broken in ("{", "[]", "{}"):
@@ -125,9 +122,7 @@ def test_a_broken_record_costs_no_command(tmp_path: Path) -> None:
     other.close()
 
 
-def test_what_is_given_comes_before_what_is_found(tmp_path: Path) -> None:
-    """Files named in the environment come first, then those of a local cluster at a coordinator's
-    address."""
+def test_files_in_the_environment_come_before_those_of_a_local_cluster(tmp_path: Path) -> None:
     for folder in ("given", "found"):
         (tmp_path / folder).mkdir()
         for name in ("ca.crt", "worker.crt", "worker.key", "viewer.crt", "viewer.key"):

@@ -21,9 +21,8 @@ def forked() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_fork_waits_for_who_is_within_openssl() -> None:
-    """The fork proceeds once the thread has left; the child does not inherit a lock that is held by
-    a thread that it does not have."""
+def test_a_fork_waits_for_a_thread_inside_openssl() -> None:
+    """The child would otherwise inherit a lock held by a thread that it does not have."""
     within, forking, is_forked, leave = (threading.Event() for _ in range(4))
 
     def hold() -> None:
@@ -50,7 +49,7 @@ def test_a_fork_waits_for_who_is_within_openssl() -> None:
     assert is_forked.wait(WITHIN_S)
 
 
-def test_a_server_that_says_nothing_keeps_no_fork_waiting() -> None:
+def test_a_silent_server_does_not_delay_a_fork() -> None:
     """The handshake ends by its timeout; a fork meanwhile does not wait for it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     ended: list[BaseException] = []
@@ -75,8 +74,7 @@ def test_a_server_that_says_nothing_keeps_no_fork_waiting() -> None:
     assert [type(each) for each in ended] == [TimeoutError]
 
 
-def test_what_is_no_tls_is_an_error_of_the_socket() -> None:
-    """The connection is closed as well."""
+def test_an_answer_that_is_not_tls_is_an_oserror() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     with socket.create_server(("127.0.0.1", 0)) as server:
         connected = socket.create_connection(server.getsockname())

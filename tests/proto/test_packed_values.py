@@ -1,4 +1,4 @@
-"""Packing of many values that are much alike."""
+"""Packing of many similar values."""
 
 import struct
 import zlib
@@ -12,13 +12,12 @@ from shoal_proto.packing.packed_values import MAX_VALUES_BYTES, pack, unpack
 
 
 @given(values=st.lists(st.binary(max_size=20), max_size=10))
-def test_any_values_come_back_as_they_were(values: list[bytes]) -> None:
-    """Values of any lengths are restored."""
+def test_values_of_any_lengths_are_restored(values: list[bytes]) -> None:
     assert unpack(pack(values)) == values
 
 
-def test_what_a_thousand_ranks_say_of_themselves_takes_a_hundredth() -> None:
-    """Values as Gloo exchanges them: an address, and the numbers of the connections to all other
+def test_values_of_a_thousand_ranks_take_a_hundredth() -> None:
+    """Values as Gloo exchanges them: an address, and numbers of the connections to all other
     ranks."""
     numbers = struct.pack("<1000q", *range(1000))
     values = [zlib.crc32(bytes([n % 256, n // 256])).to_bytes(154) + numbers for n in range(1000)]
@@ -26,7 +25,7 @@ def test_what_a_thousand_ranks_say_of_themselves_takes_a_hundredth() -> None:
 
 
 @pytest.mark.parametrize("data", [b"x", zlib.compress(b"\xff\xff")])
-def test_what_is_no_packed_answer_is_refused(data: bytes) -> None:
+def test_an_invalid_packed_answer_is_refused(data: bytes) -> None:
     with pytest.raises(MalformedMessage, match="do not unpack"):
         unpack(data)
 

@@ -1,4 +1,4 @@
-"""Pieces read and written in place equal those of protobuf, whatever they hold."""
+"""Pieces read and written in place equal those of protobuf, for any content."""
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -21,14 +21,14 @@ MARK = b"shoal-mark"
     size=SIZES,
     checksum=st.integers(0, 2**32 - 1),
 )
-def test_what_is_written_is_what_protobuf_reads(
+def test_protobuf_reads_written_pieces(
     kind: type[PushRequest | PushReply | ShardData],
     shard_id: int,
     offset_bytes: int,
     size: int,
     checksum: int,
 ) -> None:
-    """Readers of both kinds see the same, and the data are aligned."""
+    """Readers of both kinds get the same, and the data are aligned."""
     parts = (MARK, memoryview(bytes(size)))
     data = MARK + bytes(size)
     encoded = pieces.encode(FIELDS[kind], shard_id, offset_bytes, parts, checksum)
@@ -49,7 +49,7 @@ def test_what_is_written_is_what_protobuf_reads(
     data=st.binary(max_size=300),
     checksum=st.integers(0, 2**32 - 1),
 )
-def test_what_protobuf_writes_is_read(
+def test_pieces_written_by_protobuf_are_read(
     shard_id: int, offset_bytes: int, data: bytes, checksum: int
 ) -> None:
     """A client in any language may push."""
@@ -61,7 +61,7 @@ def test_what_protobuf_writes_is_read(
     assert (bytes(read.piece.data), read.piece.checksum) == (data, checksum)
 
 
-def test_other_messages_are_parsed_as_ever() -> None:
+def test_other_messages_are_parsed_by_protobuf() -> None:
     """A header is not a piece."""
     message = PushRequest(header=PushHeader(sequence=7))
     read = pieces.PieceDecoder(pieces.PUSH_REQUEST, PushRequest.FromString)(

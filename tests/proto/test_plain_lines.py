@@ -1,4 +1,4 @@
-"""Lines that a worker printed, as they are shown to readers elsewhere."""
+"""Lines printed by a worker, as readers elsewhere see them."""
 
 import pytest
 from hypothesis import given
@@ -22,11 +22,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("data", "lines"), CASES)
-def test_the_text_is_left_and_nothing_that_a_terminal_obeys(data: bytes, lines: list[str]) -> None:
+def test_only_text_without_terminal_sequences_remains(data: bytes, lines: list[str]) -> None:
     assert plain_lines(data) == lines
 
 
 @given(st.lists(st.sampled_from([b"\x1b", b"[", b"]", b"31", b"m", b"\x07", b"\r", b"\n", b"P"])))
-def test_no_escape_is_left_of_any_sequence(parts: list[bytes]) -> None:
+def test_no_escape_character_remains(parts: list[bytes]) -> None:
     text = "\n".join(plain_lines(b"".join(parts)))
     assert not set(text) & {"\x1b", "\x07", "\r"}

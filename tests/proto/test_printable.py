@@ -1,4 +1,4 @@
-"""Texts written by others: a terminal shows their control sequences and never obeys them."""
+"""Texts from other processes: their control sequences are shown, and never reach a terminal."""
 
 import os
 import pty
@@ -30,12 +30,12 @@ OF_A_WORKER = "from shoal.session.joining import _set_log_level; _set_log_level(
         ("one\u2028two", "one\\u2028two", None),
     ],
 )
-def test_what_a_terminal_obeys_is_escaped(text: str, shown: str, of_lines: str | None) -> None:
+def test_control_sequences_are_escaped(text: str, shown: str, of_lines: str | None) -> None:
     assert printable(text) == shown
     assert printable(text, lines=True) == (of_lines or shown)
 
 
-def test_all_texts_of_an_answer_are() -> None:
+def test_control_sequences_in_an_answer_are_escaped() -> None:
     """Keys are escaped, too; an error keeps its line breaks."""
     given = {"a\x1b": ["\n", 1, None, {"last_error": "x\ny\x1b"}], "b": 0.5}
     assert printable_json(given) == {
@@ -46,7 +46,7 @@ def test_all_texts_of_an_answer_are() -> None:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("configure", [OF_A_SERVER, OF_A_WORKER])
-def test_a_line_of_the_log_on_a_terminal_is_one(configure: str) -> None:
+def test_a_log_message_is_one_line_on_a_terminal(configure: str) -> None:
     ours, theirs = pty.openpty()
     script = LOGS.format(configure=configure)
     with os.fdopen(ours, "rb", buffering=0) as shown:

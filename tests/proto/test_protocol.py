@@ -1,5 +1,4 @@
-"""Two processes use the newest version of the protocol that both know; otherwise the error says
-which is older."""
+"""Two processes use the newest protocol that both know; an error names the older process."""
 
 import pytest
 
@@ -24,14 +23,14 @@ from shoal_proto.protocol import (
         ((3, 3), (4, 5), None),
     ],
 )
-def test_the_newest_that_both_know(
+def test_the_newest_common_version_is_used(
     server: tuple[int, int], caller: tuple[int, int], spoken: int | None
 ) -> None:
     assert ProtocolRange(*server).shared_with(ProtocolRange(*caller)) == spoken
     assert ProtocolRange(*caller).shared_with(ProtocolRange(*server)) == spoken
 
 
-def test_a_mismatch_says_who_is_older() -> None:
+def test_a_mismatch_names_the_older_process() -> None:
     with pytest.raises(ProtocolMismatch, match="Upgrade the caller") as raised:
         ProtocolRange(4, 5).agreed_with(ProtocolRange(2, 3))
     assert raised.value.seen == "versions 2-3"
@@ -48,5 +47,5 @@ def test_the_range_travels_in_the_user_agent() -> None:
 @pytest.mark.parametrize(
     "agent", ["", "grpc-python/1.70.0", "shoal-protocol/3", "shoal-protocol/-"]
 )
-def test_who_does_not_say_has_no_range(agent: str) -> None:
+def test_a_user_agent_without_a_range_has_none(agent: str) -> None:
     assert announced(agent) is None

@@ -1,5 +1,4 @@
-"""The digest of a roster and its packed form are the same for all members, whichever release wrote
-them."""
+"""A roster's digest and packed form are the same for all members of all releases."""
 
 import zlib
 
@@ -37,7 +36,7 @@ def roster(fields: dict[str, str]) -> pb.Roster:
     )
 
 
-def test_the_order_of_a_map_does_not_count() -> None:
+def test_the_order_of_a_map_does_not_change_the_digest() -> None:
     """A process that fills in the fields in another order gets the same digest."""
     digests = {
         roster_digest(roster(dict(items)))
@@ -46,35 +45,32 @@ def test_the_order_of_a_map_does_not_count() -> None:
     assert len(digests) == 1
 
 
-def test_a_roster_that_was_sent_has_the_digest_that_it_had() -> None:
-    """Sender and receiver compute the same digest."""
+def test_a_received_roster_has_the_senders_digest() -> None:
     sent = roster(FIELDS)
     assert roster_digest(pb.Roster.FromString(sent.SerializeToString())) == roster_digest(sent)
 
 
-def test_the_form_is_fixed() -> None:
-    """The form is part of the protocol, and does not depend on a member's version of protobuf."""
+def test_the_digest_is_fixed() -> None:
+    """It is part of the protocol, and does not depend on a member's version of protobuf."""
     digest = "1cab775e729fd3c8c2cfb56f31bb8a2e85807567e63134ffe357e9e5c4653c5a"
     assert roster_digest(roster(FIELDS)) == digest
 
 
 @pytest.mark.parametrize("field", [f.name for f in pb.RosterEntry.DESCRIPTOR.fields])
-def test_every_field_of_an_entry_counts(field: str) -> None:
-    """Members that were shown different entries do not accept the same digest."""
+def test_every_field_of_an_entry_changes_the_digest(field: str) -> None:
     one, other = roster(FIELDS), roster(FIELDS)
     other.entries[1].ClearField(field)
     assert roster_digest(one) != roster_digest(other)
 
 
 @pytest.mark.parametrize("field", [f.name for f in pb.Roster.DESCRIPTOR.fields])
-def test_every_field_of_a_roster_counts(field: str) -> None:
-    """Members that were shown another source or step do not accept the same digest."""
+def test_every_field_of_a_roster_changes_the_digest(field: str) -> None:
     one, other = roster(FIELDS), roster(FIELDS)
     other.ClearField(field)
     assert roster_digest(one) != roster_digest(other)
 
 
-def test_a_packed_roster_unpacks_as_it_was() -> None:
+def test_a_packed_roster_is_restored() -> None:
     assert unpack(pb.Roster, pack(roster(FIELDS))) == roster(FIELDS)
 
 
@@ -95,6 +91,6 @@ def test_a_packed_roster_keeps_fields_of_a_later_release() -> None:
     ],
     ids=["nothing", "plain", "cut off", "another message", "too large"],
 )
-def test_other_bytes_are_refused(packed: bytes) -> None:
+def test_bytes_that_are_no_roster_are_refused(packed: bytes) -> None:
     with pytest.raises(MalformedMessage, match="do not unpack as a Roster"):
         unpack(pb.Roster, packed)

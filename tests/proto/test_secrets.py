@@ -16,8 +16,8 @@ from shoal_proto.secrets import (
 )
 
 
-def test_a_secret_proves_itself_and_nothing_else_does() -> None:
-    """The digest does not prove the secret, and nothing proves an absent one."""
+def test_only_the_secret_itself_proves_it() -> None:
+    """The digest does not prove it, and no text proves an absent secret."""
     secret = drawn()
     digest = digest_of(secret)
     assert proves(secret, digest)
@@ -43,10 +43,9 @@ def test_a_jobs_secret_is_the_first_line_of_its_owners_file(tmp_path: Path) -> N
         ("ümläut-ümläut-ümläut", 0o600, "cannot be read"),
     ],
 )
-def test_what_is_no_secret_is_refused_by_name(
+def test_an_invalid_secret_is_refused_without_being_shown(
     tmp_path: Path, text: str, mode: int, named: str
 ) -> None:
-    """The message does not contain the secret."""
     path = tmp_path / "secret"
     path.write_text(text)
     path.chmod(mode)
@@ -55,12 +54,12 @@ def test_what_is_no_secret_is_refused_by_name(
     assert not text or text not in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_secret_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidSpec, match="cannot be read"):
         job_secret({JOB_VARIABLE: str(tmp_path / "none")})
 
 
-def test_a_process_that_no_launcher_started_is_reported_on_by_nobody() -> None:
+def test_a_process_without_a_launcher_has_a_secret_of_its_own() -> None:
     """A member without a launcher draws a secret that no other process knows. If a launcher gave no
     secret, reports from any process count."""
     assert member_secrets({LAUNCH_VARIABLE: "s"}).launch_digest == digest_of("s")

@@ -30,7 +30,7 @@ def drawn(num_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)
-def test_a_segment_has_the_bytes_that_were_written_and_their_digest(num_bytes: int) -> None:
+def test_a_segment_has_the_written_bytes_and_their_digest(num_bytes: int) -> None:
     data = drawn(num_bytes)
     segment = sealed(data)
     assert segment.view() == data
@@ -39,7 +39,7 @@ def test_a_segment_has_the_bytes_that_were_written_and_their_digest(num_bytes: i
     assert segment.digest == root_digest(chunk_digests(data))
 
 
-def test_nobody_can_change_a_sealed_segment() -> None:
+def test_a_sealed_segment_cannot_be_changed() -> None:
     segment = sealed(b"weights")
     assert segment.view().readonly
     attempts: list[Callable[[], object]] = [
@@ -55,7 +55,7 @@ def test_nobody_can_change_a_sealed_segment() -> None:
     assert segment.view() == b"weights"
 
 
-def test_a_view_outlives_its_segment() -> None:
+def test_a_view_is_valid_after_its_segment_is_closed() -> None:
     segment = sealed(b"weights")
     view = segment.view()
     segment.close()
@@ -64,9 +64,8 @@ def test_a_view_outlives_its_segment() -> None:
     assert view == b"weights"
 
 
-def test_a_buffer_that_is_still_referred_to_is_not_sealed() -> None:
-    """A remaining reference could write to the memory; once it is gone, the segment can be
-    sealed."""
+def test_a_buffer_with_another_reference_is_not_sealed() -> None:
+    """The reference could write to the memory; once it is gone, the segment can be sealed."""
     writer = SegmentWriter.prepare(100)
     held = writer.buffer[3:]
     with pytest.raises(InternalError, match="refers to its buffer"):
@@ -75,7 +74,7 @@ def test_a_buffer_that_is_still_referred_to_is_not_sealed() -> None:
     assert writer.seal().view() == bytes(100)
 
 
-def test_memory_that_can_be_changed_is_not_adopted() -> None:
+def test_writable_memory_is_not_adopted() -> None:
     descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 8)
     with pytest.raises(MalformedMessage, match="can still be changed"):
@@ -92,7 +91,7 @@ def test_a_segment_of_another_size_is_not_adopted() -> None:
         Segment.adopt(os.dup(segment.descriptor), 8)
 
 
-def test_descriptors_are_given_back() -> None:
+def test_descriptors_are_closed() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(50):
         segment = sealed(b"weights")
@@ -112,7 +111,7 @@ def is_open(descriptor: int) -> bool:
     return True
 
 
-def test_a_forked_process_keeps_nothing_from_being_sealed_or_freed() -> None:
+def test_a_forked_process_does_not_prevent_sealing_or_freeing() -> None:
     """Data loaders fork while the memory of the next version is already prepared."""
     held, writer = sealed(b"weights"), SegmentWriter.prepare(100)
     view = held.view()
@@ -133,7 +132,7 @@ def test_a_forked_process_keeps_nothing_from_being_sealed_or_freed() -> None:
         os.close(writing)
 
 
-def test_a_changed_bit_is_noticed_in_its_chunk() -> None:
+def test_a_changed_bit_is_found_in_its_chunk() -> None:
     data = bytearray(drawn(2 * CHUNK_BYTES))
     digests = chunk_digests(data)
     data[CHUNK_BYTES + 5] ^= 1
@@ -142,7 +141,7 @@ def test_a_changed_bit_is_noticed_in_its_chunk() -> None:
         check_chunk(1, data[CHUNK_BYTES:], digests)
 
 
-def test_what_has_arrived_is_not_asked_for_again() -> None:
+def test_received_chunks_are_not_requested_again() -> None:
     data = drawn(3 * CHUNK_BYTES)
     whole = sealed(data)
     staged = StagedSegment(whole.digest)
@@ -175,9 +174,8 @@ def place_of(segment: Segment) -> int:
     return os.fstat(segment.descriptor).st_ino
 
 
-def test_memory_is_received_into_again_once_nothing_refers_to_it() -> None:
-    """A segment, a duplicate of it or a view keeps the memory in use, whichever is released
-    last."""
+def test_memory_is_reused_once_no_reference_is_left() -> None:
+    """References are a segment, a duplicate of it and a view, whichever is released last."""
     memory = ReusedMemory()
     first = filled(memory, b"weights")
     place, digest = place_of(first), first.digest
@@ -195,14 +193,14 @@ def test_memory_is_received_into_again_once_nothing_refers_to_it() -> None:
     assert (second.view(), apart.view(), apart.digest) == (b"WEIGHTS", b"weights", digest)
 
 
-def test_memory_that_is_reused_goes_to_no_other_process() -> None:
+def test_reusable_memory_is_not_shared_with_another_process() -> None:
     segment = filled(ReusedMemory(), b"weights")
     with pytest.raises(MalformedMessage, match="can still be changed"):
         Segment.adopt(os.dup(segment.descriptor), 7)
 
 
 @pytest.mark.long
-def test_memory_of_another_size_and_of_a_closed_owner_is_given_back() -> None:
+def test_memory_of_another_size_or_of_a_closed_owner_is_freed() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     memory = ReusedMemory()
     for size in (10, 20, 20, 10):

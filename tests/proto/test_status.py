@@ -1,4 +1,4 @@
-"""The status code tells a client that knows nothing of Shoal whose fault a failure is."""
+"""A status code tells clients in any language which side caused a failure."""
 
 import grpc
 import pytest
@@ -24,5 +24,5 @@ from shoal_proto.status import to_status
         (InvalidSpec("not so"), grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
-def test_each_kind_of_failure_has_its_code(error: ShoalError, code: grpc.StatusCode) -> None:
+def test_each_kind_of_failure_has_its_status_code(error: ShoalError, code: grpc.StatusCode) -> None:
     assert to_status(error)[0] is code

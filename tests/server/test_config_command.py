@@ -1,4 +1,4 @@
-"""`shoal config` as a user sees it."""
+"""`shoal config`: the limits of a coordinator, as JSON and as a table."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ from shoal_client.cli import main
 from shoal_server.core.limits import Limits
 
 
-def test_every_limit_is_there_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    """The JSON has each limit of the coordinator, and the order that the limits satisfy."""
+def test_the_json_has_every_limit_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    """It also has the order that the limits must keep."""
     assert main(["config", "--heartbeat-s", "0.25", "--join-s", "60", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     limits = Limits(heartbeat_s=0.25, join_s=60)
@@ -27,7 +27,7 @@ def test_every_limit_is_there_with_its_meaning(capsys: pytest.CaptureFixture[str
 def test_the_table_has_the_defaults_of_a_coordinator(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The table without options has the defaults of `shoal coordinator`; the chain is one line."""
+    """The order of the limits is one line with their values."""
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["config"]) == 0
     shown = capsys.readouterr().out
@@ -37,10 +37,10 @@ def test_the_table_has_the_defaults_of_a_coordinator(
     assert "halt_s" in shown
 
 
-def test_numbers_out_of_order_are_refused_as_at_the_start(
+def test_limits_out_of_order_are_refused_as_by_shoal_coordinator(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The error equals that of `shoal coordinator` for the same numbers, with exit code 2."""
+    """Both commands have the same error, and exit code 2."""
     numbers = ["--heartbeat-s", "10", "--join-s", "60"]
     refusals = []
     for command in ("config", "coordinator"):

@@ -1,4 +1,4 @@
-"""Files that servers write cannot be read by other users of the machine."""
+"""Files of servers cannot be read or written by other users of the machine."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsStub
 
 
 def open_to_others(directory: Path) -> list[str]:
-    """Return files that others may read or write, with their modes; links have none."""
+    """Return the files that other users may access, with their modes."""
     modes = {path: path.lstat().st_mode for path in directory.rglob("*")}
     return [
         f"{stat.filemode(mode)} {path.relative_to(directory)}"
@@ -24,8 +24,8 @@ def open_to_others(directory: Path) -> list[str]:
 
 
 @pytest.mark.long
-def test_journals_snapshots_and_what_tells_of_addresses_are_private(tmp_path: Path) -> None:
-    """The modes do not depend on the umask with which the servers were started."""
+def test_journals_and_snapshots_are_private(tmp_path: Path) -> None:
+    """The servers are started with a umask that would let others read."""
     before = os.umask(0o022)
     try:
         with FuzzedCluster(tmp_path) as cluster:
@@ -40,7 +40,7 @@ def test_journals_snapshots_and_what_tells_of_addresses_are_private(tmp_path: Pa
 
 
 def test_the_directory_of_a_local_cluster_is_private(tmp_path: Path) -> None:
-    """The logs are private too, even if the directory existed and lets others in."""
+    """So are its logs, even if the directory existed and others may enter it."""
     before = os.umask(0o022)
     try:
         for place in (tmp_path / "made", tmp_path / "found"):

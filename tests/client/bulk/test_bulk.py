@@ -1,5 +1,4 @@
-"""Pulls and pushes by shared memory, by sockets and by gRPC give the same bits, with the same
-checks."""
+"""Pulls and pushes over shared memory, sockets and gRPC: the values are equal bit for bit."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ DTYPES = {"weight": "float32", "bias": "float32", "wide": "float64", "half": "fl
 SIZES = {"weight": 900_001, "bias": 70, "wide": 5_003, "half": 7_001}
 SCHEMA = [ParameterSpec(name=n, shape=[SIZES[n]], dtype=DTYPES[n]) for n in SIZES]
 MOMENTUM = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1, momentum=0.9)])
-WAYS = {"auto": "shared-memory", "tcp": "tcp", "grpc": "grpc"}
+TRANSPORTS = {"auto": "shared-memory", "tcp": "tcp", "grpc": "grpc"}
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def connect(
 def trained(
     servers: ParameterServers, transport: str, optimizer: OptimizerSpec = MOMENTUM
 ) -> Mapping[str, bytes]:
-    """The parameters after some pushes, one of which lacks some gradients."""
+    """Return the parameters after four pushes, one of which lacks some gradients."""
     with closing(connect(servers, transport, job=f"job-{transport}")) as client:
         client.place(SCHEMA)
         client.create(optimizer, drawn(0))
@@ -69,19 +68,19 @@ def trained(
             assert result.retries == 0
             if seed == 3:
                 client.pull(values)
-        assert set(client.transports.values()) == {WAYS[transport]}
+        assert set(client.transports.values()) == {TRANSPORTS[transport]}
         assert len(client.transports) == 2
         return {name: bytes(value) for name, value in values.items()}
 
 
-def test_every_way_gives_the_same_bits(servers: ParameterServers) -> None:
+def test_every_transport_has_the_same_results(servers: ParameterServers) -> None:
     by_grpc = trained(servers, "grpc")
     assert trained(servers, "auto") == by_grpc
     assert trained(servers, "tcp") == by_grpc
 
 
-def test_values_that_a_gradient_was_computed_on_follow_it(servers: ParameterServers) -> None:
-    """Twice as many bytes go to a server as come back from it."""
+def test_a_gradient_and_its_base_are_sent_over_every_transport(servers: ParameterServers) -> None:
+    """A push sends twice as many bytes as it receives."""
     policy = StalenessPolicy(kind="compensate", strength=0.5)
     optimizer = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1)], staleness=policy)
     by_grpc = trained(servers, "grpc", optimizer)
@@ -89,8 +88,8 @@ def test_values_that_a_gradient_was_computed_on_follow_it(servers: ParameterServ
     assert trained(servers, "tcp", optimizer) == by_grpc
 
 
-def test_two_workers_by_different_ways(servers: ParameterServers) -> None:
-    """Updates that one worker pushes are seen by the other, whichever transport each uses."""
+def test_two_workers_may_use_different_transports(servers: ParameterServers) -> None:
+    """Each worker pulls the updates of the other."""
     with (
         closing(connect(servers, "auto")) as near,
         closing(connect(servers, "tcp", member="w1")) as far,
@@ -108,7 +107,7 @@ def test_two_workers_by_different_ways(servers: ParameterServers) -> None:
         assert np.frombuffer(seen["wide"])[0] == pytest.approx(-0.1 - 0.19)
 
 
-def test_shards_too_large_for_shared_memory_go_through_the_socket(
+def test_shards_too_large_for_shared_memory_are_sent_over_the_socket(
     servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_arena, "MAX_ARENA_BYTES", 8192)
@@ -143,8 +142,8 @@ def test_a_later_call_with_larger_shards_shares_more_memory(servers: ParameterSe
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
-def test_more_shards_are_refused_than_shared_memory_holds(transport: str) -> None:
-    """The pushes are refused before the client sends these shards: no slot is reserved for them."""
+def test_more_shards_than_slots_may_be_refused(transport: str) -> None:
+    """The server refuses the shards before the client sends them, and no slot stays reserved."""
     with ParameterServers(1) as servers, closing(connect(servers, transport)) as client:
         num_elements = 5 * client_arena.NUM_SLOTS * 2**18
         schema = [ParameterSpec(name="w", shape=[num_elements], dtype="float32")]
@@ -162,7 +161,7 @@ def test_more_shards_are_refused_than_shared_memory_holds(transport: str) -> Non
         assert time.monotonic() - started_s < 10.0
 
 
-def test_a_server_without_memory_to_share_takes_the_socket() -> None:
+def test_a_server_without_memory_to_share_uses_the_socket() -> None:
     """The server has no memory beyond what the parameters need."""
     with (
         ParameterServers(1, memory_limit_bytes=9_000_000) as servers,
@@ -181,10 +180,10 @@ def test_an_unknown_transport_is_refused(servers: ParameterServers) -> None:
         connect(servers, "carrier-pigeon")
 
 
-def test_a_connection_made_while_the_client_is_closed_is_not_waited_at(
+def test_a_connection_made_while_the_client_is_closed_is_not_used(
     servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shards have no values: a pull that the servers admitted would wait for them."""
+    """The shards have no values: a pull over the connection would wait for them."""
     client = connect(servers, "auto")
     client.place(SCHEMA)
 

@@ -1,4 +1,4 @@
-"""A server that gets bad frames from a client, and a client whose server fails."""
+"""Bulk connections: a server that gets bad frames, and a client whose server fails."""
 
 import math
 import socket
@@ -44,7 +44,7 @@ from shoal_server.parameters.service.bulk_listener import HELLO_S
 
 @pytest.fixture
 def small() -> Iterator[tuple[ParameterServers, ParameterClient, Token]]:
-    """A server with one shard of 100 numbers, all zero."""
+    """Start a server with one shard of 100 numbers, all zero."""
     with ParameterServers(1) as servers:
         token = servers.admit("w0")
         with closing(ParameterClient([servers.coordinator], lambda: token)) as client:
@@ -85,8 +85,8 @@ def value_of(client: ParameterClient) -> float:
 Small = tuple[ParameterServers, ParameterClient, Token]
 
 
-def test_a_push_frame_by_frame(small: Small) -> None:
-    """A correct push: the next tests are refused for the fault that each adds."""
+def test_a_push_of_correct_frames_is_applied(small: Small) -> None:
+    """The next tests each add a fault to these frames."""
     raw = opened(small)
     raw.send(opening(small[2]), piece(), bulk.header(FrameKind.END))
     reply, end = raw.next(), raw.next()
@@ -97,11 +97,11 @@ def test_a_push_frame_by_frame(small: Small) -> None:
     assert value_of(small[1]) == 1.0
 
 
-def test_the_end_of_a_push_goes_with_its_last_answer(
+def test_the_end_of_a_push_is_sent_with_its_last_answer(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end follows the last answer at once if the client has ended the push by then; otherwise
-    it follows the client's end. A call has one end."""
+    """That holds if the client has ended the push by then; otherwise the end follows the client's
+    end. A call has one end."""
     sent: list[tuple[Buffer, ...]] = []
     send = FrameConnection.send
 
@@ -135,29 +135,27 @@ def test_the_end_of_a_push_goes_with_its_last_answer(
 
 
 @pytest.mark.parametrize("is_spent", [False, True])
-def test_only_a_key_that_was_given_opens_a_connection_and_only_once(
-    small: Small, *, is_spent: bool
-) -> None:
+def test_a_connection_needs_an_unused_key_of_the_server(small: Small, *, is_spent: bool) -> None:
     key = opened(small).key if is_spent else bytes(32)
     raw = RawConnection(small[0], small[2], key=key)
     assert raw.next() is None
 
 
 @pytest.mark.parametrize("kind", [FrameKind.MESSAGE, FrameKind.PIECE])
-def test_what_a_stranger_announces_is_not_waited_for(small: Small, kind: FrameKind) -> None:
-    """The server sets no memory aside either: a header of 40 bytes may announce megabytes."""
+def test_data_announced_without_a_key_is_not_waited_for(small: Small, kind: FrameKind) -> None:
+    """A header of 40 bytes may announce megabytes, for which the server would reserve memory."""
     raw = RawConnection(small[0], small[2], greeting=bulk.header(kind, num_bytes=MAX_PIECE_BYTES))
     raw.socket.settimeout(HELLO_S / 2)
     assert raw.next() is None
 
 
-def test_who_is_no_member_gets_no_key(small: Small) -> None:
+def test_only_a_member_gets_a_key(small: Small) -> None:
     stranger = Token(job="job", generation=1, member_id="w9", incarnation="none")
     with pytest.raises(grpc.RpcError, match="w9"):
         RawConnection(small[0], stranger)
 
 
-def test_a_gradient_that_changed_on_the_way_is_refused(small: Small) -> None:
+def test_a_corrupted_gradient_is_refused(small: Small) -> None:
     raw = opened(small)
     raw.send(opening(small[2]), piece(checksum=7), bulk.header(FrameKind.END))
     reply = raw.next()
@@ -174,7 +172,7 @@ def test_a_gradient_that_changed_on_the_way_is_refused(small: Small) -> None:
         (PushHeader(sequence=2**60), "PushHeader.sequence"),
     ],
 )
-def test_a_header_has_the_bounds_that_it_has_over_grpc(
+def test_a_header_has_the_same_bounds_as_over_grpc(
     small: Small, header: PushHeader, field: str
 ) -> None:
     raw = opened(small)
@@ -215,7 +213,7 @@ def test_frames_that_no_client_sends_end_the_call(small: Small, frame: bytes, wo
     assert value_of(small[1]) == 0.0
 
 
-def test_a_member_may_not_pass_for_a_server(small: Small) -> None:
+def test_a_members_connection_cannot_replicate(small: Small) -> None:
     raw = opened(small)
     raw.send(bulk.header(FrameKind.FOLLOW))
     assert isinstance(raw.error(), MalformedMessage)
@@ -229,7 +227,7 @@ def test_a_push_that_does_not_parse_is_refused(small: Small) -> None:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[BulkConnection, socket.socket]]:
-    """A client's connection, and the other end of it."""
+    """Yield a client's connection, and its other end."""
     near, far = socket.socketpair()
     with far, closing(BulkConnection(near, "server", None)) as connection:
         yield connection, far
@@ -239,10 +237,8 @@ Ends = tuple[BulkConnection, socket.socket]
 PULL = PullRequest(shards=[PullItem(shard_id=0, epoch=1)])
 
 
-def test_a_server_that_says_nothing_is_given_up(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server is stopped, or its machine has lost its network: nothing closes the socket."""
+def test_a_call_to_a_silent_server_ends(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may be halted, or its machine cut off: no event closes the socket."""
     monkeypatch.setattr(client_connection, "SILENCE_S", 0.2)
     started_s = time.monotonic()
     with pytest.raises(Unavailable, match="no data for"):
@@ -251,7 +247,7 @@ def test_a_server_that_says_nothing_is_given_up(
     assert not ends[0].is_usable
 
 
-def test_a_server_that_is_slow_but_there_is_waited_for(
+def test_a_slow_server_that_sends_heartbeats_is_waited_for(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client waits until the call's time limit."""
@@ -263,14 +259,14 @@ def test_a_server_that_is_slow_but_there_is_waited_for(
         list(answers)
 
 
-def test_a_server_that_hangs_up_is_told_from_one_that_is_done(ends: Ends) -> None:
+def test_a_closed_connection_is_an_error_and_no_end_of_the_call(ends: Ends) -> None:
     ends[1].close()
     with pytest.raises(Unavailable, match="server"):
         list(ends[0].pull(PULL, [], 60.0))
 
 
-def test_a_call_that_its_caller_leaves_ends_the_connection(ends: Ends) -> None:
-    """Data still in transit must not be read as the answer to the next call."""
+def test_an_abandoned_call_makes_the_connection_unusable(ends: Ends) -> None:
+    """Its data in transit must not be read as the answer to the next call."""
     version = bulk.message(FrameKind.MESSAGE, b"\x0a\x06\x08\x00\x10\x01\x18\x08")
     ends[1].sendall(version)
     answers = ends[0].pull(PULL, [], 60.0)
@@ -279,7 +275,7 @@ def test_a_call_that_its_caller_leaves_ends_the_connection(ends: Ends) -> None:
     assert not ends[0].is_usable
 
 
-def test_close_ends_a_call_under_way(ends: Ends) -> None:
+def test_close_ends_a_call_in_progress(ends: Ends) -> None:
     answers = ends[0].pull(PULL, [], 60.0)
     ends[1].sendall(bulk.message(FrameKind.MESSAGE, b"\x0a\x06\x08\x00\x10\x01\x18\x08"))
     assert next(answers) is not None

@@ -1,4 +1,4 @@
-"""The parts that a call sends, and the order of sending and receiving."""
+"""Sending of a call's parts, and its order with receiving."""
 
 import mmap
 import os
@@ -25,7 +25,7 @@ TIMEOUT_S = 10.0
 
 
 def sent(num_bytes: int) -> list[Frame]:
-    """The frames of a call with one part of so many bytes, up to its end."""
+    """Return the frames of a call with one part of so many bytes."""
     data = memoryview(bytes(range(256)) * (num_bytes // 256))
     part = GradientPart(shard_id=1, num_bytes=num_bytes, pieces=in_pieces([data]))
     ours, theirs = socket.socketpair()
@@ -45,8 +45,8 @@ def sent(num_bytes: int) -> list[Frame]:
 @pytest.mark.parametrize(
     ("num_bytes", "num_pieces"), [(TARGET_SHARD_BYTES, 1), (2 * PIECE_BYTES + 256, 3)]
 )
-def test_a_shard_of_the_usual_size_goes_in_one_piece(num_bytes: int, num_pieces: int) -> None:
-    """The server then has no pieces to join."""
+def test_a_shard_of_the_usual_size_is_one_piece(num_bytes: int, num_pieces: int) -> None:
+    """The server need not join pieces then."""
     *pieces, _ = sent(num_bytes)
     assert [frame.kind for frame in pieces] == [FrameKind.PIECE] * num_pieces
     assert sum(frame.num_bytes for frame in pieces) == num_bytes
@@ -55,7 +55,7 @@ def test_a_shard_of_the_usual_size_goes_in_one_piece(num_bytes: int, num_pieces:
 
 
 def received_by(connected: socket.socket, reader: FrameReader) -> list[int]:
-    """The shards that the other end has announced since the last call, in its order."""
+    """Return the shards that the other end has announced since the last call, in order."""
     try:
         reader.received(connected.recv_into(reader.space()))
     except BlockingIOError:
@@ -64,8 +64,8 @@ def received_by(connected: socket.socket, reader: FrameReader) -> list[int]:
     return [frame.shard_id for frame in frames if frame.kind is FrameKind.PLACED]
 
 
-def test_the_server_is_told_of_a_large_part_before_the_next_one_is_copied() -> None:
-    """Otherwise the server would be idle until all slots are filled."""
+def test_a_large_part_is_announced_before_the_next_one_is_copied() -> None:
+    """Otherwise the server would be idle until all slots are full."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     ours, theirs = socket.socketpair()
     reader = FrameReader()
@@ -85,8 +85,8 @@ def test_the_server_is_told_of_a_large_part_before_the_next_one_is_copied() -> N
     assert lengths == [[], [0], [1]]
 
 
-def test_a_place_is_filled_again_before_the_next_answer_is_taken() -> None:
-    """Answers to the first two parts are there; the server waits for the third part meanwhile."""
+def test_a_free_slot_is_filled_before_the_next_answer_is_returned() -> None:
+    """Answers to the first two parts have arrived, and the server waits for the third part."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     parts = [
         GradientPart(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)
@@ -109,8 +109,8 @@ def test_a_place_is_filled_again_before_the_next_answer_is_taken() -> None:
         del replies, arena, connection
 
 
-def test_a_server_that_fails_a_call_and_hangs_up_is_heard_to_the_end() -> None:
-    """The next part cannot be sent to the server any more."""
+def test_an_error_sent_before_the_connection_closed_is_raised() -> None:
+    """The next part can no longer be sent."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     parts = [
         GradientPart(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(2)
@@ -129,21 +129,21 @@ def test_a_server_that_fails_a_call_and_hangs_up_is_heard_to_the_end() -> None:
         next(replies)
 
 
-@pytest.mark.parametrize(("num_parts", "looks"), [(3, True), (1, False)])
-def test_an_answer_is_looked_for_before_this_thread_sleeps(
-    num_parts: int, looks: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("num_parts", "polls"), [(3, True), (1, False)])
+def test_a_call_of_large_parts_polls_for_answers_before_it_sleeps(
+    num_parts: int, polls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call of large parts looks for answers if there is another processor for the server."""
+    """It does so if the server can use another processor."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     part = [
         GradientPart(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)
     ]
     ours, theirs = socket.socketpair()
     shared = mmap.mmap(-1, 3 * len(data))
-    came: list[str] = []
+    how_answered: list[str] = []
 
     def answers(how: str) -> None:
-        came.append(how)
+        how_answered.append(how)
         reply = PushReply(outcome=PushOutcome(shard_id=0))
         theirs.sendall(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
 
@@ -155,9 +155,9 @@ def test_an_answer_is_looked_for_before_this_thread_sleeps(
             answers("asleep")
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(os, "sched_yield", lambda: answers("looking"))
+    monkeypatch.setattr(os, "sched_yield", lambda: answers("polling"))
     monkeypatch.setattr(select, "poll", Poll)
     connection = BulkConnection(ours, "the server", Arena(shared, len(data)))
     with theirs:
         next(connection.push(PushRequest(), part[:num_parts], TIMEOUT_S))
-    assert came == ["looking" if looks else "asleep"]
+    assert how_answered == ["polling" if polls else "asleep"]

@@ -1,4 +1,4 @@
-"""Rows by the bulk transport: a server's answers to frames that another program might send."""
+"""Rows over bulk connections: a server's answers to correct and to bad frames."""
 
 import socket
 import struct
@@ -57,7 +57,7 @@ END = bulk.header(FrameKind.END)
 
 
 class Small:
-    """A server with a table of one shard, and a member."""
+    """A server with a table of one shard, and its client."""
 
     def __init__(self, servers: ParameterServers, token: Token, client: TableClient) -> None:
         self.servers = servers
@@ -94,7 +94,7 @@ class Small:
         return _piece(self.shard_id, data, offset=offset, checksum=checksum)
 
     def values(self) -> list[float]:
-        """Values of the first row."""
+        """Return the values of the first row."""
         rows = self.client.look_up({self.where: IDS[:8]})[self.where]
         return list(struct.unpack("<4f", rows.values))
 
@@ -115,7 +115,7 @@ def served() -> Iterator[ParameterServers]:
 
 @pytest.fixture
 def small(served: ParameterServers, request: pytest.FixtureRequest) -> Iterator[Small]:
-    """A job of its own on the shared server."""
+    """Make a job for the test on the shared server."""
     token = served.admit("w0", job=f"job-{abs(hash(request.node.name))}")
     with (
         closing(ParameterClient([served.coordinator], lambda: token)) as parameters,
@@ -143,8 +143,8 @@ def found_by(raw: RawConnection) -> list[FoundRows]:
 
 
 @pytest.mark.parametrize("cut_at", [len(ROWS), 8, 40])
-def test_a_push_frame_by_frame(small: Small, cut_at: int) -> None:
-    """A correct push, in one piece or in two that are cut anywhere."""
+def test_a_push_of_correct_frames_is_applied_once(small: Small, cut_at: int) -> None:
+    """The rows are in one piece, or in two that are cut anywhere."""
     raw = small.opened()
     pieces = [small.piece(ROWS[:cut_at])]
     if cut_at < len(ROWS):
@@ -157,14 +157,14 @@ def test_a_push_frame_by_frame(small: Small, cut_at: int) -> None:
     assert end is not None
     assert end.kind is FrameKind.END
     assert small.values() == [2.0] * DIM
-    # The same push again is a retry, as on the other transport.
+    # The same push again is a duplicate.
     raw.send(small.pushing(), small.piece(ROWS), END)
     assert outcome_of(raw).duplicate
     assert small.values() == [2.0] * DIM
 
 
-def test_a_lookup_frame_by_frame(small: Small) -> None:
-    """Items are answered by number, even if several are for one shard."""
+def test_a_lookup_answers_each_item(small: Small) -> None:
+    """Answers have the number of their item, as several items may be of one shard."""
     raw = small.opened()
     raw.send(small.asking(2, 1), _piece(0, IDS[:16]), _piece(1, IDS[16:]), END)
     seen: dict[int, bytes] = {}
@@ -215,7 +215,7 @@ def test_rows_that_are_not_as_announced_are_refused(small: Small, name: str) -> 
     assert small.values() == [1.0] * DIM
 
 
-def test_a_push_to_another_epoch_is_refused_before_its_rows_have_come(small: Small) -> None:
+def test_a_push_to_another_epoch_is_refused_before_its_rows_arrive(small: Small) -> None:
     raw = small.opened()
     raw.send(small.pushing(epoch=9))
     assert isinstance(from_detail(outcome_of(raw).error), WrongEpoch)
@@ -246,7 +246,7 @@ def test_frames_that_no_client_sends_end_the_call(small: Small, frame: bytes, wo
 
 
 def test_rows_in_the_message_itself_are_refused(small: Small) -> None:
-    """Rows come in pieces on this transport, and their bytes are checked and counted there."""
+    """On this transport rows must be in pieces, whose bytes are checked and counted."""
     raw = small.opened()
     request = TableLookupRequest(header=TableLookupHeader(token=small.token))
     request.rows.add(shard_id=small.shard_id, epoch=1, ids=IDS)
@@ -262,8 +262,8 @@ def test_a_call_that_does_not_parse_is_refused(small: Small, kind: FrameKind) ->
 
 
 @pytest.mark.parametrize("is_push", [True, False])
-def test_another_members_key_does_not_make_a_stranger_one(small: Small, *, is_push: bool) -> None:
-    """Calls each carry their member's token, which is checked each time."""
+def test_a_members_connection_does_not_replace_a_token(small: Small, *, is_push: bool) -> None:
+    """Each call has its member's token, which is checked."""
     stranger = Token(job=small.token.job, generation=1, member_id="w9", incarnation="none")
     raw = small.opened()
     if is_push:
@@ -274,15 +274,15 @@ def test_another_members_key_does_not_make_a_stranger_one(small: Small, *, is_pu
     assert small.values() == [1.0] * DIM
 
 
-def test_more_rows_than_a_message_may_ask_for_are_refused(small: Small) -> None:
+def test_a_lookup_of_too_many_rows_is_refused(small: Small) -> None:
     raw = small.opened()
     raw.send(small.asking(10_000_000))
     (rows,) = found_by(raw)
     assert "too many rows" in str(from_detail(rows.error))
 
 
-def test_ids_of_another_shard_are_refused_for_their_item_alone(small: Small) -> None:
-    """The table has one shard, so no id belongs to another: truncated ids stand for such ids."""
+def test_an_error_of_one_item_does_not_affect_others(small: Small) -> None:
+    """The ids of the first item are truncated."""
     raw = small.opened()
     raw.send(small.asking(1, 1), _piece(0, IDS[:4]), _piece(1, IDS[:8]), END)
     answers = []
@@ -293,7 +293,7 @@ def test_ids_of_another_shard_are_refused_for_their_item_alone(small: Small) -> 
     assert errors == {0: True, 1: False}
 
 
-def test_where_no_bulk_connection_can_be_had_rows_go_by_grpc(
+def test_without_a_bulk_connection_rows_are_sent_over_grpc(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk_transport, "connect", lambda *arguments: None)
@@ -315,9 +315,8 @@ def test_where_no_bulk_connection_can_be_had_rows_go_by_grpc(
     assert small.values() == [2.0] * DIM
 
 
-def test_more_rows_than_the_shared_memory_has_places_for(small: Small) -> None:
-    """The client shares more memory for a step with many more rows than the last one, or after one
-    with none, and all rows arrive."""
+def test_shared_memory_grows_with_the_number_of_rows(small: Small) -> None:
+    """All rows arrive in steps with more or fewer rows, also after one without any."""
     with closing(
         TableClient([small.servers.coordinator], lambda: small.token, transport="auto")
     ) as client:

@@ -1,4 +1,4 @@
-"""A status endpoint with one job, for commands that read it."""
+"""Fixtures: a status endpoint with one job, for commands that read it."""
 
 from collections.abc import Iterator
 
@@ -16,6 +16,6 @@ def world() -> World:
 
 @pytest.fixture
 def url(world: World) -> Iterator[str]:
-    """The endpoint's URL; it runs on an event loop of its own thread."""
+    """Serve the endpoint in a thread of its own, and yield its URL."""
     with status_world.endpoint(world) as server:
         yield server.url

@@ -1,5 +1,4 @@
-"""`shoal certs` writes files that only their owner can read, overwrites none, and renews in
-place."""
+"""`shoal certs` writes files that only their owner can read, and overwrites only to renew."""
 
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -40,7 +39,7 @@ def test_init_makes_an_authority_and_a_certificate_for_each_role(tmp_path: Path)
     assert coordinator is not None and list(coordinator.hosts) == ["shoal.example", "10.0.0.7"]
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_certificates_are_not_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     certs(folder, "init")
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -51,7 +50,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_folder_that_others_read_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     folder.mkdir(mode=0o755)
     with pytest.raises(InvalidSpec, match=r"mode 755.*chmod 700"):
@@ -72,8 +71,8 @@ def test_a_worker_may_be_bound_to_a_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("issue",), "issue takes a role"),
-        (("init", "worker"), "issue takes a role"),
+        (("issue",), "issue accepts a role"),
+        (("init", "worker"), "issue accepts a role"),
         (("issue", "root"), "no such role"),
         (("issue", "viewer", "--job", "j"), "only a worker"),
         (("issue", "viewer", "--name", "a/b"), "bad --name"),
@@ -82,7 +81,7 @@ def test_a_worker_may_be_bound_to_a_job(tmp_path: Path) -> None:
         (("renew", "--every-h", "-1"), "bad --every-h"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(
+def test_bad_arguments_are_refused(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -117,7 +116,7 @@ def test_renewed_certificates_are_for_the_same_holders(
     assert "w.crt: worker w of job j; until" in shown and "operator.crt" in shown
 
 
-def test_renewed_files_are_taken_and_half_written_ones_are_not(
+def test_renewed_files_are_used_once_they_are_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
@@ -139,35 +138,34 @@ def test_renewed_files_are_taken_and_half_written_ones_are_not(
     assert own.material is renewed
 
 
-def test_an_authority_that_the_files_do_not_have_any_more_is_not_trusted(
+def test_an_authority_removed_from_the_files_is_no_longer_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A holder of the old authority's key cannot serve a process that keeps running."""
+    """A running process refuses a server with a certificate of the old authority."""
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
     servers = []
     for name in ("old", "new"):
         folder = CertificateFolder(tmp_path / name)
         folder.init()
-        # Use the context of the page for browsers: it accepts any client, so that only the client
-        # decides.
+        # The context of the page for browsers accepts any client, so that only the client decides.
         servers.append(
             TlsIdentity(in_folder(folder.path, CertificateRole.COORDINATOR)).material.open
         )
     place = tmp_path / "old"
     own = TlsIdentity(in_folder(place, CertificateRole.WORKER))
 
-    def takes(server: ssl.SSLContext) -> bool:
+    def accepts(server: ssl.SSLContext) -> bool:
         into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
         calling = own.material.client.wrap_bio(into, out, server_hostname=COORDINATOR_NAME)
         return _meet(calling, server.wrap_bio(out, into, server_side=True))
 
-    assert [takes(each) for each in servers] == [True, False]
+    assert [accepts(each) for each in servers] == [True, False]
     for path in (tmp_path / "new").iterdir():
         path.replace(place / path.name)
-    assert [takes(each) for each in servers] == [False, True]
+    assert [accepts(each) for each in servers] == [False, True]
 
 
-def test_what_is_half_set_up_is_refused(tmp_path: Path) -> None:
+def test_an_incomplete_configuration_is_refused(tmp_path: Path) -> None:
     folder = CertificateFolder(tmp_path / "certs")
     folder.init()
     assert from_environment({}) is None
@@ -200,12 +198,12 @@ def test_what_is_half_set_up_is_refused(tmp_path: Path) -> None:
         ([], None),
     ],
 )
-def test_who_calls_is_read_from_one_uri(names: list[bytes], caller: Caller | None) -> None:
+def test_a_caller_is_read_from_exactly_one_uri(names: list[bytes], caller: Caller | None) -> None:
     assert caller_among(names) == caller
 
 
-def test_only_who_serves_has_a_name_to_serve_under(tmp_path: Path) -> None:
-    """A client does not accept a worker's certificate as a coordinator's."""
+def test_only_a_coordinators_certificate_has_its_server_name(tmp_path: Path) -> None:
+    """A client refuses that of a worker or of a server at the coordinator's address."""
     folder = CertificateFolder(tmp_path / "certs")
     folder.init()
     for role, is_taken in (

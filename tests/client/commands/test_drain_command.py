@@ -1,4 +1,4 @@
-"""`shoal drain` against a real coordinator with real members."""
+"""`shoal drain` with a coordinator and members over gRPC."""
 
 import asyncio
 import time
@@ -62,24 +62,25 @@ async def world() -> AsyncIterator[World]:
 
 
 @pytest.mark.long
-async def test_one_of_two_leaves_and_the_other_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command returns when the member has left, and names the generation that runs without
-    it."""
+async def test_the_command_returns_once_the_member_has_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It prints the generation that runs without the member."""
     async with world() as at:
         a, _ = await at.members.training("a", "b")
-        asked = asyncio.create_task(at.shoal_drain("b", "--job", "j"))
+        draining = asyncio.create_task(at.shoal_drain("b", "--job", "j"))
         record = await asyncio.to_thread(train_on, a)
         await asyncio.to_thread(a.ready, record)
-        assert await asked == 0
+        assert await draining == 0
         assert [entry.member_id for entry in record.roster.entries] == ["a"]
-        # The log of a member is on this screen, too.
+        # The output has log lines of a member as well.
         lines = capsys.readouterr().out.splitlines()
         (shown,) = [line for line in lines if line.startswith("b left job j after ")]
         assert shown.endswith(f"; generation {record.roster.generation} runs with 1 member")
 
 
-async def test_who_is_not_there_is_named_with_those_who_are() -> None:
-    """A wrong name is an error of the coordinator, and no member is drained."""
+async def test_the_error_for_an_unknown_member_or_job_lists_the_known_ones() -> None:
+    """It is the coordinator's error."""
     async with world() as at:
         await at.members.training("a", "b")
         with pytest.raises(UnknownMember, match="one of a, b"):
@@ -88,8 +89,8 @@ async def test_who_is_not_there_is_named_with_those_who_are() -> None:
             await at.shoal_drain("a", "--job", "k")
 
 
-async def test_a_member_that_does_not_come_to_its_boundary() -> None:
-    """The wait is bounded, and the error says where the member is."""
+async def test_the_wait_for_a_member_that_does_not_leave_ends() -> None:
+    """The error has the member's state."""
     async with world() as at:
         await at.members.training("a", "b")
         with pytest.raises(DeadlineExceeded, match="b has not left job j yet; saw it is "):
@@ -97,15 +98,15 @@ async def test_a_member_that_does_not_come_to_its_boundary() -> None:
 
 
 class ChangingLeaders:
-    """Fails both kinds of request as during a change of the leading coordinator."""
+    """Fake of both clients: calls fail as during a change of leaders, and then succeed."""
 
     def __init__(self, *failures: ShoalError) -> None:
         self.failures = list(failures)
-        self.num_asked = 0
+        self.num_calls = 0
 
     def call(self, method_of: object, request: object, *, timeout_s: float) -> None:
         self._fail()
-        self.num_asked += 1
+        self.num_calls += 1
 
     def job(self, job: str) -> dict[str, list[str]]:
         self._fail()
@@ -116,8 +117,8 @@ class ChangingLeaders:
             raise self.failures.pop(0)
 
 
-def test_a_change_of_leaders_does_not_end_the_wait() -> None:
-    """The next leader may not know of the request: it is asked for the drain as well."""
+def test_a_drain_is_requested_again_after_a_change_of_leaders() -> None:
+    """The next leader may not know of the request."""
     at = ChangingLeaders(
         DeadlineExceeded("no answer in time"), NotLeader("a standby"), Unavailable("nobody leads")
     )
@@ -125,11 +126,11 @@ def test_a_change_of_leaders_does_not_end_the_wait() -> None:
     give_up_s = time.monotonic() + unhurried(30.0)
     detail = _drained(request, at, at, give_up_s)  # type: ignore[arg-type]
     assert detail == {"members": []}
-    assert at.num_asked == 1 and not at.failures
+    assert at.num_calls == 1 and not at.failures
 
 
-def test_a_member_that_has_left_before_it_is_asked_for_again_has_left() -> None:
-    """The answer to the first call was lost; the next leader knows no such member."""
+def test_an_unknown_member_in_a_repeated_request_has_left() -> None:
+    """The answer to the first request was lost. In a first request it is an error."""
     at = ChangingLeaders(Unavailable("nobody leads"), UnknownMember("no member b"))
     request = DrainRequest(job="j", member_id="b")
     give_up_s = time.monotonic() + unhurried(30.0)
@@ -138,8 +139,8 @@ def test_a_member_that_has_left_before_it_is_asked_for_again_has_left() -> None:
         _drained(request, ChangingLeaders(UnknownMember("no member b")), at, give_up_s)  # type: ignore[arg-type]
 
 
-async def test_no_coordinator_is_a_clear_error() -> None:
-    """The error names the address that does not answer."""
+async def test_the_error_without_a_coordinator_has_its_address() -> None:
+    """The error is Unavailable."""
     async with world() as at:
         with pytest.raises(Unavailable, match=r"no coordinator answers at http://127\.0\.0\.1:1"):
             await at.shoal_drain("a", "--job", "j", "--http", "http://127.0.0.1:1")

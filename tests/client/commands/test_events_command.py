@@ -1,4 +1,4 @@
-"""`shoal events` and `shoal top` against a real status endpoint."""
+"""`shoal events`, `shoal top` and `shoal status` against a status endpoint."""
 
 import json
 import time
@@ -24,7 +24,7 @@ def narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_a_member(world: World) -> None:
-    """Put the events and the summary of a loss on the board."""
+    """Put the event of a loss, and the summary of its change, on the board."""
     world.board.event("digits", "member_removed", "vm-2: its launcher saw it end (SIGKILL)")
     lost = (Departure(member_id="vm-2", cause="SIGKILL", lost=True),)
     world.board.runs(
@@ -47,12 +47,12 @@ def lose_a_member(world: World) -> None:
 
 
 @pytest.mark.long
-def test_events_tell_the_story_in_a_line(
+def test_events_has_one_line_for_a_change_of_generations(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`-v` shows the events before the line as well."""
+    """`-v` shows the other events as well."""
     lose_a_member(world)
-    capsys.readouterr()  # the board's own log
+    capsys.readouterr()  # discard log lines of the board
     assert parse(["events", "digits", "--http", url])() == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith(f" {LINE}")
@@ -62,7 +62,7 @@ def test_events_tell_the_story_in_a_line(
     assert second == line
 
 
-def test_the_newest_events_are_shown_and_as_json_for_scripts(
+def test_the_newest_events_can_be_shown_as_json(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(30):
@@ -72,8 +72,8 @@ def test_the_newest_events_are_shown_and_as_json_for_scripts(
     assert shown == ["snapshot 28", "snapshot 29"]
 
 
-def test_events_that_come_are_followed(world: World, url: str) -> None:
-    """Events that exist come first, then each new one, and none twice."""
+def test_new_events_are_followed(world: World, url: str) -> None:
+    """Existing events are first, then each new one once."""
     world.board.event("digits", "snapshot_taken", "the first")
     config = events.EventsConfig(job="digits", follow=True)
     found: list[str] = []
@@ -90,14 +90,14 @@ def test_events_that_come_are_followed(world: World, url: str) -> None:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("command", ["events", "top"])
-def test_a_job_that_there_is_not_is_refused_by_name(
+def test_an_unknown_job_is_refused(
     url: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, "nojob", "--http", url]) == 1
     assert "there is no job nojob" in capsys.readouterr().err
 
 
-def test_status_of_a_job_that_there_is_not_is_refused_by_name(
+def test_status_of_an_unknown_job_is_refused_with_the_known_ones(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", "--job", "nojob", "--http", url]) == 1
@@ -109,14 +109,14 @@ def test_status_of_a_job_that_there_is_not_is_refused_by_name(
 def test_top_fits_a_narrow_terminal(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`top` for all jobs, and for one with its members and its newest changes."""
+    """The output is of all jobs, or of one with its members and newest changes."""
     lose_a_member(world)
-    capsys.readouterr()  # the board's own log
+    capsys.readouterr()  # discard log lines of the board
     world.put(status_world.job("x" * 60))
     assert parse(["top", "--once", "--http", url])() == 0
     of_all = capsys.readouterr().out
     assert "2 jobs run" in of_all and "digits" in of_all
-    assert of_all.count("running") == 2, "figures do not give way to names"
+    assert of_all.count("running") == 2, "a long name hides no column"
     assert parse(["top", "digits", "--once", "--http", url])() == 0
     of_one = capsys.readouterr().out
     assert "w1" in of_one and "3 go on; paused 0.06 s" in of_one
@@ -125,9 +125,8 @@ def test_top_fits_a_narrow_terminal(
     assert len(table) == 3 and max(map(len, table)) <= 80
 
 
-def test_a_straggler_is_marked(world: World) -> None:
-    """A straggler takes half as long again as the median member; between two members none can be
-    named."""
+def test_a_slow_member_is_found(world: World) -> None:
+    """It takes 1.5 times as long as the median member. Of two members none counts as slow."""
 
     def entry(name: str, step_time_s: float) -> dict[str, object]:
         return {"member": {"member_id": name}, "health": {"step_time_s": step_time_s}}
@@ -137,10 +136,10 @@ def test_a_straggler_is_marked(world: World) -> None:
     assert top.slowest(members[1:]) == set()
 
 
-def test_jobs_that_are_over_are_counted_and_not_shown(
+def test_status_counts_ended_jobs_and_shows_them_with_all(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An operator of a cluster with a history looks for the jobs that run."""
+    """Most operators look for the jobs that run."""
     over = status_world.job("old", phase="finished", state="finished", members=())
     world.put(replace(over, life=replace(over.life, begun_unix_s=1.0, ended_unix_s=2.0)))
     assert parse(["status", "--http", url])() == 0

@@ -1,4 +1,4 @@
-"""`shoal jobs`, `wait`, `stop` and `retry` against a coordinator that serves."""
+"""`shoal jobs`, `wait`, `stop` and `retry` with a coordinator over gRPC and HTTP."""
 
 import asyncio
 import json
@@ -53,9 +53,8 @@ def train_on(member: MemberSession) -> int:
 
 
 @pytest.mark.long
-async def test_a_job_is_stopped_listed_and_retried(capsys: pytest.CaptureFixture[str]) -> None:
-    """Members leave at a boundary, the job is listed as stopped, and no member can join until it is
-    retried."""
+async def test_a_job_can_be_stopped_listed_and_retried(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its members leave, it is listed as stopped, and no member can join until it is retried."""
     async with world() as at:
         members = await at.members.training("a", "b")
         trainers = [asyncio.to_thread(train_on, member) for member in members]
@@ -124,14 +123,14 @@ async def test_a_job_that_all_members_left_is_interrupted(
         assert job["last_ending"].startswith("b: ") and "no such file" in job["last_ending"]
         for command in (["jobs"], ["status"], ["why", "j"], ["top", "--once"]):
             assert await at.shoal(*command) == 0
-            # The coordinator's log is on this screen, too.
+            # The output has log lines of the coordinator as well.
             lines = capsys.readouterr().out.splitlines()
             shown = "\n".join(line for line in lines if "[debug " not in line)
             assert "interrupted" in shown and "collect" not in shown
             assert command[0] == "top" or "no such file" in shown
 
 
-async def test_jobs_that_there_are_not_are_named() -> None:
+async def test_the_error_for_an_unknown_job_has_its_name() -> None:
     async with world() as at:
         for command in ("wait", "stop", "retry"):
             with pytest.raises(UnknownJob, match="no job 'x'"):

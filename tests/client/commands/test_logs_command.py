@@ -1,4 +1,4 @@
-"""`shoal logs` shows the output of workers that their launcher passes on or keeps in files."""
+"""`shoal logs`: the output of workers, from their launchers or from files of this host."""
 
 import os
 from pathlib import Path
@@ -20,8 +20,7 @@ NOWHERE = "http://127.0.0.1:1"
 def test_the_newest_lines_of_a_member_come_from_its_launcher(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command shows more lines than one answer holds, in order; the member may be named in two
-    ways."""
+    """It may be more lines than fit into one answer. The job may be named in two ways."""
     world.printed["w1"] = [f"line {number}" for number in range(500)]
     for arguments in (["digits", "w1"], ["w1", "--job", "digits"]):
         assert main(["logs", *arguments, "-n", "120", "--http", url]) == 0
@@ -30,7 +29,7 @@ def test_the_newest_lines_of_a_member_come_from_its_launcher(
     assert capsys.readouterr().out.splitlines() == world.printed["w1"][-100:]
 
 
-def test_of_a_job_the_lines_of_all_members_are_shown(
+def test_the_lines_of_all_members_of_a_job_are_shown(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world.printed["w0"] = ["zero"]
@@ -62,7 +61,7 @@ def test_lines_are_followed_until_the_launcher_ends(
     assert errors == "shoal logs: the launcher of w1 has ended\n"
 
 
-def test_what_a_launcher_left_is_said_to_be_that(
+def test_last_lines_of_an_ended_launcher_are_marked_as_such(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world.printed["w1"], world.launchers_live = ["the loss is nan"], False
@@ -71,14 +70,14 @@ def test_what_a_launcher_left_is_said_to_be_that(
     assert shown == "the loss is nan\n" and "has ended; it left these lines" in errors
 
 
-def test_files_of_this_host_are_shown_where_the_coordinator_has_nothing(
+def test_without_output_from_a_launcher_files_of_this_host_are_shown(
     world: World,
     url: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The command says that these are files: they may belong to an earlier run with that name."""
+    """The command marks them as files: they may be of an earlier run of the job."""
     monkeypatch.setenv("SHOAL_LOG_DIR", str(tmp_path))
     arguments = ["logs", "digits", "w9", "--http", url]
     assert main(arguments) == 1
@@ -92,12 +91,12 @@ def test_files_of_this_host_are_shown_where_the_coordinator_has_nothing(
     assert "no launcher passes on the output of w9; these are the files of this host" in errors
 
 
-def test_a_member_is_named_once() -> None:
+def test_naming_two_jobs_is_refused() -> None:
     with pytest.raises(InvalidSpec, match="two jobs are named"):
         logs.LogsConfig(name="digits", member="w1", of_job="other")
 
 
-def test_the_newest_lines_are_shown_over_restarts(
+def test_the_newest_lines_of_a_file_span_restarts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for start in (0, 5):
@@ -109,10 +108,10 @@ def test_the_newest_lines_are_shown_over_restarts(
     assert capsys.readouterr().out.splitlines() == ["line 7", "line 8", "line 9"]
 
 
-def test_a_worker_that_prints_for_ever_fills_no_disk(
+def test_the_files_of_a_workers_output_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest lines are in two files."""
+    """There are two files, of the newest lines."""
     monkeypatch.setattr(worker_logs, "MAX_BYTES", 4096)
     kept = WorkerLog(log_path(tmp_path, "digits", "w0"))
     for number in range(2000):
@@ -124,12 +123,11 @@ def test_a_worker_that_prints_for_ever_fills_no_disk(
     assert (files[0].stat().st_mode & 0o777, kept.problem) == (0o600, "")
 
 
-def test_nothing_is_written_to_a_file_that_another_laid_there(
+def test_output_is_not_written_to_a_link_or_a_file_of_another_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory's name can be guessed, so another user may have put a file there, a symbolic
-    link, or a hard link. A file of theirs is recognised by its owner; here this process runs as if
-    it were another user."""
+    """The file's path can be guessed: another user may have made a file, a symbolic link or a hard
+    link there. For the file, the process pretends to be another user."""
     path = log_path(tmp_path / "guessed", "digits", "w0")
     path.parent.mkdir(parents=True)
     target = tmp_path / "target"
@@ -156,7 +154,7 @@ def test_all_directories_of_logs_are_private(tmp_path: Path) -> None:
     assert (modes, kept.problem) == ({0o700}, "")
 
 
-def test_what_is_printed_is_followed_into_the_next_file(tmp_path: Path) -> None:
+def test_following_continues_in_the_next_file(tmp_path: Path) -> None:
     path = log_path(tmp_path, "digits", "w0")
     kept = WorkerLog(path)
     kept.write("before")
@@ -177,7 +175,7 @@ def test_what_is_printed_is_followed_into_the_next_file(tmp_path: Path) -> None:
     assert next(found) == b"and in the next file\n"
 
 
-def test_a_member_of_another_host_is_refused_by_name(
+def test_the_error_for_a_member_without_files_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["logs", "w9", "--job", "digits", "--log-dir", str(tmp_path), "--http", NOWHERE]
@@ -186,7 +184,7 @@ def test_a_member_of_another_host_is_refused_by_name(
     assert "nothing of member w9 of job digits is kept on this host" in errors
 
 
-def test_a_disk_that_takes_nothing_costs_the_lines_alone(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_is_a_problem_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "digits").write_text("a file, where a directory should be")
     kept = WorkerLog(log_path(tmp_path, "digits", "w0"))
     kept.write("a line")

@@ -1,4 +1,4 @@
-"""Commands that are given only a member's id, and those that find the user's only cluster."""
+"""Commands with only a member's id, and commands that find the user's only cluster."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
 
 @pytest.fixture
 def worker() -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that was launched as member w1."""
+    """Start a process with the environment of member w1."""
     code = "import sys; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
     environment = {**os.environ, "SHOAL_MEMBER_ID": "w1"}
     with subprocess.Popen(
@@ -36,7 +36,7 @@ def worker() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def put_process(world: World, pid: int) -> None:
-    """Make this process that of member w1 of `digits`."""
+    """Make this pid the process of member w1 of `digits`, on a host named `here`."""
     members = [status_world.member("w0", 0), status_world.member("w1", 1)]
     process = members[1].process
     members[1] = status_world.member(
@@ -46,10 +46,10 @@ def put_process(world: World, pid: int) -> None:
 
 
 @pytest.mark.long
-def test_a_member_alone_is_asked_about(
+def test_a_members_id_alone_is_enough(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`why` and `logs` find the job of a member."""
+    """`why` and `logs` find its job."""
     world.put(status_world.job("other", members=(status_world.member("x0", 0),)))
     world.printed["w1"] = ["the loss is 1"]
     assert main(["why", "w1", "--http", url]) == 0
@@ -64,8 +64,8 @@ def test_a_member_that_several_jobs_have_needs_its_job(world: World, url: str) -
         parse(["why", "w1", "--http", url])()
 
 
-def test_an_unknown_member_is_named_with_those_that_are_there(url: str) -> None:
-    """The message names commands, not requests."""
+def test_the_error_for_an_unknown_member_names_members_and_a_command(url: str) -> None:
+    """With `--job` it names only the command that lists the members."""
     with pytest.raises(UnknownMember, match=r"no job has a member w9; .*w0, w1.*`shoal status`"):
         parse(["drain", "w9", "--http", url])()
     with pytest.raises(UnknownMember, match="`shoal status --job digits` lists the members"):
@@ -87,7 +87,7 @@ def test_status_shows_process_ids(
     assert "4194000" in capsys.readouterr().out
 
 
-def test_a_member_is_killed_by_its_name(
+def test_kill_ends_a_member_by_id(
     world: World,
     url: str,
     worker: "subprocess.Popen[bytes]",
@@ -100,10 +100,10 @@ def test_a_member_is_killed_by_its_name(
 
 
 @pytest.mark.long
-def test_no_process_is_killed_that_is_not_the_member(
+def test_kill_refuses_a_process_that_is_not_the_member(
     world: World, url: str, worker: "subprocess.Popen[bytes]"
 ) -> None:
-    """A pid of another host may belong to any process here."""
+    """The member is on another host, whose pid may belong to any process here."""
     put_process(world, os.getpid())
     with pytest.raises(InvalidSpec, match=f"on here; this host is {socket.gethostname()}"):
         parse(["kill", "w1", "--http", url])()
@@ -113,7 +113,7 @@ def test_no_process_is_killed_that_is_not_the_member(
 def test_the_last_members_of_a_job_without_any_are_named(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A restarted coordinator shows them, too: it has lost the events and kept the generations."""
+    """They are read from generations, which a restarted coordinator has as well, unlike events."""
     world.printed["w2"] = ["the end"]
     world.change("digits", members=())
     assert main(["logs", "digits", "--http", url]) == 0
@@ -124,7 +124,7 @@ def test_the_last_members_of_a_job_without_any_are_named(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that contains the records of this user's clusters."""
+    """Use an empty folder for the records of this user's clusters."""
     monkeypatch.setattr(local_clusters, "_PARENT", tmp_path)
     monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("SHOAL_HTTP", raising=False)
@@ -136,9 +136,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "command", ["stop", "retry", "rm", "wait", "accept-loss", "repair", "snapshot", "snapshots"]
 )
-def test_a_command_on_a_job_asks_the_only_cluster(folder: Path, command: str) -> None:
-    """The command uses that cluster's certificates. If there are several clusters, one has to be
-    named."""
+def test_a_command_on_a_job_uses_the_only_cluster(folder: Path, command: str) -> None:
+    """It also uses that cluster's certificates. With several clusters it needs an address."""
 
     def addresses() -> Sequence[str]:
         config = read_config([command, "digits"], installed_commands())
@@ -167,7 +166,7 @@ def cluster_at(*pages: str) -> Announcement:
     )
 
 
-def test_the_only_cluster_of_the_user_is_asked(folder: Path) -> None:
+def test_the_status_address_is_that_of_the_only_cluster(folder: Path) -> None:
     assert StatusAddress().urls() == "http://127.0.0.1:7780"
     only = cluster_at("127.0.0.1:41000", "127.0.0.1:41001")
     assert StatusAddress().urls() == "http://127.0.0.1:41000,http://127.0.0.1:41001"

@@ -1,4 +1,4 @@
-"""`shoal status` and `shoal why` against a real status endpoint."""
+"""`shoal status` and `shoal why` against a status endpoint."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def shoal(*arguments: str) -> int:
 def test_status_shows_every_job_with_members_generations_and_servers(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names, phases, reasons and figures are shown, and text in brackets stays text."""
+    """Text in brackets is shown literally."""
     reason = "waits [for] 2 members"
     world.put(status_world.job("other", phase="collect", reason=reason, members=()))
     world.samples_of["digits"] = status_world.samples()
@@ -46,10 +46,10 @@ def test_status_shows_every_job_with_members_generations_and_servers(
 
 
 @pytest.mark.long
-def test_status_shows_the_rounds_of_members_with_a_bound(
+def test_status_shows_the_rounds_of_members_with_clocks(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A member that is ahead shows what it waits for."""
+    """A member that is ahead is shown with what it waits for."""
     reason = "w0 in round 13: the waiting member's next round is 17, the bound 3"
     slow = status_world.member("w0", 0, clock=13)
     world.change(
@@ -66,8 +66,8 @@ def test_status_shows_the_rounds_of_members_with_a_bound(
 def test_status_shows_which_weights_each_engine_serves(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Engines show version and digest, and an alarm if the digest is not that of the version. The
-    series of a script is shown, too, though it belongs to no job."""
+    """Engines are shown with version and digest, and an alarm if the digest is not that of the
+    version. The series of a script, which belongs to no job, is shown as well."""
     world.published += [status_world.published(), status_world.published("svc/r", differs=True)]
     assert shoal("status", "--http", url) == 0
     shown = capsys.readouterr().out
@@ -79,17 +79,17 @@ def test_status_shows_which_weights_each_engine_serves(
     assert "svc/r" not in capsys.readouterr().out
 
 
-def test_status_of_one_job_leaves_the_others_out(
+def test_status_can_be_limited_to_one_job(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--job` selects one job."""
+    """The option is `--job`."""
     world.put(status_world.job("other"))
     assert shoal("status", "--http", url, "--job", "other") == 0
     assert "digits" not in capsys.readouterr().out
 
 
-def test_status_as_json_is_what_the_api_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A script gets all jobs with members, generations and shards."""
+def test_status_as_json_equals_the_api(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has all jobs with members and shards."""
     assert shoal("status", "--http", url, "--json") == 0
     (job,) = json.loads(capsys.readouterr().out)
     assert job["summary"]["job"] == "digits"
@@ -104,19 +104,19 @@ def test_status_as_json_is_what_the_api_says(url: str, capsys: pytest.CaptureFix
     }
 
 
-def test_status_without_jobs_says_so(
+def test_status_without_jobs_is_no_error(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A coordinator without jobs is not an error."""
+    """The output names that there are none."""
     world.by_name.clear()
     assert shoal("status", "--http", url) == 0
     assert "has no jobs" in capsys.readouterr().out
 
 
-def test_why_answers_in_a_sentence(
+def test_why_shows_what_a_member_waits_for(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The answer has the member's reason, the job's, and the last error."""
+    """It also shows the job's reason and the member's last error."""
     waiting = status_world.member("w9", state="waiting", waiting_for="other members")
     world.change("digits", members=(waiting,), phase="collect", reason="1 of 2 are ready")
     world.board.report("digits", "w9", status_world.health("w9", last_error="peer reset"))
@@ -130,19 +130,18 @@ def test_why_answers_in_a_sentence(
 
 
 @pytest.mark.long
-def test_who_is_not_there_is_the_servers_own_error(url: str) -> None:
-    """The error has the class that the coordinator raised, and names the members or jobs that
-    exist."""
+def test_an_unknown_name_is_the_coordinators_error(url: str) -> None:
+    """It has the coordinator's class, and lists the members or jobs that exist."""
     with pytest.raises(UnknownMember, match="one of w0, w1, w2"):
         shoal("why", "w7", "--job", "digits", "--http", url)
     with pytest.raises(UnknownJob, match="one of digits"):
         shoal("status", "--job", "nope", "--http", url)
 
 
-def test_status_shows_what_a_job_runs(
+def test_status_shows_command_and_commit(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its command line and commit; both are in the JSON, too."""
+    """The JSON has them as well, and the hyperparameters."""
     run = RunOrigin(command="train.py --lr 0.1", commit="5f" * 20, is_modified=True)
     course = CourseFigures(run=run)
     world.board.report("digits", "w0", status_world.health("w0", course=course))
@@ -155,16 +154,16 @@ def test_status_shows_what_a_job_runs(
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:{port}", "nonsense", "http://[bad"])
-def test_an_unreachable_coordinator_is_a_clear_error(address: str) -> None:
-    """The error names the option and the variable for the address."""
+def test_the_error_for_an_unreachable_coordinator_names_the_option(address: str) -> None:
+    """It also names the environment variable."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(Unavailable, match=r"--http URL or \$SHOAL_HTTP"):
         shoal("status", "--http", address.format(port=port))
 
 
-def test_something_else_at_the_address_is_a_clear_error() -> None:
-    """A web server that is not a coordinator is recognised."""
+def test_a_web_server_that_is_no_coordinator_is_recognised() -> None:
+    """The error is Unavailable."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer() -> None:
@@ -183,17 +182,17 @@ def test_something_else_at_the_address_is_a_clear_error() -> None:
 def test_the_address_comes_from_the_environment(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """$SHOAL_HTTP is used if `--http` is not given."""
+    """The variable is $SHOAL_HTTP."""
     monkeypatch.setenv("SHOAL_HTTP", url)
     assert shoal("status") == 0
     assert "digits" in capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_status_is_whole_in_eighty_columns(
+def test_status_fits_into_eighty_columns(
     world: World, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output is not cut off; a member that does not train has a sentence."""
+    """No text is cut; a member that does not train has a line of its own."""
     monkeypatch.setenv("COLUMNS", "80")
     long_wait = "w1 to finish its step before the new generation can start from there"
     waits = status_world.member("w2", 2, state="bringing-up", waiting_for=long_wait)
@@ -208,10 +207,10 @@ def test_status_is_whole_in_eighty_columns(
         assert name in output
 
 
-def test_why_of_a_job_says_what_its_members_wait_for(
+def test_why_of_a_job_shows_what_its_members_wait_for(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Causes are shown once for all members that wait for the same."""
+    """A cause is shown once for all members with it."""
     away = "w0, which has been in your code for 54 s"
     first = status_world.member("w0", 0, waiting_for="nothing: it has been in your code for 54 s")
     others = [status_world.member(f"w{rank}", rank, waiting_for=away) for rank in (1, 2)]
@@ -225,7 +224,7 @@ def test_why_of_a_job_says_what_its_members_wait_for(
 
 
 FORGED = "\x1b[2J\x1b]0;mine\x07\n12:00:00 generation 9: all is well\u202e"
-"""A text that clears the screen, names the window, begins a line and reverses the text after it."""
+"""A text that clears the screen, sets the window's title, begins a line and reverses later text."""
 
 
 @pytest.mark.sampled()
@@ -234,7 +233,7 @@ FORGED = "\x1b[2J\x1b]0;mine\x07\n12:00:00 generation 9: all is well\u202e"
     [("status", "80"), ("status", "200"), ("top", "200")]
     + [(name, "80") for name in ("why", "why-member", "events", "top", "jobs")],
 )
-def test_no_text_of_others_is_an_order_to_the_terminal(
+def test_text_of_members_has_no_control_characters(
     world: World,
     url: str,
     capsys: pytest.CaptureFixture[str],
@@ -242,8 +241,7 @@ def test_no_text_of_others_is_an_order_to_the_terminal(
     command: str,
     columns: str,
 ) -> None:
-    """Hosts, reasons, errors, devices and logged names come from members, which may send any
-    text."""
+    """Members may send any text as host, reason, error, device or logged name."""
     os.environ["COLUMNS"] = columns
     first = status_world.member("w0", 0, waiting_for=FORGED, state="collecting")
     first = replace(first, process=replace(first.process, host=FORGED))
@@ -262,13 +260,11 @@ def test_no_text_of_others_is_an_order_to_the_terminal(
     shown = capsys.readouterr().out
     assert not {"\x1b", "\x07", "\u202e"} & set(shown)
     lines = [line for line in shown.splitlines() if line.startswith("12:00:00 generation 9")]
-    # Lines of an error's traceback are shown below each other.
+    # Line breaks are kept only in a member's last error.
     assert len(lines) == (command == "why-member")
 
 
-def test_an_error_of_others_is_no_order_to_the_terminal(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_have_no_control_characters(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The error repeats an argument with control characters."""
     assert main(["status", "--http", url, "--job", FORGED]) == 2
     errors = capsys.readouterr().err

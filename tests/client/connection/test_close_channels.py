@@ -1,4 +1,4 @@
-"""A worker that is told to stop ends, even if a connection cannot be closed."""
+"""Closing of channels: a channel that hangs delays the end of a worker only up to a bound."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ class Channel:
         self.closed.set()
 
 
-def test_a_channel_that_does_not_close_holds_up_nobody() -> None:
+def test_a_channel_that_does_not_close_is_waited_for_up_to_a_bound() -> None:
     """The other channels are closed, and the call returns within the bound."""
     never, at_once = threading.Event(), threading.Event()
     at_once.set()
@@ -33,8 +33,8 @@ def test_a_channel_that_does_not_close_holds_up_nobody() -> None:
         never.set()
 
 
-def test_channels_are_closed_before_it_returns() -> None:
-    """The call waits for channels that close without delay."""
+def test_channels_are_closed_when_the_call_returns() -> None:
+    """The call waits for channels that can be closed."""
     at_once = threading.Event()
     at_once.set()
     channels = [Channel(at_once), Channel(at_once)]

@@ -1,4 +1,4 @@
-"""A client leaves a coordinator that accepts connections and does not answer."""
+"""First replies: a client leaves a coordinator that accepts connections but does not answer."""
 
 import asyncio
 import socket
@@ -12,8 +12,8 @@ from shoal_proto.errors import Unavailable
 from shoal_server.etcd.memory import MemoryStore
 
 
-async def test_a_silent_replica_is_left_for_one_that_answers() -> None:
-    """A stopped process shows this: the kernel accepts the connection, and no data follow."""
+async def test_a_member_joins_at_another_coordinator_if_one_is_silent() -> None:
+    """The kernel accepts connections to a halted process, but no data follow."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with served(MemoryStore()) as world:
             client = world.client("a")
@@ -34,8 +34,8 @@ class Stream:
         return True
 
 
-def test_each_silence_doubles_the_patience_and_an_answer_restores_it() -> None:
-    """A leader under load is not asked again and again, and the waits stay bounded."""
+def test_the_timeout_doubles_with_each_silence_and_an_answer_resets_it() -> None:
+    """A leader under load then has more time to answer. The timeout is bounded."""
     timeout = FirstReplyTimeout(0.001)
     waited = []
     for _ in range(6):

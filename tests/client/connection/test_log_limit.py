@@ -1,4 +1,4 @@
-"""Log lines about an event that repeats."""
+"""Limit of log lines about an event that repeats."""
 
 import structlog
 from structlog.testing import capture_logs
@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 from shoal_client.connection.log_limit import LogLimit
 
 
-def test_one_line_at_once_and_then_few_that_count_the_others() -> None:
+def test_later_lines_of_an_event_are_rare_and_count_the_others() -> None:
     now_s = 0.0
     with capture_logs() as lines:
         limit = LogLimit(structlog.get_logger(), each_s=10.0, clock=lambda: now_s)

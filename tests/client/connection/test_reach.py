@@ -13,7 +13,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 KEEP, RECEIVE = pb.STATE_ACTION_KEEP, pb.STATE_ACTION_RECEIVE
 LIMIT_S = 30.0
 SHORT_S = 0.3
-"""Limit for peers that never answer: the whole of it passes."""
+"""Limit for peers that never answer: the check takes all of it."""
 
 
 def entry(name: str, port: int = 1, **fields: object) -> pb.RosterEntry:
@@ -27,7 +27,7 @@ def entry(name: str, port: int = 1, **fields: object) -> pb.RosterEntry:
 
 @contextmanager
 def listening(name: str, address: str = "127.0.0.1") -> Iterator[pb.RosterEntry]:
-    """A reachable peer, with its entry in a roster."""
+    """Start a reachable peer, and yield its entry in a roster."""
     listener = ProbeListener(address, name, f"start of {name}")
     try:
         yield entry(name, listener.port)
@@ -37,7 +37,7 @@ def listening(name: str, address: str = "127.0.0.1") -> Iterator[pb.RosterEntry]
 
 @contextmanager
 def full_backlog() -> Iterator[int]:
-    """A port with a full queue of connections, so that packets to it are dropped."""
+    """Yield a port with a full queue of connections, so that packets to it are dropped."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(4):
@@ -47,8 +47,9 @@ def full_backlog() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_peers_that_listen_are_reached_by_all_at_once() -> None:
-    """Checks succeed repeatedly, at an address, at a name, and on all interfaces."""
+def test_peers_that_listen_are_reached() -> None:
+    """Checks succeed repeatedly, by address and by name, also if the peer's own address is not
+    local."""
     with listening("a") as a, listening("b") as b, listening("c", "192.0.2.1") as everywhere:
         named = pb.RosterEntry()
         named.CopyFrom(b)
@@ -57,9 +58,8 @@ def test_peers_that_listen_are_reached_by_all_at_once() -> None:
             assert check([a, b, named, everywhere], LIMIT_S) == {}
 
 
-def test_each_peer_that_cannot_be_reached_is_named_with_what_was_seen() -> None:
-    """The peers have a closed port, a port that drops packets, an address without a route, and a
-    bad name."""
+def test_each_unreachable_peer_has_the_reason() -> None:
+    """Their port is closed or drops packets, or their address has no route or is no name."""
     with listening("fine") as fine, full_backlog() as blackhole:
         with listening("left") as left:
             pass
@@ -74,25 +74,25 @@ def test_each_peer_that_cannot_be_reached_is_named_with_what_was_seen() -> None:
     assert found.pop("left") == f"Connection refused at 127.0.0.1 port {left.probe_port}"
     assert found.pop("silent").startswith(f"no answer from 127.0.0.1 port {blackhole} within")
     assert "255.255.255.255 port 1" in found.pop("astray")
-    found.pop("nameless", None)  # a resolver that takes its time is nobody's unreachable peer
+    found.pop("nameless", None)  # a slow resolver does not make a peer unreachable
     assert found == {}
 
 
-def test_a_port_that_another_process_has_taken_over_is_not_the_peer() -> None:
-    """Another incarnation of the same member is not the peer either."""
+def test_another_process_at_the_port_is_not_the_peer() -> None:
+    """It is another incarnation of the member."""
     with listening("a") as a:
         a.public_id = public_id("an earlier start of a")
         assert "another process answers" in check([a], LIMIT_S)["a"]
 
 
-def test_a_peer_that_lets_connect_and_is_busy_is_reached() -> None:
-    """A process that is slow does not mean that the network is broken."""
+def test_a_peer_that_accepts_connections_without_an_answer_is_reached() -> None:
+    """Its process may be slow, but the network works."""
     with socket.create_server(("127.0.0.1", 0)) as busy:
         assert check([entry("busy", busy.getsockname()[1])], SHORT_S) == {}
 
 
-def test_a_caller_that_goes_away_at_once_does_not_end_the_listener() -> None:
-    """Many such callers do not end it either."""
+def test_callers_that_disconnect_at_once_do_not_end_the_listener() -> None:
+    """The listener answers after fifty of them."""
     with listening("a") as a:
         for _ in range(50):
             socket.create_connection((a.address, a.probe_port)).close()
@@ -103,8 +103,8 @@ def test_a_caller_that_goes_away_at_once_does_not_end_the_listener() -> None:
     ("when", "checked"),
     [("auto", {"new elsewhere"}), ("always", {"new here", "new elsewhere"}), ("never", set())],
 )
-def test_only_pairs_with_somebody_new_are_checked(when: str, checked: set[str]) -> None:
-    """Pairs on one host are not checked by default, and a member without a probe port never is."""
+def test_only_pairs_with_a_new_member_are_checked(when: str, checked: set[str]) -> None:
+    """By default, pairs on one host are not checked; a member without a probe port never is."""
     entries = [
         entry("own", host="h1", state=KEEP),
         entry("old elsewhere", host="h2", state=KEEP),
@@ -120,9 +120,9 @@ def test_only_pairs_with_somebody_new_are_checked(when: str, checked: set[str]) 
 
 
 @pytest.mark.parametrize("number", [2, MAX_PEERS + 1, MAX_PEERS + 2, 1000])
-def test_in_a_large_roster_every_member_is_checked_by_as_many_as_it_checks(number: int) -> None:
-    """A pair is checked from both sides or not at all; the number of checks grows with the
-    logarithm."""
+def test_in_a_large_roster_checks_are_mutual_and_few(number: int) -> None:
+    """Each pair is checked from both sides or from none. The checks of a member grow with the
+    logarithm of the roster's size."""
     entries = [entry(str(place)) for place in range(number)]
     checked = {
         (str(place), peer.member_id) for place in range(number) for peer in ring(entries, place)

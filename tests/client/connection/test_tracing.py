@@ -1,4 +1,4 @@
-"""Traces from a worker's calls through the servers to etcd, in OpenTelemetry's own exporter."""
+"""Traces from a worker's calls through the servers to etcd, with OpenTelemetry's SDK."""
 
 import asyncio
 import gzip
@@ -33,10 +33,10 @@ SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 
 
 class Spans(InMemorySpanExporter):
-    """Spans of this process, servers included."""
+    """Spans of this process, in which the servers run as well."""
 
     def paths(self) -> list[list[str]]:
-        """Names from the trace's root to each span."""
+        """Return, for each span, the names from its trace's root to it."""
         by_id = {span.context.span_id: span for span in self.finished}
         return [_path_to(span, by_id) for span in self.finished]
 
@@ -69,15 +69,15 @@ def filled(value: float) -> memoryview:
     return memoryview(array("f", [value]) * 100).cast("B")
 
 
-def test_calls_and_pushes_are_traces_to_etcd(spans: Spans, tmp_path: Path) -> None:
-    """A placement and a push are a trace each: the caller's span, in it the server's, in it
-    etcd's."""
+def test_placements_and_pushes_are_traces(spans: Spans, tmp_path: Path) -> None:
+    """A trace has the caller's span, within it the server's, and for a placement etcd's within
+    that."""
     with running_etcd(tmp_path) as etcd, ParameterServers(2, etcd=etcd) as servers:
         token = servers.admit("w0")
         client = ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
         client.place(SCHEMA)
         client.create(SGD, {"w": filled(0.0)})
-        # The server does not know this new process of the member, and asks etcd about it.
+        # The server looks up this new process of the member in etcd.
         token = servers.admit("w0", incarnation="two")
         values = filled(9.0)
         client.push({"w": filled(-1.0)}, into={"w": values})
@@ -89,13 +89,13 @@ def test_calls_and_pushes_are_traces_to_etcd(spans: Spans, tmp_path: Path) -> No
     assert any(path[-1].startswith("etcd") for path in placing), paths
     [push] = spans.named("Push")
     [served_push] = spans.named("Parameters/Push")
-    # The last part of the answer leaves before the server has finished with the push.
+    # The last part of the answer is sent before the server's span ends.
     assert push.start_time <= served_push.start_time <= push.end_time
 
 
-async def test_a_join_is_one_trace_to_etcd(spans: Spans, tmp_path: Path) -> None:
-    """Calls of a member until it trains are in one trace, each with the coordinator's span and its
-    writes; a later call is a trace of its own."""
+async def test_a_join_is_one_trace(spans: Spans, tmp_path: Path) -> None:
+    """It has a member's calls until it trains, each with the coordinator's span and its writes. A
+    later call is a trace of its own."""
     with running_etcd(tmp_path) as etcd:
         store = EtcdClient(EtcdConfig(endpoints=(etcd,)))
         async with served(store) as world:
@@ -123,9 +123,9 @@ async def _joins_and_leaves(world: Served) -> None:
         await asyncio.to_thread(lambda m=member: m.leave(completed=True, reason="all is trained"))
 
 
-async def test_a_write_is_part_of_the_trace_that_asked_for_it(spans: Spans, tmp_path: Path) -> None:
-    """A write that waited for another one belongs to the call that asked for it. The call may end
-    first: the watch can report the write before etcd answers it."""
+async def test_a_write_is_part_of_the_trace_of_its_call(spans: Spans, tmp_path: Path) -> None:
+    """That holds for a write that waited for another one as well. The call may end before the write
+    does: the watch may report the change before etcd answers."""
     with running_etcd(tmp_path) as etcd:
         store = EtcdClient(EtcdConfig(endpoints=(etcd,)))
         async with served(store) as world:
@@ -136,11 +136,11 @@ async def test_a_write_is_part_of_the_trace_that_asked_for_it(spans: Spans, tmp_
     writes = [span for span in spans.finished if span.name.startswith("etcd")]
     assert writes
     for write in writes:
-        asked = by_id[write.parent.span_id]
-        assert asked.start_time <= write.start_time <= asked.end_time
+        caller = by_id[write.parent.span_id]
+        assert caller.start_time <= write.start_time <= caller.end_time
 
 
-def test_nothing_is_said_while_traces_are_off() -> None:
+def test_no_trace_is_carried_while_traces_are_off() -> None:
     assert tracing.carried() == ""
     with tracing.span("x"):
         assert tracing.carried() == ""
@@ -157,9 +157,8 @@ with tracing.span("Push"):
 """
 
 
-def test_spans_go_by_otlp_under_the_name_of_their_part() -> None:
-    """SHOAL_TRACES=otlp sends spans by HTTP to the endpoint that OpenTelemetry's own variable
-    names."""
+def test_spans_are_exported_over_otlp_with_a_service_name() -> None:
+    """SHOAL_TRACES=otlp exports them over HTTP to the endpoint in OpenTelemetry's variable."""
     received: list[ExportTraceServiceRequest] = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -186,7 +185,7 @@ def test_spans_go_by_otlp_under_the_name_of_their_part() -> None:
     assert [span.name for span in resource.scope_spans[0].spans] == ["Push"]
 
 
-def test_an_unknown_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_exporter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tracing.VARIABLE, "jaeger")
     with pytest.raises(InvalidSpec, match="SHOAL_TRACES has an unknown value"):
         tracing.from_environment("worker")

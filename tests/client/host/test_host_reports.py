@@ -1,4 +1,4 @@
-"""Reports of a launcher about its workers reach any coordinator that accepts them."""
+"""Reports of a launcher about its workers: it sends them to a coordinator that accepts them."""
 
 import queue
 import socket
@@ -45,10 +45,10 @@ def address(coordinator: Coordinator) -> Iterator[str]:
         server.stop(0).wait()
 
 
-def test_a_coordinator_that_hangs_is_waited_for_once(
+def test_a_coordinator_that_hangs_delays_only_the_first_report(
     coordinator: Coordinator, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host whose workers all end reports them at once, not one every two seconds."""
+    """Otherwise each of a host's reports would wait for its timeout."""
     monkeypatch.setattr(reports, "CALL_TIMEOUT_S", SILENT_S)
     with socket.create_server(("127.0.0.1", 0)) as hung:
         silent = f"127.0.0.1:{hung.getsockname()[1]}"
@@ -65,10 +65,10 @@ def test_a_coordinator_that_hangs_is_waited_for_once(
 
 
 @pytest.mark.parametrize("phase", ["lost", "stopped", "failed"])
-def test_the_answer_to_a_report_says_that_nobody_can_join_any_more(
+def test_the_answer_to_a_report_has_if_the_job_is_over(
     coordinator: Coordinator, address: str, phase: str
 ) -> None:
-    """An operator may let members join again; the next answer then shows it."""
+    """A retried job is no longer over in the next answer; a finished one does not count."""
     with HostReporter([address]) as reporter:
         for reported, known in ((phase, phase), ("running", ""), ("finished", "")):
             coordinator.phase = reported

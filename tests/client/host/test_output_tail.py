@@ -1,4 +1,4 @@
-"""The newest output of a worker, cut into parts."""
+"""The newest output of a worker, which is read in parts."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,14 +14,14 @@ def filled(*lines: str, max_bytes: int = 1 << 20) -> OutputTail:
     return tail
 
 
-def test_the_newest_whole_lines_come_first() -> None:
+def test_a_part_has_the_newest_whole_lines() -> None:
     tail = filled("one", "two", "three")
     assert tail.part(100) == OutputPart(data=b"one\ntwo\nthree\n", start=0, stop=14, oldest=0)
     assert tail.part(11).data == b"two\nthree\n"
     assert tail.part(9).data == b"three\n"
 
 
-def test_lines_before_and_after_a_position_join_without_a_gap() -> None:
+def test_parts_before_and_after_a_position_have_no_gap() -> None:
     tail = filled("one", "two", "three")
     newest = tail.part(6)
     before = tail.part(5, before=newest.start)
@@ -34,8 +34,8 @@ def test_lines_before_and_after_a_position_join_without_a_gap() -> None:
     assert tail.part(9, after=0).data == b"one\ntwo\n"
 
 
-def test_a_worker_that_prints_for_ever_takes_no_more_memory() -> None:
-    """A reader that asks for discarded output gets the oldest that is left, and can see that."""
+def test_the_memory_of_the_output_is_bounded() -> None:
+    """A read from a discarded position begins with the oldest kept line, and shows its position."""
     tail = filled(max_bytes=1000)
     for number in range(50_000):
         tail.add(f"line {number}")
@@ -47,7 +47,7 @@ def test_a_worker_that_prints_for_ever_takes_no_more_memory() -> None:
     assert late.start == kept.oldest and kept.data.startswith(late.data)
 
 
-def test_a_line_that_is_longer_than_a_part_comes_in_pieces() -> None:
+def test_a_line_longer_than_a_part_is_read_in_pieces() -> None:
     tail = filled("x" * 30, "short")
     whole, position = b"", 0
     while (part := tail.part(8, after=position)).data:
@@ -55,7 +55,7 @@ def test_a_line_that_is_longer_than_a_part_comes_in_pieces() -> None:
     assert whole == b"x" * 30 + b"\nshort\n"
 
 
-def test_what_was_no_text_is_kept_as_well() -> None:
+def test_invalid_text_is_kept_with_a_replacement() -> None:
     assert filled("a\ud800b").part(100).data == b"a?b\n"
 
 
@@ -64,8 +64,10 @@ def test_what_was_no_text_is_kept_as_well() -> None:
     st.integers(1, 40),
     st.integers(0, 400),
 )
-def test_parts_are_what_a_slow_twin_cuts(lines: list[str], most: int, position: int) -> None:
-    """Parts read upwards or downwards from any position neither lose a byte nor repeat one."""
+def test_parts_of_both_directions_are_the_output(
+    lines: list[str], most: int, position: int
+) -> None:
+    """Parts before and after any position have each byte once."""
     tail, text = filled(*lines), "".join(f"{line}\n" for line in lines).encode()
     position = min(position, len(text))
     up, at = b"", position

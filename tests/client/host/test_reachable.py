@@ -1,4 +1,4 @@
-"""A command finds a leading coordinator, whatever its other addresses are."""
+"""Commands find the leading coordinator, even if other addresses do not answer."""
 
 import asyncio
 import socket
@@ -27,8 +27,7 @@ def stop_job(channel: grpc.Channel) -> Method[pb.JobStanding]:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of a stopped process: its kernel accepts connections, and the process does not
-    answer."""
+    """Yield an address whose kernel accepts connections, while no process answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -40,8 +39,8 @@ def refusing() -> str:
     return f"127.0.0.1:{port}"
 
 
-async def test_nobody_waits_for_an_address_that_does_not_answer(silent: str, refusing: str) -> None:
-    """The search for a leader and the call after it both skip such an address."""
+async def test_addresses_that_do_not_answer_delay_no_call(silent: str, refusing: str) -> None:
+    """Neither the search for a leader nor the call after it waits for them."""
     async with served(MemoryStore()) as world:
         await world.joined("a")
         addresses = [silent, refusing, world.address]
@@ -60,8 +59,8 @@ async def test_nobody_waits_for_an_address_that_does_not_answer(silent: str, ref
         assert took_s < unhurried(3.0)
 
 
-async def test_while_nobody_leads_yet_the_others_are_asked_again(silent: str) -> None:
-    """A silent coordinator does not delay the others."""
+async def test_the_search_continues_until_a_coordinator_leads(silent: str) -> None:
+    """A silent address does not delay it."""
     async with served(MemoryStore(), Limits()) as world:
         await world.coordinator.step_down()
         asking = asyncio.create_task(
@@ -74,7 +73,7 @@ async def test_while_nobody_leads_yet_the_others_are_asked_again(silent: str) ->
             await asking
 
 
-def test_what_was_seen_at_each_address_is_told(silent: str, refusing: str) -> None:
+def test_the_error_of_the_search_has_every_address(silent: str, refusing: str) -> None:
     with pytest.raises(Unavailable, match="refused") as raised:
         check_reachable([silent, refusing], 1.0)
     assert silent in raised.value.seen

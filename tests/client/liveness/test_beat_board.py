@@ -1,4 +1,4 @@
-"""The memory that a launcher shares with its workers."""
+"""The heartbeat board: memory that a launcher shares with its workers."""
 
 import os
 import subprocess
@@ -22,8 +22,8 @@ def board() -> Iterator[BeatBoard]:
         yield board
 
 
-def test_a_claim_is_read_by_who_watches_the_process(board: BeatBoard) -> None:
-    """Token, heartbeat and steps appear in the slot with that number, and in no other."""
+def test_a_claim_is_read_in_its_slot(board: BeatBoard) -> None:
+    """Token, heartbeat and steps are in the slot with that number, and in no other."""
     worker = BeatSlot.open(board.address(1))
     assert board.slots[1].claimed(os.getpid()) is None
     worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
@@ -37,7 +37,7 @@ def test_a_claim_is_read_by_who_watches_the_process(board: BeatBoard) -> None:
 
 
 def test_another_process_has_no_claim_in_the_slot(board: BeatBoard) -> None:
-    """A child of the worker finds the slot, and the launcher does not vouch for it."""
+    """A child process of the worker can find the slot, but its claim does not count."""
     code = (
         "import sys; from shoal_client.liveness.beat_board import BeatSlot, Token;"
         "BeatSlot.open(sys.argv[1]).claim("
@@ -47,8 +47,8 @@ def test_another_process_has_no_claim_in_the_slot(board: BeatBoard) -> None:
     assert board.slots[0].claimed(os.getpid()) is None
 
 
-def test_nobody_vouches_for_ever_for_a_worker_that_hangs(board: BeatBoard) -> None:
-    """A claim is void once none of the worker's threads has run for the time that it gave."""
+def test_a_claim_of_a_worker_that_hangs_expires(board: BeatBoard) -> None:
+    """It expires once none of the worker's threads has run for the time in the claim."""
     worker = BeatSlot.open(board.address(0))
     worker.claim(TOKEN, heartbeat_s=0.25, patience_s=0.0)
     assert board.slots[0].claimed(os.getpid()) is None
@@ -56,8 +56,8 @@ def test_nobody_vouches_for_ever_for_a_worker_that_hangs(board: BeatBoard) -> No
     assert board.slots[0].claimed(os.getpid()) is not None
 
 
-def test_an_accepted_beat_is_for_the_claim_that_it_spoke_of(board: BeatBoard) -> None:
-    """A heartbeat accepted for an earlier incarnation does not count for the next one."""
+def test_an_accepted_heartbeat_counts_only_for_its_claim(board: BeatBoard) -> None:
+    """That of an earlier incarnation does not count for the next one."""
     worker, launcher = BeatSlot.open(board.address(0)), board.slots[0]
     worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
     first = launcher.claimed(os.getpid())
@@ -73,8 +73,10 @@ def test_an_accepted_beat_is_for_the_claim_that_it_spoke_of(board: BeatBoard) ->
 
 
 @pytest.mark.parametrize("made", ["nowhere", "file", "number", "text"])
-def test_what_is_no_slot_is_left_alone(board: BeatBoard, tmp_path: Path, made: str) -> None:
-    """An address from another host may name a different file here: no byte of it changes."""
+def test_an_address_that_is_no_slot_is_refused_and_not_written(
+    board: BeatBoard, tmp_path: Path, made: str
+) -> None:
+    """An address of another host may name a different file on this one."""
     path = tmp_path / "precious"
     path.write_bytes(bytes(8192))
     addresses = {

@@ -1,5 +1,4 @@
-"""Death of a process' main thread is noticed at once, with the exit code that the kernel reports
-later."""
+"""Lifelines: the death of a process is noticed at once, with its exit code."""
 
 import mmap
 import os
@@ -35,7 +34,8 @@ def board() -> Iterator[BeatBoard]:
 
 @pytest.fixture
 def start(board: BeatBoard) -> Iterator[Start]:
-    """Starts a process that holds the first slot's lifeline and then runs the code."""
+    """Return a function that starts a process which holds the first slot's lifeline and runs
+    code."""
     started: list[subprocess.Popen[str]] = []
 
     def run(code: str) -> "subprocess.Popen[str]":
@@ -65,10 +65,10 @@ def watched(board: BeatBoard, pid: int) -> tuple[ExitWatch, "queue.SimpleQueue[i
     ("code", "expected"),
     [("os.kill(os.getpid(), 9)", -9), ("sys.exit(3)", 3), ("os.abort()", -signal.SIGABRT)],
 )
-def test_an_exit_is_told_of_with_its_code(
+def test_an_exit_is_reported_with_its_code(
     board: BeatBoard, start: Start, code: str, expected: int
 ) -> None:
-    """The report comes before any process has waited for the exited one."""
+    """It is reported before any process has waited for the exited one."""
     process = start(f"sys.stdin.readline(); {code}")
     watch, codes = watched(board, process.pid)
     assert process.stdin is not None
@@ -79,9 +79,8 @@ def test_an_exit_is_told_of_with_its_code(
     watch.close()
 
 
-def test_a_killed_process_is_seen_before_its_memory_is_gone(board: BeatBoard, start: Start) -> None:
-    """The exit is noticed while the kernel still frees the process' memory: a gigabyte, all
-    touched."""
+def test_a_kill_is_noticed_before_the_memory_is_freed(board: BeatBoard, start: Start) -> None:
+    """The process has a gigabyte, which the kernel takes time to free."""
     process = start("held = bytearray(b'1') * (1 << 30); print('full', flush=True); input()")
     assert process.stdout is not None
     assert process.stdout.readline() == "full\n"
@@ -105,9 +104,8 @@ def test_a_killed_process_is_seen_before_its_memory_is_gone(board: BeatBoard, st
     assert seen.get(timeout=DEADLINE_S) == (-9, False)
 
 
-def test_letting_go_is_no_exit(board: BeatBoard, start: Start) -> None:
-    """A worker that leaves its job releases the lifeline; its exit is then reported by the
-    kernel."""
+def test_a_released_lifeline_is_no_exit(board: BeatBoard, start: Start) -> None:
+    """A worker that leaves its job releases it. Its later exit is not reported by the watch."""
     leave = "slot.withdraw(); print('let go', flush=True)"
     process = start(f"{leave}; sys.stdin.readline(); sys.exit(4)")
     watch, codes = watched(board, process.pid)
@@ -120,11 +118,8 @@ def test_letting_go_is_no_exit(board: BeatBoard, start: Start) -> None:
     assert codes.empty()
 
 
-def test_a_process_that_becomes_another_program_has_not_exited(
-    board: BeatBoard, start: Start
-) -> None:
-    """The kernel releases the locks in that case, too; the new program may hold the lifeline
-    again."""
+def test_an_exec_is_no_exit(board: BeatBoard, start: Start) -> None:
+    """The kernel releases the lock at an exec; the new program may hold the lifeline again."""
     again = "import sys; exec(sys.argv[2]); sys.stdin.readline(); sys.exit(5)"
     process = start(
         f"os.execv(sys.executable, [sys.executable, '-c', {again!r}, sys.argv[1], {HOLD!r}])"
@@ -138,7 +133,7 @@ def test_a_process_that_becomes_another_program_has_not_exited(
     watch.close()
 
 
-def test_a_slot_serves_one_process_after_the_other(board: BeatBoard, start: Start) -> None:
+def test_a_slot_can_be_used_by_one_process_after_another(board: BeatBoard, start: Start) -> None:
     for _ in range(3):
         process = start("input()")
         watch, codes = watched(board, process.pid)
@@ -149,8 +144,8 @@ def test_a_slot_serves_one_process_after_the_other(board: BeatBoard, start: Star
         board.slots[0].clear()
 
 
-def test_another_thread_than_the_main_one_holds_nothing(board: BeatBoard) -> None:
-    """Another thread may end long before its process does."""
+def test_only_the_main_thread_can_hold_a_lifeline(board: BeatBoard) -> None:
+    """Another thread may end before its process does."""
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
     slot = BeatSlot.open(board.address(1))
     thread = threading.Thread(target=lambda: answers.put(slot.lifeline.hold()))
@@ -159,18 +154,18 @@ def test_another_thread_than_the_main_one_holds_nothing(board: BeatBoard) -> Non
     assert answers.get() is False
 
 
-def test_one_lifeline_has_one_holder(board: BeatBoard, start: Start) -> None:
+def test_a_lifeline_has_at_most_one_holder(board: BeatBoard, start: Start) -> None:
     start("input()")
     assert not BeatSlot.open(board.address(0)).lifeline.hold()
 
 
-def test_a_process_that_lives_has_no_exit_code() -> None:
+def test_a_living_or_unknown_process_has_no_exit_code() -> None:
     assert exit_code_of(os.getpid()) is None
     assert exit_code_of(2**22 + 1) is None
 
 
-def test_a_lifeline_lies_anywhere_in_shared_memory(tmp_path: Path) -> None:
-    """Hold and release through two mappings of one file, as two processes would."""
+def test_a_lifeline_works_at_any_offset_of_shared_memory(tmp_path: Path) -> None:
+    """It is held and released through two mappings of one file, as by two processes."""
     path = tmp_path / "memory"
     path.write_bytes(bytes(4096))
     with path.open("r+b") as file:
@@ -184,7 +179,7 @@ def test_a_lifeline_lies_anywhere_in_shared_memory(tmp_path: Path) -> None:
     launcher.release()
 
 
-def test_who_else_holds_it_is_told_while_that_lives(board: BeatBoard, start: Start) -> None:
+def test_another_holder_is_reported_while_it_lives(board: BeatBoard, start: Start) -> None:
     mine = BeatSlot.open(board.address(0)).lifeline
     assert not mine.other_holder
     process = start("sys.stdin.readline()")

@@ -1,4 +1,5 @@
-"""Parts that are restarted after growing pauses, and given up if restarts do not help."""
+"""The keeper restarts a part of a cluster after growing pauses, and gives it up after some
+failures."""
 
 import os
 import queue
@@ -24,7 +25,7 @@ def supervisor() -> Iterator[Supervisor]:
 
 
 class Part:
-    """A process that sleeps, and its keeper's reactions to its ends."""
+    """A process that sleeps, and records of what its keeper does."""
 
     def __init__(self, supervisor: Supervisor, policy: RestartPolicy) -> None:
         self._supervisor = supervisor
@@ -67,22 +68,21 @@ class Part:
         self.keeper.join()
 
 
-def test_what_ends_is_started_again(supervisor: Supervisor) -> None:
-    """A line says what happened, and another one that the part serves again."""
+def test_a_part_that_ends_is_started_again(supervisor: Supervisor) -> None:
+    """One line reports the end, and another that the part serves again."""
     part = Part(supervisor, SETTLED_AT_ONCE)
     for _ in range(4):
         part.kill()
         assert part.says.get(timeout=DEADLINE_S) == "part was killed by SIGKILL; starting it again"
         assert part.says.get(timeout=DEADLINE_S) == "part serves again"
-    # Each part had settled before its end, so no failure was the second in a row.
+    # The part had settled before each end, so that no failure was the second in a row.
     assert part.failures == [1] * 4
     part.end()
     assert part.given_up.empty()
 
 
-def test_what_does_not_stay_up_is_given_up(supervisor: Supervisor) -> None:
-    """The third end in a row, without a settled time between, is reported once and not followed by
-    a start."""
+def test_a_part_that_does_not_stay_up_is_given_up(supervisor: Supervisor) -> None:
+    """That is after the third end in a row, without a settled time in between."""
     part = Part(supervisor, AT_ONCE)
     for _ in range(2):
         part.kill()
@@ -95,7 +95,7 @@ def test_what_does_not_stay_up_is_given_up(supervisor: Supervisor) -> None:
     part.keeper.join()
 
 
-def test_what_does_not_come_up_is_given_up(supervisor: Supervisor) -> None:
+def test_a_part_that_does_not_start_is_given_up(supervisor: Supervisor) -> None:
     """A failed start counts as an end."""
     part = Part(supervisor, AT_ONCE)
     part.comes_up = False
@@ -105,9 +105,10 @@ def test_what_does_not_come_up_is_given_up(supervisor: Supervisor) -> None:
     assert part.failures == [1, 2]
 
 
-def test_what_waits_for_etcd_is_started_for_as_long_as_that_takes(supervisor: Supervisor) -> None:
-    """Starts that fail because of etcd may outnumber the ends that a part is allowed; the failure
-    is reported once."""
+def test_starts_that_fail_for_lack_of_etcd_are_repeated_without_limit(
+    supervisor: Supervisor,
+) -> None:
+    """They do not count towards the limit of failures, and are reported once."""
     part = Part(supervisor, AT_ONCE)
     part.waits_for_etcd = 20
     part.kill()
@@ -125,8 +126,8 @@ def test_what_waits_for_etcd_is_started_for_as_long_as_that_takes(supervisor: Su
     part.keeper.join()
 
 
-def test_what_is_let_go_of_may_end(supervisor: Supervisor) -> None:
-    """The part is not started again, and its keeper ends."""
+def test_a_released_part_is_not_started_again(supervisor: Supervisor) -> None:
+    """Its keeper ends with it."""
     part = Part(supervisor, AT_ONCE)
     part.end()
     assert part.failures == []

@@ -1,5 +1,4 @@
-"""A cluster on this machine: all parts run inside the block, none after it, and failures are
-reported."""
+"""A cluster on this machine: its parts run during the block, and failures are reported."""
 
 import queue
 import signal
@@ -35,9 +34,8 @@ DEADLINE_S = 60.0
 
 
 @pytest.mark.long
-def test_all_parts_serve_and_end(tmp_path: Path) -> None:
-    """The coordinator answers on both ports inside the block, and the death of a part is reported
-    at once; no part is left after the block."""
+def test_all_parts_serve_during_the_block_and_end_with_it(tmp_path: Path) -> None:
+    """The coordinator answers on both ports, and the death of a part is reported."""
     ended: queue.SimpleQueue[Process] = queue.SimpleQueue()
     config = LocalClusterConfig(directory=tmp_path / "cluster", num_parameter_servers=1)
     with LocalCluster(config, on_exit=ended.put) as cluster:
@@ -55,9 +53,9 @@ def test_all_parts_serve_and_end(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
-    """Kill one part, then all: each serves again at its address, and etcd has its data.
+    """One part is killed, then all: each serves again at its address, and etcd has its data.
 
-    A coordinator comes up again between the write and the kill of etcd: etcd 3.5.0 to 3.5.2 can
+    The coordinator is restarted between the write and the kill of etcd: etcd 3.5.0 to 3.5.2 can
     lose data committed just before a kill.
     """
     messages: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -95,8 +93,8 @@ def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_two_clusters_share_an_etcd(tmp_path: Path) -> None:
-    """Clusters have leaders and jobs under their own prefixes, and do not see each other's. If a
-    cluster has two coordinators, the second takes over from the first."""
+    """Each has its jobs and its leader under its own prefix. The second coordinator of a cluster
+    takes over from the first."""
     with (
         running_etcd(tmp_path) as etcd,
         LocalCluster(sharing(etcd, tmp_path, "/team-a", num_coordinators=2)) as ours,
@@ -113,7 +111,7 @@ def test_two_clusters_share_an_etcd(tmp_path: Path) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
         while not ready(other.http) and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        # The leader is found among all addresses, including those of the status page.
+        # The status client finds the leader among all addresses.
         with StatusClient(f"{leader.http},{other.http}") as status:
             assert [job["job"] for job in status.jobs()] == ["shared-name"]
         with EtcdKeys(etcd) as held:
@@ -143,9 +141,9 @@ def jobs_at(url: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_cluster_without_etcd_is_given_up(tmp_path: Path) -> None:
-    """The data of etcd are damaged. The reason names etcd and shows its log, to callers that ask
-    early or late; the other parts, which need etcd, wait and end with the cluster."""
+def test_a_cluster_whose_etcd_cannot_start_is_given_up(tmp_path: Path) -> None:
+    """etcd's data is damaged. The reason names etcd and its log, and is reported to callbacks that
+    are set before or after. The other parts wait for etcd, and end with the cluster."""
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     policy = RestartPolicy(max_failures=2, first_pause_s=0.01)
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, restart=policy)
@@ -165,9 +163,8 @@ def test_a_cluster_without_etcd_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_parameter_servers_come_and_go(tmp_path: Path) -> None:
-    """A further server serves when the call returns; a server to be ended has ended with exit code
-    0."""
+def test_parameter_servers_can_be_added_and_ended(tmp_path: Path) -> None:
+    """An added server serves when the call returns; an ended one has exit code 0."""
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=1)
     with LocalCluster(config) as cluster:
         (first,) = cluster.parameter_servers
@@ -182,9 +179,8 @@ def test_parameter_servers_come_and_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_part_that_does_not_come_up_is_told(tmp_path: Path) -> None:
-    """The part's port is in use: the error names the part and shows its log, and the others are
-    stopped."""
+def test_the_error_for_a_part_that_does_not_start_has_its_log(tmp_path: Path) -> None:
+    """Its port is in use. The other parts are stopped."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -199,7 +195,7 @@ def test_a_part_that_does_not_come_up_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_time_limits_of_a_command_reach_its_coordinator(tmp_path: Path) -> None:
-    """Limits given to `shoal run` and `shoal up` are those that members get on admission."""
+    """Members get these limits when they join."""
     assert ClusterOptions().limits == {}
     given = ClusterOptions(join_s=600, collective_s=7).limits
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, limits=given)
@@ -225,8 +221,8 @@ def join_as_the_only_member(coordinators: Sequence[str], job: str) -> Limits:
 
 
 @pytest.mark.long
-def test_limits_that_do_not_go_together_are_told_with_the_order(tmp_path: Path) -> None:
-    """The error of the failed cluster contains the coordinator's own message."""
+def test_the_error_for_contradictory_limits_has_their_order(tmp_path: Path) -> None:
+    """It contains the coordinator's message."""
     limits = {"--join-s": 10.0, "--collective-s": 9.0}
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, limits=limits)
     with pytest.raises(Unavailable, match="exited with code 2") as raised:
@@ -235,7 +231,7 @@ def test_limits_that_do_not_go_together_are_told_with_the_order(tmp_path: Path) 
 
 
 class EtcdKeys:
-    """Puts and gets single keys."""
+    """A client that puts, gets and lists keys of etcd."""
 
     def __init__(self, endpoint: str) -> None:
         self._channel = grpc.insecure_channel(endpoint)
@@ -261,8 +257,8 @@ class EtcdKeys:
         return [item.key.decode() for item in self._kv.Range(request).kvs]
 
 
-def test_bad_number_of_servers(tmp_path: Path) -> None:
-    """A negative number is refused when the settings are made."""
+def test_a_negative_number_of_servers_is_refused(tmp_path: Path) -> None:
+    """The settings raise the error."""
     with pytest.raises(InvalidSpec, match="-1"):
         LocalClusterConfig(directory=tmp_path, num_parameter_servers=-1)
     with pytest.raises(InvalidSpec, match="0"):
@@ -283,8 +279,8 @@ print("swept")
 """
 
 
-def test_an_orphan_does_not_get_out_of_sight() -> None:
-    """A grandchild in a session of its own, whose parent has ended, is found and killed."""
+def test_an_orphaned_grandchild_is_killed() -> None:
+    """It has a session of its own, and its parent has ended."""
     done = subprocess.run(
         [sys.executable, "-c", ORPHANS],
         capture_output=True,
@@ -295,7 +291,7 @@ def test_an_orphan_does_not_get_out_of_sight() -> None:
     assert done.stdout == "swept\n", done.stderr
 
 
-def test_a_directory_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = LocalClusterConfig(directory=tmp_path / "file" / "below", num_parameter_servers=0)
     with pytest.raises(InvalidSpec, match=r"cannot be made; saw .*below: Not a directory"):

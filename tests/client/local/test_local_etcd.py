@@ -1,4 +1,4 @@
-"""An etcd for users who have none: found, started without a clash, restarted on its data."""
+"""Shoal's own etcd: found, started without a clash, restarted on its data."""
 
 import os
 import platform
@@ -44,9 +44,8 @@ def get(endpoint: str) -> bytes:
     return reply.kvs[0].value if reply.kvs else b""
 
 
-def test_the_etcd_of_the_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program called etcd on PATH comes before the wheel's; a script of the wheel does not
-    count."""
+def test_an_etcd_on_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It precedes the wheel's; a script of the wheel does not count."""
     packaged = find_etcd()
     own = tmp_path / "etcd"
     own.symlink_to(packaged)
@@ -61,9 +60,8 @@ def test_the_etcd_of_the_path_comes_first(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.access(find_etcd(), os.X_OK)
 
 
-def test_a_restart_finds_its_data(supervisor: Supervisor, tmp_path: Path) -> None:
-    """Data written before a kill are there after a restart at the same address, and after a new
-    start."""
+def test_a_restart_keeps_the_data(supervisor: Supervisor, tmp_path: Path) -> None:
+    """Data from before a kill exist after a restart at the same address, and after a new start."""
     (etcd,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
     put(etcd.endpoint, b"kept")
     etcd.process.kill()
@@ -96,11 +94,10 @@ def test_etcds_started_together_do_not_clash(supervisor: Supervisor, tmp_path: P
 
 
 @pytest.mark.parametrize("num_members", [1, 3])
-def test_a_port_taken_in_the_last_moment(
+def test_a_port_taken_at_the_last_moment_costs_one_attempt(
     supervisor: Supervisor, tmp_path: Path, num_members: int
 ) -> None:
-    """Another process that takes the port between its choice and etcd's start costs one more
-    attempt."""
+    """Another process takes the port between its choice and etcd's start."""
     thieves: list[socket.socket] = []
 
     def spawn(command: ChildCommand) -> Process:
@@ -123,8 +120,7 @@ def test_a_port_taken_in_the_last_moment(
             thief.close()
 
 
-def test_a_restart_on_a_taken_port(supervisor: Supervisor, tmp_path: Path) -> None:
-    """A member that cannot come back at its address gives an error that shows the log."""
+def test_a_restart_on_a_taken_port_shows_the_log(supervisor: Supervisor, tmp_path: Path) -> None:
     (etcd,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
     etcd.process.kill()
     etcd.process.wait()
@@ -136,8 +132,8 @@ def test_a_restart_on_a_taken_port(supervisor: Supervisor, tmp_path: Path) -> No
     assert supervisor.running == []
 
 
-def test_an_etcd_that_cannot_start(supervisor: Supervisor, tmp_path: Path) -> None:
-    """A bad argument ends the wait at once, and the error shows etcd's output."""
+def test_an_etcd_that_cannot_start_shows_its_output(supervisor: Supervisor, tmp_path: Path) -> None:
+    """A bad argument ends the wait at once."""
     with pytest.raises(Unavailable, match="no-such-flag"):
         start_etcd(supervisor.spawn, tmp_path, replace(QUICK, arguments=("--no-such-flag",)))
     assert supervisor.running == []
@@ -155,7 +151,7 @@ def test_the_environment_of_another_etcd_is_ignored(
 def test_debians_etcd_starts_on_aarch64(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """etcd 3.4 ends at once on aarch64 without the variable, which other machines do not need."""
+    """etcd 3.4 ends at once on aarch64 without the variable."""
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     (etcd,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
     environment = Path(f"/proc/{etcd.process.pid}/environ").read_bytes().split(b"\0")
@@ -169,10 +165,9 @@ def test_a_new_cluster_on_old_data_is_refused(supervisor: Supervisor, tmp_path: 
         start_etcd(supervisor.spawn, tmp_path, QUICK, num_members=3)
 
 
-def test_an_etcd_of_several_members_goes_through_no_proxy(
+def test_members_of_an_etcd_use_no_proxy(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Members reach each other directly, at any addresses."""
     for name in ("http_proxy", "HTTPS_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for each in start_etcd(supervisor.spawn, tmp_path, QUICK, num_members=2):

@@ -1,4 +1,4 @@
-"""The time that a part has to come up, and the files of a cluster that did not."""
+"""The time limit for a part's start, and the files of a cluster that did not start."""
 
 import os
 import subprocess
@@ -15,8 +15,8 @@ from shoal_proto.errors import Unavailable
 LATER_S = 3600.0
 
 
-def test_a_start_has_as_long_as_it_makes_progress_within_a_bound() -> None:
-    """A machine at load 30 gives a part a fifteenth of a core, and the part still comes up."""
+def test_a_start_that_makes_progress_has_more_time_up_to_a_bound() -> None:
+    """At load 30, a part gets a fifteenth of a core, and still starts."""
     start = StartTime(60.0, 0.0)
     for now_s in range(0, int(MOST_S) + 1, 5):
         assert start.why_over(now_s, now_s / 15) == "", now_s
@@ -32,7 +32,7 @@ def test_a_start_without_progress_is_given_up() -> None:
     assert reason == "not up in 122 s, and no progress in the last 61: it used 0.1 s of CPU"
 
 
-def test_the_cpu_time_of_a_process_is_known() -> None:
+def test_the_cpu_time_of_a_process_is_measured() -> None:
     assert cpu_s(os.getpid()) > 0
     with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
         process.wait()
@@ -45,7 +45,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_a_killed_command_left_is_removed_by_the_next(parent: Path) -> None:
+def test_files_of_a_killed_command_are_removed_by_the_next(parent: Path) -> None:
     """Directories of a running command and of other programs stay."""
     killed = [parent / "shoal-up-dead", parent / "shoal-host-dead"]
     others, young = parent / "shop-up-1", parent / "shoal-run-new"
@@ -61,7 +61,7 @@ def test_what_a_killed_command_left_is_removed_by_the_next(parent: Path) -> None
     assert not running.exists()
 
 
-def test_the_logs_of_a_failed_start_are_kept_for_a_day_and_nothing_else(parent: Path) -> None:
+def test_only_the_logs_of_a_failed_start_are_kept_for_a_day(parent: Path) -> None:
     with (
         pytest.raises(Unavailable, match="did not come up"),
         temporary_directory("shoal-up-") as made,
@@ -79,7 +79,7 @@ def test_the_logs_of_a_failed_start_are_kept_for_a_day_and_nothing_else(parent: 
     assert not made.exists()
 
 
-def test_a_cluster_that_ends_well_leaves_nothing(parent: Path) -> None:
+def test_a_cluster_that_ends_well_leaves_no_file(parent: Path) -> None:
     with temporary_directory("shoal-run-") as made:
         (made / "coordinator.log").write_text("all is well")
     assert list(parent.iterdir()) == []

@@ -61,7 +61,7 @@ def supervisor(
         yield supervisor
 
 
-def test_lines_and_exit_code_arrive(
+def test_lines_and_exit_code_are_reported(
     supervisor: Supervisor, exits: queue.SimpleQueue[Process]
 ) -> None:
     """Lines of stdout and stderr reach the sink, including a last line without newline."""
@@ -73,7 +73,7 @@ def test_lines_and_exit_code_arrive(
     assert (process.exit_code, lines) == (7, ["a", "b", "c"])
 
 
-def test_death_by_signal_is_told_at_once(
+def test_death_by_signal_is_reported_at_once(
     supervisor: Supervisor, exits: queue.SimpleQueue[Process]
 ) -> None:
     """SIGKILL is reported within a tenth of a second, as the negative signal number."""
@@ -87,7 +87,7 @@ def test_death_by_signal_is_told_at_once(
     assert process.exit_code == -signal.SIGKILL
 
 
-def test_a_halted_child_is_told_of(
+def test_a_halted_child_is_reported(
     supervisor: Supervisor, stops: queue.SimpleQueue[tuple[Process, bool]]
 ) -> None:
     """SIGSTOP and SIGCONT of a child are each reported once, and it can still be stopped."""
@@ -101,7 +101,7 @@ def test_a_halted_child_is_told_of(
     assert process.stop(DEADLINE_S) == -signal.SIGTERM
 
 
-def test_no_child_is_thought_halted_for_good(
+def test_a_child_that_continues_is_not_reported_as_halted(
     supervisor: Supervisor, stops: queue.SimpleQueue[tuple[Process, bool]]
 ) -> None:
     """The last report is that the child continues, however soon SIGCONT follows SIGSTOP."""
@@ -117,7 +117,7 @@ def test_no_child_is_thought_halted_for_good(
             pass
 
 
-def test_stop_is_graceful_then_not(supervisor: Supervisor) -> None:
+def test_a_child_is_killed_only_after_the_grace_time(supervisor: Supervisor) -> None:
     """SIGTERM lets a child end by itself; one that ignores it is killed after the grace time."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     graceful = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); "
@@ -129,8 +129,8 @@ def test_stop_is_graceful_then_not(supervisor: Supervisor) -> None:
     assert second.stop(0.2) == -signal.SIGKILL
 
 
-def test_what_a_child_started_ends_with_it(supervisor: Supervisor) -> None:
-    """A grandchild in the child's group does not survive the child."""
+def test_a_grandchild_ends_with_the_child(supervisor: Supervisor) -> None:
+    """The grandchild is in the child's group."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     code = (
         "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c',"
@@ -143,8 +143,8 @@ def test_what_a_child_started_ends_with_it(supervisor: Supervisor) -> None:
     assert await_death(grandchild)
 
 
-def test_a_command_that_is_not_there(supervisor: Supervisor, tmp_path: Path) -> None:
-    """The exit code is 127, and the log names the command."""
+def test_a_missing_command_has_exit_code_127(supervisor: Supervisor, tmp_path: Path) -> None:
+    """The log names the command."""
     log_path = tmp_path / "log"
     process = supervisor.spawn(
         ChildCommand(name="ghost", arguments=("/no/such/command",), log_path=log_path)
@@ -153,8 +153,7 @@ def test_a_command_that_is_not_there(supervisor: Supervisor, tmp_path: Path) -> 
     assert "/no/such/command" in log_path.read_text()
 
 
-def test_close_ends_all_and_starts_no_more() -> None:
-    """Children have ended after the block, and a further spawn is refused instead of hanging."""
+def test_close_ends_all_children_and_refuses_new_ones() -> None:
     with Supervisor(grace_s=1.0) as supervisor:
         children = [supervisor.spawn(python(FOREVER, sink=lambda line: None)) for _ in range(3)]
     assert all(child.exit_code is not None for child in children)

@@ -1,5 +1,4 @@
-"""A certificate that expires while a job trains ends no member: the member waits for a renewed
-one."""
+"""A certificate that expires while a job trains ends no member: it waits for a renewed one."""
 
 import signal
 import time
@@ -100,7 +99,7 @@ def loses_its_coordinator(cluster: LocalCluster, expired: Callable[[], bool]) ->
     killed.wait(WITHIN_S)
 
 
-def test_a_member_goes_on_once_its_certificate_is_renewed(tmp_path: Path) -> None:
+def test_a_member_continues_once_its_certificate_is_renewed(tmp_path: Path) -> None:
     """The member keeps its incarnation and generation, and has reported what it waits for."""
     with (
         expiring(tmp_path) as (cluster, files),
@@ -125,9 +124,7 @@ def test_a_member_goes_on_once_its_certificate_is_renewed(tmp_path: Path) -> Non
         assert refused["member"] == "a" and "expired at" in refused["reason"]
 
 
-def test_a_member_ends_when_its_own_bound_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_ends_after_its_own_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is CertificateRefused, with the bound and the variable that sets it."""
     monkeypatch.setenv(VARIABLE, "2")
     with (

@@ -18,26 +18,26 @@ def refuse() -> bytes:
     raise AssertionError("asked for what is there")
 
 
-def test_who_comes_later_takes_what_is_there(tmp_path: Path) -> None:
+def test_a_later_process_reads_the_stored_answer(tmp_path: Path) -> None:
     assert values(tmp_path).get(ASKED, lambda: b"all") == b"all"
     assert values(tmp_path).get(ASKED, refuse) == b"all"
     assert values(tmp_path).get(f"{ASKED} 2", lambda: b"more") == b"more"
 
 
-def test_what_is_not_whole_is_asked_for_again(tmp_path: Path) -> None:
+def test_an_incomplete_answer_is_requested_again(tmp_path: Path) -> None:
     values(tmp_path).get(ASKED, lambda: b"all")
     (kept,) = (path for path in (tmp_path / "values").iterdir() if path.name != "lock")
     kept.write_bytes(kept.read_bytes()[:-1])
     assert values(tmp_path).get(ASKED, lambda: b"again") == b"again"
 
 
-def test_who_stands_still_while_it_asks_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_halted_requester_is_not_awaited(tmp_path: Path) -> None:
     values(tmp_path).get("another", lambda: b"")
     with locked(tmp_path / "values", threading.Event(), 10.0):
         assert values(tmp_path, wait_s=0.1).get(ASKED, lambda: b"own") == b"own"
 
 
-def test_a_failure_is_the_askers_own(tmp_path: Path) -> None:
+def test_a_failed_request_is_not_shared(tmp_path: Path) -> None:
     def fail() -> bytes:
         raise ConnectionError
 
@@ -46,12 +46,12 @@ def test_a_failure_is_the_askers_own(tmp_path: Path) -> None:
     assert values(tmp_path).get(ASKED, lambda: b"all") == b"all"
 
 
-def test_without_a_directory_each_asks_for_itself(tmp_path: Path) -> None:
+def test_without_a_directory_each_process_requests_the_answer(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     assert values(gone).get(ASKED, lambda: b"all") == b"all"
 
 
-def test_few_answers_are_kept(tmp_path: Path) -> None:
+def test_only_a_few_answers_are_kept(tmp_path: Path) -> None:
     for number in range(MAX_FILES + 4):
         values(tmp_path).get(str(number), lambda: b"all")
     assert len(list((tmp_path / "values").iterdir())) == MAX_FILES + 1

@@ -1,4 +1,4 @@
-"""The member's core as transcripts: its inputs, and the effects."""
+"""Transcripts of the member's core: its inputs and their effects."""
 
 import math
 from dataclasses import dataclass, field
@@ -168,7 +168,7 @@ def the_call(effects: list[ev.Effect]) -> ev.CallLeader:
 # --- generations ---
 
 
-def test_a_roster_is_answered_with_its_digest() -> None:
+def test_the_answer_to_a_roster_is_its_digest() -> None:
     member, shown = a_member(), roster(1, "a", "b")
     (judge,) = member.core.step(
         ev.NoticeReceived(notice=pb.Notice(prepare=pb.Prepare(roster=shown))), 0
@@ -182,7 +182,7 @@ def test_a_roster_is_answered_with_its_digest() -> None:
     assert [peer.member_id for peer in answer.unreachable] == ["b"]
 
 
-def test_no_step_is_begun_past_an_offer_before_all_agreed_on_where_to_stop() -> None:
+def test_no_step_beyond_an_offer_begins_before_the_boundary_is_agreed() -> None:
     member = training()
     assert member.hears(committed(2, "a", "b", "c", planned=True)) == ["Offer 8 for 2"]
     assert member.begins(7) == ev.BEGUN
@@ -193,9 +193,8 @@ def test_no_step_is_begun_past_an_offer_before_all_agreed_on_where_to_stop() -> 
     assert member.core.token.generation == 2
 
 
-def test_an_offer_is_the_same_whenever_it_is_made() -> None:
-    """A new leader collects the offers again, whatever steps below the boundary were begun
-    since."""
+def test_a_repeated_offer_is_the_same() -> None:
+    """A new leader collects the offers again, whatever steps have begun since."""
     member = training()
     change = committed(2, "a", "b", "c", planned=True)
     assert member.hears(change, change) == ["Offer 8 for 2"] * 2
@@ -206,7 +205,7 @@ def test_an_offer_is_the_same_whenever_it_is_made() -> None:
     assert member.hears(change) == ["Offer 9 for 2"]
 
 
-def test_a_change_that_was_given_up_holds_nobody() -> None:
+def test_an_aborted_change_holds_up_no_member() -> None:
     member = training()
     member.hears(committed(2, "a", "b", "c", planned=True))
     assert member.hears(aborted(2, "a", "b", "c")) == []
@@ -214,7 +213,7 @@ def test_a_change_that_was_given_up_holds_nobody() -> None:
     assert not member.core.track.is_broken(1)
 
 
-def test_the_wait_for_a_boundary_stands_still_while_no_coordinator_is_there() -> None:
+def test_the_limit_for_a_boundary_is_paused_without_a_coordinator() -> None:
     member = training()
     member.hears(committed(2, "a", "b", "c", planned=True))
     assert member.begins(8) == ev.WaitUntil(until_s=50)
@@ -229,7 +228,7 @@ def test_the_wait_for_a_boundary_stands_still_while_no_coordinator_is_there() ->
     assert isinstance(decision.error, DeadlineExceeded)
 
 
-def test_a_break_is_told_once_and_covers_what_lies_before_it() -> None:
+def test_a_break_is_reported_once_and_covers_earlier_generations() -> None:
     member = training()
     assert member.hears(broken(1)) == ["generation_broken", "Break 1"]
     assert member.hears(broken(1)) == []
@@ -239,7 +238,7 @@ def test_a_break_is_told_once_and_covers_what_lies_before_it() -> None:
     assert member.core.track.is_broken(1)
 
 
-def test_what_broke_is_not_entered_and_nothing_is_entered_twice() -> None:
+def test_no_broken_generation_is_entered_and_none_is_entered_twice() -> None:
     member = training()
     assert isinstance(member.core.next_generation(1, 0, 0), ev.WaitUntil)
     member.hears(broken(1))
@@ -250,7 +249,7 @@ def test_what_broke_is_not_entered_and_nothing_is_entered_twice() -> None:
     assert member.enters(above=1) == 3
 
 
-def test_who_has_not_seen_the_generation_that_is_over_stands_where_it_was() -> None:
+def test_a_member_that_missed_a_generation_settles_at_its_earlier_step() -> None:
     member = a_member()
     assert member.hears(committed(1, "a", "b"), aborted(1, "a", "b")) == [
         "generation_broken",
@@ -262,13 +261,13 @@ def test_who_has_not_seen_the_generation_that_is_over_stands_where_it_was() -> N
 # --- a new leader ---
 
 
-def test_a_new_leader_is_told_of_a_generation_that_came_up() -> None:
+def test_a_new_leader_gets_the_report_of_a_ready_generation() -> None:
     member = training()
     member.does(ev.StreamEnded(error=NOBODY))
     assert member.hears(ADMITTED) == ["ClaimBeats", "Propose", "Ready 1"]
 
 
-def test_a_new_leader_is_told_where_a_trainer_stands_still() -> None:
+def test_a_new_leader_gets_the_step_of_a_waiting_trainer() -> None:
     member = training()
     member.hears(broken(1))
     assert member.does(ev.TrainerStopped(step=7, has_state=True)) == ["Settle 7 after 1"]
@@ -277,7 +276,7 @@ def test_a_new_leader_is_told_where_a_trainer_stands_still() -> None:
     assert member.hears(broken(1)) == ["Settle 7 after 1"]
 
 
-def test_a_new_leader_is_told_of_a_collective_that_failed() -> None:
+def test_a_new_leader_gets_the_report_of_a_failed_collective() -> None:
     """The old leader may have died between its decision and the notice of it."""
     member = training()
     assert member.does(ev.CollectiveFailed(error="reset")) == ["ReportBroken"]
@@ -288,7 +287,7 @@ def test_a_new_leader_is_told_of_a_collective_that_failed() -> None:
     assert member.hears(ADMITTED) == ["ClaimBeats", "Propose", "Ready 1"]
 
 
-def test_a_generation_that_was_formed_anew_ends_the_one_before_it() -> None:
+def test_an_unplanned_generation_ends_the_one_before() -> None:
     """Processes that could report that end may all be dead."""
     member = training()
     assert member.hears(committed(3, "a", "b")) == ["generation_broken", "Break 1"]
@@ -296,7 +295,7 @@ def test_a_generation_that_was_formed_anew_ends_the_one_before_it() -> None:
     assert member.enters(above=1) == 3
 
 
-def test_a_new_leader_is_told_of_a_pause_and_for_how_long_it_has_lasted() -> None:
+def test_a_new_leader_gets_the_report_of_a_pause_with_its_length() -> None:
     member = training()
     assert member.does(ev.PauseBegun(reason="validation", limit_s=60)) == ["Pause"]
     member.does(ev.StreamEnded(error=NOBODY))
@@ -310,14 +309,14 @@ def test_a_new_leader_is_told_of_a_pause_and_for_how_long_it_has_lasted() -> Non
     assert (pause.paused, pause.elapsed_s) == (True, 12.0)
 
 
-def test_a_new_leader_is_asked_to_drain_again() -> None:
+def test_a_new_leader_gets_the_drain_request_again() -> None:
     member = training()
     assert member.does(ev.DrainWanted(reason="SIGTERM")) == ["Drain"]
     member.does(ev.StreamEnded(error=NOBODY))
     assert member.hears(ADMITTED) == ["ClaimBeats", "AskForDrain", "Propose", "Ready 1"]
 
 
-def test_the_pauses_between_attempts_to_attend_grow_and_begin_anew() -> None:
+def test_pauses_between_attempts_to_attend_grow_and_are_reset() -> None:
     member, pauses = training(), []
     for _ in range(3):
         find, opening = member.core.step(ev.StreamEnded(error=NOBODY), 0)
@@ -332,9 +331,8 @@ def test_the_pauses_between_attempts_to_attend_grow_and_begin_anew() -> None:
     assert opening.request.token.generation == 1
 
 
-def test_a_member_that_nobody_admits_says_once_that_it_waits() -> None:
-    """The line says what the member waits for, how long, and why. A mere change of leaders gives no
-    line."""
+def test_a_member_without_admission_logs_its_wait_once() -> None:
+    """The line has what it waits for, how long, and why. A mere change of leaders gives no line."""
     member = Member()
     assert member.does(ev.JoinWanted(within_s=600.0)) == ["OpenStream"]
     told_at = {}
@@ -351,7 +349,7 @@ def test_a_member_that_nobody_admits_says_once_that_it_waits() -> None:
 # --- calls ---
 
 
-def test_what_a_trainer_says_is_said_until_it_is_heard() -> None:
+def test_a_trainers_report_is_repeated_until_it_is_answered() -> None:
     member = training()
     call = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
     effects = [described(effect) for effect in member.core.step(ended(call, NOBODY), 60)]
@@ -364,9 +362,8 @@ def test_what_a_trainer_says_is_said_until_it_is_heard() -> None:
     ]
 
 
-def test_what_a_member_says_is_in_vain_once_its_membership_has_ended() -> None:
-    """A call without an answer is then given up; the notice that the member leaves is still
-    sent."""
+def test_a_report_ends_with_the_membership() -> None:
+    """A call without an answer is given up; the notice that the member leaves is still sent."""
     member = training()
     report = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
     assert not member.core.is_idle(report)
@@ -379,14 +376,14 @@ def test_what_a_member_says_is_in_vain_once_its_membership_has_ended() -> None:
 
 
 @pytest.mark.parametrize("over", [ev.SessionClosed(), ev.HeartbeatRefused(error=Fenced("lost"))])
-def test_nothing_is_said_for_ever_once_the_membership_is_over(over: ev.Event) -> None:
+def test_an_unanswered_call_ends_once_the_membership_is_over(over: ev.Event) -> None:
     member = training()
     call = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
     member.does(over)
     assert member.does(ended(call, NOBODY))[0].startswith("RaiseError ")
 
 
-def test_an_answer_that_does_not_get_through_gives_up_the_stream() -> None:
+def test_an_undelivered_answer_does_not_end_the_membership() -> None:
     member = training()
     change = ev.NoticeReceived(notice=committed(2, "a", "b", planned=True))
     call = the_call(member.core.step(change, 0))
@@ -397,8 +394,8 @@ def test_an_answer_that_does_not_get_through_gives_up_the_stream() -> None:
 EXPIRED = CertificateRefused("no TLS connection", seen="it expired")
 
 
-def test_who_was_admitted_waits_for_a_certificate_that_is_accepted() -> None:
-    """The member logs this once, tries every coordinator, and ends when its own bound is over."""
+def test_an_admitted_member_waits_for_an_accepted_certificate() -> None:
+    """It logs this once, tries every coordinator, and ends when its own bound is over."""
     member = a_member()
     effects = member.does(ev.StreamEnded(error=EXPIRED))
     assert effects == ["certificate_refused", "FindLeader CertificateRefused", "OpenStream"]
@@ -414,7 +411,7 @@ def test_who_was_admitted_waits_for_a_certificate_that_is_accepted() -> None:
     assert "for 600 s" in str(member.core.failure)
 
 
-def test_each_certificate_has_the_whole_of_the_time() -> None:
+def test_each_certificate_has_the_full_time() -> None:
     """The time counts from the first refusal after the last successful connection."""
     member = a_member()
     member.hears(ADMITTED)
@@ -426,15 +423,14 @@ def test_each_certificate_has_the_whole_of_the_time() -> None:
     assert member.core.failure is None
 
 
-def test_who_was_never_admitted_is_told_at_once_that_its_certificate_is_refused() -> None:
+def test_a_refused_certificate_fails_a_new_member_at_once() -> None:
     member = Member()
     assert member.does(ev.StreamEnded(error=EXPIRED)) == ["ReportEnding CertificateRefused"]
     assert member.core.failure is EXPIRED
 
 
-def test_what_is_refused_ends_the_membership() -> None:
-    """The generation's collectives are cut, and the launcher learns of the end whatever the script
-    does."""
+def test_a_refused_report_ends_the_membership() -> None:
+    """The generation's collectives are cut, and the launcher learns of the end."""
     member = training()
     call = the_call(member.core.step(ev.TrainerStopped(step=7, has_state=True), 0))
     assert member.does(ended(call, JobFinished("the job is over"))) == [
@@ -446,7 +442,7 @@ def test_what_is_refused_ends_the_membership() -> None:
     assert isinstance(member.begins(8), ev.RaiseError)
 
 
-def test_a_pause_that_cannot_be_told_harms_nobody() -> None:
+def test_a_failed_report_of_a_pause_has_no_effect() -> None:
     member = training()
     call = the_call(member.core.step(ev.PauseBegun(reason="validation", limit_s=60), 0))
     assert member.does(ended(call, Fenced("lost"))) == ["pause_not_told"]
@@ -456,7 +452,7 @@ def test_a_pause_that_cannot_be_told_harms_nobody() -> None:
 # --- heartbeats ---
 
 
-def test_the_launchers_heartbeats_spare_the_member_its_own() -> None:
+def test_heartbeats_of_the_launcher_replace_those_of_the_member() -> None:
     member = training()
     assert member.does(ev.HeartbeatDue(beaten=True)) == []
     beat = the_call(member.core.step(ev.HeartbeatDue(moved=3, waits=True), 0)).request
@@ -464,7 +460,7 @@ def test_the_launchers_heartbeats_spare_the_member_its_own() -> None:
     assert (beat.beats[0].moved, beat.beats[0].waits) == (3, True)
 
 
-def test_an_outage_of_heartbeats_is_one_line_in_the_log() -> None:
+def test_an_outage_of_heartbeats_is_logged_once() -> None:
     member = training()
     call = the_call(member.core.step(ev.HeartbeatDue(), 0))
     assert member.does(ended(call, NOBODY)) == ["heartbeat_failed"]
@@ -473,7 +469,7 @@ def test_an_outage_of_heartbeats_is_one_line_in_the_log() -> None:
     assert member.does(ended(call, NOBODY)) == ["heartbeat_failed"]
 
 
-def test_who_is_fenced_trains_no_more() -> None:
+def test_a_fenced_member_stops_training() -> None:
     member = training()
     effects = member.does(ev.HeartbeatRefused(error=Fenced("lost")))
     assert effects == ["ReportEnding Fenced", "Break 1", "RaiseError Fenced"]
@@ -494,7 +490,7 @@ def test_a_refusal_on_the_stream_ends_the_membership() -> None:
     assert isinstance(decision.error, ProposalConflict)
 
 
-def test_a_wait_for_a_generation_ends_with_the_reason() -> None:
+def test_a_wait_for_a_generation_ends_with_the_coordinators_reason() -> None:
     member = a_member()
     member.hears(pb.Notice(reason="2 of 3 members are there"))
     limit_s = LIMITS.join_s + ADMISSION_S
@@ -505,7 +501,7 @@ def test_a_wait_for_a_generation_ends_with_the_reason() -> None:
     assert decision.error.seen == "2 of 3 members are there"
 
 
-def test_who_stands_by_does_so_for_as_long_as_the_job_goes_on() -> None:
+def test_a_standby_member_waits_without_a_limit() -> None:
     member = a_member()
     member.hears(pb.Notice(reason="2 members are enough", standby=pb.Standby(position=0)))
     member.hears(pb.Notice(pauses=pb.Pauses(member_ids=["b"])))
@@ -517,7 +513,7 @@ def test_who_stands_by_does_so_for_as_long_as_the_job_goes_on() -> None:
     assert member.core.next_generation(0, 0, 1e6) == ev.WaitUntil(until_s=until_s)
 
 
-def test_limits_stand_still_while_somebody_is_paused() -> None:
+def test_limits_are_extended_while_a_member_is_paused() -> None:
     member = training()
     member.hears(pb.Notice(pauses=pb.Pauses(member_ids=["b"])))
     assert member.core.break_seen(1, 0, 10, 300) == ev.WaitUntil(until_s=310)
@@ -527,7 +523,7 @@ def test_limits_stand_still_while_somebody_is_paused() -> None:
     assert member.core.break_seen(1, 0, 10, 410) == ev.GenerationOver(over=False)
 
 
-def test_a_drained_member_hands_over_once_and_goes_when_the_others_run() -> None:
+def test_a_drained_member_hands_over_once_and_leaves_when_the_others_run() -> None:
     member = training()
     assert member.does(ev.DrainWanted(reason="SIGTERM")) == ["Drain"]
     member.hears(committed(2, "b", planned=True), stop_at(2, 8))
@@ -542,7 +538,7 @@ def test_a_drained_member_hands_over_once_and_goes_when_the_others_run() -> None
     assert member.does(leave) == ["UnclaimBeats", "Leave"]
 
 
-def test_the_log_says_once_that_a_member_is_to_leave() -> None:
+def test_a_drain_is_logged_once() -> None:
     """The member gets two notices: to stop at the others' step, and that they run without it."""
     member = training()
     levels = []
@@ -553,8 +549,9 @@ def test_the_log_says_once_that_a_member_is_to_leave() -> None:
     assert levels == [False, True]
 
 
-def test_a_refused_call_may_tell_a_member_that_it_has_left_before_the_notice_does() -> None:
-    """The member is not lost: its collectives are not cut, and it need not send that it leaves."""
+def test_a_refused_call_may_precede_the_notice_of_a_finished_drain() -> None:
+    """The member is not lost: its collectives are not cut, and it sends no notice that it
+    leaves."""
     member = training()
     member.does(ev.DrainWanted(reason="SIGTERM"))
     member.hears(committed(2, "b", planned=True), stop_at(2, 8))
@@ -571,9 +568,9 @@ def test_a_refused_call_may_tell_a_member_that_it_has_left_before_the_notice_doe
     assert member.core.leaving.is_acknowledged
 
 
-def test_who_trains_on_in_a_job_in_quarantine_goes_when_its_drain_is_over() -> None:
-    """Members cannot agree on anything until the job is repaired; this one repeats its request with
-    growing pauses."""
+def test_a_drained_member_of_a_quarantined_job_leaves_at_its_limit() -> None:
+    """No agreement is possible until the job is repaired; the request is repeated with growing
+    pauses."""
     member = training()
     call = the_call(member.core.step(ev.DrainWanted(reason="SIGTERM"), 0))
     quarantined = JobQuarantined("a record cannot be read")
@@ -590,7 +587,7 @@ def test_who_trains_on_in_a_job_in_quarantine_goes_when_its_drain_is_over() -> N
     assert isinstance(member.core.failure, MemberDrained)
 
 
-def test_who_finds_nobody_to_agree_with_on_its_drain_goes() -> None:
+def test_a_drained_member_without_a_coordinator_leaves() -> None:
     member = training()
     call = the_call(member.core.step(ev.DrainWanted(reason="SIGTERM"), 0))
     again = the_call(member.core.step(ended(call, NOBODY), 19))
@@ -600,7 +597,7 @@ def test_who_finds_nobody_to_agree_with_on_its_drain_goes() -> None:
     ]
 
 
-def test_who_leaves_tells_its_launcher_only_what_it_did_not_know() -> None:
+def test_the_end_of_a_leaving_member_is_reported_to_its_launcher_once() -> None:
     member = training()
     leave = ev.LeaveWanted(completed=False, reason="an error", timeout_s=3)
     call = the_call(member.core.step(leave, 0))

@@ -1,4 +1,4 @@
-"""Rosters that notices leave out, over real gRPC: members find them by their digests."""
+"""Rosters that notices omit, over real gRPC: members fetch them by their digests."""
 
 import asyncio
 import threading
@@ -58,7 +58,7 @@ async def test_the_members_of_a_host_fetch_a_roster_once(
     assert len(fetched) == 1
 
 
-async def test_a_newcomer_fetches_the_roster_that_the_others_fetch(fetched: list[str]) -> None:
+async def test_a_joiner_fetches_the_same_roster_as_the_other_members(fetched: list[str]) -> None:
     async with served(MemoryStore()) as world:
         await train(world, "a", "b", "c")
         newcomer = await world.joined("d", desired=3)
@@ -85,7 +85,7 @@ def nobody(digest: str, timeout_s: float) -> bytes:
     raise AssertionError("it was shown before")
 
 
-def test_a_roster_that_was_shown_is_put_in() -> None:
+def test_a_known_roster_is_inserted_into_the_notice() -> None:
     """The roster is kept while others are shown: an attempt may fail."""
     known = Rosters(nobody)
     for generation in range(1, KEPT_ROSTERS + 1):
@@ -101,7 +101,7 @@ def test_an_aborted_attempt_needs_no_roster() -> None:
     assert Rosters(nobody).complete(notice, 1.0) == notice
 
 
-def test_a_roster_that_is_over_sends_the_member_to_attend_again() -> None:
+def test_a_member_attends_again_if_its_roster_is_no_longer_served() -> None:
     def over(digest: str, timeout_s: float) -> bytes:
         raise UnknownGeneration("no such roster")
 
@@ -110,7 +110,7 @@ def test_a_roster_that_is_over_sends_the_member_to_attend_again() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", pack(roster(2))], ids=["nothing", "another"])
-def test_another_answer_than_the_roster_is_refused(answer: bytes, tmp_path: Path) -> None:
+def test_an_answer_other_than_the_roster_is_refused(answer: bytes, tmp_path: Path) -> None:
     shared = HostFiles(tmp_path, threading.Event(), 1.0)
     for known in (Rosters(lambda *_: answer), Rosters(lambda *_: answer, shared)):
         with pytest.raises(InternalError, match="another digest than the requested one"):

@@ -1,4 +1,4 @@
-"""The end of a membership ends its threads."""
+"""Threads of a membership end with it."""
 
 import asyncio
 import threading
@@ -31,8 +31,8 @@ class ClosedMeanwhile(Coordinators):
         return super().channel()
 
 
-async def test_a_membership_that_is_closed_while_it_connects_holds_up_nobody() -> None:
-    """The stream opened then does not stay open at a coordinator that has nothing to send on it."""
+async def test_a_membership_closed_while_it_connects_leaves_no_open_stream() -> None:
+    """The coordinator would have nothing to send on it."""
     async with served(MemoryStore()) as world:
         membership = MemberSession(world.client("a")._member)
         coordinators = ClosedMeanwhile([world.address])

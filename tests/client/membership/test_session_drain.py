@@ -19,7 +19,7 @@ WITHIN_S = 60.0
 
 
 class Lockstep:
-    """Trains members step by step and all at once, as a collective makes them do."""
+    """Members that train step by step together, as collectives make them do."""
 
     def __init__(self, *members: MemberSession) -> None:
         self.members = members
@@ -51,7 +51,7 @@ def names(record: pb.GenerationRecord) -> list[str]:
     return [entry.member_id for entry in record.roster.entries]
 
 
-async def test_a_drained_member_leaves_at_the_step_at_which_the_others_go_on_without_it() -> None:
+async def test_a_drained_member_leaves_before_the_others_next_step() -> None:
     """The change is planned: members see no break, and all stop before the same step."""
     async with served(MemoryStore()) as world:
         a, b, c = await world.training("a", "b", "c")
@@ -70,9 +70,8 @@ async def test_a_drained_member_leaves_at_the_step_at_which_the_others_go_on_wit
         assert a.begin_step(100) is None
 
 
-async def test_a_member_without_whom_nobody_can_train_leaves_at_once() -> None:
-    """The last member of a job takes the state with it: the next one gets StateLost instead of
-    starting over."""
+async def test_the_last_member_leaves_at_once_when_drained() -> None:
+    """It takes the state with it: the next member gets StateLost instead of starting over."""
     async with served(MemoryStore()) as world:
         (a,) = await world.training("a")
         a.drain("spot notice")
@@ -87,8 +86,8 @@ async def test_a_member_without_whom_nobody_can_train_leaves_at_once() -> None:
             await entered(b, 1)
 
 
-async def test_a_member_that_trains_nowhere_yet_leaves_at_once() -> None:
-    """The member waits for others that may never come; the drain ends this wait."""
+async def test_a_waiting_member_leaves_at_once_when_drained() -> None:
+    """It waits for other members that may never come; the drain ends this wait."""
     async with served(MemoryStore()) as world:
         a = await world.joined("a", desired=2)
         waiting = asyncio.ensure_future(asyncio.to_thread(a.await_generation, 0, WITHIN_S))
@@ -97,7 +96,7 @@ async def test_a_member_that_trains_nowhere_yet_leaves_at_once() -> None:
             await waiting
 
 
-async def test_a_change_that_fails_behind_the_boundary_lets_the_drained_member_go() -> None:
+async def test_a_change_that_fails_after_the_boundary_releases_the_drained_member() -> None:
     """The old generation is over by then: the member reports its step like the others, and may
     leave."""
     async with served(MemoryStore()) as world:
@@ -136,8 +135,8 @@ def _stand(member: MemberSession) -> pb.GenerationRecord | None:
     return member.begin_step(0)
 
 
-async def test_a_new_leader_is_told_of_the_drain() -> None:
-    """The leader that got the drain went away before there was a member to hand over to."""
+async def test_a_new_leader_gets_the_drain_request() -> None:
+    """The leader that got it went away before another member could take over."""
     store = MemoryStore()
     async with served(store) as first:
         (a,) = await first.training("a")
@@ -172,7 +171,7 @@ def _hears_of_drain(member: MemberSession) -> bool:
 
 
 async def test_without_a_coordinator_a_drained_member_leaves_after_a_bound() -> None:
-    """Members cannot agree on anything without a coordinator, and the host may be about to go."""
+    """Members cannot agree without a coordinator, and the host may be about to go."""
     limits = Limits(heartbeat_s=0.05, join_s=4)
     async with served(MemoryStore(), limits) as world:
         (a,) = await _training_alone(world)

@@ -1,4 +1,4 @@
-"""Endings of memberships, as they appear on the launcher's board."""
+"""Ends of memberships, as the launcher's board shows them."""
 
 import asyncio
 import os
@@ -53,7 +53,7 @@ async def until_failed(membership: MemberSession) -> None:
     assert await asyncio.to_thread(membership.wait_over, 0, WITHIN_S)
 
 
-async def test_who_was_declared_lost_is_fenced(slot: BeatSlot) -> None:
+async def test_a_lost_member_is_fenced(slot: BeatSlot) -> None:
     """The member's own heartbeat finds the loss, whatever its script does then. A new incarnation
     in the same process starts over."""
     async with served(MemoryStore(), QUICK) as world:
@@ -67,7 +67,7 @@ async def test_who_was_declared_lost_is_fenced(slot: BeatSlot) -> None:
         assert slot.ending is MembershipEnding.UNKNOWN
 
 
-async def test_who_learns_of_its_loss_as_it_leaves_is_fenced(slot: BeatSlot) -> None:
+async def test_a_member_that_learns_of_its_loss_while_leaving_is_fenced(slot: BeatSlot) -> None:
     """The script's error came from elsewhere, for example from a server or a peer."""
     async with served(MemoryStore(), SLOW) as world:
         member = world.client("a", beat_slot=slot)
@@ -77,8 +77,8 @@ async def test_who_learns_of_its_loss_as_it_leaves_is_fenced(slot: BeatSlot) -> 
         assert slot.ending is MembershipEnding.FENCED
 
 
-async def test_who_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> None:
-    """A heartbeat that was in progress when the member left does not fence it either."""
+async def test_a_member_that_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> None:
+    """Nor does a heartbeat in progress fence it."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
         await asyncio.to_thread(member.join)
@@ -89,7 +89,7 @@ async def test_who_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> None:
         assert slot.ending is MembershipEnding.UNKNOWN
 
 
-async def test_who_was_replaced_is_not_to_come_back(slot: BeatSlot) -> None:
+async def test_the_end_of_a_replaced_member_is_final(slot: BeatSlot) -> None:
     """Two processes with one name would replace each other again and again."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
@@ -110,7 +110,7 @@ async def test_who_was_replaced_is_not_to_come_back(slot: BeatSlot) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, ShoalError) else value.name,
 )
-async def test_what_the_trainer_ends_with(
+async def test_each_error_of_the_trainer_has_its_ending(
     slot: BeatSlot, error: ShoalError, ending: MembershipEnding
 ) -> None:
     """The launcher learns if the next process would end with the same error, and if it would
@@ -122,7 +122,7 @@ async def test_what_the_trainer_ends_with(
         assert slot.ending is ending
 
 
-async def test_who_joins_the_job_again_that_it_has_finished(
+async def test_joining_a_finished_job_again_is_an_error_of_the_script(
     slot: BeatSlot, other_slot: BeatSlot
 ) -> None:
     """A second session of a script is a fault of the script. Another member merely came too
@@ -141,9 +141,8 @@ async def test_who_joins_the_job_again_that_it_has_finished(
         assert other_slot.ending is MembershipEnding.FINISHED
 
 
-async def test_who_comes_behind_one_of_its_scripts_jobs_has_failed(slot: BeatSlot) -> None:
-    """The member was started again, and its script begins with a job that the others have finished:
-    it would never reach the jobs after it."""
+async def test_a_restarted_script_whose_first_job_is_finished_fails(slot: BeatSlot) -> None:
+    """The others have finished that job, so the script would never reach the jobs after it."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", desired=1)
         await asyncio.to_thread(member.join)
@@ -158,7 +157,7 @@ async def test_who_comes_behind_one_of_its_scripts_jobs_has_failed(slot: BeatSlo
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_who_fails_where_it_judges_is_told_so_at_once(slot: BeatSlot) -> None:
+async def test_a_validator_that_raises_fails_its_member_at_once(slot: BeatSlot) -> None:
     """A validator may call a storage or a network, and raise any exception."""
 
     def judge(prepare: Prepare) -> Sequence[Rejection]:

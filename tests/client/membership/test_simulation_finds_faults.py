@@ -1,4 +1,4 @@
-"""The simulation steps the production member core, and finds a fault that is planted in it."""
+"""The simulation runs the production member core, and finds faults planted in it."""
 
 from collections.abc import Callable, Sequence
 
@@ -70,7 +70,7 @@ def a_break_of_an_older_generation_is_ignored(patch: Patch) -> None:
 
 
 def time_runs_while_nobody_leads(patch: Patch) -> None:
-    """Members exceed limits for messages that no coordinator could send them."""
+    """Members' limits for messages from a coordinator include the time without one."""
 
     def give_up_s(clock: HeldClock, since_s: float, limit_s: float, now_s: float) -> float:
         return max(since_s, clock.paused_until_s(now_s)) + limit_s
@@ -79,8 +79,7 @@ def time_runs_while_nobody_leads(patch: Patch) -> None:
 
 
 def a_call_outlasts_the_stream_that_gave_rise_to_it(patch: Patch) -> None:
-    """A call lasts for longer than members wait for others: the missing leader is not noticed
-    meanwhile."""
+    """A call lasts longer than members wait for others."""
 
     def with_stream(core: MemberCore, request: ev.Request, now_s: float) -> ev.CallLeader:
         return core._calls.new(request, ev.Persistence.WITH_STREAM, core.limits.join_s, now_s)

@@ -1,5 +1,4 @@
-"""A client's view of parameters on two servers: complete, updated exactly once, with clear
-errors."""
+"""A client's view of parameters on two servers: complete, updated once, with clear errors."""
 
 import threading
 from array import array
@@ -67,9 +66,8 @@ def trained(servers: ParameterServers, member_id: str = "w0") -> ParameterClient
     return client
 
 
-def test_create_push_pull(servers: ParameterServers) -> None:
-    """A push returns the updated values to its sender, and others see them in a pull; both servers
-    hold a part."""
+def test_pushed_values_are_returned_and_pulled_by_others(servers: ParameterServers) -> None:
+    """Both servers hold a part of the parameters."""
     client = trained(servers)
     shard_map = client.fetch_map()
     assert {shard.server_id for shard in shard_map.shards} == {"ps-0", "ps-1"}
@@ -88,7 +86,6 @@ def test_create_push_pull(servers: ParameterServers) -> None:
 
 
 def test_creating_twice_keeps_the_first_values(servers: ParameterServers) -> None:
-    """Members may create at any time; the first values count."""
     client = trained(servers)
     assert client.create(SGD, filled(5.0)) == 0
     values = filled(9.0)
@@ -101,7 +98,7 @@ def test_creating_twice_keeps_the_first_values(servers: ParameterServers) -> Non
 
 
 def test_gradients_may_be_partial(servers: ParameterServers) -> None:
-    """A parameter without a gradient does not change; the others do."""
+    """A parameter without a gradient does not change; others do."""
     client = trained(servers)
     values = filled(9.0)
     gradients = filled(-1.0)
@@ -128,8 +125,7 @@ def test_staleness_counts_the_pushes_of_others(servers: ParameterServers) -> Non
     second.close()
 
 
-def test_many_members_lose_nothing(servers: ParameterServers) -> None:
-    """Members push at the same time, and each push counts once."""
+def test_concurrent_pushes_each_count_once(servers: ParameterServers) -> None:
     clients = [trained(servers, f"w{i}") for i in range(4)]
     failures: list[BaseException] = []
 
@@ -155,8 +151,8 @@ def test_many_members_lose_nothing(servers: ParameterServers) -> None:
         client.close()
 
 
-def test_waiting_for_values(servers: ParameterServers) -> None:
-    """A member that comes before the values exist waits for them, or gets an error in time."""
+def test_a_pull_waits_for_the_first_values(servers: ParameterServers) -> None:
+    """If none come in time, it raises an error."""
     early = connect(servers, servers.admit("w1"))
     early.place(SCHEMA)
     with pytest.raises(ShardNotReady):
@@ -188,7 +184,7 @@ def test_another_model_is_refused_by_name(servers: ParameterServers) -> None:
 
 
 def test_wrong_buffers_are_refused_before_anything_is_sent(servers: ParameterServers) -> None:
-    """The caller's faults are unknown names, other lengths and read-only buffers."""
+    """The errors are unknown names, other lengths and read-only buffers."""
     client = trained(servers)
     with pytest.raises(ShapeMismatch, match="no parameter extra"):
         client.push({"extra": memoryview(bytes(4))})
@@ -203,10 +199,8 @@ def test_wrong_buffers_are_refused_before_anything_is_sent(servers: ParameterSer
         connect(servers, servers.admit("w1")).pull({})
 
 
-def test_a_gradient_that_is_not_finite_is_refused_with_its_name(
-    servers: ParameterServers,
-) -> None:
-    """The sender of a NaN learns which parameter has it; other members continue."""
+def test_a_gradient_that_is_not_finite_is_refused_with_its_name(servers: ParameterServers) -> None:
+    """Other members continue."""
     client, other = trained(servers), trained(servers, "w1")
     gradients = filled(-1.0)
     gradients["bias"] = memoryview(array("f", [0.0] * 69 + [float("nan")])).cast("B")
@@ -238,7 +232,7 @@ def test_a_fenced_member_changes_nothing(servers: ParameterServers) -> None:
 
 
 def test_without_servers_placing_fails() -> None:
-    """The error says that there is no parameter server, and how to start one."""
+    """The error says that no parameter server runs, and how to start one."""
     with ParameterServers(0) as servers:
         client = connect(servers, servers.admit("w0"))
         with pytest.raises(NoServers, match="shoal ps"):
@@ -246,8 +240,8 @@ def test_without_servers_placing_fails() -> None:
         client.close()
 
 
-def test_a_server_that_is_gone_is_named() -> None:
-    """The error names the address of the only server, which does not come back in time."""
+def test_a_lost_server_is_named() -> None:
+    """The error has the address of the only server, which does not come back in time."""
     with ParameterServers(1) as servers:
         client = connect(servers, servers.admit("w0"), timeout_s=1.0)
         client.place(SCHEMA)
@@ -259,8 +253,7 @@ def test_a_server_that_is_gone_is_named() -> None:
         client.close()
 
 
-def test_training_goes_on_without_a_coordinator(servers: ParameterServers) -> None:
-    """Pushes need only the parameter servers."""
+def test_pushes_continue_without_a_coordinator(servers: ParameterServers) -> None:
     client = trained(servers)
     values = filled(9.0)
     servers.run(servers.coordinator_server.stop(None))
@@ -269,8 +262,7 @@ def test_training_goes_on_without_a_coordinator(servers: ParameterServers) -> No
     client.close()
 
 
-def test_closing_ends_a_call_under_way(servers: ParameterServers) -> None:
-    """A thread that waits in the client ends when another one closes it."""
+def test_closing_ends_a_call_in_progress(servers: ParameterServers) -> None:
     client = connect(servers, servers.admit("w0"), timeout_s=60.0)
     client.place(SCHEMA)
     failures: list[BaseException] = []
@@ -296,9 +288,8 @@ def test_closing_ends_a_call_under_way(servers: ParameterServers) -> None:
 def test_shards_of_an_earlier_run_are_not_those_of_the_next(
     servers: ParameterServers, missed: bool
 ) -> None:
-    """A job starts over under its name: its servers drop its old shards. A server that did not see
-    the old record being deleted does so, too, as after a pause in which etcd compacted its
-    history."""
+    """A job starts over under its name: its servers drop its old shards, even a server that did not
+    see the old record's deletion, as after a pause in which etcd compacted its history."""
     trained(servers)
     job = "job"
     before = servers.run(records.read(servers.store, job))

@@ -102,7 +102,7 @@ def behind(
     transport: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Start the only server, which that transport reaches only through the proxy."""
+    """Start the only server, reached by one transport only through the proxy."""
     port = servers.run(proxy.start())
     if transport == "grpc":
         proxy.target_port = servers.add("ps-0", advertise=f"127.0.0.1:{port}").port
@@ -124,7 +124,7 @@ def behind(
 def test_each_push_counts_once_over_broken_connections(
     seed: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The values are those of all pushes applied once, in order, whichever connection broke."""
+    """The values are those of all pushes applied once, in order."""
     with ParameterServers(0) as servers:
         proxy = BreakingProxy(random.Random(seed))
         behind(proxy, servers, transport, monkeypatch)
@@ -158,7 +158,6 @@ def test_each_push_counts_once_over_broken_connections(
 def test_each_push_of_rows_counts_once_over_broken_connections(
     seed: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a table are looked up and pushed, shard by shard, over connections that break."""
     with ParameterServers(0) as servers:
         proxy = BreakingProxy(random.Random(seed))
         behind(proxy, servers, transport, monkeypatch)

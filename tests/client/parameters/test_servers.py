@@ -1,4 +1,4 @@
-"""Calls to the servers of a job's shards, and the servers to which refusals and hints lead them."""
+"""Calls to the servers of a job's shards, and the effect of refusals and hints on them."""
 
 import os
 import threading
@@ -40,9 +40,7 @@ def moved_to(address: str, shard: Shard) -> WrongEpoch:
     return WrongEpoch("it is led elsewhere", details=routes.as_details([route]))
 
 
-def test_a_refusal_that_names_another_server_is_followed_before_others_have_answered(
-    servers: ShardServers[str],
-) -> None:
+def test_a_redirection_is_followed_before_others_have_answered(servers: ShardServers[str]) -> None:
     found, at_c = shard_map(A, B), threading.Event()
 
     def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
@@ -59,9 +57,7 @@ def test_a_refusal_that_names_another_server_is_followed_before_others_have_answ
     assert [shard.epoch for shard in found.shards] == [2, 1]
 
 
-def test_a_server_that_is_being_called_is_called_once_more_only_behind_that(
-    servers: ShardServers[str],
-) -> None:
+def test_calls_to_one_server_are_made_one_after_the_other(servers: ShardServers[str]) -> None:
     """A connection serves one thread at a time."""
     found, refused, calls = shard_map(A, B), threading.Event(), threading.Semaphore()
 
@@ -77,7 +73,7 @@ def test_a_server_that_is_being_called_is_called_once_more_only_behind_that(
     assert servers.run(lambda: found, lambda: None, attempt, 0.0) == 1
 
 
-def test_a_server_that_does_not_answer_is_named_with_what_it_leads_and_what_to_do() -> None:
+def test_a_silent_server_is_named_with_its_shards_and_a_remedy() -> None:
     """The server counts as alive for minutes: its address alone does not say what is missing."""
 
     def stub_of(address: str, channel: grpc.Channel) -> ParametersStub:
@@ -101,7 +97,7 @@ def test_a_server_that_does_not_answer_is_named_with_what_it_leads_and_what_to_d
     assert "`shoal status`" in silent.value.fix
 
 
-def test_servers_that_send_on_to_each_other_are_not_followed_for_ever() -> None:
+def test_a_cycle_of_redirections_ends() -> None:
     servers = ShardServers[str](lambda address, channel: address, 0.3)
     found = shard_map(A)
 
@@ -113,9 +109,7 @@ def test_servers_that_send_on_to_each_other_are_not_followed_for_ever() -> None:
     servers.close()
 
 
-def test_who_is_to_be_called_before_long_is_connected_to_in_the_background(
-    servers: ShardServers[str],
-) -> None:
+def test_a_connection_can_be_opened_ahead_in_the_background(servers: ShardServers[str]) -> None:
     """A call that comes meanwhile waits for the connection, and uses it."""
     begun, go_on, order = threading.Event(), threading.Event(), list[str]()
 
@@ -137,9 +131,7 @@ def test_who_is_to_be_called_before_long_is_connected_to_in_the_background(
     assert order == [f"connected to {C}", f"called {C}"]
 
 
-def test_who_cannot_be_connected_to_ahead_is_called_all_the_same(
-    servers: ShardServers[str],
-) -> None:
+def test_a_failed_connection_ahead_does_not_prevent_a_call(servers: ShardServers[str]) -> None:
     def connect(stub: str) -> None:
         raise Unavailable("nobody listens there yet")
 
@@ -151,11 +143,8 @@ def test_who_cannot_be_connected_to_ahead_is_called_all_the_same(
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 30.0])
-def test_servers_that_are_gone_are_waited_for_before_their_shards_are_called_lost(
-    wait_s: float,
-) -> None:
-    """The wait counts from the call's begin, and includes the minutes until the loss is
-    declared."""
+def test_lost_servers_are_awaited_before_the_shards_are_reported_lost(wait_s: float) -> None:
+    """The wait counts from the call's start, and includes the time until the loss is declared."""
     servers = ShardServers[str](lambda address, channel: address, 0.2)
     servers.lost_wait_s = wait_s
     found, begun_s = shard_map(A), time.monotonic()
@@ -175,11 +164,8 @@ def test_servers_that_are_gone_are_waited_for_before_their_shards_are_called_los
     servers.close()
 
 
-def test_a_forked_process_is_refused_and_leaves_its_parent_the_connections(
-    servers: ShardServers[str],
-) -> None:
-    """The two processes would read each other's answers, and use the same sequence numbers for
-    their pushes."""
+def test_a_forked_process_may_not_use_its_parents_connections(servers: ShardServers[str]) -> None:
+    """The two would read each other's answers, and use the same sequence numbers."""
 
     def attempt(stub: str, shards: Sequence[Shard], timeout_s: float, todo: set[int]) -> None:
         todo.difference_update(shard.shard_id for shard in shards)

@@ -1,5 +1,4 @@
-"""A client's view of tables on two servers: rows by id, updated exactly once, also across a
-failover."""
+"""A client's view of tables on two servers: rows by id, updated once, even across a failover."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -128,8 +127,7 @@ by_every_way = pytest.mark.parametrize("transport", WAYS)
 
 @by_every_way
 def test_rows_are_looked_up_and_trained(servers: ParameterServers, transport: str) -> None:
-    """A row has its initial values until it is pushed; others see the push; both servers hold a
-    part."""
+    """A row has its initial values until a push; others see the push; both servers hold a part."""
     member = Member(servers, servers.admit("w0"), table(), transport=transport)
     other = Member(servers, servers.admit("w1"), table())
     assert {shard.server_id for shard in member.map.shards} == {"ps-0", "ps-1"}
@@ -150,8 +148,8 @@ def test_rows_are_looked_up_and_trained(servers: ParameterServers, transport: st
 
 @pytest.mark.sampled()
 @by_every_way
-def test_many_rows_travel_in_many_messages(servers: ParameterServers, transport: str) -> None:
-    """Lookups and pushes have no bound on their rows, though a message has one."""
+def test_many_rows_are_sent_in_several_messages(servers: ParameterServers, transport: str) -> None:
+    """A message has a bound; look-ups and pushes have none."""
     member = Member(servers, servers.admit("w0"), table(dim=1024), transport=transport)
     before, after = [1.0] * 1024, [0.5] * 1024
     ids = range(3000)
@@ -168,7 +166,7 @@ def test_many_rows_travel_in_many_messages(servers: ParameterServers, transport:
 
 
 @by_every_way
-def test_a_server_that_dies_takes_no_row_with_it(servers: ParameterServers, transport: str) -> None:
+def test_a_killed_server_loses_no_row(servers: ParameterServers, transport: str) -> None:
     """Rows pushed earlier exist after the failover, and further pushes each count once."""
     member = Member(servers, servers.admit("w0"), table(), transport=transport)
     ids = list(range(100))
@@ -182,8 +180,8 @@ def test_a_server_that_dies_takes_no_row_with_it(servers: ParameterServers, tran
     member.close()
 
 
-def test_rows_that_were_lost_are_not_begun_anew_in_silence() -> None:
-    """The only server comes back without its rows: this is an error, and no row starts over."""
+def test_lost_rows_are_an_error() -> None:
+    """The only server comes back without its rows, and no row starts over."""
     with ParameterServers(1) as servers:
         member = Member(servers, servers.admit("w0"), table(), timeout_s=8.0)
         member.look_up([1])
@@ -200,8 +198,7 @@ def test_rows_that_were_lost_are_not_begun_anew_in_silence() -> None:
 def test_rows_are_durable_only_on_servers_with_a_journal(
     servers: ParameterServers, tmp_path: Path
 ) -> None:
-    """A push to a server without a journal is refused and changes nothing; one to a server with a
-    journal is answered."""
+    """A push for durable rows is refused by a server without a journal, and changes nothing."""
     member = Member(servers, servers.admit("w0"), table(), level=DURABLE)
     member.look_up([1])
     with pytest.raises(InvalidSpec, match="--journal"):
@@ -216,8 +213,8 @@ def test_rows_are_durable_only_on_servers_with_a_journal(
         member.close()
 
 
-def test_several_tables_side_by_side(servers: ParameterServers) -> None:
-    """An id is another row in another table; one push may change both tables."""
+def test_an_id_is_a_different_row_in_each_table(servers: ParameterServers) -> None:
+    """One push may change both tables."""
     member = Member(servers, servers.admit("w0"), table(), table("items"))
     member.look_up([1, 2])
     member.push(-1.0)
@@ -228,9 +225,8 @@ def test_several_tables_side_by_side(servers: ParameterServers) -> None:
 
 
 @by_every_way
-def test_wrong_pushes_change_nothing(servers: ParameterServers, transport: str) -> None:
-    """NaN, rows of other shards and wrong lengths each give an error that names the fault, and
-    leave the row unchanged."""
+def test_wrong_pushes_change_no_row(servers: ParameterServers, transport: str) -> None:
+    """NaN, rows of other shards and wrong lengths each give an error that names the fault."""
     member = Member(servers, servers.admit("w0"), table(), transport=transport)
     member.look_up([7])
     with pytest.raises(NonFiniteGradient) as refused:
@@ -257,7 +253,6 @@ def test_wrong_pushes_change_nothing(servers: ParameterServers, transport: str) 
 def test_a_fenced_member_neither_reads_nor_writes(
     servers: ParameterServers, transport: str
 ) -> None:
-    """Calls of a member that was declared lost are refused."""
     member = Member(servers, servers.admit("w0"), table(), transport=transport)
     member.look_up([1])
     servers.expel("w0")
@@ -284,9 +279,8 @@ REFUSED: list[tuple[dict[str, object], type[Exception], str]] = [
 ]
 
 
-def test_tables_that_cannot_be_are_refused(servers: ParameterServers) -> None:
-    """Tables are checked before anything is placed; the error has the setting and its valid
-    values."""
+def test_invalid_tables_are_refused(servers: ParameterServers) -> None:
+    """They are checked before a shard is placed; the error has the setting and its valid values."""
     token = servers.admit("w0")
     client = ParameterClient([servers.coordinator], lambda: token)
     for changes, error, message in REFUSED:
@@ -300,7 +294,6 @@ def test_tables_that_cannot_be_are_refused(servers: ParameterServers) -> None:
 
 
 def test_another_table_than_the_jobs_is_refused_by_name(servers: ParameterServers) -> None:
-    """Members of a job have the same tables."""
     member = Member(servers, servers.admit("w0"), table())
     with pytest.raises(ProposalConflict, match="tables differ from those of job job") as refused:
         Member(servers, servers.admit("w1"), table(dim=5))

@@ -1,4 +1,4 @@
-"""Bytes of parameters go into their shards' pieces and back to where they were."""
+"""Parameters' bytes are gathered into pieces of their shards, and scattered back."""
 
 import random
 from collections.abc import Mapping
@@ -43,8 +43,8 @@ def gathered(source: Mapping[str, memoryview]) -> list[Piece]:
     return [piece(at, b"".join(parts)) for at, parts in ShardBlocks(SHARD).gather(source)]
 
 
-def test_what_is_gathered_is_scattered_to_the_same_places() -> None:
-    """The shard's blocks are restored, in any order of the pieces, and nothing else changes."""
+def test_gathered_bytes_are_scattered_to_the_same_places() -> None:
+    """The blocks are restored, in any order of the pieces, and no other byte changes."""
     source, into = buffers(), buffers(9)
     blocks = ShardBlocks(SHARD)
     assert blocks.num_bytes == NUM_BYTES
@@ -60,8 +60,7 @@ def test_what_is_gathered_is_scattered_to_the_same_places() -> None:
     assert set(into["a"][:256]) == set(into["a"][last:]) == {9}
 
 
-def test_absent_parameters_leave_holes() -> None:
-    """A piece never spans a block without a buffer."""
+def test_no_piece_spans_an_absent_parameter() -> None:
     source = buffers()
     del source["a"]
     pieces = gathered(source)

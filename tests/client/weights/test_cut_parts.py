@@ -16,7 +16,7 @@ def test_the_slices_of_a_run_are_its_elements_in_order(shape: tuple[int, ...]) -
         for stop in range(start + 1, count + 1):
             at = start
             for offsets, sizes, first in boxes(shape, start, stop - start):
-                assert first == at, "each slice goes on where the one before ended"
+                assert first == at, "a slice does not begin at the end of the one before"
                 elements = sorted(flat(shape, offsets, sizes))
                 assert elements == list(range(at, at + prod(sizes)))
                 at += len(elements)
@@ -47,7 +47,7 @@ def test_a_tied_parameter_has_the_same_bytes_under_each_name() -> None:
     assert places == {(1, 0, (4,))} and len(part.layout.slices) == 2
 
 
-def test_a_tensor_of_a_publisher_cannot_pass_for_rows() -> None:
+def test_a_publishers_tensor_may_not_have_a_name_of_rows() -> None:
     layout = pb.Layout(tensors=[pb.TensorSpec(name="shoal.tables/users/00000/ids")])
     with pytest.raises(InvalidSpec, match="reserved for embedding tables"):
         check_names(layout)

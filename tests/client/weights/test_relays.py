@@ -47,7 +47,7 @@ def fetched(relay: Relay, digest: bytes, *, may_be_local: bool, series: str = SE
 
 
 @pytest.mark.parametrize("may_be_local", WAYS.values(), ids=WAYS.keys())
-def test_a_relay_passes_on_what_it_has(relay: Relay, may_be_local: bool) -> None:
+def test_a_relay_passes_on_its_segments(relay: Relay, may_be_local: bool) -> None:
     """Relay and child on one host share the memory."""
     segment = sealed(os.urandom(2 * CHUNK_BYTES + 3))
     with relay.version([segment.digest]):
@@ -63,7 +63,7 @@ def arrive(staged: StagedSegment, data: bytes, index: int) -> None:
     staged.verify(index, buffer)
 
 
-def test_chunks_go_on_as_soon_as_they_have_arrived(relay: Relay) -> None:
+def test_chunks_are_passed_on_as_soon_as_they_arrive(relay: Relay) -> None:
     data = os.urandom(2 * CHUNK_BYTES + 3)
     digests = chunk_digests(data)
     digest = sealed(data).digest
@@ -89,7 +89,7 @@ def test_chunks_go_on_as_soon_as_they_have_arrived(relay: Relay) -> None:
         assert segment.view() == data
 
 
-def test_what_a_relay_gives_up_is_not_waited_for(relay: Relay) -> None:
+def test_a_segment_given_up_by_a_relay_is_not_awaited(relay: Relay) -> None:
     data = os.urandom(CHUNK_BYTES + 3)
     digest = sealed(data).digest
     with (
@@ -109,8 +109,7 @@ def test_what_a_relay_gives_up_is_not_waited_for(relay: Relay) -> None:
 
 
 def test_a_relay_holds_one_version(relay: Relay) -> None:
-    """A relay holds one version besides the one that it fetches; after a failure it keeps the
-    earlier one."""
+    """It holds the version being fetched as well; after a failure it keeps the earlier one."""
     old, shared, new = (sealed(os.urandom(100)) for _ in range(3))
     with relay.version([]):
         relay.add(old)
@@ -130,9 +129,8 @@ def test_a_relay_holds_one_version(relay: Relay) -> None:
 
 
 @pytest.mark.long
-def test_a_connection_to_a_relay_outlasts_its_pings(relay: Relay) -> None:
-    """A channel pings every two seconds. A gRPC server with its defaults counts these as too many,
-    and closes the connection after a few."""
+def test_pings_do_not_close_a_connection_to_a_relay(relay: Relay) -> None:
+    """With its defaults, a gRPC server closes a connection that pings every two seconds."""
     has_been_ready, has_left = threading.Event(), threading.Event()
 
     def note(state: grpc.ChannelConnectivity) -> None:
@@ -156,7 +154,7 @@ def test_another_series_is_refused(relay: Relay) -> None:
 
 
 @pytest.mark.parametrize("may_be_local", WAYS.values(), ids=WAYS.keys())
-def test_a_relay_is_not_taken_at_its_word(relay: Relay, may_be_local: bool) -> None:
+def test_bytes_from_a_relay_are_verified(relay: Relay, may_be_local: bool) -> None:
     """The relay's bytes do not match the digests that it gives."""
     segment = sealed(b"what was published")
     writer = SegmentWriter(segment.num_bytes)
@@ -221,7 +219,7 @@ def test_servers_send_a_version_once_to_all_relays(
 
 
 @pytest.mark.long
-def test_a_relay_beside_a_server_passes_nothing_on(
+def test_a_relay_on_a_servers_host_passes_no_segment_on(
     cluster: ParameterCluster, script: Script
 ) -> None:
     """The relay's memory is the server's, and the server must stay free to drop it."""
@@ -236,7 +234,7 @@ def test_a_relay_beside_a_server_passes_nothing_on(
 
 
 @pytest.mark.long
-def test_slices_are_refused_by_name(cluster: ParameterCluster, script: Script) -> None:
+def test_slices_from_relays_are_refused(cluster: ParameterCluster, script: Script) -> None:
     script.publish(os.urandom(2 * CHUNK_BYTES), b"bytes")
     with (
         closing(relaying(cluster, "slices")) as reader,
@@ -247,7 +245,7 @@ def test_slices_are_refused_by_name(cluster: ParameterCluster, script: Script) -
 
 @pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-def test_a_relay_that_dies_costs_a_retry(
+def test_a_failed_relay_costs_a_retry(
     cluster: ParameterCluster, script: Script, sent: signal.Signals
 ) -> None:
     """Chunks that the relay sent are kept; the rest comes from a server."""

@@ -1,4 +1,4 @@
-"""Versions of a series, published and read while real parts are killed and started again."""
+"""Versions of a series, published and read while real parts are killed and restarted."""
 
 import os
 import threading
@@ -150,7 +150,7 @@ def test_readers_get_each_version_as_it_was_published(script: Script, reader: Se
 
 
 @pytest.mark.long
-def test_a_reader_that_waits_longer_than_it_may_is_told(reader: SeriesReader) -> None:
+def test_a_readers_wait_ends_at_its_limit(reader: SeriesReader) -> None:
     with pytest.raises(DeadlineExceeded, match="no newer version"):
         reader.wait(newer_than=0, timeout_s=0.5)
 
@@ -194,10 +194,10 @@ def test_a_version_without_a_lease_is_gone_and_one_with_a_lease_is_not(
 
 
 @pytest.mark.long
-def test_a_reader_that_is_started_again_under_its_name_is_heard_at_once(
+def test_a_restarted_reader_can_fetch_at_once(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
-    """The number of reports of the process before does not matter."""
+    """The number of reports of its earlier process does not matter."""
     version = script.publish(b"one", b"more")
     for _ in range(5):
         with reader.leased(version.number):
@@ -208,7 +208,7 @@ def test_a_reader_that_is_started_again_under_its_name_is_heard_at_once(
 
 
 @pytest.mark.long
-def test_another_script_waits_until_the_first_one_has_ended(cluster: ParameterCluster) -> None:
+def test_a_second_script_waits_until_the_first_one_has_ended(cluster: ParameterCluster) -> None:
     """Numbers continue, and the replaced script cannot publish any more."""
     with ExitStack() as stack:
         first, second = (stack.enter_context(closing(Script(cluster))) for _ in range(2))
@@ -224,10 +224,10 @@ def test_another_script_waits_until_the_first_one_has_ended(cluster: ParameterCl
 
 
 @pytest.mark.long
-def test_a_version_survives_each_server_in_turn(
+def test_a_version_survives_a_kill_of_each_server_in_turn(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
-    """The killed server comes back with empty memory, and gets its copies from another server."""
+    """A killed server comes back with empty memory, and gets its copies from another server."""
     parts = [os.urandom(CHUNK_BYTES + 2), os.urandom(10)]
     record = script.publish(*parts)
     for server_id in ("ps-0", "ps-1", "ps-2"):
@@ -281,9 +281,7 @@ def test_a_durable_version_survives_the_end_of_all_servers(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_late_reader_gets_a_version_whose_publisher_is_gone(
-    cluster: ParameterCluster,
-) -> None:
+def test_a_late_reader_gets_a_version_of_an_ended_publisher(cluster: ParameterCluster) -> None:
     with closing(Script(cluster)) as script:
         script.publish(b"11")
     with closing(SeriesReader([cluster.coordinator.grpc], SERIES, "late")) as late:
@@ -291,7 +289,7 @@ def test_a_late_reader_gets_a_version_whose_publisher_is_gone(
 
 
 @pytest.mark.long
-def test_publishing_goes_on_when_the_coordinator_is_started_again(
+def test_publishing_continues_after_a_restart_of_the_coordinator(
     cluster: ParameterCluster, script: Script, reader: SeriesReader
 ) -> None:
     assert script.publish(b"11", b"22").number == 1
@@ -301,7 +299,7 @@ def test_publishing_goes_on_when_the_coordinator_is_started_again(
 
 
 @pytest.mark.long
-def test_only_the_difference_crosses_a_socket(cluster: ParameterCluster) -> None:
+def test_only_the_difference_is_sent_over_a_socket(cluster: ParameterCluster) -> None:
     draw = np.random.default_rng(0)
     before = draw.integers(0, 65536, CHUNK_BYTES, np.uint16)
     after = before.copy()
@@ -331,9 +329,9 @@ def test_only_the_difference_crosses_a_socket(cluster: ParameterCluster) -> None
 
 
 @pytest.mark.long
-def test_versions_arrive_in_the_memory_of_earlier_ones(cluster: ParameterCluster) -> None:
-    """A reader over a socket keeps only a base, so each version arrives in the memory of the
-    version two before it. A fetch for another use gets memory of its own."""
+def test_memory_of_earlier_versions_is_reused(cluster: ParameterCluster) -> None:
+    """A reader over a socket keeps only a base, so each version uses the memory of the version two
+    before it. A fetch for another use gets memory of its own."""
     with (
         closing(Script(cluster)) as script,
         closing(
@@ -356,8 +354,8 @@ def test_versions_arrive_in_the_memory_of_earlier_ones(cluster: ParameterCluster
 
 
 @pytest.mark.long
-def test_a_wrong_base_gives_the_right_version_all_the_same(cluster: ParameterCluster) -> None:
-    """A reader has another version than it believes: the result is verified, and fetched again."""
+def test_a_wrong_base_does_not_damage_a_version(cluster: ParameterCluster) -> None:
+    """The result is verified, and fetched again."""
     with ExitStack() as stack:
         script = stack.enter_context(closing(Script(cluster)))
         reader = stack.enter_context(

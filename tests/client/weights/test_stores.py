@@ -1,4 +1,4 @@
-"""Segments to and from real parameter servers: by descriptor on one host, and over sockets."""
+"""Segments to and from real parameter servers, by descriptor and over sockets."""
 
 import os
 import random
@@ -58,7 +58,7 @@ def at(servers: ParameterServers, *numbers: int) -> list[StoreServer]:
 
 
 def request(segment: Segment, chain: list[StoreServer], **fields: Any) -> PutSegmentRequest:
-    """A put request; by default of a rank without earlier puts, which would count as undecided."""
+    """A put request; by default of a rank without earlier puts."""
     described = Described(digest=segment.digest, num_bytes=segment.num_bytes)
     rank = {"rank": int.from_bytes(segment.digest[:3])}
     named: dict[str, Any] = {"series": SERIES, "epoch": 1, "publication": 1} | rank | fields
@@ -91,7 +91,7 @@ def test_a_chain_passes_a_segment_on(servers: ParameterServers, stores: WeightSt
         assert found.view() == segment.view()
 
 
-def test_a_put_may_be_repeated_and_goes_on_along_another_chain(
+def test_a_put_may_be_repeated_along_another_chain(
     servers: ParameterServers, stores: WeightStores
 ) -> None:
     segment = drawn(CHUNK_BYTES)
@@ -99,7 +99,7 @@ def test_a_put_may_be_repeated_and_goes_on_along_another_chain(
     assert put(stores, segment, at(servers, 0, 1)).holders == ["ps-0", "ps-1"]
 
 
-def test_a_server_of_the_chain_that_is_gone_is_not_among_the_holders(
+def test_a_lost_server_of_a_chain_is_not_among_the_holders(
     servers: ParameterServers, stores: WeightStores
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -108,8 +108,8 @@ def test_a_server_of_the_chain_that_is_gone_is_not_among_the_holders(
     assert put(stores, drawn(10), [*at(servers, 0), gone]).holders == ["ps-0"]
 
 
-def test_on_one_host_the_memory_itself_is_shared(servers: ParameterServers) -> None:
-    """Inodes are equal: nothing was copied in either direction."""
+def test_one_host_shares_the_memory_of_a_segment(servers: ParameterServers) -> None:
+    """Inodes are equal: no byte was copied in either direction."""
     segment, chain = drawn(CHUNK_BYTES), at(servers, 0, 1)
     with closing(WeightStores(SERIES)) as stores:
         put(stores, segment, chain)
@@ -118,7 +118,7 @@ def test_on_one_host_the_memory_itself_is_shared(servers: ParameterServers) -> N
             assert os.path.sameopenfile(found.descriptor, segment.descriptor)
 
 
-def test_only_the_wanted_chunks_cross_a_socket(servers: ParameterServers) -> None:
+def test_only_the_requested_chunks_are_sent_over_a_socket(servers: ParameterServers) -> None:
     segment, chain = drawn(4 * CHUNK_BYTES), at(servers, 0)
     with closing(WeightStores(SERIES, may_be_local=False)) as stores:
         put(stores, segment, chain)
@@ -131,7 +131,7 @@ def test_only_the_wanted_chunks_cross_a_socket(servers: ParameterServers) -> Non
         assert found.view()[chunk] == segment.view()[chunk]
 
 
-def test_a_holder_that_lacks_a_segment_is_left_for_another(
+def test_a_segment_missing_at_one_holder_is_fetched_from_another(
     servers: ParameterServers, stores: WeightStores
 ) -> None:
     segment = drawn(CHUNK_BYTES)
@@ -142,7 +142,7 @@ def test_a_holder_that_lacks_a_segment_is_left_for_another(
         stores.fetch(at(servers, 0, 2), StagedSegment(segment.digest), LIMIT_S)
 
 
-def test_bytes_of_another_segment_are_refused_and_not_held(
+def test_bytes_that_do_not_match_the_digest_are_refused(
     servers: ParameterServers, stores: WeightStores
 ) -> None:
     segment, other = drawn(CHUNK_BYTES), drawn(CHUNK_BYTES)
@@ -153,7 +153,7 @@ def test_bytes_of_another_segment_are_refused_and_not_held(
             stores.fetch(at(servers, 0), StagedSegment(digest), LIMIT_S)
 
 
-def test_memory_that_can_still_be_changed_is_refused(servers: ParameterServers) -> None:
+def test_writable_memory_is_refused(servers: ParameterServers) -> None:
     """A publisher that could write to verified memory would make the server serve other bytes."""
     descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 100)
@@ -165,18 +165,18 @@ def test_memory_that_can_still_be_changed_is_refused(servers: ParameterServers) 
         put(stores, unsealed, at(servers, 0))
 
 
-def test_a_segment_for_which_there_is_no_memory_is_overloaded(stores: WeightStores) -> None:
+def test_a_put_without_free_memory_is_overloaded(stores: WeightStores) -> None:
     with ParameterServers(1, memory_limit_bytes=3 * CHUNK_BYTES) as servers:
         first, second = drawn(2 * CHUNK_BYTES), drawn(2 * CHUNK_BYTES)
         put(stores, first, at(servers, 0))
         with pytest.raises(Overloaded, match="no memory left for published weights"):
             put(stores, second, at(servers, 0), publication=2)
-        # The segment that is held stays.
+        # The held segment stays.
         found = stores.fetch(at(servers, 0), StagedSegment(first.digest), LIMIT_S)
         assert found.view() == first.view()
 
 
-def test_a_server_of_the_chain_without_memory_is_overloaded(
+def test_a_put_along_a_chain_without_free_memory_is_overloaded(
     servers: ParameterServers, stores: WeightStores
 ) -> None:
     segment = drawn(2 * CHUNK_BYTES)
@@ -188,7 +188,7 @@ def test_a_server_of_the_chain_without_memory_is_overloaded(
     assert put(stores, segment, at(servers, 0, 1)).holders == ["ps-0", "ps-1"]
 
 
-def test_a_rank_that_publishes_faster_than_versions_come_about_is_overloaded(
+def test_a_rank_with_too_many_undecided_puts_is_overloaded(
     servers: ParameterServers, stores: WeightStores
 ) -> None:
     rank = random.getrandbits(30)
@@ -200,7 +200,7 @@ def test_a_rank_that_publishes_faster_than_versions_come_about_is_overloaded(
     put(stores, drawn(10), at(servers, 0), publication=13, rank=rank, abandoned=[11, 12])
 
 
-def test_a_key_is_good_for_its_own_series_alone(servers: ParameterServers) -> None:
+def test_a_key_is_valid_only_for_its_own_series(servers: ParameterServers) -> None:
     with (
         closing(WeightStores("job/other")) as stores,
         pytest.raises(AccessDenied, match="connection is for another series"),
@@ -208,7 +208,7 @@ def test_a_key_is_good_for_its_own_series_alone(servers: ParameterServers) -> No
         put(stores, drawn(10), at(servers, 0))
 
 
-def test_a_server_that_hangs_up_in_the_middle_is_unavailable(
+def test_a_connection_closed_in_a_transfer_is_unavailable(
     servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks that arrived are kept, and only the rest comes from another holder."""
@@ -232,7 +232,7 @@ def test_a_server_that_hangs_up_in_the_middle_is_unavailable(
         assert staged.received_bytes == segment.num_bytes
 
 
-def test_closing_ends_a_call_under_way(servers: ParameterServers) -> None:
+def test_closing_ends_a_call_in_progress(servers: ParameterServers) -> None:
     stores = WeightStores(SERIES)
     put(stores, drawn(10), at(servers, 0))
     stores.close()

@@ -24,7 +24,7 @@ from shoal_server.etcd.memory import MemoryStore
 
 DEADLINE_S = 20.0
 IMPATIENT = Limits(heartbeat_s=0.1, join_s=8.0)
-"""Limits with which a member is lost after it has held up others for two seconds."""
+"""A member is lost after others have waited for it for two seconds."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ async def stepping(world: Served, name: str, *, bound: int, wait_s: float = 20.0
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Return once `holds` is true."""
+    """Wait until `holds` returns true."""
     async with asyncio.timeout(DEADLINE_S):
         while not holds():  # noqa: ASYNC110 - the state of a coordinator, which sends no event
             await asyncio.sleep(0.005)
@@ -66,12 +66,12 @@ async def two(
     async with served(MemoryStore(), limits) as world:
         members = [await stepping(world, name, bound=bound) for name in "ab"]
         for each in members:
-            assert await asyncio.to_thread(each.clock.begin), "a newcomer pulls"
+            assert await asyncio.to_thread(each.clock.begin), "a new member pulls"
         yield world, members
 
 
-async def test_a_member_that_waits_for_another_is_shown_with_the_reason() -> None:
-    """`waiting_for` names the slow member and its round; both members go on together."""
+async def test_a_member_that_waits_is_shown_with_the_reason() -> None:
+    """`waiting_for` names the slow member and its round; both members continue together."""
     async with two(bound=1) as (world, (fast, slow)):
         fast.clock.finished()
         assert not await fast.step(), "one round ahead is within the bound"
@@ -84,13 +84,13 @@ async def test_a_member_that_waits_for_another_is_shown_with_the_reason() -> Non
         assert (shown["a"].clock, shown["b"].clock) == (2, 0)
         assert not waits.done()
         slow.clock.finished()
-        assert await slow.step(), "it was left behind: it pulls, and goes on where the others are"
+        assert await slow.step(), "it pulls, and enters the newest round"
         assert slow.clock.round == 3
         assert await waits
         assert world.parameters.clock_service.waiting("j") == {}
 
 
-async def test_nobody_waits_for_a_member_that_left() -> None:
+async def test_no_member_waits_for_one_that_left() -> None:
     """The coordinator removes its clock at once."""
     async with two(bound=0) as (_, (stays, leaves)):
         stays.clock.finished()
@@ -101,8 +101,8 @@ async def test_nobody_waits_for_a_member_that_left() -> None:
             await asyncio.to_thread(leaves.clock.begin)
 
 
-async def test_nobody_waits_for_a_member_without_samples() -> None:
-    """The member rests, and comes back in the round that the others are in by then."""
+async def test_no_member_waits_for_one_without_samples() -> None:
+    """The member rests, and continues in the round that the other has reached by then."""
     async with two(bound=0) as (_, (works, rests)):
         rests.clock.finished()
         await asyncio.to_thread(rests.clock.rest)
@@ -116,7 +116,7 @@ async def test_nobody_waits_for_a_member_without_samples() -> None:
 
 
 async def test_a_member_that_is_stuck_is_declared_lost() -> None:
-    """The member sends heartbeats but takes no step: the others go on, and it is fenced."""
+    """It sends heartbeats but takes no step. The other member continues, and it is fenced."""
     async with two(bound=0, limits=IMPATIENT) as (_, (waits, stuck)):
         waits.clock.finished()
         assert await asyncio.wait_for(waits.step(), DEADLINE_S)
@@ -124,8 +124,8 @@ async def test_a_member_that_is_stuck_is_declared_lost() -> None:
             await asyncio.to_thread(stuck.clock.begin)
 
 
-async def test_a_wait_ends_with_an_error_that_names_who_is_slow() -> None:
-    """The caller's own limit may be the shorter one."""
+async def test_a_wait_that_ends_names_the_slow_member() -> None:
+    """The wait ends at the caller's own limit."""
     async with served(MemoryStore()) as world:
         fast = await stepping(world, "a", bound=0, wait_s=0.2)
         slow = await stepping(world, "b", bound=0)
@@ -137,8 +137,8 @@ async def test_a_wait_ends_with_an_error_that_names_who_is_slow() -> None:
             await asyncio.to_thread(fast.clock.begin)
 
 
-async def test_after_a_change_of_leaders_members_say_their_clocks_again() -> None:
-    """Members wait until all that trained have reported; then the bound holds as before."""
+async def test_members_report_their_clocks_to_a_new_leader() -> None:
+    """A member waits until all that trained have reported, unless its own clock allows the step."""
     store = MemoryStore()
     async with served(store) as first:
         members = [await stepping(first, name, bound=1) for name in "ab"]
@@ -155,7 +155,7 @@ async def test_after_a_change_of_leaders_members_say_their_clocks_again() -> Non
             successor = NotLeader("", details={"leader": second.address})
             for each in members:
                 each.coordinators.move_on(first.address, successor)
-            assert not await fast.step(), "by what it knows already it may begin, and tells so"
+            assert not await fast.step(), "its own clock allows the step"
             waits = asyncio.create_task(fast.step())
             await until(lambda: bool(second.parameters.clock_service.waiting("j")))
             (reason, _) = second.parameters.clock_service.waiting("j")["a"]
@@ -165,8 +165,8 @@ async def test_after_a_change_of_leaders_members_say_their_clocks_again() -> Non
             await asyncio.wait_for(asyncio.gather(slow.step(), waits), DEADLINE_S)
 
 
-async def test_a_clock_that_makes_no_sense_is_refused() -> None:
-    """Clients may send a bound beyond all reason."""
+async def test_a_bound_that_is_too_large_is_refused() -> None:
+    """The error has the bound."""
     async with two(bound=0) as (world, (one, _)):
         request = pb.AdvanceRequest(token=one.member.token, bound=1 << 40)
         with pytest.raises(MalformedMessage, match="bound 1099511627776"):
@@ -178,20 +178,20 @@ async def test_a_clock_that_makes_no_sense_is_refused() -> None:
             )
 
 
-def service_of_anybody() -> ClocksService:
+def permissive_service() -> ClocksService:
     """Make a service that accepts every token, and must declare no member lost."""
 
-    async def anybody(token: Token) -> None:
+    async def any_caller(token: Token) -> None:
         """Accept every token."""
 
-    async def nobody_is_lost(job: str, who: MemberProcess, reason: str) -> None:
+    async def none_is_lost(job: str, who: MemberProcess, reason: str) -> None:
         raise AssertionError(f"{who} of {job} was declared lost: {reason}")
 
-    return ClocksService(anybody, nobody_is_lost, time.monotonic, stuck_after_s=DEADLINE_S)
+    return ClocksService(any_caller, none_is_lost, time.monotonic, stuck_after_s=DEADLINE_S)
 
 
-async def test_a_call_that_waits_when_its_job_is_reset_is_told_so() -> None:
-    service = service_of_anybody()
+async def test_a_call_that_waits_when_its_job_is_reset_is_refused() -> None:
+    service = permissive_service()
     service.inherit("j", [MemberProcess(name, f"{name}-1") for name in "ab"])
     token = Token(job="j", member_id="a", incarnation="a-1")
     request = pb.AdvanceRequest(token=token, clock=7, bound=0, wait_s=DEADLINE_S)
@@ -204,8 +204,8 @@ async def test_a_call_that_waits_when_its_job_is_reset_is_told_so() -> None:
         await waits
 
 
-async def test_the_refusal_of_a_stuck_member_is_not_told_to_who_waits_for_it() -> None:
-    """The stuck member was drained meanwhile; the others are declared lost all the same."""
+async def test_the_refusal_of_a_stuck_member_fails_no_other_call() -> None:
+    """One stuck member was drained meanwhile; the other is declared lost all the same."""
     lost: list[str] = []
 
     async def anybody(token: Token) -> None:
@@ -225,19 +225,19 @@ async def test_the_refusal_of_a_stuck_member_is_not_told_to_who_waits_for_it() -
     assert lost == ["b", "c"]
 
 
-async def test_however_many_jobs_there_are_inherited_members_are_waited_for() -> None:
+async def test_inherited_members_are_waited_for_however_many_jobs_there_are() -> None:
     """Clocks that members have not reported to this leader yet are not evicted for other jobs."""
     members = [MemberProcess(name, f"{name}-1") for name in "ab"]
-    service = service_of_anybody()
+    service = permissive_service()
 
-    async def speaks(job: str, who: MemberProcess) -> pb.AdvanceReply:
+    async def advances(job: str, who: MemberProcess) -> pb.AdvanceReply:
         token = Token(job=job, **who._asdict())
         return await service.Advance(pb.AdvanceRequest(token=token, clock=7, bound=0), None)
 
     service.inherit("old", members)
     for i in range(MAX_JOBS + 1):
-        await speaks(f"job-{i}", members[0])
-    first = await speaks("old", members[0])
+        await advances(f"job-{i}", members[0])
+    first = await advances("old", members[0])
     assert (first.allowed, first.slowest) == (False, 0)
     assert first.reason == "b to report their clocks to the new leader"
-    assert (await speaks("old", members[1])).allowed
+    assert (await advances("old", members[1])).allowed

@@ -1,4 +1,4 @@
-"""Coordinators that were asked to end stay while members drain."""
+"""Coordinators that received SIGTERM stay while members drain."""
 
 import pytest
 
@@ -19,20 +19,20 @@ DRAIN_S = 25.0
         (0, 0, NOTICE_S, False),
     ],
 )
-def test_it_stays_while_members_drain_or_may_be_told_to(
+def test_it_stays_while_members_drain_or_may_still_begin_to(
     num_members: int, num_draining: int, since_order_s: float, stays: bool
 ) -> None:
-    """The coordinator waits for draining members, up to the limit; first for requests to drain."""
+    """It waits a short time for requests to drain, and for draining members up to the limit."""
     presence = Presence(num_members=num_members, num_draining=num_draining)
     assert bool(why_stay(presence, since_order_s, DRAIN_S)) == stays
 
 
 def test_it_stays_until_etcd_has_confirmed_that_members_left() -> None:
-    """The coordinator answers the last member's call only after etcd has confirmed the change."""
+    """It waits for that at most up to the drain limit."""
     assert why_stay(Presence(num_writing=1), NOTICE_S, DRAIN_S) != ""
     assert why_stay(Presence(num_writing=1), DRAIN_S, DRAIN_S) == ""
 
 
-def test_no_time_to_drain_is_no_wait() -> None:
-    """Coordinators with a limit of 0 s end at once."""
+def test_it_ends_at_once_with_a_drain_limit_of_zero() -> None:
+    """Members that drain do not keep it."""
     assert why_stay(Presence(num_members=2, num_draining=2), 0.0, 0.0) == ""

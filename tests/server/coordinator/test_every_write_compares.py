@@ -1,4 +1,4 @@
-"""Writes of a leading coordinator all compare the leader's key, as seen from the store."""
+"""Writes of a leading coordinator all compare the leader's key."""
 
 import asyncio
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ class Watched(MemoryStore):
 
 
 async def test_every_write_of_a_leader_compares_its_key() -> None:
-    """The test joins, trains and leaves, leases samples, repairs and removes jobs, and writes the
-    roots of snapshots."""
+    """Members join, train, lease samples and leave; jobs are repaired, reset and removed; the roots
+    of snapshots are written."""
     store = Watched()
     await store.put(keys.job_state("bad"), b"garbage")
     shards = (ShardAssignment(shard_id=0, epoch=1, primary=Holder("ps-0", "1")),)
@@ -70,7 +70,7 @@ async def test_every_write_of_a_leader_compares_its_key() -> None:
     revision = await store.put(keys.LEADER, b"{}")
     store.leader = created_at(keys.LEADER, revision)
     async with served(store, conditions=[store.leader]) as world:
-        await asyncio.to_thread(_all_of_it, world, await world.training("a", "b"), store)
+        await asyncio.to_thread(_make_all_calls, world, await world.training("a", "b"), store)
     assert store.unfenced == []
     families = {
         keys.SNAPSHOT_ROOTS,
@@ -85,7 +85,7 @@ async def test_every_write_of_a_leader_compares_its_key() -> None:
     assert families <= store.fenced
 
 
-def _all_of_it(world: Served, members: Sequence[MemberSession], store: Watched) -> None:
+def _make_all_calls(world: Served, members: Sequence[MemberSession], store: Watched) -> None:
     coordinators = Coordinators([world.address])
 
     def call(method: Method[Any], request: object) -> None:
@@ -103,4 +103,4 @@ def _all_of_it(world: Served, members: Sequence[MemberSession], store: Watched) 
     finally:
         coordinators.close()
     expected = {keys.sample_ledger("j"), keys.assignments("over")}
-    awaited(lambda: expected <= store.fenced, 10.0, "what is written behind is written")
+    awaited(lambda: expected <= store.fenced, 10.0, "ledger and assignments are written")

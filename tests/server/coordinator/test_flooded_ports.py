@@ -1,4 +1,4 @@
-"""Coordinators whose ports are full of silent connections go on with their jobs."""
+"""Coordinators with many silent connections on their ports continue with their jobs."""
 
 import resource
 import socket
@@ -28,7 +28,7 @@ SOON_S = 60.0
 
 
 class SilentConnections:
-    """`NUM_SILENT` connections to each address, opened again as soon as they are closed."""
+    """`NUM_SILENT` connections to each address, each opened again once it is closed."""
 
     def __init__(self, *addresses: str) -> None:
         self._addresses = [address.rpartition(":") for address in addresses]
@@ -71,7 +71,7 @@ class _Slot:
             self._socket.close()
 
     def refresh(self) -> bool:
-        """Return True if the connection was opened now."""
+        """Open the connection if it is closed, and return True if so."""
         if self._socket is not None and not self._is_over(self._socket):
             return False
         if self._socket is not None:
@@ -121,8 +121,8 @@ def joined(stack: ExitStack, coordinator: ServedProcess, name: str) -> MemberSes
 
 
 @pytest.mark.nightly
-def test_members_join_while_strangers_take_all_they_can(tmp_path: Path) -> None:
-    """The coordinator reserves descriptors, closes silent connections, and stays the leader."""
+def test_members_join_while_silent_connections_fill_the_ports(tmp_path: Path) -> None:
+    """The coordinator does not run out of descriptors, closes connections, and stays the leader."""
     with ExitStack() as stack:
         stack.enter_context(many_descriptors())
         etcd = stack.enter_context(running_etcd(tmp_path))
@@ -138,9 +138,13 @@ def test_members_join_while_strangers_take_all_they_can(tmp_path: Path) -> None:
         first = joined(stack, coordinator, "a")
         page = coordinator.http.removeprefix("http://")
         strangers = stack.enter_context(SilentConnections(coordinator.grpc, page))
-        awaited(lambda: strangers.num_opened > 4 * NUM_SILENT, SOON_S, "the ports are full")
+        awaited(
+            lambda: strangers.num_opened > 4 * NUM_SILENT,
+            SOON_S,
+            "the ports are full",
+        )
         second = joined(stack, coordinator, "b")
-        # The generation is written to etcd, and sent over streams that were there before.
+        # The generation is written to etcd, and sent over streams that were open already.
         for member in (first, second):
             member.ready(member.await_generation(0, SOON_S))
         strangers.stop()

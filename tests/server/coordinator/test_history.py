@@ -1,4 +1,4 @@
-"""Charts of a job outlive the coordinator that led."""
+"""Charts of a job are kept in etcd, and continued by the next leader."""
 
 import json
 import math
@@ -44,9 +44,9 @@ def report(
     world.coordinator.board.report("j", token.member_id, health)
 
 
-async def test_what_members_say_is_charted_and_goes_on_under_the_next_leader() -> None:
-    """Charts have loss, throughput, step times by rank, the sequence of generations, and the job's
-    command and commit."""
+async def test_reports_of_members_are_charted_and_read_by_the_next_leader() -> None:
+    """The record has loss, throughput, step times by rank, the generations, and the job's command
+    and commit."""
     store = MemoryStore()
     async with served(store) as world:
         members = await world.training("a", "b")
@@ -87,7 +87,7 @@ def kept(**changed: object) -> bytes:
     return zlib.compress(json.dumps(record).encode())
 
 
-def test_such_a_record_is_read_if_nothing_is_wrong_with_it() -> None:
+def test_a_good_record_is_read_although_it_has_unknown_fields() -> None:
     points = {"steps": [0, 3], "values": [1.0, 2.0]}
     found = read(kept(logged=[LOGGED | points], added_later={"x": 1}))
     assert (found.series.step, found.logged[0].steps) == ((1, 2), (0, 3))
@@ -114,8 +114,8 @@ def test_such_a_record_is_read_if_nothing_is_wrong_with_it() -> None:
         kept(logged=[LOGGED | {"newest_step": 10**300}]),
     ],
 )
-async def test_a_record_that_cannot_be_read_costs_the_charts_alone(value: bytes) -> None:
-    """Other jobs' charts are read, and the job itself goes on."""
+async def test_a_record_that_cannot_be_read_loses_only_the_charts(value: bytes) -> None:
+    """A warning is logged, and the job itself continues."""
     store = MemoryStore()
     async with served(store) as world:
         await world.training("a")
@@ -128,8 +128,8 @@ async def test_a_record_that_cannot_be_read_costs_the_charts_alone(value: bytes)
         assert world.coordinator.registry.find("j").job.running is not None
 
 
-async def test_nothing_is_left_of_a_job_that_is_gone() -> None:
-    """Otherwise the next run under the same name would continue these charts."""
+async def test_no_charts_are_written_for_a_removed_job() -> None:
+    """The next run under the same name would continue them."""
     store = MemoryStore()
     async with served(store) as world:
         (member,) = await world.training("a")
@@ -142,7 +142,7 @@ async def test_nothing_is_left_of_a_job_that_is_gone() -> None:
         assert await store.get(keys.history("j")) is None
 
 
-async def test_members_that_have_fallen_silent_are_a_gap() -> None:
+async def test_an_old_report_of_a_member_is_not_charted() -> None:
     """A member's last report does not describe its present state."""
     async with served(MemoryStore()) as world:
         (member,) = await world.training("a")

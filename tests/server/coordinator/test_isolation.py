@@ -1,4 +1,4 @@
-"""Faults with one job stop that job, by name, and no other; the term goes on."""
+"""Faults of one job quarantine that job and no other; the term continues."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ def quarantined(world: Served) -> list[str]:
 
 
 async def test_an_event_that_fails_quarantines_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job's state may be inconsistent: it is not used until it is read from etcd again."""
+    """Its state may be inconsistent: a repair reads the job from etcd again."""
     real, is_broken = Job.handle, True
 
     def handle(job: Job, event: MemberEvent, now_s: float) -> Sequence[Effect]:
@@ -90,7 +90,7 @@ async def test_an_event_that_fails_quarantines_its_job(monkeypatch: pytest.Monke
         assert not good.is_broken(1) and not bad.failure
 
 
-async def test_heartbeats_of_a_host_count_though_one_of_them_fails(
+async def test_one_heartbeat_of_a_request_fails_without_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = JobDriver.heartbeat
@@ -131,7 +131,7 @@ class Refusing(MemoryStore):
 
 
 async def test_a_ledger_that_etcd_refuses_quarantines_its_job() -> None:
-    """Regression: the write was tried for ever, four times a second, without a report."""
+    """Regression: the write was repeated without end, four times a second, without a report."""
     store = Refusing()
     store.refused = keys.sample_ledger("bad")
     async with served(store) as world:
@@ -142,19 +142,19 @@ async def test_a_ledger_that_etcd_refuses_quarantines_its_job() -> None:
             )
             await ask(world, lambda c: SamplesStub(c).Lease, request)
 
-        def is_told() -> bool:
+        def is_quarantined() -> bool:
             return quarantined(world) == ["bad"]
 
-        await asyncio.to_thread(awaited, is_told, 10.0, "the job is quarantined")
+        await asyncio.to_thread(awaited, is_quarantined, 10.0, "the job is quarantined")
 
-        def is_kept() -> bool:
+        def is_written() -> bool:
             return keys.sample_ledger("good") in store._items
 
-        await asyncio.to_thread(awaited, is_kept, 10.0, "the other's ledger is written")
+        await asyncio.to_thread(awaited, is_written, 10.0, "the other's ledger is written")
 
 
-async def test_only_the_comparison_of_the_leaders_key_ends_the_term() -> None:
-    """The term survives a refused write, and ends with a write that finds the leader's key gone."""
+async def test_a_term_ends_with_the_leaders_key_and_not_with_a_refused_write() -> None:
+    """It ends with the first write that finds the leader's key gone."""
     store = Refusing()
     revision = await store.put(keys.LEADER, b"{}")
     conditions = [created_at(keys.LEADER, revision)]

@@ -1,4 +1,4 @@
-"""Limits on jobs, keys and seconds that callers get: settings, refused by name beyond them."""
+"""Limits on jobs, rendezvous keys and waits: calls beyond them get an error with the option."""
 
 import asyncio
 import time
@@ -33,8 +33,8 @@ def attending(job: str) -> pb.AttendRequest:
     )
 
 
-async def test_beyond_the_jobs_that_a_cluster_may_know_nobody_begins_another() -> None:
-    """The existing job goes on, and can be joined."""
+async def test_a_job_beyond_the_limit_is_refused() -> None:
+    """The existing job can still be joined."""
     async with served(MemoryStore(), bounds=BRIEF) as world:
         await world.training("a")
         async with grpc.aio.insecure_channel(world.address) as channel:
@@ -46,8 +46,8 @@ async def test_beyond_the_jobs_that_a_cluster_may_know_nobody_begins_another() -
         assert [actor.job.spec.job for actor in world.coordinator.registry.actors()] == ["j"]
 
 
-async def test_waits_end_when_the_settings_say_so() -> None:
-    """Waits end in time, whatever the caller asks for."""
+async def test_waits_end_at_the_configured_limits() -> None:
+    """The caller asked for an hour."""
     async with served(MemoryStore(), bounds=BRIEF) as world:
         (member,) = await world.training("a")
         began_s = time.monotonic()
@@ -68,7 +68,7 @@ async def test_waits_end_when_the_settings_say_so() -> None:
         assert time.monotonic() - began_s < 30.0
 
 
-async def test_a_full_rendezvous_store_is_refused_by_name_and_measured() -> None:
+async def test_a_key_for_a_full_rendezvous_store_is_refused() -> None:
     async with served(MemoryStore(), bounds=BRIEF) as world:
         (member,) = await world.training("a")
         async with grpc.aio.insecure_channel(world.address) as channel:
@@ -88,6 +88,6 @@ async def test_a_full_rendezvous_store_is_refused_by_name_and_measured() -> None
 
 
 @pytest.mark.parametrize("name", list(vars(JobLimits())))
-def test_a_limit_of_nothing_is_refused(name: str) -> None:
+def test_a_limit_of_zero_is_refused(name: str) -> None:
     with pytest.raises(InvalidSpec, match=f"--{name.replace('_', '-')}"):
         JobLimits(**{name: 0})

@@ -1,4 +1,4 @@
-"""Jobs that begin anew: what is deleted, what stays, and who is refused in the next run."""
+"""Jobs that start over: what is deleted, what stays, and which processes are refused then."""
 
 import asyncio
 from collections.abc import Sequence
@@ -47,8 +47,8 @@ async def beat(world: Served, token: Token) -> ShoalError | None:
     return from_detail(answer.error) if answer.HasField("error") else None
 
 
-async def test_a_finished_job_begins_anew() -> None:
-    """The number of the last generation is kept for the next run; all other keys go."""
+async def test_a_finished_job_starts_over() -> None:
+    """The record of earlier runs is kept, with the last generation's number; all other keys go."""
     store = MemoryStore()
     async with served(store) as world:
         await finished_job(world)
@@ -66,8 +66,8 @@ async def test_a_finished_job_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("garbage", ["abc", "9" * 5000])
-async def test_a_job_begins_anew_whatever_lies_among_its_generations(garbage: str) -> None:
-    """Removal of all keys is the last resort, and finds the newest generation by its key."""
+async def test_a_job_starts_over_with_garbage_among_its_generations(garbage: str) -> None:
+    """A reset is the last resort. It finds the newest generation by the keys that have a number."""
     store = MemoryStore()
     async with served(store) as world:
         await finished_job(world)
@@ -79,8 +79,8 @@ async def test_a_job_begins_anew_whatever_lies_among_its_generations(garbage: st
 
 
 @pytest.mark.parametrize("new_leader", [False, True])
-async def test_a_job_whose_state_is_lost_begins_anew(new_leader: bool) -> None:
-    """The job cannot begin anew by a join, nor by a change of leaders."""
+async def test_a_job_whose_state_is_lost_starts_over(new_leader: bool) -> None:
+    """A reset alone does that: joins are refused, under this leader and the next."""
     async with served(MemoryStore()) as world:
         for member in await world.training("a", "b"):
             await asyncio.to_thread(member.leave, completed=False, reason="killed")
@@ -100,7 +100,7 @@ async def test_a_job_whose_state_is_lost_begins_anew(new_leader: bool) -> None:
 
 
 async def test_the_next_run_has_no_steps_of_the_last() -> None:
-    """Steps and loss are gone; the events can still be read."""
+    """Steps and loss are gone; the events are kept."""
     async with served(MemoryStore()) as world:
         await finished_job(world)
         board = world.coordinator.board
@@ -115,8 +115,8 @@ async def test_the_next_run_has_no_steps_of_the_last() -> None:
         assert len(board.events("j")) >= num_events > 0
 
 
-async def test_a_job_that_never_was_is_no_error() -> None:
-    """The reset writes nothing."""
+async def test_a_reset_of_an_unknown_job_does_nothing() -> None:
+    """It returns False, and writes nothing."""
     store = MemoryStore()
     async with served(store) as world:
         await asyncio.to_thread(check_not_finished, [world.address], "j")
@@ -124,8 +124,8 @@ async def test_a_job_that_never_was_is_no_error() -> None:
         assert await names(store) == set()
 
 
-async def test_nothing_is_taken_away_under_members() -> None:
-    """The refusal names the members and says what to do; they train on."""
+async def test_a_job_with_members_is_not_reset() -> None:
+    """The refusal names the members and what to do; they train on."""
     async with served(MemoryStore()) as world:
         a, b = await world.training("a", "b")
         with pytest.raises(JobInUse, match="job j has 2 live members; saw a, b") as raised:
@@ -136,9 +136,8 @@ async def test_nothing_is_taken_away_under_members() -> None:
 
 
 @pytest.mark.parametrize("new_leader", [False, True])
-async def test_a_process_of_an_earlier_run_gets_no_part_in_the_next(new_leader: bool) -> None:
-    """The process may have trained or not, and the leader may be another: its run is over, which
-    does not mean that it may join again."""
+async def test_a_process_of_an_earlier_run_is_refused_in_the_next(new_leader: bool) -> None:
+    """It may have trained or not, and the leader may be another."""
     store = MemoryStore()
     async with served(store) as world:
         trained, other = await world.training("a", "b")
@@ -160,7 +159,7 @@ async def check_refused(world: Served, stale: Sequence[Token]) -> None:
     for token in stale:
         assert isinstance(await beat(world, token), JobFinished)
         client = world.client(token.member_id)
-        # The process of the earlier run, which was halted in the meantime.
+        # As the process of the earlier run, which was halted meanwhile.
         client._core.identity = replace(client._core.identity, incarnation=token.incarnation)
         client._core.track.generation = token.generation
         with pytest.raises(JobFinished, match="that this process belongs to is over"):
@@ -169,7 +168,7 @@ async def check_refused(world: Served, stale: Sequence[Token]) -> None:
 
 
 class Unreliable(MemoryStore):
-    """Store that fails the transaction which removes a job, before or after it took effect."""
+    """Store that fails the transaction that resets a job, before or after it took effect."""
 
     fails = ""
 
@@ -190,7 +189,7 @@ class Unreliable(MemoryStore):
 
 
 async def test_a_reset_that_fails_leaves_the_job_as_it_was() -> None:
-    """etcd is unavailable: the finished job stays, and the next try removes it."""
+    """etcd is unavailable at first. The next reset, whose answer is lost, removes the job."""
     store = Unreliable()
     async with served(store) as world:
         await finished_job(world)
@@ -206,8 +205,8 @@ async def test_a_reset_that_fails_leaves_the_job_as_it_was() -> None:
         assert await names(store) == {"resets/j"}
 
 
-async def test_the_next_run_goes_over_all_samples() -> None:
-    """The ledger of the last run may still wait to be written when the job is reset."""
+async def test_the_next_run_leases_all_samples_again() -> None:
+    """A write of the last run's ledger may be pending when the job is reset."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -231,8 +230,8 @@ async def test_the_next_run_goes_over_all_samples() -> None:
         assert await train_on_all(again) == 8
 
 
-async def test_a_member_that_was_lost_in_the_run_of_now_is_fenced_as_ever() -> None:
-    """The answer that a run is over is for processes of earlier runs."""
+async def test_a_member_lost_in_the_current_run_is_fenced() -> None:
+    """Only processes of earlier runs get JobFinished."""
     async with served(MemoryStore()) as world:
         await finished_job(world)
         assert await asyncio.to_thread(reset_job, [world.address], "j")

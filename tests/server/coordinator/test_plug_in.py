@@ -42,7 +42,7 @@ print("\\n".join(sys.modules))
 
 
 @pytest.mark.long
-def test_a_coordinator_without_the_half_loads_no_module_of_it() -> None:
+def test_a_coordinator_without_parameters_loads_no_module_of_them() -> None:
     """The coordinator starts, leads and steps down in a process of its own, which then lists the
     modules that it has loaded."""
     run = subprocess.run(
@@ -52,13 +52,12 @@ def test_a_coordinator_without_the_half_loads_no_module_of_it() -> None:
     assert "shoal_server.coordinator.assembly" in loaded
     assert of_half(loaded) == []
     assert "torch" not in loaded
-    # This process has loaded the half: the names are those of modules.
+    # This process has loaded the half, so that `of_half` finds its modules.
     assert "shoal_server.coordinator.parameters" in of_half(sys.modules)
 
 
 async def test_members_train_and_calls_for_parameters_are_refused() -> None:
-    """The refusal names the option. Membership and the status page work as they do with the
-    parameter-server half."""
+    """The refusal names the option. The status view shows the member, but no samples or shards."""
     async with served(MemoryStore(), parameters=False) as world:
         (a,) = await world.training("a")
         async with grpc.aio.insecure_channel(world.address) as channel:

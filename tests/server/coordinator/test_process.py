@@ -1,4 +1,4 @@
-"""Coordinator processes on a real etcd: starting, ending, being killed."""
+"""Coordinator processes on a real etcd: they start, end and are killed."""
 
 import signal
 import sys
@@ -66,7 +66,7 @@ def form(members: list[MemberSession]) -> pb.GenerationRecord:
 
 
 def job_when_running(url: str, within_s: float) -> dict[str, Any]:
-    """Return the job as the replica shows it, as soon as it runs."""
+    """Return the job as the coordinator shows it, once it runs."""
     deadline_s = time.monotonic() + within_s
     while True:
         answer = http.get(f"{url}/api/v1/jobs/j")
@@ -86,14 +86,14 @@ def closing(members: list[MemberSession]) -> Iterator[list[MemberSession]]:
 
 
 @pytest.mark.long
-def test_a_killed_leader_is_succeeded_and_training_does_not_notice(tmp_path: Path) -> None:
-    """Members find the new leader; the generation that ran before runs on."""
+def test_a_killed_leader_is_succeeded_and_the_generation_runs_on(tmp_path: Path) -> None:
+    """Members find the new leader. Until it leads, only `/readyz?standby=1` shows it as ready."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         first = replica(supervisor, tmp_path, "first", etcd)
         second = replica(supervisor, tmp_path, "second", etcd)
         assert http.get(f"{first.http}/readyz").status_code == 200
         assert http.get(f"{second.http}/readyz").status_code == 503
-        # The standby would take over: a cluster's rollout need not wait for it to lead.
+        # With `standby=1` a coordinator that does not lead is ready, so that a rollout continues.
         assert http.get(f"{second.http}/readyz?standby=1").status_code == 200
         addresses = [first.grpc, second.grpc]
         with closing([member(name, addresses, 2) for name in ("a", "b")]) as members:
@@ -108,10 +108,8 @@ def test_a_killed_leader_is_succeeded_and_training_does_not_notice(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_members_of_a_replica_that_does_not_lead_are_sent_to_the_leader(
-    tmp_path: Path,
-) -> None:
-    """A worker may be given any replica's address."""
+def test_a_coordinator_that_does_not_lead_sends_members_to_the_leader(tmp_path: Path) -> None:
+    """A worker may be given the address of any coordinator."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         replica(supervisor, tmp_path, "first", etcd)
         second = replica(supervisor, tmp_path, "second", etcd)
@@ -121,14 +119,14 @@ def test_members_of_a_replica_that_does_not_lead_are_sent_to_the_leader(
 
 
 @pytest.mark.long
-def test_etcd_away_stops_no_running_generation(tmp_path: Path) -> None:
-    """Members are not declared lost; once etcd is back, a pending change is made."""
+def test_a_generation_runs_on_while_etcd_is_unavailable(tmp_path: Path) -> None:
+    """No member is declared lost, then or once etcd is back."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
         only = replica(supervisor, tmp_path, "c", etcd.endpoint)
         with closing([member(name, [only.grpc], 2) for name in ("a", "b")]) as members:
             form(members)
             etcd.process.send_signal(signal.SIGSTOP)
-            # Longer than a member's lease: if that were enough for a loss, it would have happened.
+            # Longer than a member's lease.
             assert not members[0].wait_over(1, timeout_s=2.0)
             assert members[0].begin_step(0) is None
             etcd.process.send_signal(signal.SIGCONT)
@@ -137,8 +135,8 @@ def test_etcd_away_stops_no_running_generation(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_one_that_starts_while_etcd_is_away_waits_for_it(tmp_path: Path) -> None:
-    """The coordinator serves, says why there is no leader, and leads once etcd is back."""
+def test_a_coordinator_that_starts_without_etcd_waits_for_it(tmp_path: Path) -> None:
+    """It serves, reports why it does not lead, and leads once etcd is back."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
         etcd.process.kill()
         etcd.process.wait()
@@ -153,12 +151,12 @@ def test_one_that_starts_while_etcd_is_away_waits_for_it(tmp_path: Path) -> None
         assert isinstance(error, NotLeader)
         assert "etcd does not answer" in str(error)
         start_members(supervisor.spawn, [etcd.member])
-        awaited(only.leads, START_S, "it leads, now that etcd is back")
+        awaited(only.leads, START_S, "it leads once etcd is back")
 
 
 @pytest.mark.long
 def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
-    """The exit code is 0, and its successor leads at once, without waiting for a lease."""
+    """The exit code is 0, and its successor leads without waiting for the lease of 60 s."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         start = partial(CoordinatorProcess, supervisor, tmp_path, heartbeat_s=0.2, lease_s=60)
         first = start("first", etcd).ready()
@@ -179,8 +177,8 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
         (["--etcd-user", "u"], "password"),
     ],
 )
-def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], words: str) -> None:
-    """The error is one line with what was seen and what to do; the exit code is not 0."""
+def test_a_bad_argument_gives_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+    """The line names the argument or the problem; the exit code is 1 or 2."""
     log_path = tmp_path / "log"
     command = ChildCommand(
         name="bad",
@@ -199,8 +197,8 @@ def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], words: st
 
 
 @pytest.mark.long
-def test_a_busy_port_is_named(tmp_path: Path) -> None:
-    """Errors for gRPC and HTTP name the address, and say that port 0 takes a free one."""
+def test_the_error_for_a_port_in_use_has_the_address(tmp_path: Path) -> None:
+    """It says that port 0 takes a free one, for gRPC and for HTTP."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         holder = replica(supervisor, tmp_path, "holder", etcd)
         http_address = holder.http.removeprefix("http://")

@@ -1,4 +1,4 @@
-"""Bounds of the rendezvous store: its bytes include keys, and waits in vain leave nothing."""
+"""Bounds of the rendezvous store: its bytes include keys, and waits that end leave nothing."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from shoal_server.coordinator.rendezvous import KeySpace
 from shoal_server.serving.admission.config import JobLimits
 
 
-def test_keys_count_as_values_do() -> None:
+def test_bytes_of_keys_count_as_those_of_values() -> None:
     """Regression: a million keys of 4 KiB without values took 3 GB."""
     space = KeySpace(limits=JobLimits(rendezvous_bytes=100_000))
     with pytest.raises(Overloaded, match="is full"):
@@ -24,8 +24,8 @@ def test_keys_count_as_values_do() -> None:
     space.set("a", b"x" * 60_000)  # replaces the value
 
 
-def test_so_many_keys_and_no_more() -> None:
-    """An existing key may change; the error names the setting of the bound."""
+def test_the_number_of_keys_is_bounded() -> None:
+    """The error names the option. An existing key may change, and a deleted one leaves room."""
     space = KeySpace(limits=JobLimits(rendezvous_keys=3))
     for key in "abc":
         space.set(key, b"1")
@@ -36,7 +36,7 @@ def test_so_many_keys_and_no_more() -> None:
     space.set("d", b"")
 
 
-async def test_who_waits_in_vain_leaves_nothing() -> None:
+async def test_a_wait_that_times_out_leaves_nothing() -> None:
     space = KeySpace()
     for number in range(100):
         with pytest.raises(TimeoutError):
@@ -46,7 +46,7 @@ async def test_who_waits_in_vain_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", [b"seven", b"", b"9" * 5000, b"\xff"])
-def test_what_is_no_counter_is_not_counted(value: bytes) -> None:
+def test_a_value_that_is_no_number_is_no_counter(value: bytes) -> None:
     with pytest.raises(InvalidSpec, match="is not a counter"):
         rendezvous._counter("key", value)
     assert rendezvous._counter("key", b"-7") == -7

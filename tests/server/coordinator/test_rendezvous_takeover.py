@@ -1,4 +1,4 @@
-"""Rendezvous keys of a generation, when the coordinator that kept them is gone."""
+"""Rendezvous keys of a generation after a change of leaders, which loses them."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ WAIT_S = 60.0
 
 
 async def get(world: Served, token: Token, key: str) -> bytes:
-    """Return the key's value, waiting for it as torch does. Raises the coordinator's refusal."""
+    """Wait for the key, and return its value. Raises the coordinator's refusal."""
     async with grpc.aio.insecure_channel(world.address) as channel:
         request = pb.StoreGetRequest(token=token, keys=[key], timeout_s=WAIT_S)
         try:
@@ -33,8 +33,8 @@ async def set_key(world: Served, token: Token, key: str) -> None:
         await RendezvousStub(channel).Set(pb.StoreSetRequest(token=token, pairs=pairs))
 
 
-async def test_who_waits_for_keys_of_the_last_leader_is_told_at_once() -> None:
-    """The lost keys are never set again; the generation that the new leader forms has its own."""
+async def test_a_wait_for_a_key_of_the_last_leader_is_refused_at_once() -> None:
+    """The lost keys are not set again; the next generation has keys of its own."""
     async with served(MemoryStore()) as world:
         a, b = await world.training("a", "b")
         await set_key(world, a.token, "address/0")
@@ -61,4 +61,4 @@ async def admitted_get(world: Served, token: Token, key: str) -> bytes:
         except GenerationBroken:
             raise
         except ShoalError:
-            await asyncio.sleep(0)  # the member joins again in a thread of its own
+            await asyncio.sleep(0)  # until the member has joined again, in a thread of its own

@@ -1,5 +1,5 @@
-"""`shoal repair`: a job leaves its quarantine while the coordinator leads on, and none of its
-records is destroyed."""
+"""`shoal repair`: a job leaves its quarantine while the coordinator leads on, and its broken
+records are kept under other keys."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ async def standing(world: Served, job: str) -> pb.JobStanding:
 
 @pytest.mark.parametrize("bounds", [None, JobSpec(job="j", max_members=4)])
 def test_a_repaired_job_keeps_its_secret(bounds: JobSpec | None) -> None:
-    """Regression: anybody could join a job with a secret once its record had been repaired."""
+    """Regression: a member without the secret could join once the record had been repaired."""
     state = good_state("j")
     spec = state["spec"]
     assert isinstance(spec, dict)
@@ -69,9 +69,9 @@ def test_a_repaired_job_keeps_its_secret(bounds: JobSpec | None) -> None:
 
 
 @pytest.mark.parametrize("ending", [{"stopping": "an operator stopped it"}, {"failed": True}])
-def test_a_repaired_job_is_over_as_it_was(ending: dict[str, Any]) -> None:
-    """Regression: a job that was stopped or had failed came back as finished, and nobody could
-    retry it. Of its fields, only those that cannot be read are lost."""
+def test_a_repaired_job_keeps_its_ending(ending: dict[str, Any]) -> None:
+    """Regression: a stopped or failed job was restored as finished, and could not be retried. Only
+    fields that cannot be read are lost."""
     tally = LifetimeFigures(
         begun_s=5.0,
         num_breaks=2,
@@ -104,7 +104,7 @@ def test_a_repaired_job_is_over_as_it_was(ending: dict[str, Any]) -> None:
 
 
 async def test_each_broken_record_is_shown_and_moved_aside() -> None:
-    """Broken records are in one store, each in a job of its own; a good job trains beside them."""
+    """Each broken record is in a job of its own; a good job trains meanwhile."""
     store = MemoryStore()
     for garbage in FATAL:
         for key, value in garbage.entries.items():
@@ -131,14 +131,14 @@ async def _is_repaired(world: Served, store: MemoryStore, garbage: Garbage) -> N
     mended = await ask(world, garbage.job, apply=True)
     assert mended.goes_on, garbage.what
     moved = await store.get(mended.records[0].moved_to)
-    assert moved is not None and moved.value == before.value, "as it was"
+    assert moved is not None and moved.value == before.value, "moved unchanged"
     assert (await standing(world, garbage.job)).phase == "collect", garbage.what
     again = await ask(world, garbage.job)
     assert (again.quarantined, list(again.records)) == (False, []), garbage.what
 
 
-async def test_a_record_of_the_job_is_written_anew_from_what_is_left_of_it() -> None:
-    """The new record keeps how far the job trained, so that it never starts from initial values."""
+async def test_a_broken_job_record_is_replaced_by_one_with_what_can_be_read() -> None:
+    """The new record states that the job trained, so that it never starts from initial values."""
     store = MemoryStore()
     async with served(store) as world:
         for member in await world.training("a", "b"):
@@ -156,26 +156,26 @@ async def test_a_record_of_the_job_is_written_anew_from_what_is_left_of_it() -> 
         assert sorted(job.members) == ["a", "b"]
 
 
-async def test_a_ledger_is_moved_aside_with_all_that_belongs_to_it() -> None:
-    """Changes since the base was written are stored under keys of their own."""
+async def test_a_broken_ledger_is_moved_aside_with_its_deltas() -> None:
+    """Deltas have keys of their own."""
     store = MemoryStore()
-    books = {"format": 1, "dataset_size": 8, "num_epochs": 1, "num_closed": 0, "deltas": "t"}
-    books |= {"closed_returned": 0, "ignored": 0, "closed": [], "open": [], "members": {}}
+    ledger = {"format": 1, "dataset_size": 8, "num_epochs": 1, "num_closed": 0, "deltas": "t"}
+    ledger |= {"closed_returned": 0, "ignored": 0, "closed": [], "open": [], "members": {}}
     await store.put(keys.job_state("j"), as_json(good_state("j")))
-    await store.put(keys.sample_ledger("j"), as_json(books))
+    await store.put(keys.sample_ledger("j"), as_json(ledger))
     await store.put(keys.sample_delta("j", "t", 0), b"\xff garbage")
     async with served(store) as world:
         assert (await ask(world, "j")).quarantined
         mended = await ask(world, "j", apply=True)
         assert mended.goes_on
         base = await store.get(mended.records[0].moved_to)
-        assert base is not None and base.value == as_json(books)
+        assert base is not None and base.value == as_json(ledger)
         moved = {i.value for i in (await store.range(keys.quarantined("j"))).items}
         assert moved == {base.value, b"\xff garbage"}
         assert await store.keys(keys.sample_deltas("j")) == ()
 
 
-async def test_bounds_that_nothing_tells_are_asked_for() -> None:
+async def test_a_repair_without_known_bounds_needs_them_in_the_request() -> None:
     store = MemoryStore()
     async with served(store) as world:
         for member in await world.training("a", "b"):
@@ -192,8 +192,9 @@ async def test_bounds_that_nothing_tells_are_asked_for() -> None:
         assert (job.spec.max_members, job.progress.has_trained) == (8, True)
 
 
-async def test_members_train_on_in_quarantine_and_go_on_after_it() -> None:
-    """Members of the job whose record cannot be read behave as if there were no leader."""
+async def test_members_train_on_in_quarantine_and_rejoin_after_it() -> None:
+    """Their generation does not break meanwhile. After the repair they report their step, and form
+    the next generation."""
     store = MemoryStore()
     async with served(store) as world:
         trainers = await world.training("a", "b")
@@ -204,7 +205,7 @@ async def test_members_train_on_in_quarantine_and_go_on_after_it() -> None:
     await store.put(newest.key, b"garbage")
     try:
         async with served(store, address=address) as world:
-            await _hear_of_it(trainers)
+            await _until_notified(trainers)
             assert (await ask(world, "j", apply=True)).goes_on
             settled = [asyncio.to_thread(_settles, each) for each in trainers]
             await asyncio.gather(*settled)
@@ -219,11 +220,11 @@ async def test_members_train_on_in_quarantine_and_go_on_after_it() -> None:
             await asyncio.to_thread(trainer.close)
 
 
-async def _hear_of_it(trainers: Sequence[MemberSession]) -> None:
+async def _until_notified(trainers: Sequence[MemberSession]) -> None:
     def is_notified() -> bool:
         return all("quarantined" in each.waiting_for for each in trainers)
 
-    await asyncio.to_thread(awaited, is_notified, 20.0, "both hear of it")
+    await asyncio.to_thread(awaited, is_notified, 20.0, "both are notified")
     assert not any(each.is_broken(1) for each in trainers)
 
 
@@ -232,7 +233,7 @@ def _settles(trainer: MemberSession) -> None:
     trainer.settle(7, has_state=True)
 
 
-async def test_a_new_member_of_a_quarantined_job_is_refused_by_name() -> None:
+async def test_a_new_member_of_a_quarantined_job_is_refused_with_the_key() -> None:
     store = MemoryStore()
     await store.put(keys.job_state("j"), b"[]")
     async with served(store) as world:
@@ -247,7 +248,7 @@ async def test_a_new_member_of_a_quarantined_job_is_refused_by_name() -> None:
         await asyncio.to_thread(client.await_generation, 0, 10.0)
 
 
-async def test_what_is_wrong_with_nothing_is_left_alone() -> None:
+async def test_a_repair_of_a_good_job_changes_nothing() -> None:
     async with served(MemoryStore()) as world:
         await world.training("a")
         reply = await ask(world, "j", apply=True)

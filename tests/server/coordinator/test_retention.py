@@ -1,4 +1,4 @@
-"""Records of jobs without members, as time goes by."""
+"""Retention: when records of jobs without members are removed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -89,8 +89,8 @@ async def train_on_samples(world: Served, member: MemberSession) -> None:
     world.coordinator.board.report("j", member.token.member_id, health)
 
 
-async def test_a_finished_job_shrinks_to_its_result_and_then_its_name_is_free() -> None:
-    """The next leader knows the result too, without reports of the training loss or a ledger."""
+async def test_a_finished_job_is_reduced_to_its_result_and_then_removed() -> None:
+    """The next leader shows the result, although it has no reports and no ledger."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -123,17 +123,17 @@ async def test_a_finished_job_shrinks_to_its_result_and_then_its_name_is_free() 
 
 
 @pytest.mark.parametrize("mark", [b"{garbage", b'{"unix_s": "late"}', None])
-async def test_a_leader_whose_clock_is_far_ahead_removes_nothing_for_a_while(
+async def test_a_leader_whose_clock_is_far_ahead_waits_before_it_removes(
     mark: bytes | None,
 ) -> None:
-    """A job stopped an hour ago can still be resumed. An outage as long as that looks the same, and
-    only delays the removal."""
+    """It compares its clock with the time that the last leader wrote. Without a readable one it
+    removes at once. A long outage looks the same, and only delays the removal."""
     store = MemoryStore()
     async with served(store) as world:
         right = Sweeper(world)
         await leave(await world.training("a", "b"), completed=True)
         for _ in range(2):
-            await right.after(HOUR_S)  # it writes the time
+            await right.after(HOUR_S)  # writes the time to etcd
         if mark is not None:
             await store.put(keys.CLOCK, mark)
         kept = await names(store)
@@ -152,8 +152,8 @@ async def test_a_leader_whose_clock_is_far_ahead_removes_nothing_for_a_while(
         assert "jobs/j/state" not in await names(store)
 
 
-async def test_what_a_leader_with_a_clock_ahead_has_ended_is_removed_in_time() -> None:
-    """The next leader counts from the time it took over, not from a day in the future."""
+async def test_a_job_that_ended_in_the_future_is_removed_in_time() -> None:
+    """The clock of the last leader was ahead; the next leader counts from the time it took over."""
     async with served(MemoryStore()) as world:
         coordinator = world.coordinator
         await leave(await world.training("a", "b"), completed=True)
@@ -166,8 +166,8 @@ async def test_what_a_leader_with_a_clock_ahead_has_ended_is_removed_in_time() -
         assert at.actor.job.tally.is_cleared
 
 
-async def test_a_name_that_was_removed_is_forgotten_in_time() -> None:
-    """The job has no other records, as after `shoal rm`; the next leader removes the name too."""
+async def test_the_record_of_earlier_runs_is_removed_in_time() -> None:
+    """It stays while a job of that name exists. The next leader removes it as well."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -187,8 +187,8 @@ async def test_a_name_that_was_removed_is_forgotten_in_time() -> None:
         assert await names(store) == set()
 
 
-async def test_what_is_known_of_a_job_as_it_ends_is_kept_with_its_end() -> None:
-    """The leader dies right after the end: only the record has the training loss."""
+async def test_the_result_of_a_job_is_written_with_its_end() -> None:
+    """The leader ends before it sweeps: only that record has the loss."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -207,12 +207,11 @@ async def test_what_is_known_of_a_job_as_it_ends_is_kept_with_its_end() -> None:
 
 
 async def no_sweep() -> None:
-    """Sweep nothing: the leader is dead by then."""
+    """Sweep nothing, as if the leader had ended before."""
 
 
-async def test_a_job_to_which_nobody_comes_back_fails_and_keeps_what_it_may_go_on_from() -> None:
-    """The same holds for a job that never trained. Its records stay for their time, and until then
-    `retry` lets members join again."""
+async def test_an_abandoned_job_fails_and_keeps_its_records() -> None:
+    """Its records stay for a day, and until then `retry` lets members join again."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -247,7 +246,7 @@ async def test_a_job_with_members_never_fails_by_itself() -> None:
         assert sweeper.actor.job.phase is Phase.COLLECT
 
 
-async def test_who_comes_back_in_time_begins_the_hour_anew() -> None:
+async def test_a_member_that_joins_in_time_starts_the_hour_anew() -> None:
     async with served(MemoryStore()) as world:
         (a,) = await world.training("a")
         await leave([a], completed=False)
@@ -262,8 +261,8 @@ async def test_who_comes_back_in_time_begins_the_hour_anew() -> None:
 
 
 @pytest.mark.parametrize("new_leader", [False, True])
-async def test_what_is_cleared_goes_on_from_scratch_alone(new_leader: bool) -> None:
-    """`--from-scratch` is needed, as parameters and position in the data are gone."""
+async def test_a_cleared_job_can_only_be_retried_from_scratch(new_leader: bool) -> None:
+    """Its parameters and its position in the data are gone."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
@@ -310,8 +309,8 @@ class Unreliable(MemoryStore):
 
 
 @pytest.mark.parametrize("fails", ["before", "after"])
-async def test_a_removal_that_fails_is_made_up_for(fails: str) -> None:
-    """The job is as it was, or as it should be, for this leader and for the next one."""
+async def test_a_removal_that_fails_is_repeated(fails: str) -> None:
+    """Until then etcd has either all records of the job or only its result."""
     store = Unreliable()
     async with served(store) as world:
         await leave(await world.training("a"), completed=True)
@@ -328,8 +327,8 @@ async def test_a_removal_that_fails_is_made_up_for(fails: str) -> None:
         assert sweeper.actor.job.tally.is_cleared
 
 
-async def test_who_was_deposed_removes_nothing() -> None:
-    """The deposed leader does not know it yet."""
+async def test_a_deposed_leader_removes_nothing() -> None:
+    """It learns from the failed removal that it was deposed."""
     store = MemoryStore()
     await store.transact([], [Put(keys.LEADER, b"this one")])
     async with served(store, conditions=(value_is(keys.LEADER, b"this one"),)) as world:
@@ -361,8 +360,8 @@ def test_the_limits_are_those_of_the_options() -> None:
     assert policy.limits == RetentionLimits(abandon_after_s=1.0, records_s=2.0, summary_s=3.0)
 
 
-async def test_a_job_that_is_taken_away_while_its_samples_are_counted_is_no_trouble() -> None:
-    """A job removed at that moment is found gone by the sweep, which logs no fault."""
+async def test_a_job_removed_during_a_sweep_is_no_fault() -> None:
+    """It is removed while the sweep counts its samples."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")

@@ -1,4 +1,4 @@
-"""Clocks of a job: by example, and with members that come, go, die and repeat their calls."""
+"""Clocks of a job: by example, and with random members that join, rest, die and repeat calls."""
 
 from copy import deepcopy
 from cProfile import Profile
@@ -18,49 +18,51 @@ from shoal_server.core.processes import MemberProcess
 A, B, C = (MemberProcess(name, "1") for name in "abc")
 
 
-def say(
+def request_step(
     clocks: Clocks, who: MemberProcess, clock: int, bound: int, *, now_s: float = 0.0
 ) -> ClockStatus:
-    """Ask for a step of round `clock` as this member; 0: it enters."""
+    """Request a step of round `clock` as this member; with 0, the member enters."""
     report = ClockReport(position=ClockPosition(clock), bound=bound, enters=clock == 0)
     return clocks.advance(who, report, now_s)
 
 
-def test_a_member_may_be_as_far_ahead_as_the_bound_and_no_further() -> None:
-    """The refusal names the member that it waits for, whose next step ends the wait."""
+def test_a_member_may_be_ahead_by_the_bound_and_no_more() -> None:
+    """The answer names the member that it waits for, whose next step ends the wait."""
     clocks = Clocks()
-    assert say(clocks, A, 0, 2).allowed
-    assert say(clocks, B, 0, 2).allowed
-    assert say(clocks, A, 1, 2).allowed
-    assert say(clocks, A, 2, 2).allowed
-    refused = say(clocks, A, 3, 2, now_s=5.0)
+    assert request_step(clocks, A, 0, 2).allowed
+    assert request_step(clocks, B, 0, 2).allowed
+    assert request_step(clocks, A, 1, 2).allowed
+    assert request_step(clocks, A, 2, 2).allowed
+    refused = request_step(clocks, A, 3, 2, now_s=5.0)
     assert (refused.allowed, refused.slowest) == (False, 0)
     assert refused.reason == "b in round 0: the waiting member's next round is 3, the bound 2"
     assert list(clocks.waiting()) == [("a", refused.reason, 5.0)]
-    assert say(clocks, C, 0, 2) == ClockStatus(clock=2, allowed=True, slowest=0), "it need not wait"
-    say(clocks, B, 1, 2)
-    say(clocks, C, 3, 2)
+    assert request_step(clocks, C, 0, 2) == ClockStatus(clock=2, allowed=True, slowest=0), (
+        "it need not wait"
+    )
+    request_step(clocks, B, 1, 2)
+    request_step(clocks, C, 3, 2)
     assert clocks.standing(A, 6.0).allowed
     assert list(clocks.waiting()) == []
 
 
-def test_who_is_slow_goes_on_in_the_newest_round() -> None:
-    """A slow member owes no steps: after one of its own it is in the newest round."""
+def test_a_slow_member_continues_in_the_newest_round() -> None:
+    """After one step of its own it is in that round: it need not take the steps that it missed."""
     clocks = Clocks()
     for who in (A, B):
-        say(clocks, who, 0, 3)
+        request_step(clocks, who, 0, 3)
     for clock in (1, 2, 3, 4):
-        say(clocks, A, clock, 3)
-    assert say(clocks, B, 1, 3) == ClockStatus(clock=4, allowed=True, slowest=4)
+        request_step(clocks, A, clock, 3)
+    assert request_step(clocks, B, 1, 3) == ClockStatus(clock=4, allowed=True, slowest=4)
 
 
 @pytest.mark.parametrize("end", ["lost", "rests"])
-def test_nobody_waits_for_who_is_gone(end: str) -> None:
-    """Lost or resting members delay no others, and a joiner begins where it need not wait."""
+def test_no_member_waits_for_one_that_is_lost_or_rests(end: str) -> None:
+    """A joiner begins in a round in which it need not wait."""
     clocks = Clocks()
     for who in (A, B):
-        say(clocks, who, 0, 0)
-    assert not say(clocks, A, 1, 0).allowed
+        request_step(clocks, who, 0, 0)
+    assert not request_step(clocks, A, 1, 0).allowed
     if end == "lost":
         clocks.remove(B)
         with pytest.raises(NoClock):
@@ -68,74 +70,74 @@ def test_nobody_waits_for_who_is_gone(end: str) -> None:
     else:
         clocks.rest(B, 0)
     assert clocks.standing(A, 0.0).allowed
-    assert say(clocks, C, 0, 0) == ClockStatus(clock=1, allowed=True, slowest=1)
+    assert request_step(clocks, C, 0, 0) == ClockStatus(clock=1, allowed=True, slowest=1)
     clocks.remove(A)
     clocks.remove(C)
-    assert say(clocks, B, 0, 0).clock == 1, "clocks do not start over"
+    assert request_step(clocks, B, 0, 0).clock == 1, "rounds do not begin again at 0"
 
 
-def test_the_loss_of_an_earlier_process_does_not_concern_its_successor() -> None:
-    """A restarted member has a clock of its own before the old process is declared lost."""
+def test_the_loss_of_an_earlier_process_keeps_the_clock_of_its_successor() -> None:
+    """A restarted member may have a clock before its old process is declared lost."""
     clocks = Clocks()
-    say(clocks, A, 0, 1)
-    say(clocks, MemberProcess("a", "2"), 0, 1)
+    request_step(clocks, A, 0, 1)
+    request_step(clocks, MemberProcess("a", "2"), 0, 1)
     clocks.remove(A)
     assert clocks.clocks == {"a": 0}
 
 
-def test_a_new_leader_lets_nobody_go_on_before_it_knows_all_clocks() -> None:
-    """Joiners get no round to begin in either; members that are lost or rest need not report."""
+def test_a_new_leader_allows_no_step_before_it_knows_all_clocks() -> None:
+    """A joiner waits as well. Members that rest need not report."""
     clocks = Clocks([A, B, C])
-    assert not say(clocks, A, 57, 2).allowed
+    assert not request_step(clocks, A, 57, 2).allowed
     joiner = MemberProcess("d", "1")
-    refused = say(clocks, joiner, 0, 2)
+    refused = request_step(clocks, joiner, 0, 2)
     assert refused.reason == "b, c to report their clocks to the new leader"
     clocks.rest(B, 55)
-    say(clocks, C, 56, 2)
+    request_step(clocks, C, 56, 2)
     assert clocks.standing(A, 0.0) == ClockStatus(clock=57, allowed=True, slowest=57)
     assert clocks.standing(joiner, 0.0).clock == 57
 
 
-def test_in_bulk_nobody_pushes_before_all_have_their_values() -> None:
+def test_in_bulk_no_member_pushes_before_all_have_their_values() -> None:
     """A joiner takes part from the first round in which no member has pushed yet."""
     clocks = Clocks()
     for who in (A, B):
-        say(clocks, who, 0, 0)
+        request_step(clocks, who, 0, 0)
     pushes = ClockReport(position=ClockPosition(0, pulled=True), bound=0)
     refused = clocks.advance(A, pushes, 0.0)
     assert refused.reason == (
         "b in round 0: the waiting member pushes in round 0"
         " once all members have that round's values"
     )
-    assert say(clocks, C, 0, 0).clock == 1
+    assert request_step(clocks, C, 0, 0).clock == 1
     assert clocks.advance(B, pushes, 0.0).allowed
     assert clocks.standing(A, 0.0).allowed
-    assert not say(clocks, A, 1, 0).allowed
-    assert say(clocks, B, 1, 0).allowed
+    assert not request_step(clocks, A, 1, 0).allowed
+    assert request_step(clocks, B, 1, 0).allowed
     assert clocks.standing(C, 0.0).allowed
 
 
-def test_who_holds_the_others_up_for_too_long_is_named() -> None:
-    """Members that wait themselves are not named, nor those that have just begun a step."""
+def test_a_member_that_others_wait_for_too_long_is_overdue() -> None:
+    """Members that wait themselves are not. Under a new leader, a silent member may be overdue."""
     clocks = Clocks()
     for who in (A, B, C):
-        say(clocks, who, 0, 0)
-    say(clocks, A, 1, 0, now_s=1.0)
-    say(clocks, B, 1, 0, now_s=8.0)
+        request_step(clocks, who, 0, 0)
+    request_step(clocks, A, 1, 0, now_s=1.0)
+    request_step(clocks, B, 1, 0, now_s=8.0)
     assert clocks.overdue(10.0, 10.5) == []
     ((who, reason),) = clocks.overdue(10.0, 11.5)
     assert who == C
     assert "for more than 10 s" in reason
     inherited = Clocks([A, B], now_s=0.0)
-    say(inherited, A, 5, 0, now_s=1.0)
+    request_step(inherited, A, 5, 0, now_s=1.0)
     assert [who for who, _ in inherited.overdue(10.0, 11.5)] == [B]
 
 
 NAMES = st.sampled_from("abcde")
-SAYINGS = st.lists(
+REPORTS = st.lists(
     st.one_of(
         st.tuples(
-            st.just("says"),
+            st.just("reports"),
             st.builds(MemberProcess, NAMES, st.sampled_from("12")),
             # A member that enters is in no step.
             st.one_of(
@@ -162,14 +164,14 @@ SAYINGS = st.lists(
 
 
 @pytest.mark.long
-@given(sayings=SAYINGS)
+@given(reports=REPORTS)
 @settings(max_examples=400, deadline=None)
-def test_whatever_members_say_the_answers_are_those_of_the_plain_definition(
-    sayings: list[tuple[str, MemberProcess, ClockReport]],
+def test_answers_equal_those_of_the_plain_definition(
+    reports: list[tuple[str, MemberProcess, ClockReport]],
 ) -> None:
-    """A refused member may go on exactly when the horizon has reached its threshold."""
+    """Horizon and thresholds agree with the members that the plain definition waits for."""
     clocks, plain = Clocks(), PlainClocks()
-    for kind, who, report in sayings:
+    for kind, who, report in reports:
         if kind == "goes":
             clocks.remove(who)
             plain.remove(who)
@@ -188,18 +190,18 @@ def test_whatever_members_say_the_answers_are_those_of_the_plain_definition(
         assert {who.member_id for who, _ in clocks.overdue(-1.0, 0.0)} <= waited_for - idle
 
 
-def test_a_saying_costs_as_much_among_thousands_as_among_hundreds() -> None:
-    """Calls are counted, not time: refusals, and a whole round of members that wait for one."""
+def test_a_request_costs_as_much_among_thousands_as_among_hundreds() -> None:
+    """The cost is the number of function calls; all members but one have to wait for it."""
 
     def num_calls(num_members: int) -> float:
         clocks = Clocks()
         members = [MemberProcess(f"m{number:05}", "1") for number in range(num_members)]
         for who in members:
-            say(clocks, who, 0, 0)
+            request_step(clocks, who, 0, 0)
         profile = Profile()
         profile.enable()
         for who in members[1:]:
-            assert not say(clocks, who, 1, 0).allowed
+            assert not request_step(clocks, who, 1, 0).allowed
         profile.disable()
         stats: Any = profile.getstats()
         return float(sum(entry.callcount for entry in stats)) / num_members
@@ -209,7 +211,7 @@ def test_a_saying_costs_as_much_among_thousands_as_among_hundreds() -> None:
 
 @dataclass
 class Member:
-    """The state of a client, and what it is doing."""
+    """State of a client, and of the step that it is in."""
 
     who: MemberProcess
     round: int = 0
@@ -223,7 +225,7 @@ class Member:
 
 
 class Drift(RuleBasedStateMachine):
-    """Members with one bound, whose answers may get lost, and leaders that forget."""
+    """Members with one bound, whose answers may be lost, and new leaders without their clocks."""
 
     bulk = False
 
@@ -251,7 +253,7 @@ class Drift(RuleBasedStateMachine):
         return data.draw(st.sampled_from(them)) if them else None
 
     def _begins(self, member: Member) -> None:
-        """Begin a step: no live member is in a step that this one must not be so far ahead of."""
+        """Begin a step, and check that each other step in progress is within the bound."""
         member.begun, member.pulled = True, False
         for other in self.members:
             if other.begun:
@@ -265,10 +267,10 @@ class Drift(RuleBasedStateMachine):
         self.members.append(Member(MemberProcess(f"m{self.born}", "1")))
 
     @rule(data=st.data(), lost=st.booleans())
-    def ask(self, data: st.DataObject, lost: bool) -> None:
-        """Ask for permission to begin a step; the answer may get lost."""
+    def request(self, data: st.DataObject, lost: bool) -> None:
+        """Request permission to begin a step; the answer may be lost."""
         member = self._pick(data, begun=False)
-        if member is None or not self._needs_leave(member):
+        if member is None or not self._needs_permission(member):
             return
         standing = self._advance(member)
         if not lost and standing.allowed:
@@ -278,9 +280,10 @@ class Drift(RuleBasedStateMachine):
 
     @rule(data=st.data(), arrive=st.integers(0, 2), answered=st.integers(0, 2))
     def begin(self, data: st.DataObject, arrive: int, answered: int) -> None:
-        """Begin by what is already known, and report it: so many calls arrive, and are answered."""
+        """Begin a step that the member's own clock allows. `arrive` reports of it arrive, and are
+        answered if `answered` is not 0."""
         member = self._pick(data, begun=False)
-        if member is None or self._needs_leave(member):
+        if member is None or self._needs_permission(member):
             return
         if arrive > 0:
             standing = self._advance(member, begins=True)
@@ -292,7 +295,7 @@ class Drift(RuleBasedStateMachine):
                         self._advance(member, begins=True)
         self._begins(member)
 
-    def _needs_leave(self, member: Member) -> bool:
+    def _needs_permission(self, member: Member) -> bool:
         return member.enters or member.slowest < member.round - self.bound
 
     @rule(data=st.data())
@@ -343,18 +346,18 @@ class Drift(RuleBasedStateMachine):
             self.slowest = self.clocks.slowest
 
     @invariant()
-    def somebody_may_always_go_on(self) -> None:
-        """Unless all are in a step, a member may go on: none waits for a dead one, no deadlock."""
+    def some_member_may_always_go_on(self) -> None:
+        """If no member can end or begin a step on its own, one request is allowed: no deadlock."""
         if not hasattr(self, "members") or not self.members:
             return
         if any(m.begun and not (self.bulk and not m.pulled) for m in self.members):
             return
-        if any(not m.begun and not self._needs_leave(m) for m in self.members):
+        if any(not m.begun and not self._needs_permission(m) for m in self.members):
             return
         before = deepcopy(self.clocks)
         for member in self.members:
             self._advance(member, pulled=member.begun)
-        for _ in range(2):  # each is asked again after another has moved on
+        for _ in range(2):  # again after other members have moved on
             standings = [self.clocks.standing(m.who, 0.0) for m in self.members]
         assert any(standing.allowed for standing in standings)
         self.clocks = before

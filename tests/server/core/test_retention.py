@@ -1,4 +1,4 @@
-"""Times at which an empty job has failed, and at which its records are deleted."""
+"""Times at which a job without members fails, and at which records of an ended job are deleted."""
 
 from math import inf
 
@@ -32,12 +32,12 @@ def not_over(empty_since_s: float | None) -> JobAge:
         (over(has_result=False), 10_000.1, DueAction.FORGET),
     ],
 )
-def test_what_is_due(job: JobAge, now_s: float, expected: DueAction) -> None:
-    """The result of a job is kept before any of its records are deleted."""
+def test_each_action_is_due_at_its_time(job: JobAge, now_s: float, expected: DueAction) -> None:
+    """The result of a job is kept before its records are cleared."""
     assert due(job, LIMITS, now_s) is expected
 
 
-def test_never() -> None:
+def test_infinite_limits_keep_all_records() -> None:
     forever = RetentionLimits(abandon_after_s=inf, records_s=inf, summary_s=inf)
     assert due(not_over(0.0), forever, 1e12) is DueAction.NOTHING
     assert due(over(), forever, 1e12) is DueAction.NOTHING

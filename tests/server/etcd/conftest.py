@@ -1,4 +1,4 @@
-"""Stores to test: both kinds for the contract, a real etcd for each module."""
+"""Stores to test: in memory, with a prefix, and a real etcd for each module."""
 
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Bench:
-    """A store, a prefix that no other test uses, and a way to make the store forget."""
+    """A store, a prefix that no other test uses, and a function that compacts the store."""
 
     store: KeyValueStore
     prefix: str
@@ -41,10 +41,10 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
         memory = MemoryStore()
         store = PrefixedStore(memory, "/team-a") if request.param == "prefixed" else memory
 
-        async def forget(revision: Revision) -> None:
+        async def compact_memory(revision: Revision) -> None:
             memory.compact(revision)
 
-        yield Bench(store, prefix, forget)
+        yield Bench(store, prefix, compact_memory)
         await memory.close()
         return
     endpoint: str = request.getfixturevalue("etcd_endpoint")

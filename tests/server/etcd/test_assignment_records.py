@@ -1,4 +1,4 @@
-"""Records of shard assignments: placed whole or not at all, and changed one by one."""
+"""Records of shard assignments: all of a job are placed or none, and each is changed on its own."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -35,8 +35,8 @@ LIMIT_S = 10.0
 
 
 class WatchedStore(MemoryStore):
-    """Store that refuses what etcd refuses for its size, with hooks before and after each
-    transaction that writes."""
+    """Store that asserts etcd's limit of operations, with hooks before and after each transaction
+    that writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Changes:
 
 
 async def test_a_job_of_many_shards_is_read_as_it_was_placed(store: WatchedStore) -> None:
-    """Transactions stay within etcd's limit for any number of shards; the last one decides."""
+    """Transactions stay within etcd's limit of operations; the last one decides."""
     wanted = placed(1050)
     assert (await records.place(store, wanted)).succeeded
     assert await read(store) == wanted
@@ -120,8 +120,8 @@ async def test_a_job_of_many_shards_is_read_as_it_was_placed(store: WatchedStore
     assert store.num_written[-1] == 1
 
 
-async def test_a_placement_that_came_to_no_end_is_none(store: WatchedStore) -> None:
-    """Readers see nothing of it, and its records are deleted once another one is decided."""
+async def test_an_unfinished_placement_is_not_read(store: WatchedStore) -> None:
+    """Its records are deleted once another placement is decided."""
 
     def die(then: Sequence[Operation]) -> None:
         if len(store.num_written) == 2:
@@ -155,26 +155,24 @@ async def test_of_two_placements_at_once_one_is_decided(store: WatchedStore) -> 
     assert len(await store.keys(keys.ASSIGNMENTS)) == 151
 
 
-async def test_records_taken_away_while_they_were_written_are_not_decided(
-    store: WatchedStore,
-) -> None:
-    """The job begins anew while it is placed: half of its shards would have no holders."""
+async def test_a_placement_whose_records_were_deleted_is_not_decided(store: WatchedStore) -> None:
+    """The job is reset while it is placed: otherwise some of its shards would have no holders."""
     hits = []
 
-    def begun_anew(result: TransactionResult) -> None:
+    def reset(result: TransactionResult) -> None:
         if len(store.num_written) == 1 and not hits:
             hits.append(None)
             # The store in memory awaits nothing.
             with pytest.raises(StopIteration):
                 store.delete(keys.assignments("job"), prefix=True).send(None)
 
-    store.after = begun_anew
+    store.after = reset
     assert not (await records.place(store, placed(250))).succeeded
     assert await store.keys(keys.ASSIGNMENTS) == ()
 
 
-async def test_who_leads_no_longer_places_nothing(store: WatchedStore) -> None:
-    """Writes are each fenced, and not only the last one, which decides."""
+async def test_a_deposed_leader_places_nothing(store: WatchedStore) -> None:
+    """Every write is fenced, not only the last one, which decides."""
     changes: list[str] = []
     deposed = LeaderStore(store, lambda: [created_at(keys.LEADER, Revision(7))], changes.append)
     with pytest.raises(NotLeader):
@@ -183,8 +181,8 @@ async def test_who_leads_no_longer_places_nothing(store: WatchedStore) -> None:
     assert len(changes) == 1
 
 
-async def test_changes_of_a_hundred_shards_go_in_one_transaction(store: WatchedStore) -> None:
-    """A concurrent write of one shard does not delay the change of the others."""
+async def test_changes_of_a_hundred_shards_are_one_transaction(store: WatchedStore) -> None:
+    """If another writer changes one shard meanwhile, both changes are made."""
     await records.place(store, placed(120))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
@@ -210,8 +208,8 @@ async def test_changes_of_a_hundred_shards_go_in_one_transaction(store: WatchedS
     assert {h.joining for h in found.shards} == {C}
 
 
-async def test_a_change_that_does_not_apply_any_more_is_not_made(store: WatchedStore) -> None:
-    """The function is called again on the record of the other writer, and returns it unchanged."""
+async def test_a_change_is_decided_again_on_the_newest_record(store: WatchedStore) -> None:
+    """On the record of another writer the function returns it unchanged."""
     await records.place(store, placed(2))
     async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as late:
         async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as first:
@@ -228,7 +226,7 @@ async def test_a_change_that_does_not_apply_any_more_is_not_made(store: WatchedS
 
 @pytest.mark.parametrize("is_made", [True, False])
 async def test_a_change_of_unknown_outcome_is_made_once(store: WatchedStore, is_made: bool) -> None:
-    """The record shows afterwards if the write took effect."""
+    """The record is read again, and shows if the write took effect."""
     await records.place(store, placed(1))
     outcomes = iter([True])
 
@@ -256,8 +254,8 @@ async def test_a_change_of_unknown_outcome_is_made_once(store: WatchedStore, is_
     assert found.shards[0].epoch == 2
 
 
-async def test_a_write_of_unknown_outcome_is_not_made_later(store: WatchedStore) -> None:
-    """Meanwhile the caller no longer wants the change: the write must not arrive late."""
+async def test_a_write_of_unknown_outcome_cannot_take_effect_later(store: WatchedStore) -> None:
+    """The caller no longer wants the change when it is decided again."""
     await records.place(store, placed(1))
     transact, late = store.transact, list[tuple[Sequence[Compare], Sequence[Operation]]]()
 
@@ -284,12 +282,12 @@ async def test_a_write_of_unknown_outcome_is_not_made_later(store: WatchedStore)
 
 
 @pytest.mark.parametrize("is_made", [True, False])
-async def test_what_came_of_a_write_is_known_before_anybody_goes_on_from_it(
+async def test_a_change_returns_once_the_outcome_of_its_write_is_known(
     store: WatchedStore, monkeypatch: pytest.MonkeyPatch, *, is_made: bool
 ) -> None:
-    """etcd becomes unavailable during the write, for so long that no read is possible, and
-    meanwhile the caller no longer wants the change. The caller is told that the write took effect,
-    or that it never can. Otherwise a primary would go on without a backup that the record names."""
+    """etcd is unavailable after the write, and the caller no longer wants the change. The call
+    returns once the write took effect or never can. Otherwise a primary might continue without a
+    backup that the record names."""
     monkeypatch.setattr(assignment_changes, "RETRY_PAUSE_S", 0.0)
     await records.place(store, placed(1))
     transact, late = store.transact, list[tuple[Sequence[Compare], Sequence[Operation]]]()
@@ -331,7 +329,7 @@ async def test_what_came_of_a_write_is_known_before_anybody_goes_on_from_it(
 
 
 async def test_a_job_that_is_gone_is_not_changed(store: WatchedStore) -> None:
-    """The mirror may not have been notified yet; it is, later."""
+    """The mirror is notified of the removal only later."""
     await records.place(store, placed(2))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
@@ -343,8 +341,8 @@ async def test_a_job_that_is_gone_is_not_changed(store: WatchedStore) -> None:
         assert list(mirror.jobs) == []
 
 
-async def test_another_run_of_a_job_is_told_as_the_end_of_the_last(store: WatchedStore) -> None:
-    """The same holds for a mirror that never saw the earlier run's records being deleted."""
+async def test_a_new_run_of_a_job_is_reported_as_the_end_of_the_last(store: WatchedStore) -> None:
+    """The mirror has seen no deletion of the earlier run's records."""
     await records.place(store, placed(3, "first"))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
@@ -355,8 +353,8 @@ async def test_another_run_of_a_job_is_told_as_the_end_of_the_last(store: Watche
         assert mirror.assembled("job") == placed(2, "second")
 
 
-async def test_what_a_later_release_wrote_beside_stays(store: WatchedStore) -> None:
-    """Changes by this release keep fields that it does not know."""
+async def test_unknown_fields_of_a_later_release_are_kept(store: WatchedStore) -> None:
+    """A change of the record by this release keeps them."""
     await records.place(store, placed(1))
     key = keys.shard_assignment("job", "run", 0)
     before = await store.get(key)
@@ -386,10 +384,10 @@ def of_another_shard(value: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("spoil", [lambda value: b"\xff\xff", of_later_format, of_another_shard])
-async def test_a_record_that_cannot_be_read_concerns_its_job_only(
+async def test_an_unreadable_record_affects_only_its_job(
     store: WatchedStore, spoil: Callable[[bytes], bytes]
 ) -> None:
-    """Readers of the job get an error; other jobs are followed and changed as usual."""
+    """Readers of the job get an error; other jobs are read and changed as usual."""
     await records.place(store, placed(2))
     await records.place(store, placed(2, job="other"))
     key = keys.shard_assignment("job", "run", 1)
@@ -410,8 +408,8 @@ async def test_a_record_that_cannot_be_read_concerns_its_job_only(
         assert sorted(mirror.jobs) == ["job", "other"]
 
 
-async def test_one_shard_is_read_anew_without_the_others(store: WatchedStore) -> None:
-    """The one shard is enough if the job's run is the same; otherwise the whole job is read."""
+async def test_a_refresh_of_one_shard_notices_another_run(store: WatchedStore) -> None:
+    """The mirror then has the new run, and reports the end of the last."""
     await records.place(store, placed(3, "first"))
     changes = Changes()
     async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:

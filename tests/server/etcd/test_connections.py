@@ -1,4 +1,4 @@
-"""Calls to etcd end properly for their callers, however gRPC ends them."""
+"""Calls to etcd that gRPC cancels, and calls whose task is cancelled."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,15 +11,15 @@ from shoal_server.etcd.remote.connection import Attempt, Connections
 
 @pytest.fixture
 async def connections() -> AsyncIterator[Connections]:
-    """Connections to an address without a server."""
+    """Return connections to an address without a server."""
     connections = Connections(EtcdConfig(endpoints=("127.0.0.1:1",)))
     yield connections
     await connections.close()
 
 
-async def test_a_call_that_grpc_gives_up_is_made_again(connections: Connections) -> None:
-    """Regression: gRPC gives a call up with CancelledError, which ended a parameter server that
-    kept its registration, though no task was cancelled."""
+async def test_a_call_that_grpc_cancels_is_made_again(connections: Connections) -> None:
+    """Regression: gRPC may end a call with CancelledError although no task was cancelled. This
+    ended parameter servers that renewed their registration."""
     attempts: list[Attempt] = []
 
     async def given_up_once(to: Attempt) -> int:
@@ -32,7 +32,7 @@ async def test_a_call_that_grpc_gives_up_is_made_again(connections: Connections)
     assert len(attempts) == 2
 
 
-async def test_who_is_cancelled_in_a_call_ends(connections: Connections) -> None:
+async def test_a_task_that_is_cancelled_in_a_call_ends(connections: Connections) -> None:
     begun = asyncio.Event()
 
     async def never_answered(to: Attempt) -> None:

@@ -1,4 +1,4 @@
-"""Election of the leader: a lost leader has a successor, a deposed one can write nothing."""
+"""Election of the leader: a lost leader has a successor, and a deposed one can write nothing."""
 
 import asyncio
 import sys
@@ -24,7 +24,7 @@ from shoal_server.etcd.remote.renewal import TRUSTED_TTLS
 
 A, B = LeaderCandidate(address="a:1", http_url="http://a:2"), LeaderCandidate(address="b:1")
 
-# A candidate that reports when it leads, and leads until it is killed.
+# A candidate that prints a line when it leads, and leads until it is killed.
 CANDIDATE = """
 import asyncio, sys
 from shoal_server.etcd.remote.client import EtcdClient
@@ -67,8 +67,8 @@ async def leading(
         await term.resign()
 
 
-async def test_alone_it_leads_at_once(store: KeyValueStore) -> None:
-    """A candidate without rivals leads within milliseconds, and publishes its address."""
+async def test_a_candidate_without_rivals_leads_at_once(store: KeyValueStore) -> None:
+    """It leads within half a second, publishes its addresses, and resigns with its key deleted."""
     await store.range(keys.ROOT)
     begun_s = time.monotonic()
     async with leading(store) as term:
@@ -85,8 +85,8 @@ async def test_alone_it_leads_at_once(store: KeyValueStore) -> None:
 
 
 @pytest.mark.sampled()
-async def test_a_leader_stays_one_beyond_its_lease(store: KeyValueStore) -> None:
-    """Renewals keep a term alive while its leader lives, and rivals wait."""
+async def test_a_leader_renews_its_lease(store: KeyValueStore) -> None:
+    """Its term lasts longer than one lease, and a rival waits."""
     async with leading(store) as term:
         rival = asyncio.create_task(Election(store, B, ttl_s=2).campaign())
         # Time itself is tested: longer than a lease of two seconds.
@@ -97,8 +97,8 @@ async def test_a_leader_stays_one_beyond_its_lease(store: KeyValueStore) -> None
         await asyncio.gather(rival, return_exceptions=True)
 
 
-async def test_a_resignation_lets_the_next_in_at_once(store: KeyValueStore) -> None:
-    """The second candidate leads as soon as the first resigns; observers see it."""
+async def test_the_next_candidate_leads_at_once_after_a_resignation(store: KeyValueStore) -> None:
+    """Observers see the new leader."""
     seen: list[str] = []
 
     async def observe() -> None:
@@ -111,7 +111,7 @@ async def test_a_resignation_lets_the_next_in_at_once(store: KeyValueStore) -> N
     observing = asyncio.create_task(observe())
     async with leading(store) as first:
         second = asyncio.create_task(Election(store, B, ttl_s=2).campaign())
-        # After two more round trips on the same connection, the rival has asked.
+        # After two more round trips on the same connection, the rival has sent its requests.
         await store.range(keys.ROOT)
         await store.range(keys.ROOT)
         assert not second.done()
@@ -144,7 +144,7 @@ async def test_a_deposed_leader_writes_nothing(store: KeyValueStore) -> None:
             async with asyncio.timeout(5):
                 await old.lost.wait()
             assert "was deleted, or another process has it" in old.reason
-            # Resigning a lost term does not affect the present leader.
+            # Resigning a lost term does not affect the current leader.
             await old.resign()
             assert await store.get(keys.LEADER) is not None
         item = await store.get(key)
@@ -152,8 +152,8 @@ async def test_a_deposed_leader_writes_nothing(store: KeyValueStore) -> None:
         assert item.value == b"new"
 
 
-async def test_many_candidates_one_leader(store: KeyValueStore) -> None:
-    """Candidates in any number have one term after another, and no two overlap."""
+async def test_of_many_candidates_one_leads_at_a_time(store: KeyValueStore) -> None:
+    """Eight candidates lead one after the other, and no two terms overlap."""
     terms: list[Leadership] = []
     running = 0
 
@@ -176,7 +176,7 @@ async def test_many_candidates_one_leader(store: KeyValueStore) -> None:
 
 
 async def test_a_cancelled_campaign_leaves_nothing(store: KeyValueStore) -> None:
-    """A candidate that stops at any point does not block the others."""
+    """A candidate that is cancelled at any point does not block another one."""
     for pause in range(12):
         campaign = asyncio.create_task(Election(store, A, ttl_s=60).campaign())
         for _ in range(pause):
@@ -190,7 +190,7 @@ async def test_a_cancelled_campaign_leaves_nothing(store: KeyValueStore) -> None
                 pass
 
 
-async def test_a_candidate_whose_lease_runs_out_before_it_leads_tries_again(
+async def test_a_candidate_whose_lease_ends_before_it_leads_tries_again(
     store: KeyValueStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_alive, ended = store.keep_alive, list[LeaseId]()
@@ -208,8 +208,8 @@ async def test_a_candidate_whose_lease_runs_out_before_it_leads_tries_again(
         assert term.held
 
 
-async def test_a_record_that_is_not_ours(store: KeyValueStore) -> None:
-    """Garbage under the leader's key breaks no observer; a campaign waits for its lease to end."""
+async def test_garbage_under_the_leaders_key_delays_a_campaign(store: KeyValueStore) -> None:
+    """The campaign succeeds once the key is deleted. Observers see a leader without an address."""
     lease = await store.grant(60)
     await store.put(keys.LEADER, b"\xff{", lease)
     async with aclosing(Election(store, B).leaders()) as leaders:
@@ -228,10 +228,10 @@ async def test_a_record_that_is_not_ours(store: KeyValueStore) -> None:
 
 
 @pytest.mark.parametrize("value", [b"\xff{", b'{"address": "a:1", "http_url": ""}'])
-async def test_a_leaders_key_without_a_lease_keeps_nobody_from_leading(
+async def test_a_leaders_key_without_a_lease_prevents_no_candidate_from_leading(
     store: KeyValueStore, value: bytes
 ) -> None:
-    """The key was written over that of a leader, whose term is lost, and would never end. No
+    """It was written over the key of a leader, whose term is lost. It would never expire; no
     candidate writes such a key."""
     async with leading(store) as old:
         await store.put(keys.LEADER, value)
@@ -246,8 +246,8 @@ async def test_a_leaders_key_without_a_lease_keeps_nobody_from_leading(
             assert new.held
 
 
-async def test_the_successor_of_a_killed_leader(tmp_path: Path) -> None:
-    """The next candidate leads as soon as the lease of the killed leader has run out."""
+async def test_a_killed_leader_has_a_successor_once_its_lease_ends(tmp_path: Path) -> None:
+    """The successor leads within 6 s of the kill; the lease is 2 s."""
     with running_etcd(tmp_path) as endpoint:
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", CANDIDATE, endpoint), stdout=asyncio.subprocess.PIPE
@@ -271,8 +271,8 @@ async def test_the_successor_of_a_killed_leader(tmp_path: Path) -> None:
             await child.wait()
 
 
-async def test_a_leader_that_is_cut_off_stops_first(tmp_path: Path) -> None:
-    """A leader that cannot reach etcd ends its term before a successor's can begin."""
+async def test_a_leader_that_is_cut_off_ends_its_term_first(tmp_path: Path) -> None:
+    """It does so before its successor leads, and a later transaction of its term fails."""
     with running_etcd(tmp_path) as endpoint:
         async with (
             open_gate(endpoint) as gate,
@@ -290,7 +290,7 @@ async def test_a_leader_that_is_cut_off_stops_first(tmp_path: Path) -> None:
                 key = keys.job_state("digits")
                 new = await successor
             gate.restore()
-            # Any call that may be repeated finds out that the old connection is gone.
+            # A call that may be repeated replaces the broken connection.
             await cut_off.get(keys.LEADER)
             late = await cut_off.transact((term.condition,), (Put(key, b""),))
             assert not late.succeeded
@@ -300,7 +300,7 @@ async def test_a_leader_that_is_cut_off_stops_first(tmp_path: Path) -> None:
 
 
 async def test_a_term_outlasts_a_restart_of_etcd(tmp_path: Path) -> None:
-    """An etcd that is killed and comes back within the lease costs no leader its term."""
+    """etcd is killed and started again within the lease."""
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):
         async with (
             EtcdClient(EtcdConfig(endpoints=(etcd.endpoint,))) as client,
@@ -314,8 +314,8 @@ async def test_a_term_outlasts_a_restart_of_etcd(tmp_path: Path) -> None:
             assert term.held
 
 
-async def hold_up_the_loop(turn_s: float, for_s: float) -> None:
-    """Make each turn of the event loop take so long."""
+async def delay_the_loop(turn_s: float, for_s: float) -> None:
+    """Make each turn of the event loop take `turn_s`, for `for_s` in all."""
     until_s = time.monotonic() + for_s
     while time.monotonic() < until_s:
         time.sleep(turn_s)  # noqa: ASYNC251 - as work on the loop does
@@ -324,20 +324,20 @@ async def hold_up_the_loop(turn_s: float, for_s: float) -> None:
 
 @pytest.mark.long
 async def test_a_leader_whose_loop_is_busy_keeps_its_term(etcd_endpoint: str) -> None:
-    """A call needs several turns of the loop, each of which may take half a lease: the term
-    continues as long as the loop turns at all."""
+    """A call needs several turns of the loop, each of which takes a third of the lease here. The
+    lease is renewed without waiting for them."""
     async with EtcdClient(EtcdConfig(endpoints=(etcd_endpoint,))) as client:
         await client.delete(keys.ROOT, prefix=True)
         async with leading(client) as term:
-            await hold_up_the_loop(turn_s=0.7, for_s=4.0)
+            await delay_the_loop(turn_s=0.7, for_s=4.0)
             assert term.held, term.reason
             written = await client.transact((term.condition,), (Put(keys.job_state("j"), b""),))
             assert written.succeeded
 
 
 @pytest.mark.long
-async def test_a_leader_whose_loop_stands_still_has_a_successor(etcd_endpoint: str) -> None:
-    """Renewals that do not wait for the loop end when the loop shows no sign of life."""
+async def test_a_leader_whose_loop_hangs_has_a_successor(etcd_endpoint: str) -> None:
+    """Renewals do not wait for the loop, but end when it has not run for some leases."""
     async with EtcdClient(EtcdConfig(endpoints=(etcd_endpoint,))) as client:
         await client.delete(keys.ROOT, prefix=True)
         async with leading(client) as term:

@@ -27,7 +27,7 @@ from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
 
 @dataclass(frozen=True)
 class Secured:
-    """An etcd that serves TLS only and asks for a certificate, with the files to reach it."""
+    """An etcd with TLS that requires a client certificate, and the files to reach it."""
 
     endpoint: str
     config: EtcdConfig
@@ -69,47 +69,47 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         yield Secured(endpoint, config, folder / "other.pem")
 
 
-async def test_mutual_tls(secured: Secured) -> None:
-    """Calls and watches work with the right authority and certificate."""
+async def test_calls_and_watches_work_over_mutual_tls(secured: Secured) -> None:
+    """The client has the authority's file and a certificate."""
     async with EtcdClient(secured.config) as client:
         revision = await client.put("/shoal/a", b"1")
         async with aclosing(client.watch("/shoal/", revision)) as watch:
             assert (await anext(watch)).revision == revision
 
 
-async def test_plain_text_to_an_etcd_with_tls(secured: Secured) -> None:
-    """The error says that the CA file is missing."""
+async def test_plain_text_to_an_etcd_with_tls_fails_with_the_option(secured: Secured) -> None:
+    """The option is --etcd-ca."""
     plain = EtcdConfig(endpoints=(secured.endpoint,), timeout_s=1, attempt_timeout_s=1)
     async with EtcdClient(plain) as client:
         with pytest.raises(Unavailable, match="--etcd-ca"):
             await client.get("/shoal/a")
 
 
-async def test_an_authority_that_did_not_sign(secured: Secured) -> None:
-    """The error names the certificate that is not trusted."""
+async def test_an_etcd_signed_by_another_authority_is_refused(secured: Secured) -> None:
+    """The error reports a failed TLS handshake."""
     wary = replace(secured.config, ca_file=secured.other_ca_file)
     async with EtcdClient(wary) as client:
         with pytest.raises(Unavailable, match="TLS handshake failed"):
             await client.get("/shoal/a")
 
 
-async def test_no_certificate_of_our_own(secured: Secured) -> None:
-    """A client without a certificate is refused in time by an etcd that asks for one."""
+async def test_a_client_without_a_certificate_is_refused(secured: Secured) -> None:
+    """The call fails as Unavailable within its time limit."""
     anonymous = replace(secured.config, cert_file=None, key_file=None)
     async with EtcdClient(anonymous) as client:
         with pytest.raises(Unavailable, match="no etcd answered"):
             await client.get("/shoal/a")
 
 
-async def test_tls_to_an_etcd_without(secured: Secured, etcd_endpoint: str) -> None:
-    """The error for a CA file and an etcd in plain text mentions TLS."""
+async def test_tls_to_an_etcd_without_it_fails(secured: Secured, etcd_endpoint: str) -> None:
+    """The error mentions TLS."""
     async with EtcdClient(replace(secured.config, endpoints=(etcd_endpoint,))) as client:
         with pytest.raises(Unavailable, match="check that etcd serves TLS"):
             await client.get("/shoal/a")
 
 
-async def test_a_renewed_certificate_is_shown_from_the_next_connection_on(tmp_path: Path) -> None:
-    """etcd comes back with another authority, which did not sign the earlier certificate."""
+async def test_a_renewed_certificate_is_used_from_the_next_connection_on(tmp_path: Path) -> None:
+    """etcd is restarted with another authority, which did not sign the earlier certificate."""
     files = {name: tmp_path / f"{name}.pem" for name in ("ca", "cert", "key", "own", "own-key")}
 
     def renew() -> None:
@@ -184,8 +184,8 @@ def login(endpoint: str, password: str = "secret") -> EtcdConfig:
     return EtcdConfig(endpoints=(endpoint,), user="shoal", password=password, silence_s=1)
 
 
-async def test_user_and_password(guarded: tuple[Supervisor, RunningEtcd]) -> None:
-    """A user may do what its role allows; a token lost when etcd restarts is replaced silently."""
+async def test_a_user_may_do_what_its_role_allows(guarded: tuple[Supervisor, RunningEtcd]) -> None:
+    """After a restart of etcd, which loses the token, calls and watches continue."""
     supervisor, etcd = guarded
     async with EtcdClient(login(etcd.endpoint)) as client:
         lease = await client.grant(30)
@@ -204,8 +204,8 @@ async def test_user_and_password(guarded: tuple[Supervisor, RunningEtcd]) -> Non
             assert (await anext(watch)).revision == made.revision
 
 
-async def test_wrong_or_missing_password(guarded: tuple[Supervisor, RunningEtcd]) -> None:
-    """Wrong credentials, or none, are refused at once, and the error says what to check."""
+async def test_a_wrong_or_no_password_is_refused(guarded: tuple[Supervisor, RunningEtcd]) -> None:
+    """The error names the option of the password's file."""
     _, etcd = guarded
     for config in (
         login(etcd.endpoint, "wrong"),
@@ -221,17 +221,17 @@ async def test_wrong_or_missing_password(guarded: tuple[Supervisor, RunningEtcd]
                 await anext(client.watch(ROOT, Revision(1)))
 
 
-async def test_a_password_where_none_is_needed(etcd_endpoint: str) -> None:
-    """A user for an etcd without authentication is let in like all others."""
+async def test_a_password_for_an_etcd_without_authentication_is_ignored(etcd_endpoint: str) -> None:
+    """The call succeeds."""
     async with EtcdClient(login(etcd_endpoint)) as client:
         assert await client.put(ROOT + "a", b"") > 0
 
 
-# --- an etcd that is not there, requests it cannot take, bad settings ---
+# --- an unavailable etcd, requests that it refuses, bad settings ---
 
 
-async def test_an_unreachable_etcd() -> None:
-    """The error names every endpoint with what was seen there, and comes in time."""
+async def test_the_error_names_every_endpoint_that_did_not_answer() -> None:
+    """It also has what was seen at an endpoint that refuses connections."""
     with socket.socket() as closed, socket.socket() as deaf:
         closed.bind(("127.0.0.1", 0))
         deaf.bind(("127.0.0.1", 0))
@@ -248,8 +248,8 @@ async def test_an_unreachable_etcd() -> None:
                 assert "refused" in caught.value.seen
 
 
-async def test_a_dead_endpoint_beside_a_live_one(etcd_endpoint: str) -> None:
-    """An endpoint that refuses delays no call for more than a moment."""
+async def test_a_dead_endpoint_beside_a_live_one_delays_no_call(etcd_endpoint: str) -> None:
+    """Calls succeed within their limit of 1 s."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         dead = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -259,8 +259,8 @@ async def test_a_dead_endpoint_beside_a_live_one(etcd_endpoint: str) -> None:
             assert (await client.transact((), (Put("/shoal/a", b""),))).succeeded
 
 
-async def test_a_value_that_etcd_does_not_take(etcd_endpoint: str) -> None:
-    """A value above etcd's limit is refused by name, and the client goes on."""
+async def test_a_request_above_etcds_limits_is_refused(etcd_endpoint: str) -> None:
+    """The value is too large, or there are too many operations; later calls succeed."""
     async with EtcdClient(EtcdConfig(endpoints=(etcd_endpoint,))) as client:
         with pytest.raises(RefusedError, match="too large"):
             await client.put("/shoal/large", bytes(3 << 20))
@@ -283,22 +283,22 @@ async def test_a_value_that_etcd_does_not_take(etcd_endpoint: str) -> None:
         ({"silence_s": 0}, "silence_s"),
     ],
 )
-def test_bad_settings(settings: dict[str, object], message: str) -> None:
-    """Settings that cannot work are refused before any connection."""
+def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> None:
+    """They are refused at construction."""
     with pytest.raises(InvalidSpec, match=message):
         EtcdConfig(**{"endpoints": ("127.0.0.1:2379",), **settings})  # type: ignore[arg-type]
 
 
-async def test_a_ca_file_that_is_not_there(tmp_path: Path) -> None:
-    """The error names the TLS file that cannot be read."""
+async def test_the_error_names_a_missing_ca_file(tmp_path: Path) -> None:
+    """The first call fails with it."""
     config = EtcdConfig(endpoints=("127.0.0.1:1",), ca_file=tmp_path / "none.pem")
     async with EtcdClient(config) as client:
         with pytest.raises(InvalidSpec, match=r"none\.pem"):
             await client.get("/shoal/a")
 
 
-def test_endpoints_in_one_text() -> None:
-    """Endpoints are separated by commas; blanks around them are ignored."""
+def test_endpoints_are_separated_by_commas() -> None:
+    """Blanks around them are ignored."""
     assert parse_endpoints(" a:1, [::1]:2,") == ("a:1", "[::1]:2")
     for bad in ("", ",", "a", "a:b", "https://a:1"):
         with pytest.raises(InvalidSpec):
@@ -308,12 +308,13 @@ def test_endpoints_in_one_text() -> None:
 @pytest.mark.parametrize(
     "prefix", ["/shoal/v1", "/shoal/v1/jobs", "/team-a/shoal/v1", "/team-a/shoal/v1/members"]
 )
-def test_no_cluster_lies_within_the_keys_of_another(prefix: str) -> None:
-    """A cluster without a prefix, or one at /team-a, would read its keys as jobs and members."""
+def test_a_prefix_within_the_keys_of_a_cluster_is_refused(prefix: str) -> None:
+    """The other cluster, without a prefix or at /team-a, would read its keys as jobs and
+    members."""
     with pytest.raises(InvalidSpec, match="expected one without /shoal/v1"):
         EtcdConfig(endpoints=("127.0.0.1:1",), prefix=prefix)
 
 
 @pytest.mark.parametrize("prefix", ["/team-a", "/shoal", "/a/shoal/v12", "/a/b.c_d"])
-def test_prefixes_beside_each_other(prefix: str) -> None:
+def test_prefixes_outside_the_keys_of_a_cluster_are_accepted(prefix: str) -> None:
     EtcdConfig(endpoints=("127.0.0.1:1",), prefix=prefix)

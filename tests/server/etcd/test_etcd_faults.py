@@ -1,4 +1,4 @@
-"""The client while etcd is killed, halted, cut off or compacts, with writes going on."""
+"""The client while etcd is killed, halted, cut off or compacted, mostly during writes."""
 
 import asyncio
 import shutil
@@ -39,14 +39,14 @@ def three(tmp_path: Path) -> Iterator[Cluster]:
 
 
 class Traffic:
-    """A writer and a watch that go on through whatever the test does to etcd."""
+    """A writer and a watch that continue during the faults of a test."""
 
     def __init__(self, client: EtcdClient) -> None:
         self.acknowledged: list[tuple[Revision, str]] = []
         self.events: list[WatchEvent] = []
         self.num_resets = 0
         self._client = client
-        self._told = asyncio.Condition()
+        self._delivered = asyncio.Condition()
 
     async def write(self) -> None:
         number = 0
@@ -63,13 +63,13 @@ class Traffic:
             async for batch in batches:
                 self.num_resets += batch.reset
                 self.events.extend(batch.events)
-                async with self._told:
-                    self._told.notify_all()
+                async with self._delivered:
+                    self._delivered.notify_all()
 
     async def past(self, num_acknowledged: int, limit_s: float = 20) -> None:
-        """Wait until the watch has delivered the acknowledged write of this number."""
-        async with asyncio.timeout(limit_s), self._told:
-            await self._told.wait_for(
+        """Wait until so many writes are acknowledged, and the watch has delivered them."""
+        async with asyncio.timeout(limit_s), self._delivered:
+            await self._delivered.wait_for(
                 lambda: (
                     len(self.acknowledged) >= num_acknowledged
                     and self.events[-1].mod_revision >= self.acknowledged[num_acknowledged - 1][0]
@@ -77,13 +77,13 @@ class Traffic:
             )
 
     async def more(self, number: int, limit_s: float = 20) -> None:
-        """Wait until so many further writes were acknowledged and delivered."""
+        """Wait until so many further writes are acknowledged and delivered."""
         await self.past(len(self.acknowledged) + number, limit_s)
 
 
 @asynccontextmanager
 async def traffic(client: EtcdClient) -> AsyncIterator[Traffic]:
-    """Run traffic in the block, and check it against etcd's own history at the end."""
+    """Run traffic in the block, and compare it with etcd's own history at the end."""
     start = Revision((await client.range(PREFIX)).revision + 1)
     flow = Traffic(client)
     async with asyncio.TaskGroup() as group:
@@ -106,10 +106,10 @@ async def _check(flow: Traffic, client: EtcdClient, start: Revision) -> None:
                 if history[-1][0] >= delivered[-1][0]:
                     break
     assert flow.num_resets == 0
-    assert len(set(delivered)) == len(delivered), "an event was told twice"
+    assert len(set(delivered)) == len(delivered), "an event was delivered twice"
     assert delivered == history[: len(delivered)], "the watch differs from etcd's own history"
     assert set(flow.acknowledged) <= set(history), "etcd lost a write that it acknowledged"
-    print(f"{len(flow.acknowledged)} writes acknowledged, {len(delivered)} events told, each once")
+    print(f"{len(flow.acknowledged)} writes acknowledged, {len(delivered)} events delivered once")
 
 
 def config(*endpoints: str, timeout_s: float = 10) -> EtcdConfig:
@@ -118,8 +118,8 @@ def config(*endpoints: str, timeout_s: float = 10) -> EtcdConfig:
     )
 
 
-async def test_kill_and_restart_under_a_watch(single: Cluster) -> None:
-    """etcd is killed and restarted three times, and every event is delivered exactly once."""
+async def test_a_watch_delivers_each_event_once_over_restarts_of_etcd(single: Cluster) -> None:
+    """etcd is killed and restarted three times during writes."""
     supervisor, (etcd,) = single
     async with (
         EtcdClient(config(etcd.endpoint)) as client,
@@ -132,8 +132,8 @@ async def test_kill_and_restart_under_a_watch(single: Cluster) -> None:
             await flow.more(50)
 
 
-async def test_an_endpoint_of_three_is_killed(three: Cluster) -> None:
-    """Calls and the watch go on over another endpoint when theirs is killed."""
+async def test_calls_continue_when_one_of_three_endpoints_is_killed(three: Cluster) -> None:
+    """The watch continues as well, over another endpoint."""
     _, members = three
     async with (
         EtcdClient(config(*(each.endpoint for each in members))) as client,
@@ -144,8 +144,8 @@ async def test_an_endpoint_of_three_is_killed(three: Cluster) -> None:
 
 
 @pytest.mark.long
-async def test_an_endpoint_of_three_hangs(three: Cluster) -> None:
-    """An endpoint that hangs, its connections open, is left within seconds."""
+async def test_calls_continue_when_one_of_three_endpoints_hangs(three: Cluster) -> None:
+    """Its connections stay open; the client changes to another endpoint within seconds."""
     _, members = three
     async with (
         EtcdClient(config(*(each.endpoint for each in members))) as client,
@@ -158,8 +158,8 @@ async def test_an_endpoint_of_three_hangs(three: Cluster) -> None:
 
 
 @pytest.mark.long
-async def test_the_only_endpoint_hangs_for_a_while(single: Cluster) -> None:
-    """The halt is longer than every time limit; calls and watch continue after it."""
+async def test_calls_continue_after_the_only_endpoint_has_hung(single: Cluster) -> None:
+    """The halt is longer than the limits of a silence and of one attempt."""
     _, (etcd,) = single
     async with (
         EtcdClient(config(etcd.endpoint)) as client,
@@ -173,8 +173,8 @@ async def test_the_only_endpoint_hangs_for_a_while(single: Cluster) -> None:
 
 
 @pytest.mark.long
-async def test_a_partition_is_noticed_and_healed(single: Cluster) -> None:
-    """A network that silently drops everything breaks no promise either."""
+async def test_calls_continue_after_a_partition(single: Cluster) -> None:
+    """The network drops all data silently, or breaks the connections."""
     _, (etcd,) = single
     async with (
         open_gate(etcd.endpoint) as gate,
@@ -189,8 +189,8 @@ async def test_a_partition_is_noticed_and_healed(single: Cluster) -> None:
             await flow.more(50)
 
 
-async def test_a_connection_that_hangs_is_replaced(single: Cluster) -> None:
-    """The connection to the only endpoint dies silently, and a new one replaces it."""
+async def test_a_hung_connection_is_replaced(single: Cluster) -> None:
+    """The only endpoint no longer answers on this connection, but on a new one."""
     _, (etcd,) = single
     async with (
         open_gate(etcd.endpoint) as gate,
@@ -204,8 +204,8 @@ async def test_a_connection_that_hangs_is_replaced(single: Cluster) -> None:
 
 
 @pytest.mark.long
-async def test_a_member_cut_off_from_its_cluster_is_left(three: Cluster) -> None:
-    """Calls are refused while two of three members are halted, and pass again with one back."""
+async def test_calls_fail_without_a_quorum_of_etcd_and_pass_with_one(three: Cluster) -> None:
+    """Two of three members are halted, and then one of them continues."""
     _, members = three
     async with EtcdClient(config(*(each.endpoint for each in members))) as client:
         await client.put(PREFIX + "a", b"1")
@@ -222,8 +222,8 @@ async def test_a_member_cut_off_from_its_cluster_is_left(three: Cluster) -> None
             assert await client.get(PREFIX + "a") is not None
 
 
-async def test_compaction_while_the_watch_is_away(single: Cluster) -> None:
-    """Changes that were compacted meanwhile come as the difference, deletions included."""
+async def test_a_watch_cut_off_over_a_compaction_delivers_the_difference(single: Cluster) -> None:
+    """The difference includes deletions."""
     _, (etcd,) = single
     async with (
         open_gate(etcd.endpoint) as gate,
@@ -256,9 +256,8 @@ async def test_compaction_while_the_watch_is_away(single: Cluster) -> None:
             assert (batch.revision, batch.reset) == (last, False)
 
 
-async def test_a_mirror_over_compaction_and_a_restart(single: Cluster) -> None:
-    """A mirror that was cut off has the current keys, however little history etcd has left, and
-    continues over a restart."""
+async def test_a_mirror_cut_off_over_a_compaction_has_the_current_keys(single: Cluster) -> None:
+    """It also continues over a restart of etcd."""
     supervisor, (etcd,) = single
     async with (
         open_gate(etcd.endpoint) as gate,
@@ -296,8 +295,8 @@ async def test_a_mirror_over_compaction_and_a_restart(single: Cluster) -> None:
             assert dict(mirror.records) == {"stays": b"4", "comes": b"3"}
 
 
-async def test_an_etcd_that_lost_its_data(single: Cluster) -> None:
-    """A watch that is ahead of etcd's data stops, rather than wait for ever."""
+async def test_a_watch_of_an_etcd_that_lost_its_data_fails(single: Cluster) -> None:
+    """It would otherwise wait for ever: its revision is ahead of etcd's."""
     supervisor, (etcd,) = single
     async with EtcdClient(config(etcd.endpoint)) as client:
         start = await client.put(PREFIX + "a", b"1")
@@ -313,7 +312,7 @@ async def test_an_etcd_that_lost_its_data(single: Cluster) -> None:
 
 
 async def test_a_transaction_of_unknown_outcome_is_not_sent_again(single: Cluster) -> None:
-    """A transaction without an answer raises and says so; it ran at most once."""
+    """The error states that the outcome is unknown; the transaction ran at most once."""
     _, (etcd,) = single
     async with (
         open_gate(etcd.endpoint) as gate,
@@ -328,7 +327,7 @@ async def test_a_transaction_of_unknown_outcome_is_not_sent_again(single: Cluste
         assert caught.value.details["outcome"] == "unknown"
         gate.restore()
         async with asyncio.timeout(10):
-            # A call that may be repeated finds out that the old connection is gone.
+            # A call that may be repeated replaces the broken connection.
             await cut_off.get(key)
             made = await cut_off.transact((absent(key + "b"),), (Put(key + "b", b""),))
         assert made.succeeded
@@ -337,7 +336,7 @@ async def test_a_transaction_of_unknown_outcome_is_not_sent_again(single: Cluste
 
 
 async def test_a_transaction_waits_for_an_etcd_that_starts(single: Cluster) -> None:
-    """A transaction waits, unsent, while etcd is down; then it runs once."""
+    """It is not sent while etcd is down, and then runs once."""
     supervisor, (etcd,) = single
     key = PREFIX + "a"
     async with EtcdClient(config(etcd.endpoint, timeout_s=20)) as client:

@@ -1,4 +1,4 @@
-"""The store of a leader: after its term it writes nothing, and learns so from its first write."""
+"""The store of a leader: after its term, each write fails and reports that the term is over."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from shoal_server.etcd.memory import MemoryStore
 
 
 class Term:
-    """A coordinator that leads, and the reasons why it was deposed."""
+    """A coordinator's term, and the reasons with which it was deposed."""
 
     def __init__(self, store: MemoryStore, conditions: Sequence[Compare] | None) -> None:
         self.conditions = conditions
@@ -37,7 +37,7 @@ async def test_a_leader_writes() -> None:
     assert (result.succeeded, result.reads[0][0].value) == (True, b"1")
 
 
-async def test_a_condition_of_the_writers_own_deposes_nobody() -> None:
+async def test_a_failed_condition_of_the_write_itself_ends_no_term() -> None:
     store = MemoryStore()
     term = await leading(store)
     await store.put("a", b"1")
@@ -47,14 +47,14 @@ async def test_a_condition_of_the_writers_own_deposes_nobody() -> None:
     assert term.why_deposed == []
 
 
-@pytest.mark.parametrize("key_is_gone", [True, False], ids=["nobody leads", "another leads"])
-async def test_a_deposed_leader_writes_nothing_and_hears_of_it(key_is_gone: bool) -> None:
+@pytest.mark.parametrize("key_is_gone", [True, False], ids=["no leader", "another leader"])
+async def test_a_deposed_leader_writes_nothing_and_its_term_ends(key_is_gone: bool) -> None:
     store = MemoryStore()
     term = await leading(store)
     await store.delete(keys.LEADER)
     if not key_is_gone:
         await store.put(keys.LEADER, b"{}")
-    # The write's own condition may fail as well: this does not count.
+    # The write's own condition may fail as well, which makes no difference.
     for compares in ([], [absent(keys.LEADER)], [created_at("a", Revision(9))]):
         with pytest.raises(NotLeader):
             await term.store.transact(compares, [Put("a", b"1"), Delete("b")], [Get("a")])

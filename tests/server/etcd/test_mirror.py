@@ -1,4 +1,4 @@
-"""The mirror of a prefix, on both stores, and after any end of a watch."""
+"""The mirror of a prefix: on each kind of store, and after failures of lists and watches."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -50,15 +50,15 @@ def mirrored(
 
 
 async def until(changes: Changes, *last: str) -> None:
-    """Wait until the mirror has made this call at the end of a batch."""
+    """Wait until this call was the last one of a batch."""
     async with asyncio.timeout(10):
         while changes[-2:] != [last, ("change",)]:
             changes.changed.clear()
             await changes.changed.wait()
 
 
-async def test_what_is_there_is_applied_before_the_block_begins(bench: Bench) -> None:
-    """The list comes first, then each change in order, with the value that it replaced."""
+async def test_existing_records_are_applied_before_the_block_begins(bench: Bench) -> None:
+    """Later changes are reported in order, each with the value that it replaced."""
     await bench.store.put(bench.prefix + "a", b"1")
     await bench.store.put(bench.prefix + "b", b"2")
     changes = Changes()
@@ -80,8 +80,8 @@ async def test_what_is_there_is_applied_before_the_block_begins(bench: Bench) ->
     assert found.get("c") == "4"
 
 
-async def test_of_each_key_the_newest_revision_counts(bench: Bench) -> None:
-    """Older changes that arrive from the watch do not undo a value that was read separately."""
+async def test_the_newest_revision_of_each_key_counts(bench: Bench) -> None:
+    """An older change that the watch delivers does not replace a value that was looked up."""
     key = bench.prefix + "a"
     changes = Changes()
     async with mirrored(bench.store, bench.prefix, changes) as found:
@@ -99,8 +99,8 @@ async def test_of_each_key_the_newest_revision_counts(bench: Bench) -> None:
         assert await found.look_up("a") is None
 
 
-async def test_records_that_cannot_be_read(bench: Bench) -> None:
-    """A record that parses to None is dropped; one that does not parse leaves the known value."""
+async def test_an_unreadable_record_keeps_the_last_value(bench: Bench) -> None:
+    """A record that parses to None is removed."""
     changes = Changes()
     for name in ("kept", "dropped"):
         await bench.store.put(bench.prefix + name, b"1")
@@ -111,8 +111,8 @@ async def test_records_that_cannot_be_read(bench: Bench) -> None:
         assert dict(found.records) == {"kept": "1"}
 
 
-async def test_one_key_is_followed(bench: Bench) -> None:
-    """The key is absent, written, written again, deleted; longer keys do not count."""
+async def test_following_one_key_yields_each_of_its_values(bench: Bench) -> None:
+    """The key is absent, written, written again and deleted; longer keys do not count."""
     key = bench.prefix + "a"
     await bench.store.put(key + "b", b"1")
     seen: list[bytes | None] = []
@@ -164,8 +164,8 @@ class BreakingStore(MemoryStore):
             yield waiting.result()
 
 
-async def test_what_breaks_a_watch_is_raised() -> None:
-    """The owner of a mirror without `resync` gets the error, and the mirror no longer changes."""
+async def test_an_error_of_the_watch_is_raised() -> None:
+    """The owner of a mirror without `resync` gets it, and the mirror is no longer in sync."""
     store = BreakingStore()
     changes = Changes()
     async with mirrored(store, "p/", changes) as found:
@@ -176,8 +176,8 @@ async def test_what_breaks_a_watch_is_raised() -> None:
         assert not found.is_in_sync
 
 
-async def test_a_list_that_fails_is_raised_at_once() -> None:
-    """The block of a mirror without `resync` does not begin while no list is possible."""
+async def test_an_error_of_the_first_list_is_raised_at_once() -> None:
+    """The block of a mirror without `resync` does not begin."""
     store = BreakingStore()
     store.failures.append(Unavailable("no etcd"))
     with pytest.raises(Unavailable):
@@ -185,8 +185,10 @@ async def test_a_list_that_fails_is_raised_at_once() -> None:
             raise AssertionError("the block has begun")
 
 
-async def test_all_is_listed_anew_after_whatever_broke(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys deleted and added meanwhile are reported once the mirror is in sync again."""
+async def test_a_mirror_with_resync_lists_again_after_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keys deleted and added meanwhile are reported."""
     monkeypatch.setattr(mirror, "RESYNC_PAUSE_S", 0.02)
     store = BreakingStore()
     store.failures.append(Unavailable("no etcd yet"))

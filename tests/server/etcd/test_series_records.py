@@ -7,10 +7,10 @@ from shoal_server.core.publications.records import SeriesHead
 from shoal_server.etcd.records import series
 
 
-def test_a_head_of_a_later_release_is_refused_and_one_of_an_earlier_release_is_read(
+def test_a_head_of_a_later_format_is_refused_and_one_of_an_earlier_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bytes without a format are no head, and are refused too."""
+    """Bytes without a format are refused as well."""
     head = SeriesHead(number=3, kept=(2, 3), keep=2)
     with monkeypatch.context() as later:
         later.setattr(series, "FORMAT", series.FORMAT + 1)

@@ -1,4 +1,4 @@
-"""Records of parameter servers: read as written, and unreadable ones hide no others."""
+"""Records of parameter servers: read as written, although others are unreadable."""
 
 import pytest
 
@@ -13,16 +13,16 @@ IDENTITY = ServerIdentity(holder=Holder("ps-0", "one"), address="10.0.0.1:7710",
 
 
 @pytest.mark.parametrize("leaving", [False, True])
-def test_what_a_server_writes_is_read(leaving: bool) -> None:
-    """The record has everything that others need to know of the server."""
+def test_a_server_record_is_read_as_written(leaving: bool) -> None:
+    """It has the server's holder, its address, and if it is leaving."""
     found = servers.parse(keys.server("ps-0"), IDENTITY.record(leaving=leaving))
     assert found.holder == IDENTITY.holder
     assert (found.address, found.is_leaving) == (IDENTITY.address, leaving)
 
 
 @pytest.mark.parametrize("value", [b"", b"[]", b"7", b"{}", b"\xff"])
-async def test_a_record_that_cannot_be_read_hides_no_other(value: bytes) -> None:
-    """A reader of this record alone gets an error that names it."""
+async def test_an_unreadable_record_hides_no_other(value: bytes) -> None:
+    """A reader of this record alone gets an error with the server's id."""
     with pytest.raises(InternalError, match="ps-9"):
         servers.parse(keys.server("ps-9"), value)
     store = MemoryStore()

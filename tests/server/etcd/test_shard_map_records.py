@@ -1,4 +1,4 @@
-"""Layouts in etcd: of any size, in chunks that count once a small record names them."""
+"""Shard maps in etcd: of any size, in chunks that count once a small record names them."""
 
 import random
 
@@ -16,7 +16,7 @@ MAX_REQUEST_BYTES = 1024 * 1024
 
 
 def layout(num_shards: int, server_id: str = "ps-0") -> ShardMap:
-    """Return a layout that cannot be compressed much."""
+    """Return a shard map that hardly compresses."""
     rng = random.Random(3)
     names = (f"{rng.randbytes(100).hex()}" for _ in range(num_shards))
     shards = (
@@ -29,15 +29,15 @@ def layout(num_shards: int, server_id: str = "ps-0") -> ShardMap:
 async def write(store: MemoryStore, written: ShardMap) -> shard_map.StoredLayout:
     stored = shard_map.stored(written)
     assert all(len(chunk.value) < MAX_REQUEST_BYTES for chunk in stored.chunks)
-    still_there = await shard_map.write_chunks(store, stored)
-    result = await store.transact([still_there], [stored.head])
+    chunks_exist = await shard_map.write_chunks(store, stored)
+    result = await store.transact([chunks_exist], [stored.head])
     assert result.succeeded
     await shard_map.take_others_away(store, stored, result.revision)
     return stored
 
 
-async def test_a_layout_is_read_as_it_was_written() -> None:
-    """The layout may be larger than a request; the earlier one leaves no keys."""
+async def test_a_shard_map_is_read_as_it_was_written() -> None:
+    """It may be larger than a request. Keys of the earlier one are deleted."""
     store = MemoryStore()
     assert await shard_map.read(store, "job") is None
     large = layout(20_000)
@@ -50,19 +50,19 @@ async def test_a_layout_is_read_as_it_was_written() -> None:
     assert len(await store.keys(keys.job_prefix("job"))) == 2
 
 
-async def test_a_layout_is_not_there_before_it_is_decided() -> None:
-    """Layouts cannot be decided once their chunks were deleted."""
+async def test_a_shard_map_is_not_read_before_it_is_decided() -> None:
+    """It cannot be decided once its chunks were deleted, even if they are written again."""
     store = MemoryStore()
     stored = shard_map.stored(layout(2))
-    still_there = await shard_map.write_chunks(store, stored)
+    chunks_exist = await shard_map.write_chunks(store, stored)
     assert await shard_map.read(store, "job") is None
     await store.delete(keys.job_prefix("job"), prefix=True)
     await shard_map.write_chunks(store, stored)
-    assert not (await store.transact([still_there], [stored.head])).succeeded
+    assert not (await store.transact([chunks_exist], [stored.head])).succeeded
 
 
 @pytest.mark.parametrize("spoil", ["chunk", "missing", "head"])
-async def test_a_layout_that_cannot_be_read_is_named(spoil: str) -> None:
+async def test_an_unreadable_shard_map_is_an_error(spoil: str) -> None:
     """The error names the job."""
     store = MemoryStore()
     stored = await write(store, layout(2))
@@ -75,8 +75,8 @@ async def test_a_layout_that_cannot_be_read_is_named(spoil: str) -> None:
         await shard_map.read(store, "job")
 
 
-async def test_a_reader_keeps_the_layout_until_there_is_another() -> None:
-    """Reading it again costs one small read."""
+async def test_a_reader_keeps_the_shard_map_until_there_is_another() -> None:
+    """Reading it again returns the same object."""
     store = MemoryStore()
     reader = shard_map.ShardMapReader(store)
     assert await reader.read("job") is None

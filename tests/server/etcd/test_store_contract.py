@@ -1,4 +1,4 @@
-"""The contract of KeyValueStore, run against etcd itself and against the double in memory."""
+"""The contract of KeyValueStore, run against etcd and against the store in memory."""
 
 import asyncio
 import random
@@ -37,7 +37,7 @@ from .conftest import Bench
 async def collect(
     watch: AsyncGenerator[WatchBatch, None], until: Revision, limit_s: float = 10
 ) -> list[WatchBatch]:
-    """Return the batches up to and including that revision."""
+    """Return the batches up to that revision."""
     batches: list[WatchBatch] = []
     async with asyncio.timeout(limit_s):
         async for batch in watch:
@@ -47,8 +47,8 @@ async def collect(
     return batches
 
 
-async def test_a_key_carries_its_history(bench: Bench) -> None:
-    """A key knows when it was created, when it was last written and how often."""
+async def test_a_key_has_its_revisions_and_version(bench: Bench) -> None:
+    """They are those of its creation and of its last write, and the number of writes."""
     key = bench.prefix + "a"
     assert await bench.store.get(key) is None
     first = await bench.store.put(key, b"1")
@@ -60,8 +60,8 @@ async def test_a_key_carries_its_history(bench: Bench) -> None:
     assert await bench.store.get(key) == KeyValue(key, b"", third, third, 1)
 
 
-async def test_range_holds_the_prefix_and_nothing_else(bench: Bench) -> None:
-    """A range is in key order, as of one revision, without neighbours of the prefix."""
+async def test_a_range_has_the_keys_of_its_prefix(bench: Bench) -> None:
+    """They are in key order, as of one revision, without keys beside the prefix."""
     for name in ("b", "a", "ab", "ä", "zz"):
         await bench.store.put(bench.prefix + name, name.encode())
     last = await bench.store.put(bench.prefix[:-1] + "0", b"neighbour")
@@ -72,8 +72,8 @@ async def test_range_holds_the_prefix_and_nothing_else(bench: Bench) -> None:
     assert snapshot.revision == last
 
 
-async def test_delete_tells_how_many(bench: Bench) -> None:
-    """Deletes return the number of keys deleted; deleting nothing is no change."""
+async def test_a_delete_returns_the_number_of_deleted_keys(bench: Bench) -> None:
+    """A delete of no key makes no revision."""
     for name in ("x/1", "x/2", "y"):
         revision = await bench.store.put(bench.prefix + name, b"")
     assert await bench.store.delete(bench.prefix + "nothing") == 0
@@ -84,7 +84,7 @@ async def test_delete_tells_how_many(bench: Bench) -> None:
 
 
 async def test_a_transaction_runs_one_branch_at_one_revision(bench: Bench) -> None:
-    """The branch chosen by the compares runs as a whole, reads included, at one revision."""
+    """All its operations, reads included, see one revision."""
     a, b = bench.prefix + "a", bench.prefix + "b"
     made = await bench.store.transact((absent(a), absent(b)), (Put(a, b"1"), Put(b, b"2"), Get(a)))
     assert made.succeeded
@@ -100,8 +100,8 @@ async def test_a_transaction_runs_one_branch_at_one_revision(bench: Bench) -> No
 
 
 @pytest.mark.parametrize("right", [True, False])
-async def test_every_comparison(bench: Bench, right: bool) -> None:
-    """Compares of each kind hold for the stored value and fail for any other."""
+async def test_each_comparison_holds_for_the_stored_value_alone(bench: Bench, right: bool) -> None:
+    """An absent key has revision 0, and no value."""
     key = bench.prefix + "k"
     created = await bench.store.put(key, b"1")
     newest = await bench.store.put(key, b"2")
@@ -118,8 +118,8 @@ async def test_every_comparison(bench: Bench, right: bool) -> None:
     assert not (await bench.store.transact((value_is(bench.prefix + "none", b""),), ())).succeeded
 
 
-async def test_a_comparison_of_all_keys_under_a_prefix(bench: Bench) -> None:
-    """The compare holds if no key was written since, and if there is no key."""
+async def test_a_comparison_may_cover_all_keys_of_a_prefix(bench: Bench) -> None:
+    """It holds if none was written since the revision, and if there is none."""
     first = await bench.store.put(bench.prefix + "a/1", b"")
     second = await bench.store.put(bench.prefix + "a/2", b"")
     await bench.store.put(bench.prefix + "b", b"")
@@ -134,7 +134,7 @@ async def test_a_comparison_of_all_keys_under_a_prefix(bench: Bench) -> None:
 
 
 async def test_a_refused_transaction_changes_nothing(bench: Bench) -> None:
-    """The store refuses the transaction as a whole, in either branch."""
+    """Calls with empty keys, unknown leases or unknown fields are refused as well."""
     a, b = bench.prefix + "a", bench.prefix + "b"
     for then in (
         (Put(b, b"1"), Put(a, b"1"), Put(a, b"2")),
@@ -155,8 +155,8 @@ async def test_a_refused_transaction_changes_nothing(bench: Bench) -> None:
 
 
 @pytest.mark.sampled()
-async def test_a_lease_ends_with_its_keys(bench: Bench) -> None:
-    """Keys live as long as their lease, renewals included, and a watch sees them go."""
+async def test_keys_are_deleted_with_their_lease(bench: Bench) -> None:
+    """The keys of a lease that is not renewed are deleted, and a watch delivers this."""
     brief, kept = await bench.store.grant(1), await bench.store.grant(1)
     await bench.store.put(bench.prefix + "brief", b"1", brief)
     revision = await bench.store.put(bench.prefix + "kept", b"2", kept)
@@ -185,8 +185,8 @@ async def test_a_lease_ends_with_its_keys(bench: Bench) -> None:
     assert await bench.store.get(bench.prefix + "kept") is None
 
 
-async def test_a_put_takes_a_key_out_of_its_lease(bench: Bench) -> None:
-    """The newest write decides which lease a key has."""
+async def test_a_put_without_a_lease_removes_the_key_from_its_lease(bench: Bench) -> None:
+    """The end of the lease does not delete it."""
     lease = await bench.store.grant(30)
     await bench.store.put(bench.prefix + "a", b"1", lease)
     await bench.store.put(bench.prefix + "a", b"2")
@@ -194,8 +194,8 @@ async def test_a_put_takes_a_key_out_of_its_lease(bench: Bench) -> None:
     assert await bench.store.get(bench.prefix + "a") is not None
 
 
-async def test_a_watch_tells_history_and_then_what_comes(bench: Bench) -> None:
-    """Changes from any revision on come once each and in order, with the value before them."""
+async def test_a_watch_delivers_history_and_then_new_changes(bench: Bench) -> None:
+    """Each change is delivered once and in order, with the previous value."""
     key = bench.prefix + "a"
     await bench.store.put(key, b"0")
     start = await bench.store.put(key, b"1")
@@ -215,7 +215,7 @@ async def test_a_watch_tells_history_and_then_what_comes(bench: Bench) -> None:
 
 
 async def test_a_watch_never_splits_a_revision(bench: Bench) -> None:
-    """Changes of one transaction come in one batch, even if they are large."""
+    """The changes of one transaction are in one batch, even if they are large."""
     value = bytes(100_000)
     keys = [f"{bench.prefix}{number:02}" for number in range(12)]
     made = await bench.store.transact((), [Put(key, value) for key in keys])
@@ -232,8 +232,8 @@ async def test_a_watch_never_splits_a_revision(bench: Bench) -> None:
         assert earlier.revision < later.events[0].mod_revision
 
 
-async def test_a_watch_over_forgotten_history_is_reset(bench: Bench) -> None:
-    """A watch from a compacted revision delivers the present keys, and continues from there."""
+async def test_a_watch_from_a_compacted_revision_is_reset(bench: Bench) -> None:
+    """It delivers the current keys, and continues from there."""
     start = await bench.store.put(bench.prefix + "gone", b"1")
     await bench.store.put(bench.prefix + "kept", b"2")
     await bench.store.delete(bench.prefix + "gone")
@@ -251,8 +251,8 @@ async def test_a_watch_over_forgotten_history_is_reset(bench: Bench) -> None:
     assert [event.key for event in batch.events] == [bench.prefix + "new"]
 
 
-async def test_bad_starts_of_a_watch(bench: Bench) -> None:
-    """A watch starts within history or at its end: neither before it nor in the future."""
+async def test_a_watch_cannot_start_at_0_or_in_the_future(bench: Bench) -> None:
+    """The next revision is the last one allowed."""
     revision = (await bench.store.range(bench.prefix)).revision
     for start in (0, revision + 2):
         with pytest.raises(RefusedError):
@@ -274,15 +274,15 @@ async def test_watches_are_independent(bench: Bench) -> None:
     assert sum(len(batch.events) for batch in late) == 50
 
 
-async def test_close_ends_calls_and_watches_by_an_error(bench: Bench) -> None:
-    """Closed stores let nothing hang, and a task that used one does not count as cancelled."""
+async def test_close_ends_calls_and_watches_with_an_error(bench: Bench) -> None:
+    """The error is RefusedError, not a cancellation."""
     start = Revision((await bench.store.range(bench.prefix)).revision + 1)
     watch = bench.store.watch(bench.prefix, start)
     waiting = asyncio.create_task(anext(watch))
     await bench.store.put(bench.prefix + "a", b"")
     await waiting
     waiting = asyncio.create_task(anext(watch))
-    # Let the watch reach its wait; the assertions hold whether or not it did.
+    # Give the watch time to wait; the assertions hold in either case.
     await bench.store.get(bench.prefix + "a")
     await bench.store.close()
     async with asyncio.timeout(5):
@@ -292,8 +292,8 @@ async def test_close_ends_calls_and_watches_by_an_error(bench: Bench) -> None:
             await bench.store.get(bench.prefix + "a")
 
 
-async def test_the_double_answers_like_etcd(etcd_endpoint: str) -> None:
-    """Random calls get the same answers and the same history from both."""
+async def test_the_store_in_memory_answers_like_etcd(etcd_endpoint: str) -> None:
+    """Random calls get the same answers, and the same history, from both."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     prefix = f"/shoal/test/random-{seed}/"

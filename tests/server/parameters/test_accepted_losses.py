@@ -1,4 +1,5 @@
-"""Lost shards that an operator gives up: they begin anew, without a trace of the earlier one."""
+"""Lost shards whose loss an operator accepts: they start over, and nothing of the earlier
+remains."""
 
 import time
 from array import array
@@ -95,7 +96,7 @@ def pulled(of: ParameterClient) -> list[float]:
 def wait_until(holds: Callable[[], bool]) -> None:
     give_up_s = time.monotonic() + LIMIT_S
     while not holds():
-        assert time.monotonic() < give_up_s, "it did not come to that"
+        assert time.monotonic() < give_up_s, "the condition does not hold in time"
         time.sleep(0.02)
 
 
@@ -136,11 +137,11 @@ def accept(
             raise from_rpc_error(error, servers.coordinator) from None
 
 
-def test_what_is_given_up_begins_anew_and_the_rest_stays(
+def test_a_shard_whose_loss_is_accepted_starts_over_and_others_stay(
     opened: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error has what is known of the shard; its loss is accepted and recorded once. A worker
-    that comes then creates this shard, and finds the other as it was trained."""
+    """The error has the versions and the server; the loss is accepted and recorded once. Another
+    worker then creates this shard, and finds the other one as it was trained."""
     monkeypatch.setattr(controller, "MEASURE_EACH_S", 0.1)
     servers = cluster(opened, 2)
     first = client(opened, servers, "w0")
@@ -200,7 +201,7 @@ def read_view(servers: ParameterServers) -> ShardsView:
 
 
 def known_versions(servers: ParameterServers) -> set[int]:
-    """Return the shards that were pushed to as far as the coordinator knows."""
+    """Return the shards to which the coordinator knows of pushes."""
     known = servers.losses.versions("job")
     return {shard_id for shard_id, version in known.items() if version > 1}
 
@@ -209,7 +210,7 @@ def known_versions(servers: ParameterServers) -> set[int]:
 def test_a_retry_of_an_acknowledged_push_is_not_applied_to_the_new_shard(
     opened: ExitStack, has_values: bool
 ) -> None:
-    """The record of the push was lost with the shard; its gradient belongs to lost values."""
+    """Its gradient was computed on lost values: it is refused as stale."""
     servers = cluster(opened, 1)
     first = client(opened, servers, "w0")
     first.create(SGD, filled(0.0))
@@ -223,20 +224,20 @@ def test_a_retry_of_an_acknowledged_push_is_not_applied_to_the_new_shard(
     accept(servers)
     second = client(opened, servers, "w1")
     second.create(SGD, filled(0.5))
-    # The sender repeats the push, as after an answer that was lost.
+    # The sender repeats the push, as after a lost answer.
     first._sequence -= 1
     first._epochs.update(base_epochs)
     retried = first.push(filled(-1.0))
     assert retried.stale.keys() == {0, 1}
     assert pulled(second) == [0.5, 0.5]
-    # A push on the present values is applied.
+    # A push computed on the current values is applied.
     first.pull(filled(9.0))
     assert not first.push(filled(-1.0)).stale
     assert pulled(second) == [1.5, 1.5]
 
 
-def test_rows_of_a_table_that_is_given_up_have_initial_values(opened: ExitStack) -> None:
-    """Every call names the table and the shard until then. A push of rows that were looked up
+def test_rows_have_initial_values_after_an_accepted_loss(opened: ExitStack) -> None:
+    """Until then every call fails with the table and the shard. A push of rows that were looked up
     before is not applied to the new shard."""
     servers = cluster(opened, 1)
     token = servers.admit("w0")
@@ -282,11 +283,11 @@ def test_rows_of_a_table_that_is_given_up_have_initial_values(opened: ExitStack)
     assert values() == [2.0, 2.0]
 
 
-def test_a_journal_that_comes_back_brings_back_what_was_not_given_up_only(
+def test_a_journal_that_returns_restores_only_shards_without_an_accepted_loss(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard whose server was away for too long is lost. Its journal ends the loss, unless the
-    shard was given up and began anew: then the journal's content no longer counts."""
+    """A shard whose server was away for too long is lost. If the server returns, its journal ends
+    the loss, unless the loss was accepted."""
     monkeypatch.setattr(controller, "DEAD_AFTER_S", 0.3)
     monkeypatch.setattr(controller, "MEASURE_EACH_S", 0.2)
     servers = cluster(opened, 0)
@@ -311,10 +312,10 @@ def test_a_journal_that_comes_back_brings_back_what_was_not_given_up_only(
     assert "journal of ps-0" in event
 
 
-def test_a_worker_that_is_told_to_waits_for_a_journal(
+def test_a_worker_may_wait_for_a_lost_shard(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The push is applied once the shard is back, and counts once."""
+    """Its push is applied, once, when the server returns with its journal."""
     monkeypatch.setattr(controller, "DEAD_AFTER_S", 0.3)
     monkeypatch.setattr(controller, "MEASURE_EACH_S", 0.2)
     servers = cluster(opened, 0)
@@ -334,10 +335,8 @@ def test_a_worker_that_is_told_to_waits_for_a_journal(
     assert pulled(first) == [2.0, 2.0]
 
 
-def test_who_waits_for_a_shard_that_is_given_up_goes_on_with_the_new_one(
-    opened: ExitStack,
-) -> None:
-    """The push is refused as stale once a worker has created the shard."""
+def test_a_wait_for_a_lost_shard_ends_when_its_loss_is_accepted(opened: ExitStack) -> None:
+    """The push is refused as stale once another worker has created the shard."""
     servers = cluster(opened, 1)
     first = client(opened, servers, "w0")
     first.create(SGD, filled(0.0))
@@ -354,7 +353,7 @@ def test_who_waits_for_a_shard_that_is_given_up_goes_on_with_the_new_one(
 
 
 def create_only(of: ParameterClient, shard_id: int, value: float) -> None:
-    """Create one shard only, as `create` does for all: another one is lost."""
+    """Create this shard alone, as `create` does for all."""
     whole = of.fetch_map()
     half = type(whole)()
     half.CopyFrom(whole)
@@ -365,8 +364,8 @@ def create_only(of: ParameterClient, shard_id: int, value: float) -> None:
     of._job._map = whole
 
 
-def test_nothing_is_given_up_that_is_not_lost(opened: ExitStack) -> None:
-    """A wrong job, a wrong shard and a shard not lost are refused by name, and change nothing. A
+def test_only_losses_can_be_accepted(opened: ExitStack) -> None:
+    """A wrong job, a wrong shard, and a shard that is not lost are refused, and nothing changes. A
     dry run changes nothing either."""
     servers = cluster(opened, 1)
     first = client(opened, servers, "w0")
@@ -390,7 +389,7 @@ def test_nothing_is_given_up_that_is_not_lost(opened: ExitStack) -> None:
 
 
 def trained_on(servers: ParameterServers) -> int:
-    """Return the number of completed samples in the job's ledger; -1: there is no ledger."""
+    """Return the number of completed samples in the job's ledger; -1 without a ledger."""
     counts = servers.run(servers.samples.counts("job"))
     return counts.completed if counts is not None else -1
 
@@ -409,20 +408,20 @@ def train_on(
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("choice", "expected"),
     [
         (SAMPLES_AFTER_LOSS_UNSAID, SAMPLES_AFTER_LOSS_ANEW),
         (SAMPLES_AFTER_LOSS_KEEP, SAMPLES_AFTER_LOSS_KEEP),
     ],
-    ids=["by itself", "kept by word"],
+    ids=["by default", "kept"],
 )
-def test_samples_of_values_that_begin_anew_are_trained_on_again(
+def test_samples_are_leased_again_if_no_trained_shard_is_left(
     opened: ExitStack,
-    said: SamplesAfterLoss.ValueType,
+    choice: SamplesAfterLoss.ValueType,
     expected: SamplesAfterLoss.ValueType,
 ) -> None:
-    """Once everything trained is given up, the next run gets every sample, and late reports of the
-    earlier run do not count for it, unless the operator chooses otherwise."""
+    """By default the ledger starts over once the losses of all shards are accepted, and late
+    reports do not count. The operator may choose to keep it."""
     servers = cluster(opened, 1)
     first = client(opened, servers, "w0")
     first.create(SGD, filled(0.0))
@@ -430,14 +429,14 @@ def test_samples_of_values_that_begin_anew_are_trained_on_again(
     assert trained_on(servers) == 80
     lose(servers, "ps-0")
     wait_lost(servers, 2)
-    planned = accept(servers, dry_run=True, samples=said)
+    planned = accept(servers, dry_run=True, samples=choice)
     assert (planned.samples, planned.completed_samples, planned.total_samples) == (
         expected,
         80,
         100,
     )
     assert trained_on(servers) == 80
-    assert accept(servers, samples=said).samples == expected
+    assert accept(servers, samples=choice).samples == expected
     anew = expected == SAMPLES_AFTER_LOSS_ANEW
     assert trained_on(servers) == (-1 if anew else 80)
     assert {each.samples_anew for each in read_view(servers).accepted_losses} == {anew}

@@ -1,4 +1,4 @@
-"""Durable pushes: if every server dies at once, they are on disk, and led from there."""
+"""Durable pushes: they are on disk if every server dies, and the shards are led from there."""
 
 import shutil
 import subprocess
@@ -65,10 +65,10 @@ def trained(servers: ParameterServers, token: Token) -> ParameterClient:
 
 
 @pytest.mark.parametrize("names", [("ps-0",), ("ps-0", "ps-1")], ids=["one", "two"])
-def test_servers_that_all_died_go_on(
+def test_pushes_survive_the_end_of_all_servers(
     servers: ParameterServers, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
-    """Values, momentum and sessions come back from the journals."""
+    """Values, momentum and sessions are recovered from the journals."""
     start(servers, tmp_path, *names)
     token = servers.admit("w0")
     client = trained(servers, token)
@@ -88,8 +88,8 @@ def test_servers_that_all_died_go_on(
     again.close()
 
 
-def test_a_backup_that_lives_is_not_robbed(servers: ParameterServers, tmp_path: Path) -> None:
-    """The backup went on while the server was away: the journal is outdated, and dropped."""
+def test_a_shard_stays_with_a_continuing_backup(servers: ParameterServers, tmp_path: Path) -> None:
+    """The journal of the server that was away is outdated, and is not led from."""
     start(servers, tmp_path, "ps-0", "ps-1")
     client = trained(servers, servers.admit("w0"))
     client.push(filled(-1.0))
@@ -102,11 +102,9 @@ def test_a_backup_that_lives_is_not_robbed(servers: ParameterServers, tmp_path: 
     client.close()
 
 
-def test_an_older_copy_of_a_journal_is_not_led_in_silence(
-    servers: ParameterServers, tmp_path: Path
-) -> None:
-    """The copy was put back after a failure of the disk. The error names both versions; with the
-    newest copy, all goes on."""
+def test_an_older_copy_of_a_journal_is_an_error(servers: ParameterServers, tmp_path: Path) -> None:
+    """An operator may have put it back. The error has both versions; with the newest copy, training
+    continues."""
     folder = tmp_path / "ps-0"
     start(servers, tmp_path, "ps-0")
     client = trained(servers, servers.admit("w0"))
@@ -136,8 +134,8 @@ def test_an_older_copy_of_a_journal_is_not_led_in_silence(
 def test_a_journal_of_another_run_of_the_job_is_not_led(
     servers: ParameterServers, tmp_path: Path
 ) -> None:
-    """The journal's shards have the same numbers and more updates, from another cluster or from
-    before the job began anew. With the server's own journal, all goes on."""
+    """Its shards have the same numbers and more updates, as from before a reset of the job. With
+    the server's own journal, training continues."""
     folder, own = tmp_path / "ps-0", tmp_path / "own"
     start(servers, tmp_path, "ps-0")
     client = trained(servers, servers.admit("w0"))
@@ -169,7 +167,7 @@ def test_a_journal_of_another_run_of_the_job_is_not_led(
     client.close()
 
 
-def test_without_a_journal_nothing_is_durable(servers: ParameterServers) -> None:
+def test_without_a_journal_a_durable_push_is_refused(servers: ParameterServers) -> None:
     """The error names the option of the servers."""
     servers.add("ps-0")
     client = trained(servers, servers.admit("w0"))
@@ -194,7 +192,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Write a file that takes all the space that is left."""
+    """Write a file that takes all remaining space, and return its path."""
     ballast = folder / "ballast"
     with ballast.open("wb", buffering=0) as file, suppress(OSError):
         while True:
@@ -203,11 +201,11 @@ def fill(folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_durable_push_waits_for_room_on_a_full_disk(
+def test_a_durable_push_waits_for_space_on_a_full_disk(
     servers: ParameterServers, small_disk: Path
 ) -> None:
-    """The wait is longer than the worker's timeout for other calls. Pushes of another level go on,
-    nothing is restarted, and the next process has every acknowledged push, once."""
+    """The wait is longer than the worker's timeout of calls. Pushes of another level continue;
+    the next process has every acknowledged push, once."""
     start(servers, small_disk, "ps-0")
     trained(servers, servers.admit("w0")).close()
     token, other_token = servers.admit("w1"), servers.admit("w2")
@@ -222,7 +220,7 @@ def test_a_durable_push_waits_for_room_on_a_full_disk(
         awaited(
             lambda: any(line["event"] == "waiting_for_room_on_a_disk" for line in logs),
             LIMIT_S,
-            "the worker says what it waits for",
+            "the worker logs that it waits",
         )
         with pytest.raises(TimeoutError):
             pushing.result(2 * PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Servers that die, stop and come: acknowledged pushes stay, and are applied once."""
+"""Servers that die, leave and are added: acknowledged pushes stay, and are applied once."""
 
 from array import array
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ def assert_pushed(client: ParameterClient, num_pushes: int) -> None:
 def wait_until(
     servers: ParameterServers, is_so: Callable[[JobAssignments], bool]
 ) -> JobAssignments:
-    """Follow the job's records until they are as wanted."""
+    """Wait until the job's assignments are as wanted, and return them."""
 
     async def follow() -> JobAssignments:
         snapshot = await servers.store.range(keys.ASSIGNMENTS)
@@ -86,7 +86,7 @@ def is_whole(assignments: JobAssignments) -> bool:
 
 
 def test_every_shard_has_a_backup_from_the_start(servers: ParameterServers) -> None:
-    """A worker that may push can rely on two copies."""
+    """Both exist once a worker has pulled."""
     client = trained(servers)
     entry = servers.run(records.read(servers.store, "job"))
     assert entry is not None
@@ -96,8 +96,10 @@ def test_every_shard_has_a_backup_from_the_start(servers: ParameterServers) -> N
 
 
 @pytest.mark.parametrize("gone", ["ps-0", "ps-1"])
-def test_a_backup_goes_on_with_everything(servers: ParameterServers, gone: str) -> None:
-    """The server ends without notice: values, momentum and sessions are on the other one."""
+def test_a_backup_takes_over_with_values_momentum_and_sessions(
+    servers: ParameterServers, gone: str
+) -> None:
+    """The primary ends without notice."""
     client = trained(servers)
     for _ in range(3):
         client.push(filled(-1.0))
@@ -110,8 +112,8 @@ def test_a_backup_goes_on_with_everything(servers: ParameterServers, gone: str) 
     client.close()
 
 
-def test_one_after_the_other_is_replaced(servers: ParameterServers) -> None:
-    """The servers die one after another and come back empty: nothing is lost."""
+def test_servers_that_die_in_turn_lose_nothing(servers: ParameterServers) -> None:
+    """Each is replaced by an empty process, which gets its copies before the next one dies."""
     client = trained(servers)
     for number, name in enumerate(("ps-0", "ps-1", "ps-0")):
         client.push(filled(-1.0))
@@ -143,8 +145,8 @@ def test_a_push_that_is_repeated_at_the_new_primary_is_not_applied_again(
     again.close()
 
 
-def test_servers_that_come_share_the_work(servers: ParameterServers) -> None:
-    """Shards move to a new server while pushes go on."""
+def test_a_new_server_gets_shards(servers: ParameterServers) -> None:
+    """Pushes continue meanwhile."""
     client = trained(servers)
     servers.add("ps-2")
     pushed = 0
@@ -162,8 +164,8 @@ def test_servers_that_come_share_the_work(servers: ParameterServers) -> None:
     client.close()
 
 
-def test_a_server_that_leaves_hands_everything_over(servers: ParameterServers) -> None:
-    """The server is empty before it goes, and every push finds a primary."""
+def test_a_server_that_leaves_hands_over_its_shards(servers: ParameterServers) -> None:
+    """It has none when it ends, so that the next push needs no retry."""
     client = trained(servers)
     servers.add("ps-2")
     leaver = servers.servers["ps-0"]
@@ -178,7 +180,7 @@ def test_a_server_that_leaves_hands_everything_over(servers: ParameterServers) -
     client.close()
 
 
-def test_servers_count_what_is_pushed_to_each_shard(servers: ParameterServers) -> None:
+def test_servers_count_the_bytes_pushed_to_each_shard(servers: ParameterServers) -> None:
     """The coordinator balances loads by these counts."""
     client = trained(servers)
     for _ in range(2):

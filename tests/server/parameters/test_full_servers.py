@@ -1,4 +1,4 @@
-"""Servers at their memory limit take no copies, and primaries go on without these."""
+"""Servers at their memory limit refuse copies, and primaries continue without these."""
 
 import itertools
 from array import array
@@ -31,7 +31,7 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.process import hand_everything_over
 
 PATIENCE = PeerTimeouts(full_s=0.2)
-"""Timeouts with which a full server is soon asked again, which costs no network here."""
+"""Timeouts with which a full server is soon offered a copy again."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def servers() -> Iterator[ParameterServers]:
 
 
 def wait_until_whole(servers: ParameterServers, job: str) -> JobAssignments:
-    """Follow the job's records until every shard has its backup."""
+    """Wait until every shard has its backup, and return the assignments."""
 
     async def follow() -> JobAssignments:
         snapshot = await servers.store.range(keys.ASSIGNMENTS)
@@ -62,7 +62,7 @@ def is_whole(assignments: JobAssignments) -> bool:
 
 
 def await_refusal(servers: ParameterServers) -> str:
-    """Return the reason of the server that takes no copies from ps-0."""
+    """Wait until a server refuses copies of ps-0, and return its reason."""
 
     async def follow() -> str:
         replicas = servers.servers["ps-0"].replicas
@@ -75,11 +75,11 @@ def await_refusal(servers: ParameterServers) -> str:
     return servers.run(follow())
 
 
-def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
+def test_training_continues_without_the_copies_that_a_full_server_refuses(
     servers: ParameterServers,
 ) -> None:
-    """The primary says why there is no copy, even of shards created meanwhile; a server that is
-    added gets the copies."""
+    """The primary's description has the reason. Shards can be created meanwhile, and a server that
+    is added gets the copies."""
     servers.add("ps-0", timeouts=PATIENCE)
     client = created(servers, ADAM, "job")
     servers.add("ps-1", memory_limit_bytes=1024)
@@ -91,7 +91,7 @@ def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
     client.push(filled(-1.0))
     small = connect(servers, "third", timeout_s=8.0)
     (shard,) = small.place([ParameterSpec(name="w", shape=[1000], dtype="float32")]).shards
-    assert shard.server_id == "ps-0", "whose turn it is the name of the job says"
+    assert shard.server_id == "ps-0", "the turn depends on the job's name"
     values = {"w": memoryview(array("f", [0.0]) * 1000).cast("B")}
     small.create(SGD, values)
     small.push(values)
@@ -104,24 +104,24 @@ def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
     small.close()
 
 
-def told_in_leaving(servers: ParameterServers, server_id: str) -> list[MutableMapping[str, Any]]:
+def logged_on_leaving(servers: ParameterServers, server_id: str) -> list[MutableMapping[str, Any]]:
     with capture_logs() as lines:
         servers.run(hand_everything_over(servers.servers[server_id], drain_s=0.1))
     return [line for line in lines if line["event"] == "left_with_the_only_copies"]
 
 
 def test_a_server_that_leaves_with_the_only_copies_names_them(servers: ParameterServers) -> None:
-    """The server that could take them has no room; later there is no other server."""
+    """The server that could take them has no memory; later there is no other server."""
     servers.add("ps-0", timeouts=PATIENCE)
     client = created(servers, ADAM, "job")
     servers.add("ps-1", memory_limit_bytes=1024)
     await_refusal(servers)
-    (line,) = told_in_leaving(servers, "ps-0")
+    (line,) = logged_on_leaving(servers, "ps-0")
     shard_ids = [shard.shard_id for shard in client.shard_map.shards]
     assert (line["job"], line["shard_ids"]) == ("job", shard_ids)
     assert "ps-1: " in line["reason"] and "at most 1024 bytes" in line["reason"]
     servers.stop("ps-1")
-    (line,) = told_in_leaving(servers, "ps-0")
+    (line,) = logged_on_leaving(servers, "ps-0")
     assert line["shard_ids"] == shard_ids
     client.close()
 
@@ -131,13 +131,13 @@ def test_a_server_that_leaves_its_copies_to_others_names_none(servers: Parameter
         servers.add(name, timeouts=PATIENCE)
     client = created(servers, SGD, "job")
     wait_until_whole(servers, "job")
-    assert not told_in_leaving(servers, "ps-0")
+    assert not logged_on_leaving(servers, "ps-0")
     client.close()
 
 
 @pytest.mark.long
-def test_a_refused_copy_is_taken_once_there_is_room(servers: ParameterServers) -> None:
-    """Another job's shards took the memory before."""
+def test_a_refused_copy_is_made_once_there_is_memory(servers: ParameterServers) -> None:
+    """Another job's shards had it before."""
     servers.add("ps-0", timeouts=PATIENCE)
     another = created(servers, SGD, "another")
     client = created(servers, ADAM, "job")
@@ -146,21 +146,21 @@ def test_a_refused_copy_is_taken_once_there_is_room(servers: ParameterServers) -
     drop(servers, "another")
     wait_until_whole(servers, "job")
     client.push(filled(-1.0))
-    # the sum is updated a few times a second
+    # The sum is updated a few times a second.
     awaited(lambda: describe(servers, "ps-1").held_bytes > 6 * MIB, 10.0, "both copies count")
     another.close()
     client.close()
 
 
-def test_a_copy_of_a_table_grows_no_further_than_its_server_may(servers: ParameterServers) -> None:
-    """The primary, which has room, goes on without the copy, and acknowledges all pushes."""
+def test_a_copy_of_a_table_grows_only_up_to_the_memory_limit(servers: ParameterServers) -> None:
+    """The primary, which has memory, continues without the copy, and acknowledges all pushes."""
     servers.add("ps-0", timeouts=PATIENCE)
     member = Embedder(servers, users(), timeout_s=20.0)
     member.push(range(100))
     servers.add("ps-1", memory_limit_bytes=2 * MIB)
     wait_until_whole(servers, "tables")
     batches = (range(start, start + 2000) for start in itertools.count(0, 2000))
-    # The sum is updated only four times a second: a few more batches may get in.
+    # The sum is updated only four times a second: a few more batches may be accepted.
     while not servers.servers["ps-0"].replicas.full_peers:
         member.push(next(batches))
     assert "no memory left for" in await_refusal(servers)

@@ -1,4 +1,4 @@
-"""A shard of a gigabyte, between two server processes under their default settings."""
+"""A shard of a gigabyte is copied between two server processes with their default settings."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ NUM_ELEMENTS = 100_000
 LIMIT_S = 120.0
 IN_STEP_WITHIN_S = 60.0
 LONGEST_PUSH_S = 5.0
-"""Bound on a push to another shard: far above what is seen, far below the limit of a call."""
+"""Bound on a push to another shard: far above usual times, far below the limit of a call."""
 TABLE = TableSpec(
     name="users",
     dim=DIM,
@@ -56,7 +56,7 @@ def filled(value: float) -> dict[str, memoryview]:
 
 
 class Trainer:
-    """A member of a job with one small dense shard and one of a table."""
+    """A member of a job with one small dense shard and the large shard of a table."""
 
     def __init__(self, cluster: ParameterCluster, stack: ExitStack) -> None:
         coordinators = [cluster.coordinator.grpc]
@@ -128,8 +128,8 @@ class Repeated(threading.Thread):
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_shard_of_a_gigabyte_gets_its_copy_under_pushes(cluster: ParameterCluster) -> None:
-    """The copy gets in step under pushes to this shard and to another, whose pushes are not delayed
-    for long. Then the copy leads, with every acknowledged push."""
+    """The copy gets in step during pushes to this shard and to another one, whose pushes are not
+    delayed for long. Then the copy leads, with every acknowledged push."""
     with ExitStack() as stack:
         trainer = Trainer(cluster, stack)
         ids = np.random.default_rng(1).permutation(NUM_ROWS)

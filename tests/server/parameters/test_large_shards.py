@@ -1,4 +1,4 @@
-"""Shards that take long to copy: they get their copies, and nothing else waits."""
+"""Shards that take long to copy: they get their copies, and pushes to other shards continue."""
 
 import threading
 import time
@@ -50,7 +50,7 @@ def filled(value: float) -> dict[str, memoryview]:
 
 
 class Job:
-    """A job of dense shards and one table's shard, on `ps-0` alone, each pushed to once."""
+    """A job with dense shards and one table's shard on `ps-0`; each has one push."""
 
     def __init__(self, servers: ParameterServers) -> None:
         self._servers = servers
@@ -96,7 +96,7 @@ class Job:
         return all(self.assignment(shard_id).backups for shard_id in shard_ids)
 
     def push_until(self, is_so: Callable[[], bool]) -> None:
-        """Train on, every push acknowledged, until `is_so` is true."""
+        """Push to the dense shards until `is_so` returns true."""
         give_up_s = time.monotonic() + LIMIT_S
         while not is_so():
             assert time.monotonic() < give_up_s
@@ -109,7 +109,7 @@ class Job:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServers]:
-    """Servers that treat every shard as a large one."""
+    """Start a server that treats every shard as a large one."""
     monkeypatch.setattr(workers, "INLINE_BYTES", 0)
     with ParameterServers(1, timeouts=PATIENCE) as servers:
         yield servers
@@ -117,7 +117,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServers]:
 
 @pytest.fixture
 def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """Number of images of each dense shard, by shard and epoch."""
+    """Count the images of each dense shard, by shard and epoch."""
     taken: Counter[tuple[int, int]] = Counter()
     take = VersionedShard.image
 
@@ -133,8 +133,8 @@ def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 def test_a_copy_that_takes_long_is_waited_for(
     servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy takes longer than a peer may be silent: the link stays, nothing is sent twice, other
-    shards get pushes, and in the end the copy has every push."""
+    """It takes longer than a peer may be silent. The link does not break, no image is sent twice,
+    and other shards get pushes. In the end the copy has every push."""
     go_on = threading.Event()
 
     def slow(builder: ShardBuilder) -> AnyShard:
@@ -164,15 +164,15 @@ def test_a_copy_that_takes_long_is_waited_for(
 
 
 @pytest.mark.long
-def test_an_image_that_fails_is_sent_again_alone(
+def test_only_an_image_that_fails_is_sent_again(
     servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other shards of both servers are not sent again, and stay in step."""
+    """Images of other shards are sent once."""
     failures = iter([True, True])
 
     def failing(builder: ShardBuilder) -> AnyShard:
         if builder.header.kind == "table" and next(failures, False):
-            raise RuntimeError("no such luck")
+            raise RuntimeError("a planted failure")
         return finish(builder)
 
     monkeypatch.setattr(ShardBuilder, "finish", failing)
@@ -188,16 +188,16 @@ def test_an_image_that_fails_is_sent_again_alone(
         assert job.values_of_rows() == {2.0}
 
 
-def test_an_image_that_always_fails_is_given_up(
+def test_a_copy_whose_image_always_fails_is_given_up(
     servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record drops the joiner until the coordinator asks again; other shards have copies."""
+    """The refusal is logged; other shards get their copies, and the shard is pushed to."""
     attempts: list[int] = []
 
     def failing(builder: ShardBuilder) -> AnyShard:
         if builder.header.kind == "table":
             attempts.append(builder.header.shard_id)
-            raise RuntimeError("no such luck")
+            raise RuntimeError("a planted failure")
         return finish(builder)
 
     monkeypatch.setattr(ShardBuilder, "finish", failing)

@@ -1,4 +1,4 @@
-"""Lost shards that had been trained: every call is refused by name, and none begins anew."""
+"""Lost shards that had values: every call is refused with StateLost, and none starts over."""
 
 import asyncio
 from array import array
@@ -71,8 +71,10 @@ CALLS: dict[str, Callable[[ParameterClient], object]] = {
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("call", CALLS)
-def test_who_trained_is_told_what_was_lost(servers: ParameterServers, call: str) -> None:
-    """The error names job, shard, the newest version that the member has seen, and the remedy."""
+def test_the_error_of_a_lost_shard_has_the_version_that_the_member_saw(
+    servers: ParameterServers, call: str
+) -> None:
+    """It also names job, shard and remedy."""
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(0.0))
         client.push(filled(-1.0), into=filled(9.0))
@@ -86,9 +88,7 @@ def test_who_trained_is_told_what_was_lost(servers: ParameterServers, call: str)
         assert "version 2" in str(lost.value)
 
 
-def test_the_version_told_is_that_of_the_last_push_also_where_no_values_came_back(
-    servers: ParameterServers,
-) -> None:
+def test_the_version_in_the_error_counts_pushes_without_values(servers: ParameterServers) -> None:
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(0.0))
         client.pull(filled(9.0))
@@ -100,10 +100,8 @@ def test_the_version_told_is_that_of_the_last_push_also_where_no_values_came_bac
         assert lost.value.details["version"] == "4"
 
 
-def test_a_fresh_member_does_not_begin_anew_what_others_trained(
-    servers: ParameterServers,
-) -> None:
-    """The refusal comes to the member that should create the values, and to one that waits."""
+def test_a_new_member_does_not_create_a_lost_shard(servers: ParameterServers) -> None:
+    """Both the member that is to create the values and one that waits for them are refused."""
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(0.0))
         client.push(filled(-1.0))
@@ -124,7 +122,7 @@ def test_a_fresh_member_does_not_begin_anew_what_others_trained(
 
 
 class Values(SharedValues):
-    """Values that are all zero, and never adopted."""
+    """Values that are all zero, and must not be adopted."""
 
     def __init__(self) -> None:
         """Create the values without a model."""
@@ -139,9 +137,9 @@ class Values(SharedValues):
         raise AssertionError("there were values")
 
 
-def test_what_nobody_has_created_is_created_by_the_next_one(servers: ParameterServers) -> None:
-    """Server and first member died before the shards had any values: the epoch has risen, but
-    nothing is lost."""
+def test_a_shard_without_values_is_created_by_the_next_member(servers: ParameterServers) -> None:
+    """Server and first member end before the shards have values: the epoch rises, but nothing is
+    lost."""
     new_client(servers, "w0").close()
     before = assignment(servers, 0)
     replace_server(servers)
@@ -153,9 +151,9 @@ def test_what_nobody_has_created_is_created_by_the_next_one(servers: ParameterSe
     assert assignment(servers, 0).epoch > before.epoch
 
 
-def test_a_job_that_was_created_by_half_starts(servers: ParameterServers) -> None:
-    """The first member dies when one of two shards has its values: another member creates the other
-    one, and replaces nothing."""
+def test_a_job_with_half_of_its_shards_created_starts(servers: ParameterServers) -> None:
+    """The first member ends when one of two shards has values. Another member creates the other
+    one, and does not replace the first."""
     with closing(new_client(servers, "w0")) as client:
         (first, _) = client.fetch_map().shards
         whole, client._job._map = client._job._map, None
@@ -178,11 +176,11 @@ def test_a_job_that_was_created_by_half_starts(servers: ParameterServers) -> Non
         }
 
 
-def test_first_values_are_seen_by_nobody_before_the_record_tells_of_them(
+def test_initial_values_are_readable_once_the_record_has_them(
     servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values of a server that dies before the write were seen by no client, so that other initial
-    values may replace them."""
+    """If the server ends before that write, no client has seen the values, so that others may
+    replace them."""
     writing = asyncio.Event()
     is_formed = LedShard._is_formed
 
@@ -205,8 +203,8 @@ def test_first_values_are_seen_by_nobody_before_the_record_tells_of_them(
         assert set(values["w"].cast("f")) == {2.0}
 
 
-def test_a_snapshot_brings_back_what_was_lost(servers: ParameterServers, tmp_path: Path) -> None:
-    """Training goes on after `shoal restore`, which the error names."""
+def test_a_snapshot_restores_lost_shards(servers: ParameterServers, tmp_path: Path) -> None:
+    """Training continues after the restore."""
     snapshots = Snapshots(servers, tmp_path)
     member = Pusher(servers, "w0", weight=1.0)
     member.push()

@@ -1,4 +1,4 @@
-"""Servers at their memory limit say so, let nothing grow, and go on with the rest."""
+"""Servers at their memory limit refuse what needs more memory, with the reason, and continue."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,16 +38,16 @@ from shoal_server.parameters.shard.dense import bytes_to_make, new_dense_shard
 
 @pytest.fixture
 def servers() -> Iterator[ParameterServers]:
-    """A server with memory for Adam on the 2 MiB of one job, and for 2 MiB more."""
+    """Start a server with memory for Adam on 2 MiB of parameters, and for 2 MiB more."""
     with ParameterServers(1, memory_limit_bytes=9 * MIB) as servers:
         yield servers
 
 
-def test_a_create_beyond_the_limit_says_what_there_is_and_what_to_do(
+def test_the_error_of_a_create_beyond_the_limit_has_the_numbers_and_the_option(
     servers: ParameterServers,
 ) -> None:
-    """The client retries until its timeout, and then reports the reason; the existing job trains
-    on. Once there is room, the same client creates its shards."""
+    """The client repeats the call until its timeout; the existing job trains on. Once there is
+    memory, the same client creates its shards."""
     trained = created(servers, ADAM, "first")
     other = connect(servers, "second", timeout_s=0.5)
     other.place(SCHEMA)
@@ -72,8 +72,8 @@ def test_a_create_beyond_the_limit_says_what_there_is_and_what_to_do(
     other.close()
 
 
-def test_what_fits_is_created_and_exists_for_all(servers: ParameterServers) -> None:
-    """An existing shard needs no memory: any member may create it again at any time."""
+def test_a_create_of_an_existing_shard_needs_no_memory(servers: ParameterServers) -> None:
+    """Two jobs fit into the memory, and their shards may be created again."""
     first = created(servers, ADAM, "first")
     second = created(servers, SGD, "second")
     assert first.create(ADAM, filled(0.0)) == 0
@@ -83,7 +83,7 @@ def test_what_fits_is_created_and_exists_for_all(servers: ParameterServers) -> N
         client.close()
 
 
-def test_the_bytes_of_a_new_shard_are_known_before_it_is_made() -> None:
+def test_the_memory_of_a_new_shard_is_computed_before_it_is_made() -> None:
     """The size is right for each optimizer, schedule, staleness policy and dtype."""
     hyper = HyperParameters(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, momentum=0.5)
     schedule = Schedule(phases=[Phase(step=StepPhase(step_size=2, gamma=0.5))])
@@ -99,9 +99,9 @@ def test_the_bytes_of_a_new_shard_are_known_before_it_is_made() -> None:
                 assert bytes_to_make(spec, optimizer) == shard.memory_bytes
 
 
-def test_a_table_that_would_grow_waits_for_room(servers: ParameterServers) -> None:
-    """Existing rows are trained on at the limit, and all can be looked up. A push whose new rows
-    exceed the memory is refused, and is applied once another job has gone."""
+def test_a_table_at_the_limit_gets_no_new_rows(servers: ParameterServers) -> None:
+    """A push whose new rows exceed the memory is refused, and accepted once another job is dropped.
+    Existing rows are trained meanwhile, and all ids can be looked up."""
     dense = created(servers, ADAM, "dense")
     member = Embedder(servers, users())
     first = range(2000)
@@ -126,9 +126,9 @@ def refuse_all(num_bytes: int) -> None:
         raise Overloaded("full")
 
 
-def test_rows_that_were_evicted_make_room_without_more_memory() -> None:
-    """Rows that only the refused push would evict count too. A retry of an applied push is answered
-    as before, even at the limit, and a refused push changes nothing."""
+def test_new_rows_reuse_the_memory_of_evicted_ones() -> None:
+    """A refused push changes nothing. A repetition of an applied push is answered at the limit as
+    well."""
     shard = new_shard(new_table(eviction=Eviction(max_idle_s=8.0)))
     ones = [[1.0, 1.0]] * 64
     outcome = shard.push(new_push(range(64), ones, at_unix_s=1.0), live)
@@ -148,8 +148,8 @@ def test_rows_that_were_evicted_make_room_without_more_memory() -> None:
     assert (len(shard.body.content), shard.body.num_bytes) == (2, before)
 
 
-def test_a_full_table_that_evicts_its_oldest_rows_asks_for_nothing() -> None:
-    """The table's rows have all the memory that they will ever have."""
+def test_a_full_table_that_evicts_its_oldest_rows_needs_no_memory() -> None:
+    """It has the memory of all its rows already."""
     table = new_table(max_rows=64, eviction=Eviction(oldest_when_full=True))
     shard = new_shard(table)
     ones = [[1.0, 1.0]] * 64
@@ -172,8 +172,8 @@ def own(folder: Path, lines: str) -> Path:
     return path
 
 
-def test_the_default_is_a_share_of_the_lowest_limit_around(tmp_path: Path) -> None:
-    """The limits are those of the process's cgroup and of its parents; "max" is no limit."""
+def test_the_default_is_a_share_of_the_lowest_cgroup_limit(tmp_path: Path) -> None:
+    """These are the limits of the process' cgroup and of its parents; "max" is no limit."""
     cgroup(tmp_path / "pod", "memory.max", str(64 * MIB))
     cgroup(tmp_path / "pod" / "server", "memory.max", "max")
     mine = own(tmp_path, "0::/pod/server\n")
@@ -182,21 +182,21 @@ def test_the_default_is_a_share_of_the_lowest_limit_around(tmp_path: Path) -> No
     assert default_limit_bytes(tmp_path, mine) == int(SHARE * 16 * MIB)
 
 
-def test_a_container_has_its_limit_at_the_root(tmp_path: Path) -> None:
-    """The path that the process sees may be the host's, which is not mounted in the container."""
+def test_in_a_container_the_limit_at_the_root_counts(tmp_path: Path) -> None:
+    """The process' path may be that of the host, which is not mounted in the container."""
     cgroup(tmp_path, "memory.max", str(32 * MIB))
     mine = own(tmp_path, "0::/kubepods/pod-7/container\n")
     assert default_limit_bytes(tmp_path, mine) == int(SHARE * 32 * MIB)
 
 
-def test_version_1_of_cgroups_counts_too(tmp_path: Path) -> None:
-    """The path of the memory controller counts, and no other."""
+def test_limits_of_version_1_of_cgroups_count(tmp_path: Path) -> None:
+    """Only the path of the memory controller counts."""
     cgroup(tmp_path / "memory" / "job", "memory.limit_in_bytes", str(8 * MIB))
     mine = own(tmp_path, "5:cpu,cpuacct:/other\n3:memory:/job\n")
     assert default_limit_bytes(tmp_path, mine) == int(SHARE * 8 * MIB)
 
 
-def test_without_a_limit_it_is_a_share_of_the_machine(tmp_path: Path) -> None:
+def test_without_a_cgroup_limit_the_default_is_a_share_of_the_machine(tmp_path: Path) -> None:
     """Version 1 expresses "no limit" by a huge number."""
     unlimited = default_limit_bytes(tmp_path, tmp_path / "absent")
     assert unlimited > 64 * MIB
@@ -205,6 +205,6 @@ def test_without_a_limit_it_is_a_share_of_the_machine(tmp_path: Path) -> None:
 
 
 def test_a_limit_must_be_above_zero() -> None:
-    """A server without any memory is never intended."""
+    """The error has the option."""
     with pytest.raises(InvalidSpec, match="--memory-limit-bytes; saw 0"):
         config("ps-0", memory_limit_bytes=0)

@@ -1,4 +1,4 @@
-"""Optimizers of the server give the results of torch.optim."""
+"""Optimizers of the server have the results of torch.optim."""
 
 from collections.abc import Callable
 
@@ -61,7 +61,8 @@ def gradient(step: int, index: int, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def has_gradient(step: int, index: int) -> bool:
-    """True if the parameter has a gradient in this step: some have none, and one begins late."""
+    """True if the parameter has a gradient in this step. Some parameters begin with a later
+    step."""
     return (step + index) % 3 != 0
 
 
@@ -80,7 +81,7 @@ def train_torch(
 
 
 def train_sharded(kind: str, settings: dict[str, object], dtype: torch.dtype) -> list[Tensor]:
-    """Train the same on shards, cut and packed as on three servers."""
+    """Train the same parameters, cut into shards as for three servers."""
     name = str(dtype).removeprefix("torch.")
     schema = [Parameter(name=str(i), shape=s, dtype=name) for i, s in enumerate(SHAPES)]
     values = [gradient(99, i, shape, dtype).flatten() for i, shape in enumerate(SHAPES)]
@@ -115,10 +116,10 @@ def train_sharded(kind: str, settings: dict[str, object], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize(("kind", "settings"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_same_bits_as_torch_fused(
+def test_results_equal_fused_torch_bit_for_bit(
     kind: str, settings: dict[str, object], dtype: torch.dtype
 ) -> None:
-    """The bits equal those of torch.optim with fused=True for any cut into shards, even if some
+    """The reference is torch.optim with fused=True, except for SGD where that is wrong. Some
     parameters have no gradient in some steps."""
     if kind == "sgd" and dtype == torch.bfloat16:
         # torch's own fused SGD is wrong for 16-bit types.
@@ -144,8 +145,8 @@ def train_torch_alone(settings: dict[str, object], dtype: torch.dtype) -> list[T
     return trained
 
 
-def test_each_group_has_its_own_settings() -> None:
-    """A shard belongs to one parameter group, and its optimizer has the settings of that group."""
+def test_each_parameter_group_has_its_own_settings() -> None:
+    """A shard belongs to one group, and its optimizer has that group's settings."""
     groups = [ADAM, ADAM | {"lr": 0.1, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.5}]
     hypers = [to_spec("adam", group).groups[0] for group in groups]
     spec = OptimizerSpec(kind="adam", groups=hypers)
@@ -171,8 +172,10 @@ def test_each_group_has_its_own_settings() -> None:
     [OuterStep(), OuterStep(lr=0.5, momentum=0.9), OuterStep(lr=0.7, momentum=0.9, nesterov=True)],
     ids=str,
 )
-def test_the_outer_step_is_that_of_the_members(outer: OuterStep, dtype: torch.dtype) -> None:
-    """A single member that pushes its changes gets the values that it would compute alone."""
+def test_the_outer_step_on_the_server_equals_that_of_members(
+    outer: OuterStep, dtype: torch.dtype
+) -> None:
+    """A member that pushes its changes gets the values that it would compute itself."""
     settings = {"lr": outer.lr, "momentum": outer.momentum, "nesterov": outer.nesterov}
     blocks = [gradient(99, i, shape, dtype).flatten() for i, shape in enumerate(SHAPES)]
     expected = [block.clone() for block in blocks]
@@ -202,10 +205,10 @@ TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 0.04, torch.float16: 0.004}
         if kind == "sgd" or dtype != torch.float16
     ],
 )
-def test_within_rounding_of_torch_default(
+def test_results_equal_those_of_unfused_torch_up_to_rounding(
     kind: str, settings: dict[str, object], dtype: torch.dtype
 ) -> None:
-    """torch's default on CPU is not fused and rounds differently; there is no other difference."""
+    """torch's default on CPU is not fused, and rounds differently."""
     expected = train_torch(kind, settings, dtype, fused=None)
     tolerance = TOLERANCES[dtype]
     for seen, wanted in zip(train_sharded(kind, settings, dtype), expected, strict=True):
@@ -231,6 +234,6 @@ def test_within_rounding_of_torch_default(
 def test_bad_settings_are_refused(
     spec: OptimizerSpec, kind: type[ShoalError], fragment: str
 ) -> None:
-    """Settings that torch.optim would refuse are refused, with what was seen."""
+    """The settings are unknown, out of range or contradictory; the error names one of them."""
     with pytest.raises(kind, match=fragment):
         check_spec(spec, 1)

@@ -1,4 +1,4 @@
-"""Processes of an earlier run of a job do nothing to the shards of the next run."""
+"""Processes of an earlier run of a job cannot read or change the shards of the next run."""
 
 from array import array
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def filled(value: float) -> dict[str, memoryview]:
 
 
 class Member:
-    """A process, with both of its clients."""
+    """A member's process, with its clients for parameters and tables."""
 
     def __init__(self, servers: ParameterServers, member_id: str, job: str) -> None:
         token = servers.admit(member_id, job=job)
@@ -83,7 +83,7 @@ CALLS: dict[str, Callable[[Member], object]] = {
 
 
 def begin_anew(servers: ParameterServers, job: str) -> None:
-    """Delete all keys of the job in etcd, without fencing any member."""
+    """Delete the job's keys in etcd, without fencing a member."""
 
     async def wipe() -> None:
         await servers.store.delete(keys.assignments(job), prefix=True)
@@ -94,8 +94,8 @@ def begin_anew(servers: ParameterServers, job: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_member_of_the_last_run_is_refused(servers: ParameterServers, call: str) -> None:
-    """The refusal names the run, though numbers and epochs of the shards are the same. The new run
-    continues from the values of its own members."""
+    """The refusal has the new run's id; the shards of both runs have the same numbers and epochs.
+    The new run continues from the values of its own member."""
     job = call.replace(" ", "-")
     with (
         closing(Member(servers, "old", job)) as old,

@@ -1,4 +1,4 @@
-"""`shoal ps` processes on a real etcd: starting, serving, ending, and etcd going away."""
+"""`shoal ps` processes on a real etcd: they start, serve, end, and continue without etcd."""
 
 import signal
 import sys
@@ -44,8 +44,8 @@ def trained(servers: ParameterServers) -> ParameterClient:
 
 @pytest.mark.long
 def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
-    """The servers each have a part of the model; SIGTERM ends a server with exit code 0 and removes
-    its key; a busy port and a bad argument end it with an error that says so."""
+    """Each server has a part of the model. SIGTERM ends a server with exit code 0, and its key is
+    deleted. A port in use and a bad argument end the command with an error that names them."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         starting = [server(supervisor, tmp_path, f"ps-{i}", etcd) for i in range(2)]
         first, second = (each.ready() for each in starting)
@@ -74,9 +74,9 @@ def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_training_goes_on_while_etcd_is_away(tmp_path: Path) -> None:
-    """Known members go on pushing without etcd for longer than a server's lease; once etcd is back,
-    the server is registered."""
+def test_training_continues_while_etcd_is_away(tmp_path: Path) -> None:
+    """Known members push for 6 s without etcd, longer than a server's lease. Once etcd is back, the
+    server is registered."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
         server(supervisor, tmp_path, "ps-0", etcd.endpoint).ready()
         with ParameterServers(0, etcd=etcd.endpoint) as servers:

@@ -69,16 +69,16 @@ def rates_of(schedule: Schedule) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", TORCH)
-def test_one_phase(kind: str) -> None:
-    """Rates are compared beyond a phase's end, and over several periods of a periodic one."""
+def test_the_rates_of_one_phase_equal_those_of_torch(kind: str) -> None:
+    """Rates are compared beyond the end of a phase, and over several periods of a periodic one."""
     phase, make = TORCH[kind]
     assert rates_of(Schedule(phases=[phase])) == rates_of_torch(make)
 
 
 @pytest.mark.parametrize("second", TORCH)
 @pytest.mark.parametrize("first", TORCH)
-def test_two_phases(first: str, second: str) -> None:
-    """Phases may follow each other in any order, as with SequentialLR; then comes a third."""
+def test_the_rates_of_several_phases_equal_those_of_torch(first: str, second: str) -> None:
+    """Two phases, in any order, are followed by a third, as with SequentialLR."""
     phases = [TORCH[first], TORCH[second], TORCH["linear"]]
     schedule = Schedule(phases=[phase for phase, _ in phases])
     schedule.phases[0].num_updates, schedule.phases[1].num_updates = 9, 30
@@ -90,14 +90,14 @@ def test_two_phases(first: str, second: str) -> None:
     assert rates_of(schedule) == rates_of_torch(make)
 
 
-def test_without_a_schedule_the_rate_stays() -> None:
-    """The schedule adds nothing to the shard's state."""
+def test_without_a_schedule_the_rate_is_constant() -> None:
+    """The shard has no state of it."""
     assert rates_of(Schedule()) == [BASE] * NUM_UPDATES
     assert RunningSchedule(Schedule(), BASE).state() == {}
 
 
-def test_it_goes_on_from_its_state() -> None:
-    """A copy in the middle of a phase has the rates of the whole schedule."""
+def test_a_schedule_continues_from_its_state() -> None:
+    """A copy made within a phase has the next rate of the whole schedule."""
     schedule = Schedule(phases=[EXPONENTIAL])
     running = RunningSchedule(schedule, BASE)
     for number in range(1, 21):
@@ -123,7 +123,7 @@ def test_it_goes_on_from_its_state() -> None:
         ([EXPONENTIAL] * (MAX_PHASES + 1), "at most 64"),
     ],
 )
-def test_what_gives_no_rates_is_refused(phases: list[Phase], fragment: str) -> None:
-    """The error has the phase and what was expected of it."""
+def test_an_invalid_schedule_is_refused(phases: list[Phase], fragment: str) -> None:
+    """The error names what is wrong."""
     with pytest.raises(InvalidSpec, match=fragment):
         check_schedule(Schedule(phases=phases))

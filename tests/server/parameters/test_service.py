@@ -1,4 +1,4 @@
-"""The Parameters service over gRPC: good and bad requests that any client may send."""
+"""The Parameters service over gRPC: valid and invalid requests."""
 
 import asyncio
 import json
@@ -127,8 +127,8 @@ async def create(
     shards: Sequence[Shard] | None = None,
     hold: bool = False,
 ) -> CreateReply:
-    """Create shards of zeros. `hold`: keep the stream open, for a call that will be refused;
-    grpc.aio loses the server's status if it is still writing then."""
+    """Create shards of zeros. `hold`: keep the stream open, for a call that will be refused:
+    grpc.aio loses the server's status if the stream ends first."""
 
     async def requests() -> AsyncIterator[CreateRequest]:
         wanted = [a_shard(i) for i in shard_ids] if shards is None else shards
@@ -154,7 +154,7 @@ def header(*shard_ids: int, **changes: object) -> PushHeader:
 async def push(
     world: World, opening: PushHeader, parts: Sequence[Piece], *, hold: bool = False
 ) -> tuple[dict[int, PushOutcome], dict[int, bytes]]:
-    """Return outcomes by shard, and the values that came back. `hold` as in `create`."""
+    """Return outcomes and returned values by shard. `hold` as in `create`."""
 
     async def requests() -> AsyncIterator[PushRequest]:
         yield PushRequest(header=opening)
@@ -199,8 +199,8 @@ def error_of(outcome: PushOutcome) -> ShoalError:
 
 
 @pytest.mark.long
-async def test_a_64_mib_shard_travels(world: World) -> None:
-    """The limits of messages do not prevent large shards, in either direction."""
+async def test_a_shard_of_64_mib_can_be_created_pushed_and_pulled(world: World) -> None:
+    """It is larger than a message may be, in either direction."""
     await create(world, HUGE)
     parts = list(pieces(HUGE, full(HUGE, -1.0), MAX_PIECE_BYTES))
     outcomes, values = await push(world, header(HUGE, return_values=True), parts)
@@ -209,8 +209,8 @@ async def test_a_64_mib_shard_travels(world: World) -> None:
     assert await pull(world, HUGE) == (2, values[HUGE])
 
 
-async def test_repeats_are_told_as_such(world: World) -> None:
-    """A repeated push is answered with its first outcome and not applied again."""
+async def test_a_repeated_push_is_marked_as_a_duplicate(world: World) -> None:
+    """It gets its first outcome, and is not applied again."""
     await create(world, SMALL)
     parts = list(pieces(SMALL, full(SMALL, -1.0)))
     first, _ = await push(world, header(SMALL), parts)
@@ -220,8 +220,8 @@ async def test_repeats_are_told_as_such(world: World) -> None:
     assert values[SMALL] == full(SMALL, 1.0)
 
 
-async def test_a_bad_shard_spoils_no_other(world: World) -> None:
-    """The error for one shard's part is answered for that shard; the other part is applied."""
+async def test_a_bad_part_of_a_push_does_not_affect_others(world: World) -> None:
+    """The error is answered for its shard; the other part is applied."""
     await create(world, SMALL, LARGE)
     parts = [
         *pieces(SMALL, full(SMALL, float("inf"))),
@@ -242,7 +242,7 @@ def corrupted(shard_id: int) -> list[Piece]:
 
 
 def infinities() -> bytes:
-    """Two infinities that cancel each other in a sum, far apart."""
+    """Return a gradient with two infinities of opposite signs."""
     values = torch.zeros(NUM_ELEMENTS[LARGE])
     values[3], values[-3] = float("inf"), -float("inf")
     return values.numpy().tobytes()
@@ -264,7 +264,8 @@ BAD_PUSHES = {
 
 @pytest.mark.parametrize("name", BAD_PUSHES)
 async def test_a_bad_part_is_not_applied(world: World, name: str) -> None:
-    """A part that is truncated, too long, corrupted or not finite is not applied at all."""
+    """It is truncated, too long, corrupted, out of order or not finite. Nothing of it is
+    applied."""
     await create(world, LARGE)
     parts, kind = BAD_PUSHES[name]
     outcomes, values = await push(world, header(LARGE, return_values=True), parts)
@@ -273,8 +274,8 @@ async def test_a_bad_part_is_not_applied(world: World, name: str) -> None:
     assert await pull(world, LARGE) == (1, full(LARGE, 0.0))
 
 
-async def test_missing_and_misplaced_shards_are_told_apart(world: World) -> None:
-    """Errors for an unknown shard, one not created yet, one elsewhere and another epoch differ."""
+async def test_missing_and_misplaced_shards_have_different_errors(world: World) -> None:
+    """The shard is unknown, not created yet, on another server, or has another epoch."""
     await create(world, SMALL)
     wrong_epoch = header()
     wrong_epoch.shards.add(shard_id=SMALL, epoch=2, base_version=1)
@@ -313,7 +314,7 @@ async def test_missing_and_misplaced_shards_are_told_apart(world: World) -> None
 async def test_a_bad_header_refuses_the_whole_push(
     world: World, opening: PushHeader, kind: type[ShoalError]
 ) -> None:
-    """A push that is wrong as a whole is refused as a whole."""
+    """No part is applied."""
     await create(world, SMALL, LARGE)
     misplaced = list(pieces(SMALL, full(SMALL, -1.0))) if opening == header(LARGE) else []
     with pytest.raises(kind):
@@ -321,8 +322,8 @@ async def test_a_bad_header_refuses_the_whole_push(
     assert await pull(world, SMALL) == (1, full(SMALL, 0.0))
 
 
-async def test_fenced_at_once(world: World) -> None:
-    """A member whose key is gone from etcd is refused; a new incarnation is accepted."""
+async def test_a_replaced_member_is_fenced_at_once(world: World) -> None:
+    """Its key in etcd has a new incarnation, which is accepted."""
     await create(world, SMALL)
     parts = list(pieces(SMALL, full(SMALL, -1.0)))
     await world.store.put(keys.job_state(JOB), json.dumps({"last_generation": 8}).encode())
@@ -336,7 +337,7 @@ async def test_fenced_at_once(world: World) -> None:
 
 @pytest.mark.parametrize("method", ["Create", "Push", "Pull", "Describe", "Drop"])
 async def test_bytes_that_are_no_message_are_refused(world: World, method: str) -> None:
-    """Malformed protobuf gets an error that names the type expected, and the server serves on."""
+    """The error names the expected type, and the server serves on."""
     await create(world, SMALL)
     path, garbage = f"/shoal.v1.Parameters/{method}", b"\xff\xff\xff garbage"
 
@@ -363,8 +364,8 @@ async def test_bytes_that_are_no_message_are_refused(world: World, method: str) 
 
 
 @pytest.mark.long
-async def test_a_message_beyond_the_limit_ends_that_call_only(world: World) -> None:
-    """A piece above the message limit is refused, and the server serves on."""
+async def test_a_message_beyond_the_limit_ends_only_its_call(world: World) -> None:
+    """The server serves on."""
     await create(world, HUGE)
     parts = list(pieces(HUGE, full(HUGE, -1.0), 16 * 1024 * 1024))
     with pytest.raises(ShoalError):
@@ -373,7 +374,7 @@ async def test_a_message_beyond_the_limit_ends_that_call_only(world: World) -> N
 
 
 async def test_bad_creations_are_refused(world: World) -> None:
-    """Shards are created only as the job's map says, and with an optimizer that exists."""
+    """A shard must be as in the job's map, with a known optimizer and all its values."""
     small = [a_shard(SMALL)]
     lion = OptimizerSpec(kind="lion", groups=SGD.groups)
     with pytest.raises(UnsupportedOptimizer, match="lion"):
@@ -397,8 +398,8 @@ async def test_bad_creations_are_refused(world: World) -> None:
     assert list((await create(world, SMALL, LARGE)).created) == [LARGE]
 
 
-async def test_unfinished_pushes_are_bounded(world: World) -> None:
-    """Data of unfinished calls has a bound; beyond it a push must retry, and then passes."""
+async def test_the_bytes_of_unfinished_pushes_are_bounded(world: World) -> None:
+    """A push beyond the bound is refused as Overloaded, and accepted later."""
     await create(world, SMALL, HUGE)
     release, replica = asyncio.Event(), asyncio.Event()
     parts = list(pieces(HUGE, full(HUGE, -1.0)))
@@ -429,8 +430,8 @@ async def test_unfinished_pushes_are_bounded(world: World) -> None:
     assert outcomes[HUGE].version == 3
 
 
-async def test_pulls_are_whole_under_load(world: World) -> None:
-    """Pulls get the values of one version, all of them, while pushes go on."""
+async def test_a_pull_has_the_values_of_one_version(world: World) -> None:
+    """Each pull returns all values of one version while pushes continue."""
     await create(world, LARGE)
     done = asyncio.Event()
 
@@ -457,8 +458,9 @@ async def test_pulls_are_whole_under_load(world: World) -> None:
     assert await pull(world, LARGE) == (11, full(LARGE, 10.0))
 
 
-async def test_describe_and_drop(world: World) -> None:
-    """Versions, staleness and memory are described; a dropped job leaves nothing."""
+async def test_a_dropped_job_leaves_no_shards(world: World) -> None:
+    """Before that, the description has its versions, staleness and memory; a drop needs a
+    member."""
     await create(world, SMALL, LARGE)
     await push(world, header(SMALL), list(pieces(SMALL, full(SMALL, -1.0))))
     described = await world.stub.Describe(DescribeRequest(job=JOB))
@@ -477,15 +479,15 @@ async def test_describe_and_drop(world: World) -> None:
         await pull(world, SMALL, epoch=2)
 
 
-async def test_a_known_version_is_not_sent_again(world: World) -> None:
-    """A pull of a version that the client has sends the version only."""
+async def test_values_of_a_known_version_are_not_sent(world: World) -> None:
+    """The pull returns only the version."""
     await create(world, SMALL)
     assert await pull(world, SMALL, known_version=1) == (1, b"")
 
 
-async def test_a_finished_job_leaves_nothing_behind(world: World) -> None:
-    """Once a job is over and its last member gone, its shards are dropped; a job that only lost its
-    members may come back and keeps them."""
+async def test_the_shards_of_a_finished_job_are_dropped(world: World) -> None:
+    """They are dropped once the job is finished and its last member gone. A job that only lost its
+    members keeps them."""
 
     async def num_shards() -> int:
         return len((await world.stub.Describe(DescribeRequest())).shards)

@@ -1,4 +1,4 @@
-"""A copy of a shard that gets the same pushes is the same shard, bit for bit."""
+"""Copies of shards: a copy that replays the same pushes equals its shard, bit for bit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 
 @dataclass(frozen=True)
 class Move:
-    """A push of one of three sessions, a repeat of its last one, or the start of a copy."""
+    """A push of one of three sessions; it may be repeated, and a copy may begin before it."""
 
     session: int
     blocks: tuple[int, ...]
@@ -63,9 +63,9 @@ def to_push(move: Move, number: int, shard: DenseShard, dtype: str) -> DensePush
 @given(moves=st.lists(MOVES, max_size=10))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SPECS)
-def test_replaying_gives_the_same_bits(case: str, dtype: str, moves: list[Move]) -> None:
-    """Values, optimizer state and sessions are equal, whenever the copy was begun; later pushes,
-    repeats included, have the same effect on both."""
+def test_a_replaying_copy_is_the_same_bit_for_bit(case: str, dtype: str, moves: list[Move]) -> None:
+    """Values, optimizer state and sessions are equal, whenever the copy was begun. Later pushes,
+    also repeated ones, have the same effect on both."""
     shard = new_shard(case, dtype)
     records: list[UpdateRecord] = []
     copies = [(dense_from_image(loaded(shard, records.append)), 0)]
@@ -101,8 +101,8 @@ def a_push(sequence: int = 1, session: str = "s") -> DensePush:
     )
 
 
-def test_an_image_is_of_one_version_and_stays_so() -> None:
-    """Later pushes change the shard only, and its subscriber gets exactly these."""
+def test_an_image_keeps_its_version() -> None:
+    """Later pushes change only the shard. The subscriber of the newest image gets them."""
     shard = new_shard("adam", "float32")
     shard.push(a_push(1), is_live)
     first: list[UpdateRecord] = []
@@ -120,7 +120,7 @@ def test_an_image_is_of_one_version_and_stays_so() -> None:
 
 
 def test_a_record_out_of_order_is_refused() -> None:
-    """A gap or a repeat among the records is an error, and changes nothing."""
+    """A gap, a repetition or a short record is an error, and changes nothing."""
     shard = new_shard("nesterov", "float32")
     records: list[UpdateRecord] = []
     copy = dense_from_image(loaded(shard, records.append))
@@ -137,8 +137,8 @@ def test_a_record_out_of_order_is_refused() -> None:
     assert bits(loaded(copy)) == bits(loaded(shard))
 
 
-def test_a_copy_forgets_the_sessions_that_the_primary_forgot() -> None:
-    """The primary alone knows which members are alive; its record tells the copy."""
+def test_a_copy_forgets_the_sessions_that_its_primary_forgot() -> None:
+    """Only the primary knows which members are alive; its record names the forgotten sessions."""
     shard = new_shard("sgd", "float32")
     records: list[UpdateRecord] = []
     copy = dense_from_image(loaded(shard, records.append))
@@ -163,23 +163,24 @@ def test_a_copy_forgets_the_sessions_that_the_primary_forgot() -> None:
         {"tensors": {"values": torch.zeros(3)}},
     ],
 )
-def test_an_image_that_is_not_whole_is_refused(change: dict[str, object]) -> None:
-    """A shard is made from all of an image or not at all."""
+def test_an_incomplete_image_is_refused(change: dict[str, object]) -> None:
+    """So is one of another kind, or of another layout."""
     image = loaded(new_shard("adam", "float32"))
     with pytest.raises(InternalError):
         dense_from_image(replace(image, **change))  # type: ignore[arg-type]
 
 
-def test_a_base_that_died_with_a_primary_counts_as_the_newest() -> None:
-    """The worker may have seen a later version than the newest one after a failover."""
+def test_a_base_version_lost_with_a_primary_counts_as_the_newest() -> None:
+    """Before a failover, the worker may have seen a version that the new primary does not have."""
     shard = new_shard("sgd", "float32")
     push = replace(a_push(), base_version=5, base_epoch=EPOCH - 1)
     outcome = shard.push(push, is_live)
     assert (outcome.version, outcome.staleness) == (2, 0)
 
 
-def test_a_new_epoch_shuts_the_old_one_out() -> None:
-    """Pushes with the old map are refused, repeats too, and change nothing."""
+def test_pushes_of_an_earlier_epoch_are_refused() -> None:
+    """They change nothing, also repeated ones. A repetition in the new epoch gets its first
+    outcome."""
     shard = new_shard("sgd", "float32")
     shard.push(a_push(1), is_live)
     shard.enter_epoch(EPOCH + 1)
@@ -192,8 +193,8 @@ def test_a_new_epoch_shuts_the_old_one_out() -> None:
     assert (outcome.version, outcome.is_duplicate) == (2, True)
 
 
-def test_a_keeper_can_be_replaced_and_let_go() -> None:
-    """The subscriber may change without a new image."""
+def test_a_subscriber_can_be_removed() -> None:
+    """It gets no later records."""
     shard = new_shard("sgd", "float32")
     records: list[UpdateRecord] = []
     shard.subscribe(records.append)

@@ -1,4 +1,4 @@
-"""Background work that fails unexpectedly: nothing stays half done."""
+"""Background work of servers that fails: the core is notified, or the work is repeated."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -49,10 +49,10 @@ def new_held() -> ShardReplica:
 
 
 class LockedRecord:
-    """A record that this server may not write."""
+    """Assignments that this server may not write."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.called = asyncio.Event()
 
     async def change(
         self,
@@ -60,23 +60,25 @@ class LockedRecord:
         shard_ids: Collection[int],
         change: Callable[[ShardAssignment], ShardAssignment],
     ) -> bool:
-        self.asked.set()
+        self.called.set()
         raise AccessDenied("etcd does not let this server write")
 
 
-async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The core is notified, and asked again a little later: nothing is stuck for ever."""
+async def test_a_refused_write_of_a_record_is_reported_and_may_be_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The core is notified of the failure, and a little later that it may decide again."""
     monkeypatch.setattr(record_writer, "AGAIN_S", 0.01)
     driver, record = CoreDriver(ReplicationCore(ME, ReplicationLimits())), LockedRecord()
     messages: list[object] = []
     again = asyncio.Event()
 
-    def tell(event: object) -> None:
+    def submit(event: object) -> None:
         messages.append(event)
         if isinstance(event, ShardRecordWritten):
             again.set()
 
-    monkeypatch.setattr(driver, "submit_event", tell)
+    monkeypatch.setattr(driver, "submit_event", submit)
     writer = RecordWriter(driver, cast(AssignmentMirror, record))
     writer.write_shard_record(WriteShardRecord(("job", 0)))
     async with asyncio.timeout(LIMIT_S):
@@ -85,10 +87,10 @@ async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.Mon
     assert messages == [ShardRecordNotWritten(("job", 0)), ShardRecordWritten(("job", 0))]
 
 
-async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
+async def test_a_shard_that_cannot_be_loaded_from_the_journal_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The core is notified that the claimed shard cannot be loaded."""
+    """The server has no journal."""
     driver = CoreDriver(ReplicationCore(ME, ReplicationLimits()))
     messages: asyncio.Queue[object] = asyncio.Queue()
     monkeypatch.setattr(driver, "submit_event", messages.put_nowait)
@@ -106,7 +108,7 @@ async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
 
 
 class FullJournal:
-    """A journal in which one shard's old records always take too much."""
+    """A journal in which one shard's records always take too much space."""
 
     def __init__(self) -> None:
         self.images: list[ShardImage] = []
@@ -127,10 +129,10 @@ class FullJournal:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), OSError(28, "no space")])
-async def test_a_journal_is_shortened_after_a_failure(
+async def test_the_journal_is_shortened_again_after_a_failure(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """The next round runs after any failure."""
+    """The failure is of making an image, and the next round makes another one."""
     monkeypatch.setattr(shard_journal, "LOOK_EACH_S", 0.01)
     journal, replica = FullJournal(), new_held()
     errors = iter([None, error])

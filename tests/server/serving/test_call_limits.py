@@ -1,4 +1,5 @@
-"""Limits of a gRPC port: silent connections are closed, calls bounded, and faults counted."""
+"""Limits of a gRPC port: silent connections are closed, calls are bounded, and faults are
+counted."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +33,7 @@ SOON_S = 30.0
 
 
 class Echo:
-    """Service with calls that wait for permission to answer, and one with a fault."""
+    """Service with two calls that wait for `may_answer`, one with a fault, and one that refuses."""
 
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
@@ -93,8 +94,8 @@ def call(channel: grpc.aio.Channel, name: str) -> Any:
     return make(f"/t.Echo/{name}", **codec)(Empty())
 
 
-async def test_a_connection_that_says_nothing_is_closed() -> None:
-    """A connection that does not speak HTTP/2 is closed, too."""
+async def test_a_silent_connection_is_closed() -> None:
+    """So is a connection that does not speak HTTP/2."""
     async with serving(CallLimits(handshake_s=0.2)) as (_, _, port):
         for sent in (b"", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -108,8 +109,8 @@ async def test_a_connection_that_says_nothing_is_closed() -> None:
                 writer.close()
 
 
-async def test_so_many_connections_and_no_more() -> None:
-    """Existing connections go on; once some are closed there is room again."""
+async def test_the_number_of_connections_is_bounded() -> None:
+    """Existing connections continue; once some are closed, another one is accepted."""
     async with serving(CallLimits(max_connections=4, handshake_s=20.0)) as (echo, _, port):
         echo.may_answer.set()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as first:
@@ -126,8 +127,8 @@ async def test_so_many_connections_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("limits", [CallLimits(max_calls=3), CallLimits(max_calls_per_peer=3)])
-async def test_a_call_too_many_is_refused_by_name(limits: CallLimits) -> None:
-    """Streams and waiting calls count alike; one that ends makes room."""
+async def test_a_call_beyond_the_limit_is_refused_as_overloaded(limits: CallLimits) -> None:
+    """Streams and waiting calls count alike; once one ends, another is accepted."""
     async with serving(limits) as (echo, counts, port):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             waiting = [call(channel, "Wait"), call(channel, "Wait"), call(channel, "Stream")]
@@ -150,8 +151,8 @@ async def test_a_call_too_many_is_refused_by_name(limits: CallLimits) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_fault_is_told_as_one_and_counted() -> None:
-    """INTERNAL is counted apart from refusals, so that an alarm can use it."""
+async def test_a_fault_is_an_internal_error_and_counted() -> None:
+    """Faults are counted apart from refusals, so that an alarm can use them."""
     async with (
         serving(CallLimits()) as (_, counts, port),
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
@@ -169,7 +170,7 @@ async def test_a_fault_is_told_as_one_and_counted() -> None:
 async def test_a_cancelled_call_is_not_counted_as_successful(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor is it missing in the audit log: it may have taken effect."""
+    """It may have taken effect, and is in the audit log as well."""
     monkeypatch.setattr(audit, "AUDITED", {"/t.Echo/Wait"})
     durations = call_durations()
     with structlog.testing.capture_logs() as logs:
@@ -192,7 +193,7 @@ async def _cancel_a_call(durations: Durations) -> None:
 
 
 @pytest.mark.parametrize("kind", [CallLimits, HttpLimits])
-def test_limits_that_let_nothing_in_are_refused(kind: type[CallLimits | HttpLimits]) -> None:
+def test_limits_of_zero_are_refused(kind: type[CallLimits | HttpLimits]) -> None:
     """The error names the option."""
     for name in vars(kind()):
         with pytest.raises(InvalidSpec, match=f"--{name.replace('_', '-')}"):
@@ -200,7 +201,8 @@ def test_limits_that_let_nothing_in_are_refused(kind: type[CallLimits | HttpLimi
 
 
 def test_connections_leave_descriptors_for_the_process_itself() -> None:
-    """The bound holds for any setting: gRPC gets three quarters of what is left, HTTP one."""
+    """gRPC and HTTP together have at most the descriptors that are not reserved, for any
+    setting."""
     limit = descriptors.limit()
     options = dict(CallLimits(max_connections=2**30).channel_options)
     of_grpc = options["grpc.max_allowed_incoming_connections"]
@@ -210,8 +212,8 @@ def test_connections_leave_descriptors_for_the_process_itself() -> None:
     assert descriptors.is_reserved(limit - 1)
 
 
-async def test_what_operators_had_done_is_in_the_log() -> None:
-    """Refused calls are logged too; calls of members are not."""
+async def test_calls_of_operators_are_logged() -> None:
+    """So are refused ones; calls that only read are not."""
     async with served(MemoryStore()) as world:
         await world.training("a")
         with structlog.testing.capture_logs() as logs:
@@ -233,7 +235,7 @@ async def test_what_operators_had_done_is_in_the_log() -> None:
     assert all("127.0.0.1" in line["peer"] for line in calls)
 
 
-def test_every_call_that_is_audited_is_there() -> None:
+def test_every_audited_call_exists() -> None:
     assert {call.path for call in all_calls()} >= AUDITED
 
 

@@ -1,4 +1,4 @@
-"""Loops that end begin again, and the log says which one and why: none ends silently."""
+"""Background loops: one that fails or ends begins again, and this is logged with its name."""
 
 import asyncio
 

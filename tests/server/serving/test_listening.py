@@ -1,4 +1,4 @@
-"""Listening addresses: loopback by default, and announced addresses can be connected to."""
+"""Listening addresses, announced addresses, and the warnings about both."""
 
 import json
 import socket
@@ -38,7 +38,7 @@ def test_a_port_alone_is_served_at_the_bind_address(listen: str, bind: str, addr
 
 
 @pytest.mark.parametrize("listen", ["", "somewhere", "70000", "host:70000", "-1", "[]:80"])
-def test_what_is_no_port_is_refused(listen: str) -> None:
+def test_an_invalid_listening_address_is_refused(listen: str) -> None:
     with pytest.raises(InvalidSpec, match="expected host:port, or a port"):
         listening(listen, "127.0.0.1")
 
@@ -61,7 +61,7 @@ def test_what_is_no_port_is_refused(listen: str) -> None:
         ("::", "0.0.0.0:0", f"{socket.gethostname()}:9"),
     ],
 )
-def test_what_is_announced_can_be_connected_to(advertise: str, listen: str, address: str) -> None:
+def test_the_announced_address_is_reachable(advertise: str, listen: str, address: str) -> None:
     assert advertised(advertise, listen, 9) == address
 
 
@@ -88,10 +88,10 @@ def test_the_defaults_are_loopback() -> None:
         ("ps", ("--listen", "10.0.0.7:7710")),
     ],
 )
-def test_without_tls_only_loopback_is_served(
+def test_without_tls_only_loopback_addresses_are_accepted(
     tmp_path: Path, program: str, options: tuple[str, ...]
 ) -> None:
-    """`--insecure` permits it; with a certificate the option is not needed."""
+    """`--insecure` permits others. With a certificate the option is refused."""
     with pytest.raises(ValueError, match=r"others reach is served without TLS.*--insecure"):
         parse([program, *options])
     parse([program, *options, "--insecure"])
@@ -103,7 +103,7 @@ def test_without_tls_only_loopback_is_served(
             parse([program, *options, "--tls", str(tmp_path / "certs"), "--insecure"])
 
 
-def test_who_may_reach_the_ports_is_said_in_one_line() -> None:
+def test_ports_open_to_other_machines_are_one_warning() -> None:
     with structlog.testing.capture_logs() as logs:
         warn_of_reach({"grpc": "127.0.0.1:1", "http": "[::1]:2"}, ["127.0.0.1:2379"])
         assert logs == []
@@ -119,8 +119,8 @@ def test_who_may_reach_the_ports_is_said_in_one_line() -> None:
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("bind", ["", "0.0.0.0"])
-def test_every_socket_of_a_process_is_where_it_was_bound(tmp_path: Path, bind: str) -> None:
-    """The sockets of gRPC, HTTP and bulk are read from the kernel."""
+def test_every_socket_of_a_process_is_at_the_bind_address(tmp_path: Path, bind: str) -> None:
+    """The listening sockets are read from /proc."""
     at = ("--bind", bind, "--insecure") if bind else ()
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         for program, more in (("coordinator", ("--http", "0")), ("ps", ("--id", "ps-0"))):
@@ -146,7 +146,8 @@ def test_every_socket_of_a_process_is_where_it_was_bound(tmp_path: Path, bind: s
 
 
 def _listening_hosts(pid: int) -> list[str]:
-    """IPv4 addresses of the process' listening TCP sockets; IPv6's wildcard counts as IPv4's."""
+    """Return the IPv4 addresses of the process' listening TCP sockets; IPv6's wildcard as
+    0.0.0.0."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         target = str(descriptor.readlink())

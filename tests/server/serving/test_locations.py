@@ -1,4 +1,4 @@
-"""Locations of snapshots named by callers: only those below an operator's roots are opened."""
+"""Locations of snapshots that callers name: only those below an operator's roots are accepted."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ TEMPLATE = "reference::data:application/json;base64,eyJ2ZXJzaW9uIjoxLCJyZWZzIjp7
         "",
     ],
 )
-def test_no_other_kind_of_place_is_ever_opened(url: str) -> None:
+def test_other_kinds_of_urls_and_paths_are_refused(url: str) -> None:
     with pytest.raises(InvalidSpec):
         Storage(url)
 
@@ -59,9 +59,7 @@ def test_no_other_kind_of_place_is_ever_opened(url: str) -> None:
         ("az://box/a", "abfs://box@evil.example.com/a/b", False),
     ],
 )
-def test_a_place_in_a_bucket_is_below_its_root_or_refused(
-    root: str, url: str, is_below: bool
-) -> None:
+def test_a_location_in_a_bucket_must_be_below_a_root(root: str, url: str, is_below: bool) -> None:
     roots = AllowedRoots([root])
     if is_below:
         assert roots.locate(url).path.startswith(Location.parse(root).path)
@@ -71,7 +69,7 @@ def test_a_place_in_a_bucket_is_below_its_root_or_refused(
     assert raised.value.seen == url and root in raised.value.expected
 
 
-def test_a_link_does_not_lead_out_of_a_root(tmp_path: Path) -> None:
+def test_a_link_out_of_a_root_is_refused(tmp_path: Path) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     root.mkdir()
     outside.mkdir()
@@ -89,7 +87,7 @@ def test_a_link_does_not_lead_out_of_a_root(tmp_path: Path) -> None:
     )
 
 
-def test_a_link_made_later_is_not_followed_either(tmp_path: Path) -> None:
+def test_a_link_in_an_open_storage_is_not_followed(tmp_path: Path) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_bytes(b"secret")
@@ -112,7 +110,7 @@ def test_a_link_made_later_is_not_followed_either(tmp_path: Path) -> None:
     assert (outside / "secret").read_bytes() == b"secret"
 
 
-def test_without_roots_nothing_is_opened(tmp_path: Path) -> None:
+def test_without_roots_every_location_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AccessDenied, match="--snapshot-root"):
         AllowedRoots([]).locate(str(tmp_path))
 
@@ -134,21 +132,21 @@ def _part(file: str) -> ManifestEntry:
         "",
     ],
 )
-def test_a_manifest_names_no_file_outside_its_snapshots(tmp_path: Path, file: str) -> None:
-    """The error does not reveal such a file's size or checksum."""
+def test_a_manifest_that_names_another_file_is_damaged(tmp_path: Path, file: str) -> None:
+    """Such a file is not read, and such a manifest is not written."""
     library = SnapshotLibrary(Storage(str(tmp_path / "root")), "job")
     with pytest.raises(SnapshotDamaged, match="names a file"):
         library.read_part(_part(file))
     with pytest.raises(SnapshotFailed):
         library.commit(manifest_of("job", 1, [_part(file)]))
-    # Someone with write access would make it so: with a correct checksum.
+    # As an attacker with write access would write it, with a correct checksum.
     manifest = manifest_of("job", 1, [_part(file)])
     library.storage.write("job/manifests/000000001-cut1.json", manifest.to_bytes())
     with pytest.raises(SnapshotDamaged):
         library.find(1)
 
 
-def test_a_damaged_manifest_is_called_damaged(tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_an_error_until_a_newer_one(tmp_path: Path) -> None:
     library = SnapshotLibrary(Storage(str(tmp_path)), "job")
     write_snapshot(library, 1, [1])
     path = tmp_path / "job" / "manifests" / "000000001-cut1.json"
@@ -165,7 +163,7 @@ def test_a_damaged_manifest_is_called_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [b"[]", b"null", b'"x"', b"[" * 100_000, b"\xff\xfe", b'{"format":1,"snapshot":[]}']
 )
-def test_whatever_lies_in_a_manifest_is_damage_and_no_crash(tmp_path: Path, data: bytes) -> None:
+def test_any_content_of_a_manifest_is_damage(tmp_path: Path, data: bytes) -> None:
     library = SnapshotLibrary(Storage(str(tmp_path)), "job")
     library.storage.write("job/manifests/000000003-x.json", data)
     assert library.list() == []
@@ -186,8 +184,8 @@ def test_whatever_lies_in_a_manifest_is_damage_and_no_crash(tmp_path: Path, data
         {"cut_id": "../x"},
     ],
 )
-def test_a_manifest_of_wrong_types_is_damage(tmp_path: Path, change: dict[str, object]) -> None:
-    """The checksum is correct: it is no secret how to compute it."""
+def test_an_invalid_manifest_is_damaged(tmp_path: Path, change: dict[str, object]) -> None:
+    """Its checksum is correct."""
     library = SnapshotLibrary(Storage(str(tmp_path)), "job")
     part = write_part(library, image(0), 3, "cut3")
     manifest = manifest_of("job", 3, [part])

@@ -1,4 +1,4 @@
-"""Bounds on everything that a client sends: beyond them, the refusal names the field."""
+"""Bounds on fields of requests: beyond a bound, the refusal names the field."""
 
 import asyncio
 import math
@@ -79,7 +79,7 @@ REFUSED: Mapping[str, tuple[object, str]] = {
         pb.GetGenerationRequest(job="j", wait_s=-1.0),
         "GetGenerationRequest.wait_s",
     ),
-    "a wait of ages": (
+    "a wait of 1e300 s": (
         pb.GetGenerationRequest(job="j", wait_s=1e300),
         "GetGenerationRequest.wait_s",
     ),
@@ -100,12 +100,12 @@ REFUSED: Mapping[str, tuple[object, str]] = {
         shards_pb2.PlaceRequest(token=TOKEN, parameters=[shards_pb2.ParameterSpec(name=LONG)]),
         "ParameterSpec.name",
     ),
-    "a port that there is not": (attend(probe_port=70_000), "MemberInfo.probe_port"),
-    "a step that no record keeps": (
+    "a port that is too large": (attend(probe_port=70_000), "MemberInfo.probe_port"),
+    "a step beyond that of records": (
         pb.SettleRequest(token=TOKEN, step=2**60),
         "SettleRequest.step",
     ),
-    "bounds that no record keeps": (
+    "bounds beyond those of records": (
         pb.AttendRequest(spec=pb.JobSpec(max_members=2**32 - 1)),
         "JobSpec.max_members",
     ),
@@ -138,16 +138,16 @@ METHODS: Mapping[str, Method] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_out_of_bounds_is_named(case: str) -> None:
+def test_the_error_names_the_field_that_is_out_of_bounds(case: str) -> None:
     request, field = REFUSED[case]
     with pytest.raises(InvalidSpec) as raised:
         MessageBounds().check(request)
     assert raised.value.details == {"field": field}
     assert raised.value.seen
-    assert len(str(raised.value)) < 400, "nor is the refusal without bounds"
+    assert len(str(raised.value)) < 400, "the refusal is short"
 
 
-def test_what_members_send_is_let_through() -> None:
+def test_requests_of_members_are_accepted() -> None:
     info = dict.fromkeys(("host", "address"), "h" * 255)
     MessageBounds().check(attend(**info))
     MessageBounds().check(propose({"schema": "s" * 4096, "optimizer": ""}))
@@ -157,8 +157,8 @@ def test_what_members_send_is_let_through() -> None:
     )
 
 
-async def test_every_service_refuses_and_the_others_train_on() -> None:
-    """The usual client makes the calls, to a coordinator that goes on with its job."""
+async def test_every_service_refuses_requests_out_of_bounds() -> None:
+    """The usual client makes the calls, and the coordinator continues with its job."""
     async with served(MemoryStore()) as world:
         await world.training("a", "b")
 

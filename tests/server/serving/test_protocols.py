@@ -59,7 +59,7 @@ def opened(address: str, spoken: ProtocolRange) -> grpc.aio.Channel:
 
 
 @pytest.mark.parametrize("spoken", [OLDER, LATER], ids=str)
-async def test_other_versions_are_refused_by_name(spoken: ProtocolRange) -> None:
+async def test_other_versions_are_refused_with_both_ranges(spoken: ProtocolRange) -> None:
     store = MemoryStore()
     async with served(store) as world, opened(world.address, spoken) as channel:
         for name, call in CALLS.items():
@@ -72,7 +72,7 @@ async def test_other_versions_are_refused_by_name(spoken: ProtocolRange) -> None
         assert not await store.keys("/shoal/v1/jobs/"), "a refused call has begun a job"
 
 
-async def test_a_neighbour_speaks_what_both_know() -> None:
+async def test_a_client_of_the_next_release_uses_the_common_version() -> None:
     async with (
         served(MemoryStore()) as world,
         opened(world.address, NEXT_RELEASE) as channel,
@@ -81,8 +81,8 @@ async def test_a_neighbour_speaks_what_both_know() -> None:
     assert notice.admitted.protocol == NEWEST
 
 
-async def test_a_client_of_its_own_is_judged_by_what_it_asks() -> None:
-    """Another library has its own user agent: its Attend request says what it speaks."""
+async def test_a_client_without_a_user_agent_is_judged_by_its_request() -> None:
+    """Its Attend request has the versions that it speaks."""
     async with served(MemoryStore()) as world, grpc.aio.insecure_channel(world.address) as channel:
         alone = attend(OWN_PROTOCOLS, oldest=0)
         call = MembershipStub(channel).Attend(alone)

@@ -1,4 +1,4 @@
-"""Tasks with an owner, and answers of many calls."""
+"""Tasks with an owner, waits for several of them, and results of many calls."""
 
 import asyncio
 
@@ -39,8 +39,8 @@ async def test_tasks_end_with_their_owner() -> None:
     assert [(each["event"], each["work"]) for each in logs] == [("background_work_failed", "fail")]
 
 
-async def test_one_task_a_key() -> None:
-    """Running work of a key is not started twice; finished work is."""
+async def test_a_key_has_at_most_one_running_task() -> None:
+    """Finished work may be started again."""
     free = asyncio.Event()
     async with SupervisedTasks() as tasks:
         first = tasks.start(free.wait(), key="a")
@@ -54,8 +54,8 @@ async def test_one_task_a_key() -> None:
         await again
 
 
-async def test_work_beside_a_block() -> None:
-    """The work runs as long as the block, and errors of the block are raised."""
+async def test_background_work_runs_as_long_as_its_block() -> None:
+    """Errors of the block are raised."""
     started = asyncio.Event()
 
     async def work() -> None:
@@ -68,8 +68,8 @@ async def test_work_beside_a_block() -> None:
             await fail()
 
 
-async def test_the_first_of_several() -> None:
-    """Waits started for the call are cancelled; an independent task goes on."""
+async def test_a_wait_for_several_ends_with_the_first() -> None:
+    """Coroutines given to the call are cancelled; a task continues."""
     done, never = asyncio.Event(), asyncio.Event()
     other = asyncio.create_task(never.wait())
     asyncio.get_running_loop().call_soon(done.set)
@@ -79,16 +79,17 @@ async def test_the_first_of_several() -> None:
     await wait_first(other)
 
 
-async def test_answers_of_many_calls() -> None:
-    """Answers are in order, so many at a time; the first failure is raised at once or last."""
-    under_way = most = 0
+async def test_results_of_many_calls_are_in_order() -> None:
+    """`gather_bounded` runs so many at a time. The first failure is raised at once, or by
+    `gather_settled` once all calls have ended."""
+    num_running = most = 0
 
     async def double(number: int) -> int:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal num_running, most
+        num_running += 1
+        most = max(most, num_running)
         await asyncio.sleep(0)
-        under_way -= 1
+        num_running -= 1
         if number < 0:
             raise ValueError(str(number))
         return 2 * number
@@ -100,4 +101,4 @@ async def test_answers_of_many_calls() -> None:
     assert await gather_settled(double(1), double(2)) == [2, 4]
     with pytest.raises(ValueError, match="-3"):
         await gather_settled(double(1), double(-3), double(-4))
-    assert under_way == 0
+    assert num_running == 0

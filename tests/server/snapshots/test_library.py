@@ -1,4 +1,4 @@
-"""A snapshot is complete or absent, its files are kept, and damage is named."""
+"""The library of snapshots: each is complete or absent, its files are kept, and damage is found."""
 
 from pathlib import Path
 
@@ -30,14 +30,14 @@ def check_whole(library: SnapshotLibrary, manifest: Manifest) -> None:
         assert image_file.to_bytes(read) == image_file.to_bytes(image(part.shard_id, part.version))
 
 
-def test_a_manifest_comes_back_as_it_was_written(library: SnapshotLibrary) -> None:
+def test_a_manifest_is_read_as_it_was_written(library: SnapshotLibrary) -> None:
     written = write_snapshot(library, 1, [3, 4])
     assert library.list() == [written]
     assert library.newest() == library.find() == library.find(1) == written
     check_whole(library, written)
 
 
-def test_where_nothing_was_written_there_is_no_snapshot(library: SnapshotLibrary) -> None:
+def test_an_empty_library_has_no_snapshot(library: SnapshotLibrary) -> None:
     assert library.list() == [] and library.newest() is None
     with pytest.raises(UnknownSnapshot):
         library.find()
@@ -52,7 +52,7 @@ def test_files_without_a_manifest_are_no_snapshot(library: SnapshotLibrary) -> N
     assert [each.number for each in library.list()] == [1]
 
 
-def test_no_manifest_is_written_over_a_missing_or_short_file(
+def test_a_snapshot_with_a_missing_or_short_file_is_not_committed(
     library: SnapshotLibrary, tmp_path: Path
 ) -> None:
     parts = [write_part(library, image(shard_id), 1, "cut1") for shard_id in range(2)]
@@ -74,8 +74,8 @@ def test_an_unchanged_shard_is_not_written_again(library: SnapshotLibrary) -> No
     check_whole(library, second)
 
 
-def test_retention_keeps_what_the_kept_refer_to(library: SnapshotLibrary) -> None:
-    """Shard 0 never changes: its file of the first snapshot outlives that snapshot."""
+def test_retention_keeps_the_files_of_the_kept_snapshots(library: SnapshotLibrary) -> None:
+    """Shard 0 never changes: its file is kept after the snapshot for which it was written."""
     newest: Manifest | None = None
     for number in range(1, 7):
         newest = write_snapshot(library, number, [1, number, 100 + number // 3], previous=newest)
@@ -108,7 +108,7 @@ def test_retention_keeps_the_files_of_a_snapshot_of_a_later_release(
     check_whole(library, third)
 
 
-def test_what_a_broken_snapshot_left_goes_with_the_next_complete_one(
+def test_files_of_a_failed_snapshot_are_removed_with_later_retention(
     library: SnapshotLibrary,
 ) -> None:
     write_part(library, image(0), 1, "torn")
@@ -139,7 +139,7 @@ def test_there_is_no_newest_snapshot_if_every_manifest_is_damaged(
     assert library.newest() is None
 
 
-def test_a_changed_byte_in_a_manifest_is_noticed(library: SnapshotLibrary, tmp_path: Path) -> None:
+def test_a_changed_byte_in_a_manifest_is_found(library: SnapshotLibrary, tmp_path: Path) -> None:
     manifest = write_snapshot(library, 1, [1])
     data = manifest.to_bytes()
     at = data.index(b'"version": 1')
@@ -149,7 +149,7 @@ def test_a_changed_byte_in_a_manifest_is_noticed(library: SnapshotLibrary, tmp_p
     assert raised.value.details == {"file": "manifests/1.json"}
 
 
-def test_a_file_that_is_gone_is_named_with_its_shard(
+def test_the_error_for_a_missing_file_names_file_and_shard(
     library: SnapshotLibrary, tmp_path: Path
 ) -> None:
     manifest = write_snapshot(library, 1, [1, 2])

@@ -1,4 +1,4 @@
-"""Snapshots on storage that speaks S3, if s3fs and a server for it are installed.
+"""Snapshots on S3 storage, if s3fs and moto's server are installed.
 
 pip install s3fs 'moto[server]'
 """
@@ -38,7 +38,7 @@ def test_snapshots_are_kept_in_a_bucket(bucket: str) -> None:
     first = write_snapshot(library, 1, [1, 1])
     second = write_snapshot(library, 2, [1, 2], previous=first)
     write_part(library, image(0, 9), 3, "torn")
-    # another process sees the same
+    # Another library reads the same snapshots.
     assert SnapshotLibrary(Storage(bucket), "job").list() == [first, second]
     assert [each.number for each in library.keep_newest(1)] == [1]
     assert library.list() == [second]
@@ -53,6 +53,6 @@ def test_snapshots_are_kept_in_a_bucket(bucket: str) -> None:
     assert set(library.storage.sizes("job/parts")) == kept
 
 
-def test_a_bucket_that_is_not_there_is_said(bucket: str) -> None:
+def test_a_write_to_a_missing_bucket_is_an_error(bucket: str) -> None:
     with pytest.raises(Unavailable, match="cannot be written"):
         Storage("s3://nowhere/at/all").write("job/a", b"1")

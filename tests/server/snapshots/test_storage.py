@@ -1,4 +1,4 @@
-"""Files are read as they were written, on every kind of storage, and never in part."""
+"""Storage: files are read as they were written, on every kind of it, and never in part."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
     yield Storage(urls[request.param])
 
 
-def test_what_was_written_is_read(storage: Storage) -> None:
+def test_a_file_is_read_as_it_was_written(storage: Storage) -> None:
     storage.write("job/parts/one/a.bin", b"\x00\x01" * 1000)
     storage.write("job/parts/one/a.bin", b"anew")
     assert storage.read("job/parts/one/a.bin") == b"anew"
@@ -29,8 +29,8 @@ def test_what_was_written_is_read(storage: Storage) -> None:
     assert storage.read("nowhere/at/all") is None
 
 
-def test_a_file_of_pieces_is_there_whole_or_not_at_all(storage: Storage) -> None:
-    """The file's name is known only once all pieces are."""
+def test_a_file_of_pieces_is_whole_or_absent(storage: Storage) -> None:
+    """Its name is computed once all pieces are written."""
     taken = []
 
     def pieces(count: int) -> Iterator[bytes]:
@@ -73,7 +73,7 @@ def test_files_are_listed_with_their_sizes(storage: Storage) -> None:
     assert storage.folders("job") == ["one", "two"]
 
 
-def test_removed_files_and_their_folders_are_gone(storage: Storage) -> None:
+def test_empty_folders_of_removed_files_are_removed(storage: Storage) -> None:
     storage.write("job/one/a", b"1")
     storage.write("job/one/b", b"2")
     storage.remove(["job/one/a", "job/one/never"])
@@ -82,7 +82,7 @@ def test_removed_files_and_their_folders_are_gone(storage: Storage) -> None:
     assert storage.sizes("job") == {} and storage.folders("job") == []
 
 
-def test_a_reader_of_a_local_file_sees_one_writing_or_the_other(tmp_path: Path) -> None:
+def test_a_reader_of_a_local_file_never_sees_a_part_of_a_write(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     written = [bytes([value]) * 100_000 for value in range(3)]
     storage.write("file", written[0])
@@ -106,7 +106,7 @@ def test_a_reader_of_a_local_file_sees_one_writing_or_the_other(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_directory_that_cannot_be_written_is_said_by_name(tmp_path: Path) -> None:
+def test_the_error_for_an_unwritable_directory_has_its_path(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file where the directory should be")
     storage = Storage(str(tmp_path / "store"))
     with pytest.raises(Unavailable, match=r"store/job/a cannot be written"):
@@ -114,6 +114,6 @@ def test_a_directory_that_cannot_be_written_is_said_by_name(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("url", ["nothing://at/all", "/", "file:///", ""])
-def test_a_url_that_cannot_be_served_is_refused(url: str) -> None:
+def test_an_unsupported_url_is_refused(url: str) -> None:
     with pytest.raises(InvalidSpec):
         Storage(url)

@@ -14,14 +14,14 @@ from shoal_server.status.serve import StatusServer
 
 @pytest.fixture(scope="session")
 def shown() -> tuple[status_world.World, FastAPI]:
-    """A world and the application that shows it, which takes much longer to build than to query."""
+    """Return a world and the application that shows it, which takes long to build."""
     world = status_world.World()
     return world, build_app(world, world.board)
 
 
 @pytest.fixture
 def world(shown: tuple[status_world.World, FastAPI]) -> status_world.World:
-    """A coordinator that runs one job, `digits`, with members w0, w1 and w2."""
+    """Return a world that runs one job, `digits`, with members w0, w1 and w2."""
     world, _ = shown
     world.renew()
     world.put(status_world.job())
@@ -44,7 +44,8 @@ async def http(server: StatusServer) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest_asyncio.fixture
 async def page() -> AsyncIterator[Page]:
-    """A page that fails the test on any error or refused resource."""
+    """Open a page; the test fails on a script error, a blocked resource or a request to
+    elsewhere."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         pytest.fail("no chromium on PATH; on Debian: apt-get install chromium")

@@ -1,4 +1,4 @@
-"""Access over HTTP, by token and by session: who may read and who may act; and the log of it."""
+"""Access over HTTP, by token and by session: which callers may read and act, and what is logged."""
 
 import os
 import re
@@ -28,8 +28,8 @@ REPORT_BODY = {"incarnation": "incarnation-of-w1", "step": 1}
 
 
 @dataclass
-class Asked:
-    """Operations that only record what was asked."""
+class RecordedCalls:
+    """Operations that only record their calls."""
 
     calls: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class Served:
     server: StatusServer
     app: FastAPI
     http: httpx.AsyncClient
-    asked: Asked
+    recorded: RecordedCalls
     file: Path
     viewer: dict[str, str]
     operator: dict[str, str]
@@ -67,24 +67,24 @@ def bearer(secret: str) -> dict[str, str]:
 
 @asynccontextmanager
 async def serving(world: World, folder: Path) -> AsyncIterator[Served]:
-    file, asked = folder / "tokens", Asked()
+    file, recorded = folder / "tokens", RecordedCalls()
     viewer = tokens.add(file, "ann", HttpRole.VIEWER)
     operator = tokens.add(file, "bob", HttpRole.OPERATOR)
-    app = build_app(world, world.board, guard=Guard(Tokens(file)), operations=asked)
+    app = build_app(world, world.board, guard=Guard(Tokens(file)), operations=recorded)
     async with (
         StatusServer(app, "127.0.0.1", 0) as server,
         httpx.AsyncClient(base_url=server.url, trust_env=False) as http,
     ):
-        yield Served(server, app, http, asked, file, bearer(viewer), bearer(operator))
+        yield Served(server, app, http, recorded, file, bearer(viewer), bearer(operator))
 
 
 def filled(path: str) -> str:
     return path.format(job="digits", member="w1", generation=1)
 
 
-async def test_every_call_of_the_api_by_everybody(world: World, tmp_path: Path) -> None:
-    """Strangers read nothing of jobs, viewers read, and operators act. The calls are those of the
-    API's schema, so that none added later is forgotten."""
+async def test_every_call_of_the_api_needs_its_role(world: World, tmp_path: Path) -> None:
+    """Viewers may read, and operators may act; a caller without a token may do neither, except for
+    the calls in `OPEN` and reports. The calls are those of the API's schema."""
     world.printed["w1"] = ["a line"]
     async with serving(world, tmp_path) as served:
         seen: dict[str, tuple[int, int, int]] = {}
@@ -113,7 +113,7 @@ async def test_every_call_of_the_api_by_everybody(world: World, tmp_path: Path) 
             assert operator in (200, 204, 422), call
         assert len(seen) > 15 and len(acts) >= 6
         # Calls refused to a viewer had no effect.
-        assert sorted(call[0] for call in served.asked.calls) == [
+        assert sorted(call[0] for call in served.recorded.calls) == [
             *("drain", "retry", "snapshot", "stop"),
         ]
 
@@ -123,7 +123,7 @@ async def test_every_call_of_the_api_by_everybody(world: World, tmp_path: Path) 
     "value",
     ["", "Bearer", "Bearer x", "Basic YTpi", "bearer  x y", "Bearer " + "x" * 5000],
 )
-async def test_what_is_no_token_lets_nobody_in(world: World, tmp_path: Path, value: str) -> None:
+async def test_an_invalid_token_is_refused(world: World, tmp_path: Path, value: str) -> None:
     async with serving(world, tmp_path) as served:
         answer = await served.http.get("/api/v1/jobs", headers={"authorization": value})
         assert (answer.status_code, answer.json()["kind"]) == (401, "AccessDenied")
@@ -132,7 +132,7 @@ async def test_what_is_no_token_lets_nobody_in(world: World, tmp_path: Path, val
 
 @pytest.mark.long
 async def test_workers_report_without_a_token(world: World, tmp_path: Path) -> None:
-    """Workers show the secret of their process; health probes need no token either."""
+    """They show their process' incarnation. Health probes need no token either."""
     async with serving(world, tmp_path) as served:
         path = "/api/v1/jobs/digits/members/w1/health"
         assert (await served.http.post(path, json=REPORT_BODY)).status_code == 204
@@ -142,8 +142,8 @@ async def test_workers_report_without_a_token(world: World, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-async def test_a_session_of_the_page(world: World, tmp_path: Path) -> None:
-    """The session is a cookie that scripts and other sites do not get, until it is ended."""
+async def test_a_session_of_the_page_ends_when_it_is_deleted(world: World, tmp_path: Path) -> None:
+    """It is a cookie that is not given to scripts or other sites."""
     async with serving(world, tmp_path) as served:
         http, secret = served.http, served.operator["authorization"].partition(" ")[2]
         assert (await http.get("/api/v1/session")).json() == {
@@ -169,8 +169,8 @@ async def test_a_session_of_the_page(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-async def test_a_page_of_another_site_cannot_act(world: World, tmp_path: Path) -> None:
-    """The session's cookie does not help such a page, nor does a server without tokens."""
+async def test_a_call_from_a_page_of_another_site_is_refused(world: World, tmp_path: Path) -> None:
+    """It is refused with the session's cookie, and by a server without tokens."""
     async with serving(world, tmp_path) as served:
         login = {"token": served.operator["authorization"].partition(" ")[2]}
         await served.http.post("/api/v1/session", json=login)
@@ -184,22 +184,22 @@ async def test_a_page_of_another_site_cannot_act(world: World, tmp_path: Path) -
                 "/api/v1/jobs/digits/stop", json={}, headers={"origin": origin}
             )
             assert answer.status_code == status, origin
-    asked = Asked()
-    app = build_app(world, world.board, operations=asked)
+    recorded = RecordedCalls()
+    app = build_app(world, world.board, operations=recorded)
     async with (
         StatusServer(app, "127.0.0.1", 0) as server,
         httpx.AsyncClient(trust_env=False) as http,
     ):
         url = f"{server.url}/api/v1/jobs/digits/stop"
         refused = await http.post(url, json={}, headers={"origin": "http://evil.example"})
-        assert (refused.status_code, asked.calls) == (403, [])
+        assert (refused.status_code, recorded.calls) == (403, [])
         assert (await http.post(url, json={"reason": "late"})).status_code == 204
-        assert asked.calls == [("stop", "digits", "late")]
+        assert recorded.calls == [("stop", "digits", "late")]
 
 
 @pytest.mark.long
-async def test_who_did_what_is_in_the_log(world: World, tmp_path: Path) -> None:
-    """Refused calls are logged too; reads are not, and tokens never are."""
+async def test_actions_are_logged_with_their_caller(world: World, tmp_path: Path) -> None:
+    """So are refused ones; reads are not, and tokens never are."""
     async with serving(world, tmp_path) as served:
         with structlog.testing.capture_logs() as logs:
             await served.http.get("/api/v1/jobs", headers=served.viewer)
@@ -220,8 +220,8 @@ async def test_who_did_what_is_in_the_log(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-async def test_a_token_that_is_taken_out_has_ended(world: World, tmp_path: Path) -> None:
-    """Sessions that began with the token end too, without a restart."""
+async def test_a_token_removed_from_the_file_is_refused(world: World, tmp_path: Path) -> None:
+    """Its sessions end as well, without a restart. An invalid file refuses all tokens."""
     async with serving(world, tmp_path) as served:
         login = {"token": served.viewer["authorization"].partition(" ")[2]}
         await served.http.post("/api/v1/session", json=login)
@@ -236,7 +236,7 @@ async def test_a_token_that_is_taken_out_has_ended(world: World, tmp_path: Path)
         assert (spoilt.status_code, spoilt.json()["kind"]) == (503, "AccessDenied")
 
 
-async def test_a_job_whose_state_is_lost_is_no_fault_of_the_server(
+async def test_a_lost_job_is_a_conflict_and_no_fault_of_the_server(
     world: World, tmp_path: Path
 ) -> None:
     async with serving(world, tmp_path) as served:
@@ -249,20 +249,20 @@ async def test_a_job_whose_state_is_lost_is_no_fault_of_the_server(
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("takes_tokens", [False, True])
-async def test_only_its_own_user_gets_in_without_a_token(
+async def test_only_the_servers_own_user_needs_no_token(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_tokens: bool
 ) -> None:
-    """The kernel names the user of a connection. Connections of another or unknown user are a
-    stranger's, whatever they ask for; a token admits others if there are tokens."""
+    """The kernel reports the user of a connection; root is accepted as well. A connection of
+    another or unknown user needs a token, if the server has tokens."""
     secret = tokens.add(tmp_path / "tokens", "bob", HttpRole.OPERATOR)
     known = Tokens(tmp_path / "tokens") if takes_tokens else None
-    asked = Asked()
-    app = build_app(world, world.board, guard=Guard(known, own_user=True), operations=asked)
+    recorded = RecordedCalls()
+    app = build_app(world, world.board, guard=Guard(known, own_user=True), operations=recorded)
     async with StatusServer(app, "127.0.0.1", 0, clients="user") as server:
 
         async def calls(token: str = "") -> tuple[int, int, bool]:
             headers = bearer(token) if token else {}
-            # each caller has a connection of its own, by which the server knows it
+            # Each caller has a connection of its own, by which the server knows it.
             async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
                 read = await http.get("/api/v1/jobs", headers=headers)
                 act = await http.post("/api/v1/jobs/digits/stop", json={}, headers=headers)
@@ -278,7 +278,7 @@ async def test_only_its_own_user_gets_in_without_a_token(
         assert await calls() == (200, 204, False)
 
 
-def test_sessions_end_by_themselves_and_are_bounded(tmp_path: Path) -> None:
+def test_sessions_expire_and_their_number_is_bounded(tmp_path: Path) -> None:
     secret = tokens.add(tmp_path / "tokens", "ann", HttpRole.VIEWER)
     known, now_s = Tokens(tmp_path / "tokens"), [0.0]
     holder = known.holder(secret)
@@ -293,10 +293,10 @@ def test_sessions_end_by_themselves_and_are_bounded(tmp_path: Path) -> None:
     assert len(sessions._sessions) == 1024
 
 
-def test_the_command_makes_tokens_that_only_it_has_seen(
+def test_the_command_prints_tokens_and_stores_their_hashes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file has hashes, and only its owner can read it."""
+    """Only the owner can read the file."""
     file = tmp_path / "tokens"
     for name, role in (("ann", "viewer"), ("bob", "operator")):
         assert token(TokenConfig("create", name=name, role=role, file=file)) == 0  # type: ignore
@@ -314,8 +314,8 @@ def test_the_command_makes_tokens_that_only_it_has_seen(
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o440, 0o640])
-def test_a_file_that_its_group_may_read_is_taken(tmp_path: Path, mode: int) -> None:
-    """Files of a Kubernetes Secret belong to root and to the pod's group."""
+def test_a_file_that_its_group_can_read_is_accepted(tmp_path: Path, mode: int) -> None:
+    """Files of a Kubernetes Secret belong to root and the pod's group."""
     file = tmp_path / "tokens"
     secret = tokens.add(file, "ann", HttpRole.VIEWER)
     file.chmod(mode)
@@ -323,7 +323,7 @@ def test_a_file_that_its_group_may_read_is_taken(tmp_path: Path, mode: int) -> N
 
 
 @pytest.mark.parametrize("mode", [0o660, 0o604, 0o666, 0o644])
-def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_file_with_access_for_other_users_is_refused(tmp_path: Path, mode: int) -> None:
     file = tmp_path / "tokens"
     tokens.add(file, "ann", HttpRole.VIEWER)
     file.chmod(mode)
@@ -334,7 +334,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> No
 @pytest.mark.parametrize(
     "text", ["ann viewer", "ann boss " + "0" * 64, "ann viewer secret", "a b c d"]
 )
-def test_a_line_that_is_no_tokens_is_named_and_not_shown(tmp_path: Path, text: str) -> None:
+def test_the_error_for_a_bad_line_has_only_its_number(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tokens"
     tokens.add(file, "good", HttpRole.VIEWER)
     with file.open("a") as lines:

@@ -27,7 +27,7 @@ REPORT = {"incarnation": "incarnation-of-w1", "step": 1300, "loss": 0.125, "samp
 
 
 def body_of_error(response: httpx.Response, status: int, kind: str) -> dict[str, str]:
-    """Return the body, after a check that it is an error of our form."""
+    """Check that the body is an error of the API's form, and return it."""
     body: dict[str, str] = response.json()
     assert response.status_code == status, body
     assert set(body) == {"kind", "what", "seen", "expected", "fix"}
@@ -36,16 +36,18 @@ def body_of_error(response: httpx.Response, status: int, kind: str) -> dict[str,
 
 
 @pytest.mark.long
-async def test_the_process_is_alive_even_when_it_is_not_ready(
+async def test_healthz_is_200_while_the_coordinator_is_not_ready(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """Restarting a coordinator does not bring etcd back, so /healthz stays 200."""
+    """A restart of the coordinator would not bring etcd back."""
     world.ready = Readiness(ready=False, reason="etcd is away")
     assert (await http.get("/healthz")).status_code == 200
 
 
-async def test_readiness_tells_why_not(world: World, http: httpx.AsyncClient) -> None:
-    """The answer is 503 with the reason and the leader, and 200 once this coordinator leads."""
+async def test_readyz_is_503_with_the_reason_until_the_coordinator_leads(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """The answer also has the leader."""
     world.ready = Readiness(ready=False, reason="another leads", leader="10.0.0.9:7700")
     response = await http.get("/readyz")
     assert response.status_code == 503
@@ -58,8 +60,8 @@ async def test_readiness_tells_why_not(world: World, http: httpx.AsyncClient) ->
     assert (await http.get("/readyz")).status_code == 200
 
 
-async def test_jobs_are_listed_by_name(world: World, http: httpx.AsyncClient) -> None:
-    """The list has a line for each job: phase, the reason for it, and how many members train."""
+async def test_jobs_are_listed_in_order_of_names(world: World, http: httpx.AsyncClient) -> None:
+    """Each has its phase, the reason for it, and the number of members that train."""
     world.put(status_world.job("abc", phase="collect", reason="waiting for 2 members", members=()))
     abc, digits = (await http.get("/api/v1/jobs")).json()
     assert (abc["job"], abc["phase"], abc["reason"]) == ("abc", "collect", "waiting for 2 members")
@@ -82,10 +84,10 @@ async def test_a_job_has_members_generations_and_samples(
     assert (await http.get("/api/v1/jobs/digits/members")).json() == job["members"]
 
 
-async def test_a_generation_is_told_with_roster_reason_and_conflicts(
+async def test_a_generation_has_its_roster_and_conflicts(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """An aborted attempt names the field, each value and the members with that value."""
+    """A conflict has the field, each value, and the members with that value."""
     aborted = status_world.generation(
         4, ["w0", "w4"], verdict="aborted", conflicts=(status_world.conflict(),)
     )
@@ -97,8 +99,8 @@ async def test_a_generation_is_told_with_roster_reason_and_conflicts(
     assert (await http.get("/api/v1/jobs/digits/generations")).json() == [record]
 
 
-async def test_why_says_what_a_member_waits_for(world: World, http: httpx.AsyncClient) -> None:
-    """The answer has the member's reason and the job's, with the member's last error."""
+async def test_why_has_what_a_member_waits_for(world: World, http: httpx.AsyncClient) -> None:
+    """It has the member's reason, the job's, and the member's last error."""
     waiting = status_world.member("w9", state="waiting", waiting_for="other members")
     world.change("digits", members=(waiting,), phase="collect", reason="1 of 2 members are ready")
     world.board.report("digits", "w9", status_world.health("w9", last_error="peer reset"))
@@ -122,16 +124,16 @@ async def test_why_says_what_a_member_waits_for(world: World, http: httpx.AsyncC
         ("/api/v2/jobs", "RefusedError", ""),
     ],
 )
-async def test_what_is_not_there_is_named_with_what_is(
+async def test_the_answer_for_an_unknown_object_lists_the_known_ones(
     http: httpx.AsyncClient, path: str, kind: str, expected: str
 ) -> None:
-    """The answer is 404, and lists what could have been asked for."""
+    """Its status is 404."""
     body = body_of_error(await http.get(path), 404, kind)
     assert body["expected"] == expected
 
 
 async def test_a_health_report_is_shown_with_its_member(http: httpx.AsyncClient) -> None:
-    """A worker's report comes back with the member, and its step counts for the job."""
+    """The report's step also counts for the job."""
     assert (await http.post(HEALTH, json=REPORT)).status_code == 204
     entry = (await http.get("/api/v1/jobs/digits/members/w1")).json()
     assert entry["health"]["loss"] == 0.125
@@ -141,8 +143,8 @@ async def test_a_health_report_is_shown_with_its_member(http: httpx.AsyncClient)
 
 
 async def test_every_file_that_the_page_names_is_served(http: httpx.AsyncClient) -> None:
-    """The files are scripts and style of the head, and the library that is loaded later. Readers
-    without a token get them, too."""
+    """These are the scripts and styles of its head, and the library that is loaded later. They need
+    no token."""
     named = re.findall(r'(?:src|href)="(/[^"]+[.](?:js|css))"', (await http.get("/")).text)
     named += re.findall(r'"(/vendor/[^"]+)"', (await http.get("/plot.js")).text)
     assert len(named) > 8
@@ -153,10 +155,11 @@ async def test_every_file_that_the_page_names_is_served(http: httpx.AsyncClient)
         assert path in OPEN
 
 
-async def test_the_age_of_a_checkpoint_is_known_if_it_was_seen_to_come(
+async def test_the_time_of_a_checkpoint_is_known_if_its_first_report_was_received(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """The first report may name an old checkpoint. Members report whether they write any."""
+    """A coordinator that takes over may receive the first report of an old checkpoint, which has no
+    time."""
 
     async def course(**figures: object) -> dict[str, object]:
         assert (await http.post(HEALTH, json={**REPORT, "course": figures})).status_code == 204
@@ -179,9 +182,10 @@ async def test_the_age_of_a_checkpoint_is_known_if_it_was_seen_to_come(
     assert isinstance((await course(checkpoint_step=200))["checkpoint_unix_s"], float)
 
 
-async def test_a_job_shows_what_it_runs(world: World, http: httpx.AsyncClient) -> None:
-    """Command line and commit, from the member that reports for the job, also once that member has
-    left; and the agreed hyperparameters."""
+async def test_a_job_has_its_command_commit_and_hyperparameters(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """Command line and commit are reported by a member, and kept once it has left."""
 
     async def detail() -> dict[str, object]:
         answer: dict[str, object] = (await http.get("/api/v1/jobs/digits")).json()
@@ -200,8 +204,8 @@ async def test_a_job_shows_what_it_runs(world: World, http: httpx.AsyncClient) -
     assert "at most 4000 characters" in body_of_error(refused, 422, "MalformedMessage")["expected"]
 
 
-async def test_a_step_that_is_wrong_does_not_stay(world: World, http: httpx.AsyncClient) -> None:
-    """The next report of the same process corrects it, and the job's step too."""
+async def test_the_next_report_corrects_the_step(world: World, http: httpx.AsyncClient) -> None:
+    """So is the job's step."""
     for synchronous in (True, False):
         world.change("digits", synchronous=synchronous)
         before = (await http.get("/api/v1/jobs")).json()[0]["step"]
@@ -212,8 +216,8 @@ async def test_a_step_that_is_wrong_does_not_stay(world: World, http: httpx.Asyn
         assert before <= after <= before + 1201
 
 
-async def test_a_loss_that_is_not_a_number_gets_through(http: httpx.AsyncClient) -> None:
-    """Operators look for a diverged loss, and the answer is still valid JSON."""
+async def test_a_loss_that_is_not_a_number_is_shown(http: httpx.AsyncClient) -> None:
+    """The answer is valid JSON: the loss is the string "NaN"."""
     assert (await http.post(HEALTH, json={**REPORT, "loss": "NaN"})).status_code == 204
     response = await http.get("/api/v1/jobs/digits/members/w1")
     entry = json.loads(response.text, parse_constant=lambda name: pytest.fail(f"bare {name}"))
@@ -221,8 +225,8 @@ async def test_a_loss_that_is_not_a_number_gets_through(http: httpx.AsyncClient)
     assert entry["losses"] == [[1300, "NaN"]]
 
 
-async def test_another_incarnations_report_is_refused(http: httpx.AsyncClient) -> None:
-    """The answer is 409 with the public ids of both, and the page stays as it was."""
+async def test_a_report_of_another_incarnation_is_refused(http: httpx.AsyncClient) -> None:
+    """The answer is 409 with the public ids of both, and the member's health is unchanged."""
     await http.post(HEALTH, json=REPORT)
     late = await http.post(HEALTH, json={**REPORT, "incarnation": "old", "step": 1})
     body = body_of_error(late, 409, "Fenced")
@@ -233,10 +237,10 @@ async def test_another_incarnations_report_is_refused(http: httpx.AsyncClient) -
     assert entry["health"]["step"] == 1300
 
 
-async def test_a_restarted_member_does_not_inherit_health(
+async def test_a_restarted_member_has_no_health_of_its_earlier_process(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """The report of an earlier incarnation is not shown as the new one's."""
+    """It has no losses either."""
     await http.post(HEALTH, json=REPORT)
     world.change("digits", members=(status_world.member("w1", 1, public_id="new"),))
     entry = (await http.get("/api/v1/jobs/digits/members/w1")).json()
@@ -244,7 +248,7 @@ async def test_a_restarted_member_does_not_inherit_health(
 
 
 async def test_a_report_of_an_unknown_member_is_refused(http: httpx.AsyncClient) -> None:
-    """The answer is 404, and names the members that exist."""
+    """The answer is 404."""
     response = await http.post("/api/v1/jobs/digits/members/w7/health", json=REPORT)
     body_of_error(response, 404, "UnknownMember")
 
@@ -264,17 +268,17 @@ async def test_a_report_of_an_unknown_member_is_refused(http: httpx.AsyncClient)
 async def test_a_report_out_of_range_names_field_value_and_rule(
     http: httpx.AsyncClient, change: dict[str, object], seen: str, expected: str
 ) -> None:
-    """The answer is 422 with parts that a person can act on."""
+    """The answer is 422."""
     body = body_of_error(
         await http.post(HEALTH, json={**REPORT, **change}), 422, "MalformedMessage"
     )
     assert seen in body["seen"]
     assert expected in body["expected"]
-    assert len(body["seen"]) < 200, "a long value is not sent back in full"
+    assert len(body["seen"]) < 200, "a long value is shortened"
 
 
-async def test_figures_of_a_later_release_are_passed_over(http: httpx.AsyncClient) -> None:
-    """The report's protocol shows that they are no mistake; the other figures count."""
+async def test_unknown_figures_of_a_later_protocol_are_ignored(http: httpx.AsyncClient) -> None:
+    """With the current protocol they would be refused. The other figures count."""
     course = {"num_steps": 7, "figure_of_a_later_release": 1}
     later = {"figure_of_a_later_release": [1], "course": course}
     report = {**REPORT, **later, "protocol": OWN_PROTOCOLS.newest + 1}
@@ -284,8 +288,8 @@ async def test_figures_of_a_later_release_are_passed_over(http: httpx.AsyncClien
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 60_000])
-async def test_a_body_that_is_no_report_is_refused(http: httpx.AsyncClient, content: bytes) -> None:
-    """The answer is 422 in the same form, and the server serves on."""
+async def test_an_invalid_body_is_refused(http: httpx.AsyncClient, content: bytes) -> None:
+    """The answer is 422, and the server serves on."""
     response = await http.post(
         HEALTH, content=content, headers={"content-type": "application/json"}
     )
@@ -293,14 +297,14 @@ async def test_a_body_that_is_no_report_is_refused(http: httpx.AsyncClient, cont
     assert (await http.post(HEALTH, json=REPORT)).status_code == 204
 
 
-async def test_a_report_without_incarnation_says_what_is_missing(http: httpx.AsyncClient) -> None:
-    """The error names the one field that is required."""
+async def test_the_error_for_a_report_without_incarnation_names_it(http: httpx.AsyncClient) -> None:
+    """It is the only required field."""
     body = body_of_error(await http.post(HEALTH, json={"step": 1}), 422, "MalformedMessage")
     assert body["seen"] == "no incarnation"
 
 
-async def test_a_huge_body_is_refused_before_it_is_read(http: httpx.AsyncClient) -> None:
-    """The answer is 413 above 64 KiB, with a length and without one."""
+async def test_a_body_above_64_kib_is_refused(http: httpx.AsyncClient) -> None:
+    """The answer is 413, with a content length and without one."""
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(100):
@@ -313,16 +317,14 @@ async def test_a_huge_body_is_refused_before_it_is_read(http: httpx.AsyncClient)
 
 
 async def test_a_wrong_method_is_an_error_of_the_same_form(http: httpx.AsyncClient) -> None:
-    """The answer is 405 with our body, and says what is allowed."""
+    """The answer is 405, and has the allowed method."""
     answer = await http.delete("/api/v1/jobs")
     body_of_error(answer, 405, "RefusedError")
     assert answer.headers["allow"] == "GET"
 
 
-async def test_events_are_read_page_by_page_without_gap_or_repeat(
-    world: World, http: httpx.AsyncClient
-) -> None:
-    """Following `next_after` gives every event once, in order."""
+async def test_pages_of_events_have_each_event_once(world: World, http: httpx.AsyncClient) -> None:
+    """Each page is requested with the `next_after` of the one before, and events are in order."""
     for i in range(25):
         world.board.event("digits", "member_lost", f"reason {i}", member_id="w1", generation=i)
     reasons, after = [], 0
@@ -337,7 +339,7 @@ async def test_events_are_read_page_by_page_without_gap_or_repeat(
 
 
 async def test_only_the_newest_events_are_kept(world: World, http: httpx.AsyncClient) -> None:
-    """The ring holds 1000 events a job; ids show how many are gone."""
+    """These are 1,000 for each job. A larger limit is refused."""
     for i in range(MAX_EVENTS + 5):
         world.board.event("digits", "member_lost", str(i))
     page = (await http.get(f"/api/v1/jobs/digits/events?limit={MAX_EVENTS}")).json()
@@ -346,8 +348,8 @@ async def test_only_the_newest_events_are_kept(world: World, http: httpx.AsyncCl
     assert "limit = " in body_of_error(refused, 422, "MalformedMessage")["seen"]
 
 
-async def test_shards_are_shown_with_their_state(world: World, http: httpx.AsyncClient) -> None:
-    """The answer has the map and each server's report; a job without shards has empty lists."""
+async def test_shards_and_servers_have_their_state(world: World, http: httpx.AsyncClient) -> None:
+    """A job without shards has empty lists."""
     assert (await http.get("/api/v1/jobs/digits/shards")).json() == {
         "servers": [],
         "shards": [],
@@ -362,10 +364,8 @@ async def test_shards_are_shown_with_their_state(world: World, http: httpx.Async
     assert [shard["created"] for shard in view["shards"]] == [True, False, True, False]
 
 
-async def test_a_lost_shard_is_shown_where_somebody_looks(
-    world: World, http: httpx.AsyncClient
-) -> None:
-    """The loss is shown with the shards, in the metrics, and with what a member waits for."""
+async def test_a_lost_shard_is_shown_in_three_places(world: World, http: httpx.AsyncClient) -> None:
+    """These are the shards, the metrics, and the answer to what a member waits for."""
     sentence = "shard 2 of job digits was lost with every server that had it: at least version 812."
     lost = LostShardView(
         shard_id=2,
@@ -400,7 +400,7 @@ async def test_a_lost_shard_is_shown_where_somebody_looks(
 async def test_shards_cannot_be_read_while_etcd_is_away(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """The answer is 503 with the reason; data in memory is still served."""
+    """The answer is 503 with the reason; jobs and metrics are still served."""
     world.shards_error = Unavailable("etcd does not answer")
     response = await http.get("/api/v1/jobs/digits/shards")
     assert body_of_error(response, 503, "Unavailable")["what"] == "etcd does not answer"
@@ -409,17 +409,17 @@ async def test_shards_cannot_be_read_while_etcd_is_away(
 
 
 @pytest.mark.long
-async def test_a_failure_of_ours_is_an_error_of_the_same_form(
+async def test_a_fault_of_the_server_is_an_error_of_the_same_form(
     world: World, http: httpx.AsyncClient
 ) -> None:
-    """The answer is 500 InternalError; the connection stays open."""
+    """The answer is 500 InternalError, and the server serves on."""
     world.shards_error = ZeroDivisionError("a bug")
     body_of_error(await http.get("/api/v1/jobs/digits/shards"), 500, "InternalError")
     assert (await http.get("/healthz")).status_code == 200
 
 
 async def test_the_schema_describes_every_endpoint(http: httpx.AsyncClient) -> None:
-    """Operations have a summary, a text and named errors, and each report field a sentence."""
+    """Operations have a summary and a description, and each field of a report a sentence."""
     schema = (await http.get("/openapi.json")).json()
     for path, operations in schema["paths"].items():
         for operation in operations.values():
@@ -435,7 +435,7 @@ async def test_the_schema_describes_every_endpoint(http: httpx.AsyncClient) -> N
 
 
 async def test_metrics_agree_with_what_the_api_shows(world: World, http: httpx.AsyncClient) -> None:
-    """Metrics are computed from the same source, for each job, member and shard."""
+    """There are metrics of coordinator, jobs, members, shards and servers."""
     world.shards_of["digits"] = status_world.shards()
     world.samples_of["digits"] = status_world.samples()
     world.board.event("digits", "member_lost", "w3 is gone")
@@ -471,8 +471,8 @@ async def test_metrics_agree_with_what_the_api_shows(world: World, http: httpx.A
     assert series[f'{staleness}_sum{{job="digits"}}'] == 4 * (400 + 2 * 111)
 
 
-async def test_metrics_are_no_order_to_a_terminal(world: World, http: httpx.AsyncClient) -> None:
-    """Workers choose the names of what they log, and people read the text with curl."""
+async def test_metrics_have_no_control_characters(world: World, http: httpx.AsyncClient) -> None:
+    """Workers choose the names of logged values, and operators read the metrics in a terminal."""
     name = "a\x1b]0;owned\x07\u202e\x9b2J\nshoal_job_lost_shards"
     answer = await http.post(HEALTH, json={**REPORT, "course": {"logged": {name: [3, 0.5]}}})
     assert answer.status_code == 204, answer.text
@@ -482,15 +482,15 @@ async def test_metrics_are_no_order_to_a_terminal(world: World, http: httpx.Asyn
     assert f'shoal_job_logged_value{{job="digits",name="{shown}"}} 0.5' in text.splitlines()
 
 
-async def test_every_figure_of_a_report_is_shown_counted_and_described(
+async def test_every_figure_of_a_report_is_shown_exported_and_documented(
     http: httpx.AsyncClient,
 ) -> None:
-    """Figures of the list are all accepted, shown, exported to Prometheus and in the docs."""
+    """The figures are those of `FIGURES`; some are gauges as well."""
     docs = (Path(__file__).parents[3] / "docs" / "status.md").read_text()
     assert {name for name in FIGURES if f"`{name}`" not in docs} == set()
     assert {name for name in gauges().values() if f"`{name}`" not in docs} == set()
     report = {**EXAMPLE, "incarnation": "incarnation-of-w1"}
-    assert set(report) == {"incarnation", *FIGURES}, "the example has them all"
+    assert set(report) == {"incarnation", *FIGURES}, "the example has all figures"
     assert (await http.post(HEALTH, json=report)).status_code == 204
     shown = (await http.get("/api/v1/jobs/digits/members/w1")).json()["health"]
     assert {name: shown[name] for name in FIGURES} == {name: report[name] for name in FIGURES}
@@ -499,15 +499,15 @@ async def test_every_figure_of_a_report_is_shown_counted_and_described(
         assert series[f'{name}{{job="digits",member="w1"}}'] == report[figure]
 
 
-async def test_the_series_of_what_is_gone_are_gone(world: World, http: httpx.AsyncClient) -> None:
-    """A job that ended leaves no stale series."""
+async def test_a_removed_job_has_no_metrics(world: World, http: httpx.AsyncClient) -> None:
+    """Its series would be stale."""
     assert any("digits" in name for name in parse(await http.get("/metrics")))
     world.by_name.clear()
     assert not any("digits" in name for name in parse(await http.get("/metrics")))
 
 
 async def test_metric_names_end_in_their_unit(world: World, http: httpx.AsyncClient) -> None:
-    """Readers never have to guess a unit."""
+    """Labels and the parts of a histogram's name follow it."""
     world.shards_of["digits"] = status_world.shards()
     units = {"bytes", "seconds", "steps", "samples", "members", "bool", "number", "value"}
     units |= {"jobs", "total", "second", "updates", "shards", "ratio", "info"}
@@ -526,7 +526,7 @@ def parse(response: httpx.Response) -> dict[str, float]:
 
 
 async def test_a_finished_job_keeps_its_step(world: World, http: httpx.AsyncClient) -> None:
-    """A job whose members have all left still shows the step that they reached."""
+    """Its members have all left."""
     await http.post(HEALTH, json=REPORT)
     world.change("digits", members=(), phase="finished")
     assert (await http.get("/api/v1/jobs")).json()[0]["step"] == 1300

@@ -1,4 +1,4 @@
-"""Bounds on every text, list and number that comes in over HTTP, stated in the API's schema."""
+"""Bounds on every text, list and number received over HTTP, as stated in the API's schema."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from support.clusters.status_world import World
 
 NUMBERS_AS_NEWS = {"loss"}
-"""Fields that may be infinite or not a number, as a report must be able to show such a loss."""
+"""Fields that may be infinite or not a number: a report must be able to have such a loss."""
 
 
 def inputs(app: FastAPI) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -48,10 +48,10 @@ def test_every_input_has_a_bound(shown: tuple[World, FastAPI]) -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-async def test_no_number_is_taken_that_is_none(
+async def test_infinite_numbers_are_refused(
     value: str, world: World, http: httpx.AsyncClient, shown: tuple[World, FastAPI]
 ) -> None:
-    """The refusal names the field; the loss alone may be such a number."""
+    """The refusal names the field; only the loss may be such a number."""
     report = "/api/v1/jobs/digits/members/w1/health"
     for name, schema in inputs(shown[1]):
         field = name.rpartition(" ")[2]

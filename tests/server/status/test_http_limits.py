@@ -1,4 +1,4 @@
-"""Limits for strangers who open connections and send nothing, or slowly, or do not read answers."""
+"""Limits on connections that send nothing or too slowly, or that do not read answers."""
 
 import asyncio
 import json
@@ -46,21 +46,19 @@ def kind_of(answer: bytes) -> tuple[int, str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "said", [b"", b"GET / HTTP/1.1\r\n", b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nx: y"]
+    "sent", [b"", b"GET / HTTP/1.1\r\n", b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nx: y"]
 )
-async def test_who_does_not_finish_a_request_is_told_and_hung_up_on(
-    world: World, said: bytes
-) -> None:
+async def test_an_unfinished_request_is_refused(world: World, sent: bytes) -> None:
     async with serving(world, QUICK) as (server, bounds):
         reader, writer = await opened(server)
-        writer.write(said)
+        writer.write(sent)
         assert kind_of(await reader.read()) == (408, "DeadlineExceeded")
         assert bounds.connections.refused["late requests"] == 1
         writer.close()
 
 
 @pytest.mark.long
-async def test_a_further_request_of_a_connection_has_the_same_time(world: World) -> None:
+async def test_a_further_request_of_a_connection_has_the_same_limit(world: World) -> None:
     async with serving(world, QUICK) as (server, _):
         reader, writer = await opened(server)
         writer.write(b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
@@ -70,7 +68,7 @@ async def test_a_further_request_of_a_connection_has_the_same_time(world: World)
         writer.close()
 
 
-async def test_a_body_that_does_not_come_is_refused(world: World) -> None:
+async def test_an_unfinished_body_is_refused(world: World) -> None:
     async with serving(world, QUICK) as (server, _):
         reader, writer = await opened(server)
         head = f"POST {HEALTH} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -80,8 +78,9 @@ async def test_a_body_that_does_not_come_is_refused(world: World) -> None:
         writer.close()
 
 
-async def test_one_connection_too_many_is_refused_by_name(world: World) -> None:
-    """The limit holds in total and for each peer; a closed connection makes room."""
+async def test_a_connection_beyond_the_limit_is_refused_as_overloaded(world: World) -> None:
+    """There are limits in total and for each peer. Once a connection is closed, another is
+    accepted."""
     for limits, reason in (
         (HttpLimits(http_connections=3), "connections"),
         (HttpLimits(http_connections_per_peer=3), "connections of one peer"),
@@ -102,8 +101,8 @@ async def test_one_connection_too_many_is_refused_by_name(world: World) -> None:
 
 
 @pytest.mark.long
-async def test_as_many_live_pages_as_may_be_and_no_more(world: World) -> None:
-    """The requests come at one moment, and the limit is checked where they are counted."""
+async def test_the_number_of_live_pages_is_bounded(world: World) -> None:
+    """The requests arrive at the same time."""
     limits = HttpLimits(live_pages=8, live_pages_per_peer=8)
     async with serving(world, limits) as (server, bounds), AsyncExitStack() as stack:
         http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=SOON_S))
@@ -119,7 +118,7 @@ async def test_as_many_live_pages_as_may_be_and_no_more(world: World) -> None:
         assert (bounds.streams.num_open, bounds.streams.num_refused) == (8, 12)
 
 
-async def test_one_peer_does_not_take_all_live_pages(world: World) -> None:
+async def test_the_number_of_live_pages_of_a_peer_is_bounded(world: World) -> None:
     async with (
         serving(world, HttpLimits(live_pages_per_peer=1)) as (server, _),
         httpx.AsyncClient(trust_env=False) as http,
@@ -133,7 +132,7 @@ async def test_one_peer_does_not_take_all_live_pages(world: World) -> None:
 
 @pytest.mark.long
 async def test_a_live_page_that_is_not_read_is_dropped(world: World) -> None:
-    """The page is dropped once the kernel's buffers are full, and its slot is free again."""
+    """It is dropped once the kernel's buffers are full, and no longer counts."""
     record = status_world.generation(3, [f"w{i}" for i in range(1000)])
     world.change("digits", generations=tuple(replace(record, generation=i) for i in range(40)))
     async with serving(world, QUICK) as (server, bounds):
@@ -147,8 +146,9 @@ async def test_a_live_page_that_is_not_read_is_dropped(world: World) -> None:
 
 
 @pytest.mark.long
-async def test_a_page_of_another_site_is_not_served(world: World) -> None:
-    """The Host header has an attacker's name if DNS leads it here (DNS rebinding)."""
+async def test_requests_for_another_host_are_refused(world: World) -> None:
+    """The Host header has an attacker's name if his DNS names this server's address (DNS
+    rebinding)."""
     async with (
         serving(world, HttpLimits(), "shoal.example.org") as (server, _),
         httpx.AsyncClient(trust_env=False, base_url=server.url) as http,
@@ -162,8 +162,8 @@ async def test_a_page_of_another_site_is_not_served(world: World) -> None:
             assert answer.status_code == 200, host
 
 
-async def test_what_is_no_http_fills_no_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """Strangers would decide how much is logged."""
+async def test_invalid_http_is_not_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise any caller could fill the log."""
     async with serving(world, HttpLimits()) as (server, _):
         for sent in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"x" * 100_000):
             reader, writer = await opened(server)
@@ -173,7 +173,7 @@ async def test_what_is_no_http_fills_no_log(world: World, caplog: pytest.LogCapt
     assert [record.message for record in caplog.records if record.name != "asyncio"] == []
 
 
-async def test_any_host_where_an_operator_says_so(world: World) -> None:
+async def test_any_host_is_accepted_if_configured(world: World) -> None:
     async with (
         serving(world, HttpLimits(), "*") as (server, _),
         httpx.AsyncClient(trust_env=False) as http,

@@ -1,13 +1,13 @@
-"""The hyperparameters of a job, as its members agreed on them."""
+"""The hyperparameters of a job, read from the fields that its members agreed on."""
 
 from shoal_server.status.hyperparameters import hyperparameters
 
 ADAM = "AdamW(amsgrad=False betas=(0.9, 0.999) foreach=True lr=0.001 weight_decay={} parameters=4"
 
 
-def test_settings_of_the_optimizer_are_listed_one_by_one() -> None:
-    """The best known first; without those that change nothing in the result, and without the
-    fields about the model's parts."""
+def test_settings_of_the_optimizer_are_listed_separately() -> None:
+    """Well-known ones are first. Settings that do not change the result, and fields about the
+    model, are left out."""
     fields = {
         "schema": "ab12",
         "torch": "2.13.0",
@@ -28,8 +28,8 @@ def test_a_setting_that_differs_between_groups_is_shown_for_each() -> None:
     assert (found["weight_decay"], found["lr"]) == ("0.0 | 0.1", "0.001")
 
 
-def test_a_text_of_another_form_is_shown_as_it_is() -> None:
-    """Of several optimizers; one that was cut; one of a later release."""
+def test_an_optimizer_text_of_another_form_is_shown_unchanged() -> None:
+    """It may be of several optimizers, cut, or of a later release."""
     for text in ("d: SGD(lr=1 parameters=2); g: SGD(lr=2 parameters=2)", "SGD(lr=1... 5f", ""):
         assert hyperparameters({"optimizer": text}) == {"optimizer": text}
 

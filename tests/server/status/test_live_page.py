@@ -20,10 +20,11 @@ expect.set_options(timeout=30_000)
 HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
 
 
-async def test_the_page_shows_the_job_that_runs(
+async def test_the_page_shows_the_running_job(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Phase, generation, members by rank with loss and reason, samples, shards and events."""
+    """It shows its members by rank with loss and reason, samples, shards, events and
+    generations."""
     world.put(status_world.job("abc", phase="finished", members=()))
     world.samples_of["digits"] = status_world.samples()
     world.shards_of["digits"] = status_world.shards(silent="ps1")
@@ -46,11 +47,9 @@ async def test_the_page_shows_the_job_that_runs(
     assert await page.title() == "digits: running · Shoal"
 
 
-async def test_the_page_charts_the_life_of_a_job(
-    world: World, server: StatusServer, page: Page
-) -> None:
-    """Loss, throughput, step times and staleness are also described in words; the timeline shows
-    the cost of changes."""
+async def test_the_page_has_charts_of_a_job(world: World, server: StatusServer, page: Page) -> None:
+    """Those of loss, throughput, step times and staleness are also described in words; generations
+    have the pauses of changes."""
     status_world.charted(world.board)
     await page.goto(f"{server.url}/?job=digits")
     charts = page.get_by_role("region", name="Charts")
@@ -64,7 +63,7 @@ async def test_the_page_charts_the_life_of_a_job(
     await expect(generations).to_contain_text("paused 0.06 s")
 
 
-async def test_a_straggler_is_marked(world: World, server: StatusServer, page: Page) -> None:
+async def test_a_slow_member_is_marked(world: World, server: StatusServer, page: Page) -> None:
     for name, step_time_s in (("w0", 0.01), ("w1", 0.011), ("w2", 0.03)):
         world.board.report("digits", name, status_world.health(name, step_time_s=step_time_s))
     await page.goto(f"{server.url}/?job=digits")
@@ -74,7 +73,7 @@ async def test_a_straggler_is_marked(world: World, server: StatusServer, page: P
 
 
 async def test_many_jobs_can_be_filtered(world: World, server: StatusServer, page: Page) -> None:
-    """The filter matches words of name and state, and stays while the page is updated."""
+    """The filter matches words of names and states, and stays while the page is updated."""
     for number in range(200):
         phase = "running" if number % 2 else "finished"
         world.put(status_world.job(f"job-{number:03}", phase=phase, state=phase, members=()))
@@ -89,11 +88,10 @@ async def test_many_jobs_can_be_filtered(world: World, server: StatusServer, pag
     await expect(page.locator("#jobs h2")).to_contain_text("5 of 201")
 
 
-async def test_long_names_of_jobs_are_shown_where_they_differ(
+async def test_the_end_of_a_long_job_name_is_visible(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The end of a name is visible and its middle is left out; the whole name is there on hover and
-    for screen readers."""
+    """The middle of the name is left out; hover text and screen readers have the whole name."""
     names = [f"train_fsdp_on_the_large_data-c8234{number}" for number in range(3)]
     for name in names:
         world.put(status_world.job(name))
@@ -107,27 +105,29 @@ async def test_long_names_of_jobs_are_shown_where_they_differ(
 
 
 @pytest.mark.parametrize(
-    ("writes", "told"),
+    ("writes", "message"),
     [(False, "No checkpoints are configured"), (True, "No checkpoint is written yet")],
 )
-async def test_a_job_without_a_checkpoint_says_so(
-    world: World, server: StatusServer, page: Page, writes: bool, told: str
+async def test_the_page_shows_if_a_job_has_no_checkpoint(
+    world: World, server: StatusServer, page: Page, writes: bool, message: str
 ) -> None:
     course = CourseFigures(writes_checkpoints=writes)
     world.board.report("digits", "w0", status_world.health("w0", course=course))
     await page.goto(f"{server.url}/?job=digits")
     saved = page.get_by_role("region", name="Saved")
-    await expect(saved).to_contain_text(told)
+    await expect(saved).to_contain_text(message)
     written = CourseFigures(writes_checkpoints=True, checkpoint_step=1000, checkpoint_bytes=3 << 30)
     world.board.report("digits", "w0", status_world.health("w0", course=written))
     await expect(saved).to_contain_text("step 1,000, 200 steps ago, written ")
     await expect(saved).to_contain_text(" ago, 3.0 GiB")
-    await expect(saved).not_to_contain_text(told)
+    await expect(saved).not_to_contain_text(message)
 
 
-async def test_a_job_shows_what_it_runs(world: World, server: StatusServer, page: Page) -> None:
-    """Its command line and commit under its name, its hyperparameters among the settings; a long
-    command line takes some lines, and is read whole by scrolling."""
+async def test_the_page_shows_command_commit_and_hyperparameters(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """Command line and commit are below the job's name, and hyperparameters in the settings. A long
+    command line can be scrolled."""
     run = RunOrigin(command="train.py --token *** --lr 0.1", commit="5f" * 20, is_modified=True)
     course = CourseFigures(run=run)
     world.board.report("digits", "w0", status_world.health("w0", course=course))
@@ -146,8 +146,11 @@ async def test_a_job_shows_what_it_runs(world: World, server: StatusServer, page
     assert await command.evaluate("(n) => n.scrollHeight > n.clientHeight && n.clientHeight < 120")
 
 
-async def test_members_show_what_they_use(world: World, server: StatusServer, page: Page) -> None:
-    """Processors, and the traffic of the host; without a column for members that report none."""
+async def test_members_are_shown_with_their_usage_of_resources(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """These are processors, and traffic of the host, whose column is left out if no member reports
+    it."""
     await page.goto(f"{server.url}/?job=digits")
     row = page.get_by_role("region", name="Members").get_by_role("row").nth(1)
     await expect(row).to_contain_text("w0")
@@ -158,11 +161,11 @@ async def test_members_show_what_they_use(world: World, server: StatusServer, pa
     await expect(row).to_contain_text("3.0 MiB/s in0 B/s out")
 
 
-async def test_members_show_where_a_steps_time_goes(
+async def test_members_are_shown_with_the_parts_of_a_steps_time(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The exchange takes as long as for the member that waits least; what others have beyond it is
-    waiting. The numbers are in the member's dialog, too."""
+    """The exchange lasts as long as for the member that waits least; the rest of others' exchange
+    is waiting. The member's dialog has the numbers as well."""
     for name, compute_s, exchange_s in (("w0", 0.004, 0.003), ("w1", 0.006, 0.001)):
         parts = StepParts(
             data_s=0.001, compute_s=compute_s, exchange_s=exchange_s, between_s=0.0005
@@ -194,10 +197,10 @@ async def test_an_interrupted_job_shows_how_its_last_member_ended(
     await expect(page.locator(".title + .error")).to_contain_text(reason)
 
 
-async def test_a_change_is_shown_without_a_reload_and_keeps_what_the_reader_did(
+async def test_an_update_keeps_open_details_and_the_focus(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """An opened detail stays open, and the focus stays where it is, while numbers change."""
+    """The page is updated without a reload."""
     world.shards_of["digits"] = status_world.shards()
     await page.goto(f"{server.url}/?job=digits")
     detail = page.locator("details").first
@@ -210,8 +213,8 @@ async def test_a_change_is_shown_without_a_reload_and_keeps_what_the_reader_did(
     assert await page.evaluate("document.activeElement.dataset.job") == "digits"
 
 
-async def test_no_text_is_ever_read_as_html(world: World, server: StatusServer, page: Page) -> None:
-    """Text of workers and errors is shown literally."""
+async def test_text_of_workers_is_not_html(world: World, server: StatusServer, page: Page) -> None:
+    """Reasons, errors, fields and devices are shown literally."""
     process = ProcessView(host=HOSTILE, device=HOSTILE)
     hostile = status_world.member("w0", 0, waiting_for=HOSTILE, process=process)
     record = status_world.generation(
@@ -230,10 +233,10 @@ async def test_no_text_is_ever_read_as_html(world: World, server: StatusServer, 
     assert await page.evaluate("window.hit") is None
 
 
-async def test_a_lost_connection_is_said_and_mended(
+async def test_a_lost_connection_is_shown_and_made_again(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The page says so, dims the last state, and reconnects once the server is back."""
+    """The page dims the last state, and reconnects once the server is back."""
     app = build_app(world, world.board)
     async with StatusServer(app, "127.0.0.1", 0) as first:
         port = first.port
@@ -248,7 +251,7 @@ async def test_a_lost_connection_is_said_and_mended(
 
 
 async def test_jobs_are_chosen_by_keyboard(world: World, server: StatusServer, page: Page) -> None:
-    """Tab and Enter reach every job, the address follows, and Back returns."""
+    """Tab and Enter choose a job, the page's URL names it, and Back returns to the last one."""
     world.put(status_world.job("other", reason="the other one"))
     await page.goto(f"{server.url}/?job=digits")
     await expect(page.locator("nav a[aria-current]")).to_contain_text("digits")
@@ -261,8 +264,8 @@ async def test_jobs_are_chosen_by_keyboard(world: World, server: StatusServer, p
     await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
 
 
-async def test_trouble_is_said_plainly(world: World, server: StatusServer, page: Page) -> None:
-    """The page says that it is not ready, shards are unreadable, or a job is missing."""
+async def test_problems_have_their_reason(world: World, server: StatusServer, page: Page) -> None:
+    """The coordinator is not ready, shards cannot be read, or there is no such job."""
     world.ready = Readiness(ready=False, reason="etcd is away")
     world.shards_error = Unavailable("etcd does not answer")
     await page.goto(f"{server.url}/?job=digits")
@@ -279,7 +282,7 @@ async def test_trouble_is_said_plainly(world: World, server: StatusServer, page:
 async def test_nothing_is_cut_off_at_any_width(
     world: World, server: StatusServer, page: Page, width: int
 ) -> None:
-    """The page never scrolls sideways, whatever the names."""
+    """The page does not scroll sideways, with long names and reasons."""
     long_name = "m" * 120
     world.change("digits", members=(status_world.member(long_name, 0),), reason="r" * 400)
     world.board.event("digits", "member_lost", "e" * 400)
@@ -293,10 +296,10 @@ async def test_nothing_is_cut_off_at_any_width(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_text_stands_out_from_its_ground(
+async def test_text_has_enough_contrast(
     world: World, server: StatusServer, page: Page, scheme: str
 ) -> None:
-    """Text has a contrast of at least 4.5 to 1, in light and in dark."""
+    """The contrast is at least 4.5 to 1, in light and in dark."""
     world.shards_of["digits"] = status_world.shards(silent="ps1")
     world.samples_of["digits"] = status_world.samples()
     world.board.event("digits", "member_lost", "w3 is gone")

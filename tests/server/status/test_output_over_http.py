@@ -16,7 +16,7 @@ from shoal_server.status.serve import StatusServer
 PATH = "/api/v1/jobs/digits/members/w1/output"
 
 
-async def test_lines_and_where_to_go_on(world: World, http: httpx.AsyncClient) -> None:
+async def test_lines_are_read_in_parts_by_position(world: World, http: httpx.AsyncClient) -> None:
     world.printed["w1"] = [f"line {number}" for number in range(70)]
     newest = (await http.get(PATH)).json()
     assert (newest["lines"][-1], newest["is_live"], newest["host"]) == ("line 69", True, "node-0")
@@ -27,13 +27,13 @@ async def test_lines_and_where_to_go_on(world: World, http: httpx.AsyncClient) -
     assert since["lines"] == ["line 70"]
 
 
-async def test_what_nobody_hands_on_is_refused_by_name(http: httpx.AsyncClient) -> None:
+async def test_output_without_a_launcher_is_refused(http: httpx.AsyncClient) -> None:
     answer = await http.get(PATH)
     assert (answer.status_code, answer.json()["kind"]) == (404, "UnknownMember")
 
 
 @pytest.mark.parametrize("position", ["", "7", "ab-", "ab-x", "AB-7", "ab-7&x=1", "ab-" + "9" * 17])
-async def test_positions_that_no_answer_had_are_refused(
+async def test_invalid_positions_are_refused(
     world: World, http: httpx.AsyncClient, position: str
 ) -> None:
     world.printed["w1"] = ["line"]
@@ -41,9 +41,8 @@ async def test_positions_that_no_answer_had_are_refused(
     assert (answer.status_code, answer.json()["kind"]) == (422, "MalformedMessage")
 
 
-async def test_who_has_no_token_reads_nothing(world: World, tmp_path: Path) -> None:
-    """Viewers and operators read it, of jobs with a secret too. Without tokens, any reader of the
-    page does, of jobs without a secret."""
+async def test_output_needs_a_token_if_the_server_has_tokens(world: World, tmp_path: Path) -> None:
+    """Viewers and operators may read it, and count as known callers."""
     world.printed["w1"] = ["line"]
     file = tmp_path / "tokens"
     secrets = [tokens.add(file, role.value, role) for role in HttpRole]
@@ -60,7 +59,7 @@ async def test_who_has_no_token_reads_nothing(world: World, tmp_path: Path) -> N
     assert world.askers == [CallerProof(is_known=True)] * len(HttpRole)
 
 
-async def test_without_tokens_nobody_is_known(world: World, http: httpx.AsyncClient) -> None:
+async def test_without_tokens_a_caller_is_unknown(world: World, http: httpx.AsyncClient) -> None:
     world.printed["w1"] = ["line"]
     assert (await http.get(PATH)).status_code == 200
     assert world.askers == [CallerProof()]

@@ -1,4 +1,4 @@
-"""Members in the script's own code are named as the cause if others wait for them."""
+"""Members in the script's own code are shown as the cause if others wait for them."""
 
 from support.members.job_world import World
 
@@ -7,8 +7,8 @@ from shoal_server.core.membership import events
 from shoal_server.status.from_core import job_view, member_view
 
 
-def test_who_waits_for_a_member_in_its_own_code_says_so() -> None:
-    """The reason appears once the member has been there for longer than usual."""
+def test_a_member_that_waits_for_another_in_its_own_code_names_it() -> None:
+    """The reason is shown if the member has been there for 54 s, but not after 1 s."""
     w = World(JobSpec(job="j", min_members=1, max_members=8, desired_members=2))
     for name in ("a", "b"):
         w.join(name)

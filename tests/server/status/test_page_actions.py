@@ -1,4 +1,4 @@
-"""Actions of a reader on the page in a real browser, the view of a member, and the page's looks."""
+"""Actions on the page in a real browser, the dialog of a member, and screenshots."""
 
 import os
 from collections.abc import AsyncIterator
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.browser
 
 SHOTS = Path(__file__).parent / "screenshots"
 MAX_DIFFERENT = 0.02
-"""Share of the blurred pixels that may differ: fonts are drawn a little differently elsewhere."""
+"""Share of blurred pixels that may differ: other machines draw fonts a little differently."""
 STRONG = 60
 
 
 @dataclass
-class Asked:
-    """Operations that record what was asked."""
+class RecordedCalls:
+    """Operations that record their calls."""
 
     calls: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -50,16 +50,19 @@ class Asked:
 
 
 @asynccontextmanager
-async def acting(world: World, guard: Guard | None = None) -> AsyncIterator[tuple[str, Asked]]:
-    asked = Asked()
-    app = build_app(world, world.board, guard=guard, operations=asked)
+async def acting(
+    world: World, guard: Guard | None = None
+) -> AsyncIterator[tuple[str, RecordedCalls]]:
+    recorded = RecordedCalls()
+    app = build_app(world, world.board, guard=guard, operations=recorded)
     async with StatusServer(app, "127.0.0.1", 0) as server:
-        yield server.url, asked
+        yield server.url, recorded
 
 
-async def test_a_job_is_stopped_after_a_question(world: World, page: Page) -> None:
-    """Escape sends no request; Yes sends the reason, and the outcome is shown. All by keyboard."""
-    async with acting(world) as (url, asked):
+async def test_a_job_is_stopped_after_a_confirmation(world: World, page: Page) -> None:
+    """The dialog can be opened and left by keyboard. Escape sends no request; Yes sends the
+    reason."""
+    async with acting(world) as (url, recorded):
         await page.goto(f"{url}/?job=digits")
         stop = page.get_by_role("button", name="Stop the job")
         await stop.focus()
@@ -67,15 +70,15 @@ async def test_a_job_is_stopped_after_a_question(world: World, page: Page) -> No
         await expect(page.get_by_role("dialog", name="Stop digits?")).to_be_visible()
         await page.keyboard.press("Escape")
         await expect(page.locator("#ask")).not_to_be_visible()
-        assert asked.calls == []
+        assert recorded.calls == []
         await stop.click()
         await page.get_by_label("Reason").fill("wrong data")
         await page.get_by_role("button", name="Yes").click()
         await expect(page.locator("#done")).to_contain_text("asked to stop")
-        assert asked.calls == [("stop", "digits", "wrong data")]
+        assert recorded.calls == [("stop", "digits", "wrong data")]
 
 
-async def test_a_refused_action_says_why(world: World, page: Page) -> None:
+async def test_a_refused_action_is_shown_with_its_error(world: World, page: Page) -> None:
     world.shards_of["digits"] = status_world.shards()
     async with acting(world) as (url, _):
         await page.goto(f"{url}/?job=digits")
@@ -86,9 +89,9 @@ async def test_a_refused_action_says_why(world: World, page: Page) -> None:
         await expect(outcome).to_contain_text("expected --snapshot-url")
 
 
-async def test_a_member_shows_where_it_runs_and_can_be_drained(world: World, page: Page) -> None:
+async def test_a_members_dialog_has_its_host_and_a_drain_button(world: World, page: Page) -> None:
     world.board.event("digits", "member_joined", "w1 joined from node-0", member_id="w1")
-    async with acting(world) as (url, asked):
+    async with acting(world) as (url, recorded):
         await page.goto(f"{url}/?job=digits")
         await page.get_by_role("button", name="w1", exact=True).click()
         shown = page.get_by_role("dialog", name="Member")
@@ -97,10 +100,10 @@ async def test_a_member_shows_where_it_runs_and_can_be_drained(world: World, pag
         await shown.get_by_role("button", name="Drain this member").click()
         await page.get_by_role("button", name="Yes").click()
         await expect(page.locator("#done")).to_contain_text("asked to leave")
-        assert asked.calls == [("drain", "digits", "w1", "")]
+        assert recorded.calls == [("drain", "digits", "w1", "")]
 
 
-async def test_a_viewer_has_no_buttons_to_act_with(
+async def test_a_viewer_sees_no_buttons_of_actions(
     world: World, page: Page, tmp_path: Path
 ) -> None:
     file = tmp_path / "tokens"
@@ -114,8 +117,10 @@ async def test_a_viewer_has_no_buttons_to_act_with(
         await expect(page.get_by_role("button", name="Stop the job")).to_have_count(0)
 
 
-async def test_progress_and_what_was_logged(world: World, server: StatusServer, page: Page) -> None:
-    """The page shows the share done, the time left, a chart for each name, and checkpoints."""
+async def test_the_page_shows_progress_and_logged_values(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """It also shows the time left, the newest checkpoint and settings."""
     status_world.charted(world.board)
     for step in range(1, 6):
         report = status_world.health(
@@ -141,10 +146,10 @@ async def test_progress_and_what_was_logged(world: World, server: StatusServer, 
     await expect(settings).to_contain_text("global_batch")
 
 
-async def test_of_a_thousand_members_those_in_trouble_come_first(
+async def test_of_a_thousand_members_disconnected_and_slow_ones_are_first(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Fifty rows include the member that is gone and the slow one; all are shown on request."""
+    """Fifty members are shown, and all on request."""
     members = [status_world.member(f"w{n}", n) for n in range(1000)]
     members[777] = replace(members[777], state="disconnected")
     world.change("digits", members=tuple(members))
@@ -164,9 +169,9 @@ async def test_of_a_thousand_members_those_in_trouble_come_first(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
-async def test_it_looks_as_it_did(world: World, page: Page, scheme: str, width: int) -> None:
-    """Pictures in `screenshots/` are the reference; SHOAL_NEW_SCREENSHOTS=1 writes them anew, to be
-    looked at before they are committed."""
+async def test_the_page_has_not_changed(world: World, page: Page, scheme: str, width: int) -> None:
+    """SHOAL_NEW_SCREENSHOTS=1 writes the files in `screenshots/` anew; look at them before a
+    commit."""
     world.shards_of["digits"] = status_world.shards(silent="ps1")
     world.samples_of["digits"] = status_world.samples()
     status_world.charted(world.board)

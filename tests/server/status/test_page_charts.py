@@ -1,4 +1,5 @@
-"""Charts of the page in a real browser: reading values, ranges, scales, files, two jobs at once."""
+"""Charts of the page in a real browser: values, ranges, scales, files, and two jobs in one
+chart."""
 
 import csv
 import math
@@ -24,7 +25,7 @@ SLOW_FIRST_STEP_S = 0.146
 
 
 def trained(world: World, job: str, num_seconds: int, every_s: int = 1) -> None:
-    """Give a job a history in which the first step took long and a member was lost halfway."""
+    """Give a job a history with a slow first step, and with a lost member halfway."""
     series, begun_s = Series(), time.time() - num_seconds
     for second in range(0, num_seconds, every_s):
         reading = Reading(
@@ -51,14 +52,14 @@ def figure(page: Page, title: str) -> Locator:
 
 
 async def scale_of(page: Page, title: str) -> list[float]:
-    """Return the lowest and highest value of a chart's scale."""
+    """Return the lowest and the highest value of a chart's scale."""
     drawn = "(title) => [...plots.values()].find((p) => p.chart.title === title).u.scales.y"
     scale = await page.evaluate(drawn, title)
     return [scale["min"], scale["max"]]
 
 
 async def test_values_are_read_by_keyboard(world: World, server: StatusServer, page: Page) -> None:
-    """Arrows move by one value; time, step, value and a change of members are written."""
+    """Arrow keys move by one value; step, value and changes of generations are shown as text."""
     trained(world, "digits", 120)
     await page.goto(f"{server.url}/?job=digits")
     loss = page.get_by_role("slider", name="Loss from")
@@ -80,7 +81,7 @@ async def test_values_are_read_by_keyboard(world: World, server: StatusServer, p
     await expect(readout).to_contain_text("to 2.01")
 
 
-async def test_values_are_read_by_pointer_in_all_charts_at_once(
+async def test_the_pointer_shows_values_of_one_step_in_all_charts(
     world: World, server: StatusServer, page: Page
 ) -> None:
     trained(world, "digits", 120)
@@ -96,7 +97,7 @@ async def test_values_are_read_by_pointer_in_all_charts_at_once(
 async def test_the_first_step_does_not_flatten_the_step_times(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The other steps determine the scale, and the first one's time can still be read."""
+    """The other steps determine the scale; the first one's time can still be read."""
     trained(world, "digits", 120)
     await page.goto(f"{server.url}/?job=digits")
     times = page.get_by_role("slider", name="Step time from 146 ms")
@@ -141,11 +142,11 @@ async def test_a_range_shows_the_newest_part(
     assert 26_000 < await page.evaluate(first) < 28_000
 
 
-async def test_a_range_of_a_long_job_has_close_values(
+async def test_a_range_of_a_long_job_has_more_values_for_its_time(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The last 15 minutes of six hours, with a value for each eight seconds; all of the hours again
-    when that is chosen."""
+    """The last 15 minutes of six hours have over a hundred values. "All" shows the six hours
+    again."""
     world.board.restore_history("digits", Series().view(), (), 0.0)
     known = world.board.history("digits")
     assert known is not None
@@ -165,7 +166,7 @@ async def test_a_range_of_a_long_job_has_close_values(
 async def test_a_chart_is_saved_as_csv_and_as_png(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The files have all values shown, with time and step; a name cannot become a formula."""
+    """The CSV file has all shown values with their steps; a name cannot become a formula."""
     trained(world, "digits", 120)
     for step in range(3):
         report = status_world.health("w0", course=CourseFigures(logged={"=1+1": (step, 0.5)}))
@@ -192,7 +193,7 @@ async def test_a_chart_is_saved_as_csv_and_as_png(
 async def test_two_jobs_are_compared_over_steps(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The charts have both lines, with the values of both at one step."""
+    """The chart has both lines, and shows the values of both at one step."""
     world.put(status_world.job("other"))
     trained(world, "digits", 120)
     trained(world, "other", 60)

@@ -14,11 +14,11 @@ expect.set_options(timeout=30_000)
 HOSTILE = "<img src=x onerror='window.hit=1'>"
 
 
-async def test_the_output_of_a_member_is_read_in_its_dialog(
+async def test_a_members_dialog_shows_its_output(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The newest lines come first, earlier ones on request, new ones as they are printed; all works
-    by keyboard. The page sends no request once the dialog is closed."""
+    """It shows the newest lines, earlier ones on request, and new ones as they are printed. The
+    page sends no request once the dialog is closed."""
     world.printed["w1"] = [f"line {number}" for number in range(120)] + [HOSTILE]
     await page.goto(f"{server.url}/?job=digits")
     await page.get_by_role("button", name="w1", exact=True).focus()
@@ -51,11 +51,11 @@ async def test_the_output_of_a_member_is_read_in_its_dialog(
     assert await page.evaluate("output.path") == ""
 
 
-async def test_the_output_of_all_members_is_read_in_one_place(
+async def test_one_dialog_shows_the_output_of_all_members(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Lines follow their member's name, and new lines are added as they are printed. Members whose
-    output is unavailable are named. The page sends no request once the dialog is closed."""
+    """Each line begins with its member's name, and new lines are added as they are printed. Members
+    without output are named. The page sends no request once the dialog is closed."""
     world.printed["w0"] = [f"line {number}" for number in range(40)]
     world.printed["w1"] = [HOSTILE]
     await page.goto(f"{server.url}/?job=digits")
@@ -77,7 +77,7 @@ async def test_the_output_of_all_members_is_read_in_one_place(
     assert await page.evaluate("outputs.members.length") == 0
 
 
-async def test_who_cannot_be_asked_is_said_and_asked_again(
+async def test_unavailable_output_is_shown_with_the_reason_and_requested_again(
     world: World, server: StatusServer, page: Page
 ) -> None:
     await page.goto(f"{server.url}/?job=digits")
@@ -90,10 +90,10 @@ async def test_who_cannot_be_asked_is_said_and_asked_again(
     await expect(status).to_have_text("From the launcher on node-0")
 
 
-async def test_a_member_that_was_lost_tells_its_last_lines(
+async def test_the_last_lines_of_a_lost_member_are_shown(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """The lost member's name is shown in the generation that it left."""
+    """Its dialog opens by its name in the last generation that had it."""
     before = status_world.generation(2, ["w0", "w1", "w2", "w9"])
     after = status_world.generation(3, ["w0", "w1", "w2"], digest="9a" * 32)
     world.change("digits", generations=(after, before))
@@ -110,7 +110,7 @@ async def test_a_member_that_was_lost_tells_its_last_lines(
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-async def test_long_lines_fit_the_screen(
+async def test_long_lines_fit_into_the_page(
     world: World, server: StatusServer, page: Page, width: int
 ) -> None:
     world.printed["w1"] = ["x" * 5000, "a line"]

@@ -27,8 +27,8 @@ from shoal_server.status.http.bounds import HttpBounds
 from shoal_server.status.serve import StatusServer
 
 
-async def test_a_busy_port_is_named(world: World) -> None:
-    """AddressInUse names the address, and nothing is left running."""
+async def test_the_error_for_a_port_in_use_has_its_address(world: World) -> None:
+    """The error is AddressInUse."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressInUse, match=f"127.0.0.1:{port}"):
@@ -36,8 +36,8 @@ async def test_a_busy_port_is_named(world: World) -> None:
                 pytest.fail("it must not serve")
 
 
-async def test_an_address_of_another_machine_is_named(world: World) -> None:
-    """A host that is not ours is refused as clearly as a busy port."""
+async def test_the_error_for_an_address_of_another_machine_has_it(world: World) -> None:
+    """The error is AddressInUse as well."""
     with pytest.raises(AddressInUse, match=r"192\.0\.2\.1:0"):
         async with StatusServer(build_app(world, world.board), "192.0.2.1", 0):
             pytest.fail("it must not serve")
@@ -45,7 +45,7 @@ async def test_an_address_of_another_machine_is_named(world: World) -> None:
 
 @pytest.mark.long
 async def test_the_port_is_free_again_after_the_server(world: World) -> None:
-    """A second server takes the same port at once, and the first one no longer answers."""
+    """A second server can use the same port at once."""
     async with StatusServer(build_app(world, world.board), "127.0.0.1", 0) as first:
         port = first.port
         async with httpx.AsyncClient(trust_env=False) as http:
@@ -55,7 +55,7 @@ async def test_the_port_is_free_again_after_the_server(world: World) -> None:
 
 
 async def test_signals_are_left_to_the_process(world: World) -> None:
-    """The owner of the loop keeps its handlers: they are called, and the server serves on."""
+    """The handlers of the loop's owner are called, and the server serves on."""
     caught = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, caught.set)
     try:
@@ -69,8 +69,8 @@ async def test_signals_are_left_to_the_process(world: World) -> None:
 
 
 @pytest.mark.long
-async def test_open_pages_do_not_hold_up_the_end(world: World) -> None:
-    """A live stream ends when the server does, well before any limit."""
+async def test_an_open_page_does_not_delay_the_end_of_the_server(world: World) -> None:
+    """Its live stream ends with the server, within 1.5 s."""
     async with httpx.AsyncClient(trust_env=False) as http:
         async with StatusServer(build_app(world, world.board), "127.0.0.1", 0) as server:
             request = http.build_request("GET", f"{server.url}/api/v1/stream?job=digits")
@@ -82,8 +82,8 @@ async def test_open_pages_do_not_hold_up_the_end(world: World) -> None:
         await response.aclose()
 
 
-async def test_live_pages_are_bounded_and_given_back(world: World) -> None:
-    """The stream beyond the limit gets a clear 503; closing one makes room again."""
+async def test_the_number_of_live_pages_is_bounded(world: World) -> None:
+    """A stream beyond the limit is answered with 503. A closed stream no longer counts."""
     bounds = HttpBounds(HttpLimits(live_pages=1))
     app = build_app(world, world.board, bounds=bounds)
     async with (
@@ -103,10 +103,10 @@ async def test_live_pages_are_bounded_and_given_back(world: World) -> None:
 
 
 @pytest.mark.long
-async def test_over_tls_a_browser_is_let_in_where_it_shows_a_token(
+async def test_over_tls_a_browser_without_a_certificate_needs_a_token(
     world: World, tmp_path: Path
 ) -> None:
-    """Clients without a certificate get no connection, unless the server asks for tokens."""
+    """Only a server with tokens accepts a connection without a certificate."""
     folder = CertificateFolder(tmp_path / "certs")
     folder.init(hosts=["127.0.0.1"])
     secret = tokens.add(tmp_path / "tokens", "ann", HttpRole.VIEWER)
@@ -133,6 +133,6 @@ async def test_over_tls_a_browser_is_let_in_where_it_shows_a_token(
             assert answer.status_code == 401
 
 
-def test_a_page_for_everybody_is_refused() -> None:
+def test_clients_by_token_need_a_file_of_tokens() -> None:
     with pytest.raises(InvalidSpec, match=r"anybody could read.*--http-tokens"):
         CoordinatorConfig(http_clients="token")

@@ -1,4 +1,4 @@
-"""Views of a real coordinator and real parameter servers through the status endpoint."""
+"""Views of a coordinator and parameter servers, most of them through the status endpoint."""
 
 import asyncio
 from array import array
@@ -40,8 +40,8 @@ async def endpoint() -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
             yield world, http
 
 
-async def test_members_that_train_are_shown_with_rank_and_generation() -> None:
-    """The API shows the roster that the members got, and what each member waits for."""
+async def test_training_members_are_shown_with_rank_and_generation() -> None:
+    """The API also has the generation record, events, and what a member waits for."""
     async with endpoint() as (world, http):
         members = await world.training("a", "b")
         job = (await http.get("/api/v1/jobs/j")).json()
@@ -62,8 +62,8 @@ async def test_members_that_train_are_shown_with_rank_and_generation() -> None:
 
 
 @pytest.mark.long
-async def test_a_member_that_waits_for_others_says_so() -> None:
-    """The job with one of two members collects, and `why` names what is missing."""
+async def test_a_waiting_member_is_shown_with_what_it_waits_for() -> None:
+    """The job has one of two members, and is in the phase COLLECT."""
     async with endpoint() as (world, http):
         await world.joined("a", desired=2, low=2)
         why = (await http.get("/api/v1/jobs/j/members/a/why")).json()
@@ -73,7 +73,7 @@ async def test_a_member_that_waits_for_others_says_so() -> None:
 
 
 async def test_a_stopped_coordinator_is_not_ready() -> None:
-    """Once it has stepped down, /readyz is 503 and says why."""
+    """Once it has stepped down, /readyz is 503 with the reason."""
     async with endpoint() as (world, http):
         assert (await http.get("/readyz")).status_code == 200
         await world.coordinator.step_down()
@@ -83,8 +83,8 @@ async def test_a_stopped_coordinator_is_not_ready() -> None:
 
 
 @pytest.mark.long
-async def test_a_refused_joiner_leaves_a_trace() -> None:
-    """The events have the reason why a member is not there."""
+async def test_a_refused_joiner_is_in_the_events() -> None:
+    """The members are those that train."""
     async with endpoint() as (world, http):
         await world.training("a", "b")
         stranger: MemberSession = world.client("c", desired=2)
@@ -99,8 +99,8 @@ async def test_a_refused_joiner_leaves_a_trace() -> None:
 
 
 def in_step(servers: ParameterServers, reader: ShardReader) -> ShardsView | None:
-    """Return the view if backups have answered, else None: they do so some milliseconds after
-    pushes count as received."""
+    """Return the view if backups have answered, else None: they answer some milliseconds after a
+    push counts as received."""
     view = servers.run(reader.read("job"))
     assert view is not None
     lags = {(len(shard.replication.copies), shard.replication.lag) for shard in view.shards}
@@ -108,7 +108,7 @@ def in_step(servers: ParameterServers, reader: ShardReader) -> ShardsView | None
 
 
 def test_the_state_of_every_shard_is_read_from_its_server() -> None:
-    """Versions and pushes come from the servers; a stopped one is shown as gone, not waited for."""
+    """A stopped server is shown as such, and its shards as not created."""
     with ParameterServers(2) as servers:
         reader = ShardReader(servers.store)
         token = servers.admit("w0")
@@ -141,8 +141,8 @@ def test_the_state_of_every_shard_is_read_from_its_server() -> None:
         client.close()
 
 
-def test_the_books_are_shown_as_they_are() -> None:
-    """The view has every number of the ledger."""
+def test_the_view_of_samples_has_the_numbers_of_the_ledger() -> None:
+    """It also has the numbers of each epoch."""
     counts = LedgerCounts(
         dataset_size=10,
         num_epochs=2,

@@ -1,7 +1,7 @@
-"""Incarnations of members are secrets: who has one can speak as that member.
+"""Incarnations of members are secrets: a process that knows one can make calls as that member.
 
-A stranger reads everything that there is to read: every page, every call that needs no token, the
-notices of a membership of its own, the refusals of forged calls, the log and a snapshot's content.
+A stranger reads pages of the HTTP API, answers to calls that need no token, the notices of a
+membership of its own, the refusals of forged calls, and the log.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ async def refusal(call: Awaitable[Any]) -> str:
 
 
 async def calls(address: str) -> list[str]:
-    """Return answers to calls in the name of a member, of its other process, and of a stranger."""
+    """Return answers to calls without a token, and to calls with a forged token of a member."""
     texts = []
     async with grpc.aio.insecure_channel(address) as channel:
         membership = MembershipStub(channel)
@@ -82,7 +82,7 @@ async def calls(address: str) -> list[str]:
             record = membership_pb2.GetGenerationRequest(job="j", generation=number)
             texts.append(await refusal(membership.GetGeneration(record)))
         texts.append(await refusal(membership.GetJob(membership_pb2.GetJobRequest(job="j"))))
-        # older than the member's own, as of a replaced process
+        # The first is older than the member's own, as that of a replaced process.
         for incarnation in (new_incarnation(1), "a guess", ""):
             token = Token(job="j", generation=1, member_id="a", incarnation=incarnation)
             beat = membership_pb2.Beat(token=token)
@@ -112,9 +112,7 @@ async def calls(address: str) -> list[str]:
     return texts
 
 
-async def test_a_stranger_that_reads_everything_sees_no_incarnation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stranger_sees_no_incarnation_of_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[str] = []
     step = MemberCore.step
 
@@ -138,7 +136,7 @@ async def test_a_stranger_that_reads_everything_sees_no_incarnation(
     texts += [str(line) for line in logs if line["log_level"] != "debug"]
     leaks = {name: [t for t in texts if secret in t] for name, secret in secrets.items()}
     assert leaks == {"a": [], "b": []}
-    # Members can still be told apart, and a successor finds their incarnations in etcd.
+    # Public ids still identify members, and a successor finds their incarnations in etcd.
     assert sum(public_id(secrets["a"]) in text for text in texts) > 3
     assert stored is not None
     entries = stored_record("j", 1, stored.value).roster.entries

@@ -1,4 +1,4 @@
-"""New leaders serve soon, however many jobs there ever were, and declare no member lost."""
+"""New leaders serve soon, however many jobs are in etcd, and declare no member lost."""
 
 import asyncio
 import time
@@ -40,7 +40,7 @@ NUM_GENERATIONS = 3
 TO_ETCD_AND_BACK_S = 0.002
 SERVES_WITHIN_S = 3.0
 LIMITS = Limits(heartbeat_s=0.2, join_s=10.0)
-"""Limits with which a member is lost after 2.8 s of silence, if the time runs without a leader."""
+"""A member is lost after at most 2.8 s of silence, if time without a leader counted."""
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ class Seen:
 async def takes_over(
     store: EtcdClient, endpoint: str, old_jobs: list[Operation], *, visits: Sequence[str] = ()
 ) -> Seen:
-    """Start a second coordinator: members that trained under the first one train on."""
+    """Replace the coordinator; check that the second serves soon, and that members train on."""
     async with served(store, LIMITS) as first:
         members = await first.training("a", "b")
         await first.coordinator.step_down()
@@ -157,31 +157,29 @@ async def all_are_back(world: Served) -> None:
     assert (job.last_generation, sorted(job.members)) == (1, ["a", "b"])
 
 
-async def test_a_thousand_finished_jobs_hold_nobody_up(store: EtcdClient, endpoint: str) -> None:
+async def test_finished_jobs_do_not_delay_a_new_leader(store: EtcdClient, endpoint: str) -> None:
     old = [op for i in range(NUM_JOBS) for op in old_job(f"old-{i}", finished=True)]
     await takes_over(store, endpoint, old)
 
 
-async def test_interrupted_jobs_are_read_once_others_are_served(
+async def test_a_new_leader_serves_before_it_has_read_all_interrupted_jobs(
     store: EtcdClient, endpoint: str
 ) -> None:
-    """Calls for such a job are answered with Unavailable at first, and with its past in the end."""
+    """The client repeats a call about such a job until the job's records are read."""
     old = [op for i in range(300) for op in old_job(f"old-{i}", finished=False)]
     seen = await takes_over(store, endpoint, old, visits=["old-299"])
     assert seen.generations == {"old-299": NUM_GENERATIONS}
 
 
-async def test_a_finished_job_still_tells_its_past(store: EtcdClient, endpoint: str) -> None:
-    """Records of a finished job are read when they are asked for."""
+async def test_a_new_leader_knows_finished_jobs(store: EtcdClient, endpoint: str) -> None:
+    """Records of a finished job are read at the first call that needs them."""
     old = old_job("old", finished=True)
     seen = await takes_over(store, endpoint, old, visits=["old"])
     assert seen.generations == {"old": NUM_GENERATIONS}
     assert seen.reasons == {"old": "w0 completed its work"}
 
 
-async def test_keys_of_members_without_a_job_are_taken_away(
-    store: EtcdClient, endpoint: str
-) -> None:
+async def test_keys_of_members_without_a_job_are_deleted(store: EtcdClient, endpoint: str) -> None:
     """A member whose admission ended halfway is in no job, so that no job removes its key."""
     stray, foreign = keys.member("gone", "w0"), keys.MEMBERS + "no job/w0"
     await takes_over(store, endpoint, [Put(stray, b"{}"), Put(foreign, b"{}")])

@@ -1,4 +1,4 @@
-"""Member keys stay as long as their members, however long there is no coordinator."""
+"""Member keys have no lease: a leader deletes the key of a member that it finds lost."""
 
 import asyncio
 from contextlib import aclosing
@@ -13,8 +13,8 @@ from shoal_server.etcd.memory import MemoryStore
 AN_HOUR_S = 3600.0
 
 
-async def test_no_absence_of_the_coordinator_ends_a_member() -> None:
-    """Keys are still there after an hour without a leader: parameter servers fence by them."""
+async def test_member_keys_stay_while_no_coordinator_leads() -> None:
+    """Keys still exist after an hour without a leader: parameter servers fence by them."""
     now_s = 0.0
     store = MemoryStore(clock=lambda: now_s)
     async with served(store) as first:
@@ -26,8 +26,8 @@ async def test_no_absence_of_the_coordinator_ends_a_member() -> None:
         assert await store.get(keys.member("j", "b")) is not None
 
 
-async def test_members_that_are_long_gone_are_removed_by_the_next_leader() -> None:
-    """Keys are removed by a leader alone, after the grace period that it gives all members."""
+async def test_the_next_leader_removes_members_that_ended_without_a_leader() -> None:
+    """The leader gives members time to return, and deletes the keys of those that do not."""
     store = MemoryStore()
     async with served(store) as first:
         members = await first.training("a", "b")

@@ -1,4 +1,4 @@
-"""Membership over real gRPC: how clients see others come and go."""
+"""Membership over real gRPC: what clients see when members join, leave and are lost."""
 
 import asyncio
 import threading
@@ -54,8 +54,8 @@ async def test_members_get_one_record_and_it_is_in_the_store() -> None:
         assert a.token.incarnation.encode() in member.value
 
 
-async def test_a_dead_process_is_noticed_by_its_stream_and_a_failed_collective() -> None:
-    """The two signs together are a loss at once; the survivor trains on; the dead one is fenced."""
+async def test_a_member_is_lost_if_its_stream_and_a_collective_break() -> None:
+    """The survivor is alone in the next generation, and the lost member's key is deleted."""
     store = MemoryStore()
     async with served(store) as world:
         a, b = await world.training("a", "b")
@@ -69,8 +69,8 @@ async def test_a_dead_process_is_noticed_by_its_stream_and_a_failed_collective()
         assert await store.get(keys.member("j", "b")) is None
 
 
-async def test_the_launcher_report_is_enough() -> None:
-    """An exit that the launcher saw breaks the generation without waiting for the stream."""
+async def test_an_exit_that_a_launcher_reports_breaks_the_generation() -> None:
+    """The member's stream and heartbeats need not end first."""
     async with served(MemoryStore()) as world:
         a, _ = await world.training("a", "b")
         async with grpc.aio.insecure_channel(world.address) as channel:
@@ -79,8 +79,8 @@ async def test_the_launcher_report_is_enough() -> None:
         assert await broken(a, 1)
 
 
-async def test_a_report_on_another_process_changes_nothing() -> None:
-    """The launcher of a replaced process does not bring its successor down."""
+async def test_an_exit_of_another_process_of_the_member_changes_nothing() -> None:
+    """A report of the exit of a replaced process does not remove the process that replaced it."""
     async with served(MemoryStore()) as world:
         a, _ = await world.training("a", "b")
         async with grpc.aio.insecure_channel(world.address) as channel:
@@ -91,7 +91,7 @@ async def test_a_report_on_another_process_changes_nothing() -> None:
 
 
 async def test_a_silent_member_is_lost_after_the_lease() -> None:
-    """A stopped process keeps its stream, and sends nothing."""
+    """A stopped process keeps its stream open, and sends no heartbeats."""
     async with served(MemoryStore(), Limits(heartbeat_s=0.1, join_s=60)) as world:
         a, b = await world.training("a", "b")
         b._threads.closing.set()  # ends its heartbeats, leaves its stream
@@ -100,7 +100,7 @@ async def test_a_silent_member_is_lost_after_the_lease() -> None:
 
 
 async def stopped_together(members: list[MemberSession], step: int) -> list[pb.GenerationRecord]:
-    """Train in lockstep, as by a collective, until the members have to change."""
+    """Train in lockstep until a new generation, and return each member's record of it."""
     lockstep = threading.Barrier(len(members), timeout=WITHIN_S)
 
     def train(member: MemberSession) -> pb.GenerationRecord:
@@ -117,7 +117,7 @@ async def stopped_together(members: list[MemberSession], step: int) -> list[pb.G
     return list(records)
 
 
-async def test_a_joiner_comes_in_where_all_stop() -> None:
+async def test_a_joiner_enters_at_the_step_before_which_all_members_stop() -> None:
     """The old members go on to one agreed step, then all enter the next generation."""
     async with served(MemoryStore()) as world:
         a, b = await world.training("a", "b")
@@ -130,7 +130,7 @@ async def test_a_joiner_comes_in_where_all_stop() -> None:
         assert a.begin_step(100) is None
 
 
-async def test_a_model_that_differs_is_refused_and_the_rest_train_on() -> None:
+async def test_a_member_with_another_model_is_refused_and_the_others_train_on() -> None:
     """The error names the field, and which members have which value."""
     async with served(MemoryStore()) as world:
         a, _ = await world.training("a", "b")
@@ -163,16 +163,16 @@ async def test_a_finished_job_is_not_started_again() -> None:
             await asyncio.to_thread(late.join)
 
 
-async def test_bounds_that_contradict_are_refused() -> None:
-    """The error for min above max has the numbers seen and the numbers expected."""
+async def test_a_minimum_of_members_above_the_maximum_is_refused() -> None:
+    """The error has both numbers."""
     async with served(MemoryStore()) as world:
         client = world.client("a", low=4, high=2)
         with pytest.raises(InvalidSpec, match="min_members is 4 and max_members 2"):
             await asyncio.to_thread(client.join)
 
 
-async def test_an_unreachable_coordinator_is_named() -> None:
-    """The error comes within the time limit, with the address and what to check."""
+async def test_the_error_names_a_coordinator_that_cannot_be_reached() -> None:
+    """The error has the coordinator's address."""
     spec = pb.JobSpec(job="j", min_members=1, max_members=1, desired_members=1)
     member = Member(
         coordinators=["127.0.0.1:1"],
@@ -186,8 +186,8 @@ async def test_an_unreachable_coordinator_is_named() -> None:
         await asyncio.to_thread(client.join, 0.5)
 
 
-async def test_malformed_bytes_get_an_answer_that_says_so() -> None:
-    """The error names the type that was expected, and the server goes on."""
+async def test_malformed_bytes_are_refused_with_the_expected_type() -> None:
+    """The error is MalformedMessage, and the coordinator serves on."""
     async with served(MemoryStore()) as world:
         async with grpc.aio.insecure_channel(world.address) as channel:
             call = channel.unary_unary("/shoal.v1.Membership/Propose")
@@ -199,8 +199,8 @@ async def test_malformed_bytes_get_an_answer_that_says_so() -> None:
         await world.training("a")
 
 
-async def test_an_unknown_job_is_named() -> None:
-    """The error for an unknown job lists the jobs that exist."""
+async def test_the_error_for_an_unknown_job_lists_the_jobs_that_exist() -> None:
+    """The error is UnknownJob."""
     async with served(MemoryStore()) as world:
         await world.training("a")
         async with grpc.aio.insecure_channel(world.address) as channel:
@@ -223,14 +223,14 @@ async def test_a_new_leader_takes_over_a_running_job() -> None:
                 member.coordinators.move_on(first.address, moved)
             await second.joined("c")
             record, _ = await stopped_together([a, b], 0)
-            # Planned, as the new leader knew that generation 1 runs on.
+            # The change is planned: the new leader knows that generation 1 still runs.
             assert record.roster.planned
             assert record.roster.generation == 2
             assert not a.is_broken(1)
 
 
-async def test_nothing_is_left_of_a_job_that_nobody_was_let_into() -> None:
-    """The only member was refused for its devices, or for a generation that it claims."""
+async def test_a_job_is_not_kept_if_its_only_member_was_refused() -> None:
+    """The member is refused for its device, or because it names a generation."""
     async with served(MemoryStore()) as world:
         registry = world.coordinator.registry
         async with grpc.aio.insecure_channel(world.address) as channel:

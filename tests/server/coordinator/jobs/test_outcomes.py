@@ -1,4 +1,4 @@
-"""Committed records on their way to members: a member that keeps rosters gets each only once."""
+"""Outcomes sent to members: a member that keeps rosters is not sent a roster twice."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ WITHIN_S = 30.0
 
 @dataclass(kw_only=True)
 class Raw:
-    """Member without the typed client, that sees every notice as sent."""
+    """A member that calls the stub itself, and so reads each notice as it was sent."""
 
     stub: MembershipStub
     name: str = "a"
@@ -77,8 +77,8 @@ async def stub_of(world: Served) -> AsyncIterator[MembershipStub]:
 
 
 @pytest.mark.parametrize("fetches_rosters", [False, True])
-async def test_a_roster_that_was_shown_is_left_out_for_who_keeps_it(fetches_rosters: bool) -> None:
-    """Other members get the whole record, and a record that is asked for is always whole."""
+async def test_a_member_that_keeps_rosters_gets_no_second_one(fetches_rosters: bool) -> None:
+    """Its outcome has no roster. Others get the whole record, as GetGeneration returns it."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
         member = Raw(stub=stub, fetches_rosters=fetches_rosters)
         async with member.attending() as notices:
@@ -96,7 +96,7 @@ async def test_a_roster_that_was_shown_is_left_out_for_who_keeps_it(fetches_rost
 
 
 async def test_a_new_stream_gets_the_whole_record() -> None:
-    """A roster shown on a stream that broke may never have arrived."""
+    """A roster sent on an earlier stream may not have arrived."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
         member = Raw(stub=stub, fetches_rosters=True)
         async with member.attending() as notices:
@@ -110,8 +110,8 @@ async def test_a_new_stream_gets_the_whole_record() -> None:
             assert outcome.roster == prepare.roster
 
 
-async def test_the_typed_client_has_the_whole_record() -> None:
-    """The trainer sees the record of the store, with the roster that the client kept."""
+async def test_the_typed_client_returns_the_whole_record() -> None:
+    """The client adds the roster that it kept to the outcome."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
         a, b = await world.joined("a"), await world.joined("b")
         records = await asyncio.gather(entered(a, 0), entered(b, 0))

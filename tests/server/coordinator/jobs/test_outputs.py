@@ -1,4 +1,4 @@
-"""Output of workers is read through the coordinator; launchers send it while it is asked for."""
+"""Output of workers is read through the coordinator, which requests it from launchers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -30,7 +30,7 @@ WITHIN_S = 20.0
 def launcher(
     world: Served, *, secret: str = LAUNCH, job_secret: str = "", member: str = "a", job: str = "j"
 ) -> Iterator[OutputTail]:
-    """Launcher of a worker that prints what is added to the tail."""
+    """Connect a launcher whose worker has printed what is added to the yielded tail."""
     coordinators, tail = Coordinators([world.address]), OutputTail()
     owner = pb.OutputOwner(member_id=member, launch_secret=secret)
     request = pb.ServeOutputRequest(job=job, host="h", members=[owner], job_secret=job_secret)
@@ -43,7 +43,7 @@ def launcher(
 
 @asynccontextmanager
 async def launched(world: Served, **named: str) -> AsyncIterator[OutputTail]:
-    """Start the launcher off the event loop, and wait until the coordinator knows it."""
+    """Connect a launcher in a thread, and wait until the coordinator has its stream."""
     made = launcher(world, **named)  # type: ignore[arg-type]
     before = world.coordinator.view.outputs._num_served
     tail = await asyncio.to_thread(made.__enter__)
@@ -80,8 +80,8 @@ async def read(
     return await world.coordinator.view.output("j", member, who or CallerProof(), after, before)
 
 
-async def test_lines_are_handed_on_as_they_are_printed() -> None:
-    """The newest lines come first, then each later line once, without escape sequences."""
+async def test_lines_are_read_as_they_are_printed() -> None:
+    """Each read returns the lines since the last one, without escape sequences."""
     async with served(MemoryStore()) as world, launched(world) as tail:
         await joined(world)
         tail.add("\x1b[31mone\x1b[0m")
@@ -93,7 +93,7 @@ async def test_lines_are_handed_on_as_they_are_printed() -> None:
         assert (since.lines, since.has_gap) == (("two",), False)
 
 
-async def test_of_a_large_output_a_part_comes_and_the_rest_on_request() -> None:
+async def test_a_large_output_is_read_in_parts() -> None:
     async with served(MemoryStore()) as world, launched(world) as tail:
         await joined(world)
         for number in range(30_000):
@@ -107,7 +107,7 @@ async def test_of_a_large_output_a_part_comes_and_the_rest_on_request() -> None:
         assert lines == [f"line {number}" for number in range(30_000)]
 
 
-async def test_lines_that_are_not_kept_any_more_are_told_as_a_gap() -> None:
+async def test_lines_that_are_no_longer_kept_are_reported_as_a_gap() -> None:
     async with served(MemoryStore()) as world, launched(world) as tail:
         await joined(world)
         tail.add("first")
@@ -117,7 +117,7 @@ async def test_lines_that_are_not_kept_any_more_are_told_as_a_gap() -> None:
         assert (await read(world, after=seen.after)).has_gap
 
 
-async def test_nothing_is_stored_in_etcd() -> None:
+async def test_output_is_not_stored_in_etcd() -> None:
     store = MemoryStore()
     async with served(store) as world, launched(world) as tail:
         await joined(world)
@@ -127,7 +127,7 @@ async def test_nothing_is_stored_in_etcd() -> None:
         assert kept and not [each for each in kept if "a line of its own" in str(each.value)]
 
 
-async def test_a_worker_of_another_launcher_is_not_answered_for() -> None:
+async def test_output_comes_only_from_the_launcher_that_started_the_member() -> None:
     """A launcher that serves a member has to know the secret with which the member was started."""
     async with served(MemoryStore()) as world, launched(world, secret=drawn()) as forged:
         await joined(world)
@@ -139,7 +139,7 @@ async def test_a_worker_of_another_launcher_is_not_answered_for() -> None:
             assert (await read(world)).lines == ("its own",)
 
 
-async def test_a_member_and_a_job_that_there_are_not_are_refused_by_name() -> None:
+async def test_an_unknown_member_and_two_positions_at_once_are_refused() -> None:
     async with served(MemoryStore()) as world, launched(world) as tail:
         await joined(world)
         tail.add("a line")
@@ -150,8 +150,8 @@ async def test_a_member_and_a_job_that_there_are_not_are_refused_by_name() -> No
             await read(world, after=position, before=position)
 
 
-async def test_what_a_launcher_leaves_is_there_once_it_has_ended() -> None:
-    """The last lines are kept, even of a member that is gone, until the job begins anew."""
+async def test_the_last_lines_stay_readable_once_the_launcher_has_ended() -> None:
+    """The last lines are kept, even of a member that has left, until the job is reset."""
     async with served(MemoryStore()) as world:
         async with launched(world) as tail:
             member = await joined(world)
@@ -176,7 +176,7 @@ async def test_what_a_launcher_leaves_is_there_once_it_has_ended() -> None:
                 await read(world)
 
 
-async def test_last_lines_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_oldest_last_lines_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "MAX_KEPT_BYTES", 100)
     async with served(MemoryStore()) as world:
         await joined(world)
@@ -189,7 +189,7 @@ async def test_last_lines_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
             await read(world, "b")
 
 
-async def test_last_lines_of_workers_that_fail_before_the_coordinator_has_answered() -> None:
+async def test_a_worker_that_fails_before_its_launcher_is_connected_leaves_last_lines() -> None:
     def fails_at_once(world: Served) -> None:
         with launcher(world) as tail:
             tail.add("no such file")
@@ -201,7 +201,7 @@ async def test_last_lines_of_workers_that_fail_before_the_coordinator_has_answer
         assert (await read(world)).lines == ("no such file",)
 
 
-async def test_who_does_not_serve_a_member_leaves_no_lines_of_it() -> None:
+async def test_last_lines_are_refused_from_a_launcher_that_does_not_serve_the_member() -> None:
     async with served(MemoryStore()) as world, launched(world):
         owner = pb.OutputOwner(member_id="a", launch_secret=drawn())
         last = pb.LastOutput(owner=owner, part=pb.OutputPart(data=b"forged\n", stop=7))
@@ -211,8 +211,8 @@ async def test_who_does_not_serve_a_member_leaves_no_lines_of_it() -> None:
         assert isinstance(from_rpc_error(refused.value, "it"), AccessDenied)
 
 
-async def test_of_a_job_with_a_secret_only_who_is_known_reads() -> None:
-    """Launchers without the secret are not asked."""
+async def test_output_of_a_job_with_a_secret_needs_the_secret_or_a_known_caller() -> None:
+    """No output is requested from launchers without the secret."""
     async with (
         served(MemoryStore()) as world,
         launched(world, job_secret=JOB) as tail,
@@ -227,7 +227,7 @@ async def test_of_a_job_with_a_secret_only_who_is_known_reads() -> None:
         assert (await read(world, who=CallerProof(job_secret=JOB))).lines == ("a line",)
 
 
-async def test_of_a_job_in_quarantine_nothing_is_shown() -> None:
+async def test_output_of_a_quarantined_job_is_not_shown() -> None:
     async with served(MemoryStore()) as world, launched(world) as tail:
         await joined(world)
         tail.add("a line")
@@ -236,8 +236,8 @@ async def test_of_a_job_in_quarantine_nothing_is_shown() -> None:
             await read(world)
 
 
-async def test_a_launcher_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other readers are answered meanwhile, and the number of waiting readers is bounded."""
+async def test_reads_from_a_hung_launcher_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads fail after a time limit, and beyond a number of waiting ones at once (Overloaded)."""
     monkeypatch.setattr(outputs, "ANSWER_WITHIN_S", 0.2)
     monkeypatch.setattr(outputs, "MAX_WAITING", 3)
     async with served(MemoryStore()) as world:
@@ -256,11 +256,11 @@ async def test_a_launcher_that_hangs_is_not_waited_for(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("leaves_lines", [True, False], ids=["with last lines", "without"])
-async def test_who_asks_while_the_launcher_ends_gets_its_last_lines(
+async def test_a_read_that_waits_when_the_launcher_ends_gets_its_last_lines(
     leaves_lines: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of the launcher's stream ends the wait. Regression: the call took 3 s and ended as
-    Unavailable, although the lines were there."""
+    """The end of the launcher's stream ends the wait; without last lines the read fails.
+    Regression: the call took 3 s and ended as Unavailable, although the lines were there."""
     monkeypatch.setattr(outputs, "ANSWER_WITHIN_S", 10 * WITHIN_S)
     async with (
         served(MemoryStore()) as world,
@@ -271,7 +271,7 @@ async def test_who_asks_while_the_launcher_ends_gets_its_last_lines(
         stream = stub.Serve(pb.ServeOutputRequest(job="j", host="h", source="ab", members=[owner]))
         await stream.read()
         reading = asyncio.create_task(read(world))
-        await stream.read()  # the coordinator's question
+        await stream.read()  # the coordinator's request
         if leaves_lines:
             last = pb.LastOutput(owner=owner, part=pb.OutputPart(data=b"the end\n", stop=8))
             await stub.Keep(pb.KeepOutputRequest(job="j", last=[last]))
@@ -285,7 +285,7 @@ async def test_who_asks_while_the_launcher_ends_gets_its_last_lines(
                     await reading
 
 
-async def test_an_answer_needs_the_ticket_of_its_question() -> None:
+async def test_an_answer_with_an_unknown_ticket_is_ignored() -> None:
     async with served(MemoryStore()) as world, launched(world) as tail:
         await joined(world)
         tail.add("true")
@@ -296,8 +296,8 @@ async def test_an_answer_needs_the_ticket_of_its_question() -> None:
             assert (await read(world)).lines == ("true",)
 
 
-async def test_launchers_go_to_the_next_leader() -> None:
-    """The lines were not stored, and are available again."""
+async def test_launchers_serve_the_next_leader() -> None:
+    """The next leader reads lines that no coordinator has stored."""
     store = MemoryStore()
     async with served(store) as world, launched(world) as tail:
         await joined(world)
@@ -308,7 +308,7 @@ async def test_launchers_go_to_the_next_leader() -> None:
         assert (await read(world)).lines == ("a line",)
 
 
-async def test_a_launcher_that_names_nonsense_is_refused() -> None:
+async def test_a_launcher_with_an_invalid_job_source_or_owner_is_refused() -> None:
     async with (
         served(MemoryStore()) as world,
         grpc.aio.insecure_channel(world.address) as channel,

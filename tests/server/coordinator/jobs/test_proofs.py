@@ -1,4 +1,4 @@
-"""Names alone permit nothing: a launcher shows its secret, and a member the secret of its job."""
+"""A name is no permission: a launcher needs its secret, and a member the secret of its job."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -64,7 +64,7 @@ def halted(**fields: str) -> Call:
 @pytest.mark.parametrize(
     "secret", ["", digest_of(LAUNCH), drawn()], ids=["none", "its digest", "another"]
 )
-async def test_a_report_by_who_did_not_start_the_process_is_refused(
+async def test_a_report_without_the_launchers_secret_is_refused(
     report: Callable[..., Call], secret: str
 ) -> None:
     """The secret's digest, which is in etcd, is no proof either. The report changes nothing."""
@@ -77,15 +77,15 @@ async def test_a_report_by_who_did_not_start_the_process_is_refused(
         assert list(world.coordinator.registry.find("j").job.members) == ["a"]
 
 
-async def test_the_report_of_its_own_launcher_counts() -> None:
+async def test_a_report_with_the_launchers_secret_removes_the_member() -> None:
     async with served(MemoryStore()) as world:
         await training(world, launch_secret=LAUNCH)
         assert await refusal(world, exited(launch_secret=LAUNCH)) is None
         assert "a" not in world.coordinator.registry.find("j").job.members
 
 
-async def test_a_leader_that_comes_later_asks_for_the_same_proof() -> None:
-    """The new leader knows of the member what etcd has: the digest, and not the secret."""
+async def test_a_new_leader_requires_the_launchers_secret_too() -> None:
+    """The new leader reads the secret's digest from etcd, which does not have the secret."""
     store = MemoryStore()
     async with served(store) as world:
         member = await training(world, launch_secret=LAUNCH)
@@ -140,8 +140,8 @@ async def held(store: MemoryStore) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "secret", ["", digest_of(JOB), drawn()], ids=["none", "its digest", "another"]
 )
-async def test_who_lacks_a_jobs_secret_does_nothing_in_it(secret: str) -> None:
-    """Names are no proof under any leader, and neither is the digest that etcd has."""
+async def test_calls_without_a_jobs_secret_change_nothing_in_it(secret: str) -> None:
+    """Neither names nor the secret's digest, which is in etcd, are a proof."""
     store = MemoryStore()
     async with served(store) as world:
         member = await training(world, job_secret=JOB)
@@ -175,14 +175,14 @@ async def test_a_jobs_secret_outlives_its_members_and_its_leader() -> None:
         assert await refusal(later, attends("b", JOB)) is None
 
 
-async def test_who_has_the_secret_joins_and_acts() -> None:
+async def test_calls_with_a_jobs_secret_join_and_stop_it() -> None:
     async with served(MemoryStore()) as world:
         await training(world, job_secret=JOB)
         assert await refusal(world, attends("b", JOB)) is None
         assert await refusal(world, acts(JOB)["stops"]) is None
 
 
-async def test_a_job_that_was_begun_without_a_secret_gets_none_later() -> None:
+async def test_a_job_begun_without_a_secret_refuses_a_member_with_one() -> None:
     """Members with and without the secret would train together, and it would protect nothing."""
     async with served(MemoryStore()) as world:
         await training(world)
@@ -192,8 +192,8 @@ async def test_a_job_that_was_begun_without_a_secret_gets_none_later() -> None:
 
 
 @pytest.mark.long
-async def test_http_without_tokens_does_nothing_to_a_job_with_a_secret() -> None:
-    """Servers without tokens let every caller in, so that none has proved anything."""
+async def test_http_without_tokens_cannot_stop_a_job_with_a_secret() -> None:
+    """A server without tokens admits every caller: a call over HTTP then proves nothing."""
     async with served(MemoryStore()) as world:
         member = await training(world, job_secret=JOB)
         app = build_app(

@@ -1,4 +1,4 @@
-"""Silent members, and how the coordinator finds them."""
+"""Members without heartbeats, and how the coordinator finds them."""
 
 import asyncio
 
@@ -15,8 +15,8 @@ SPEC = JobSpec(job="j", min_members=1, max_members=8, desired_members=8)
 LIMITS = Limits(heartbeat_s=0.2, join_s=120.0)
 
 
-async def test_a_silent_member_is_found_although_the_others_never_pause() -> None:
-    """The search runs by the clock, and not only when there is nothing else to do."""
+async def test_a_silent_member_is_found_while_events_of_another_never_end() -> None:
+    """The search runs at its times, not only when no event waits."""
     async with served(MemoryStore(), LIMITS) as world:
         actor = world.coordinator.registry.find_or_create(SPEC)
         names = {name: new_incarnation() for name in ("silent", "busy")}
@@ -36,7 +36,7 @@ async def test_a_silent_member_is_found_although_the_others_never_pause() -> Non
                 actor.heartbeat(HeartbeatReceived(member_id="busy", incarnation=names["busy"]), 0)
                 await actor.submit(nothing)
                 await asyncio.sleep(0)
-        await actor.submit(nothing)  # after all that the loss led to
+        await actor.submit(nothing)  # handled after all effects of the loss
         assert list(actor.job.members) == ["busy"]
         (lost,) = [e for e in world.coordinator.board.events("j") if e.kind == "member_removed"]
         assert lost.reason.startswith("silent: no heartbeat for ")

@@ -1,4 +1,4 @@
-"""Leader failover: when a replica takes the leader for gone, and when it waits for the lease."""
+"""Leader failover: when another coordinator ends the term, and when it waits for the lease."""
 
 import asyncio
 import signal
@@ -59,7 +59,7 @@ def health(process: CoordinatorProcess, service: str) -> int:
 
 @pytest.mark.long
 def test_a_killed_leader_is_succeeded_long_before_its_lease_ends(tmp_path: Path) -> None:
-    """The kernel reports at once that the process is gone; health probes tell who leads."""
+    """The port of a dead process refuses connections. Health probes report which one leads."""
     serving = health_pb2.HealthCheckResponse.SERVING
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         first = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
@@ -74,33 +74,31 @@ def test_a_killed_leader_is_succeeded_long_before_its_lease_ends(tmp_path: Path)
             "both follow",
         )
         first.process.kill()
-        awaited(lambda: second.leads() or third.leads(), DEADLINE_S, "one of the two succeeds it")
+        awaited(lambda: second.leads() or third.leads(), DEADLINE_S, "one succeeds the first")
         successor, other = (second, third) if second.leads() else (third, second)
         awaited(
             lambda: other.follows(successor.grpc), DEADLINE_S, "the other follows the successor"
         )
-        awaited(lambda: health(successor, LEADER) == serving, DEADLINE_S, "it tells probes so")
+        awaited(lambda: health(successor, LEADER) == serving, DEADLINE_S, "probes report it")
         successor.process.kill()
         awaited(other.leads, DEADLINE_S, "the last succeeds the successor")
 
 
 @pytest.mark.long
-def test_a_coordinator_that_restarts_leads_without_waiting_for_its_own_lease(
-    tmp_path: Path,
-) -> None:
-    """The new process listens at the address in the leader's key, so that the leader is dead."""
+def test_a_restarted_coordinator_does_not_wait_for_its_old_lease(tmp_path: Path) -> None:
+    """The new process listens at the address in the leader's key, so the old one is dead."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         first = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
         first.process.kill()
         first.process.wait()
         again = started(supervisor, tmp_path, etcd, LONG_LEASE_S, listen=first.grpc)
-        awaited(again.leads, DEADLINE_S, "the restarted one leads")
+        awaited(again.leads, DEADLINE_S, "the restarted coordinator leads")
 
 
-async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) -> None:
-    """A replica that starts ends no term elsewhere, even if another host has its address."""
+async def test_a_starting_coordinator_ends_only_a_term_at_its_address(tmp_path: Path) -> None:
+    """An equal address on another host is not its own."""
     store = MemoryStore()
-    await _reign(store, "127.0.0.1:1")
+    await _make_leader(store, "127.0.0.1:1")
     for candidate in (
         LeaderCandidate(address="127.0.0.1:2"),
         LeaderCandidate(address="127.0.0.1:1", host="another"),
@@ -113,8 +111,8 @@ async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_a_halted_leader_wakes_up_deposed_and_changes_nothing(tmp_path: Path) -> None:
-    """The halted leader's port answers, so its lease decides; its successor's writes stay."""
+def test_a_halted_leader_that_continues_is_deposed_and_changes_nothing(tmp_path: Path) -> None:
+    """The halted leader's port accepts connections, so its term ends with its lease."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         first = started(supervisor, tmp_path, etcd, 2)
         second = started(supervisor, tmp_path, etcd, 2)
@@ -161,7 +159,7 @@ async def _jobs_in(etcd: str) -> tuple[KeyValue, ...]:
 
 
 class CountingHealth(HealthService):
-    """Health service that reports when the next watcher has come."""
+    """Health service whose event is set once a watcher has received a reply."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +170,7 @@ class CountingHealth(HealthService):
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         async for reply in super().Watch(request, context):
             yield reply
-            # The caller has received the reply by the time that it asks for another.
+            # The watcher has received the reply once it requests another.
             self.came.set()
 
 
@@ -189,19 +187,19 @@ async def _coordinator(port: int = 0) -> AsyncIterator[tuple[CountingHealth, str
         await server.stop(None)
 
 
-async def _reign(store: MemoryStore, address: str) -> Leader:
+async def _make_leader(store: MemoryStore, address: str) -> Leader:
     await store.put(keys.LEADER, LeaderCandidate(address=address).put(await store.grant(600)).value)
     leader = await read(store)
     assert leader is not None
     return leader
 
 
-async def test_a_leader_that_is_cut_off_from_one_replica_is_not_deposed() -> None:
-    """The connection broke, but the address does not refuse; once it does, the term ends."""
+async def test_a_leader_is_not_deposed_when_a_connection_to_it_breaks() -> None:
+    """The term ends once the leader's address refuses connections."""
     store = MemoryStore()
     async with asyncio.timeout(DEADLINE_S), _coordinator() as (health, address):
         async with open_gate(address) as gate:
-            leader = await _reign(store, gate.endpoint)
+            leader = await _make_leader(store, gate.endpoint)
             watching = asyncio.create_task(end_when_gone(store, leader))
             for break_off in (gate.cut, gate.silence):
                 await health.came.wait()
@@ -209,7 +207,7 @@ async def test_a_leader_that_is_cut_off_from_one_replica_is_not_deposed() -> Non
                 break_off()
                 assert not await refuses(gate.endpoint)
                 gate.restore()
-            # The watcher has come back after each break, and has not ended the term.
+            # The watcher has connected again after each break, and has not ended the term.
             await health.came.wait()
             assert not watching.done()
             assert await read(store) == leader
@@ -224,11 +222,11 @@ async def test_a_refusal_counts_only_after_the_leader_has_answered_once() -> Non
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-        leader = await _reign(store, f"127.0.0.1:{port}")
+        leader = await _make_leader(store, f"127.0.0.1:{port}")
         async with asyncio.timeout(DEADLINE_S):
             watching = asyncio.create_task(end_when_gone(store, leader))
-            # The port is bound, but not listened at, so that it refuses. After a few such calls,
-            # which are the same as the watcher's, the watcher has had its turn.
+            # The port is bound without a listener, so that it refuses. The test makes the watcher's
+            # own calls: after a few of them, the watcher has made its calls as well.
             for _ in range(5):
                 assert not await answered_until_broken(leader.address)
                 assert await refuses(leader.address)
@@ -241,16 +239,16 @@ async def test_a_refusal_counts_only_after_the_leader_has_answered_once() -> Non
     await store.close()
 
 
-async def test_an_end_does_not_reach_the_successor() -> None:
-    """A replica that finds out late ends only the term of the leader that it found gone."""
+async def test_the_end_of_a_term_leaves_the_successors_term() -> None:
+    """A coordinator that finds a leader gone ends only that leader's term."""
     store = MemoryStore()
     async with asyncio.timeout(DEADLINE_S):
         async with _coordinator() as (health, address):
-            leader = await _reign(store, address)
+            leader = await _make_leader(store, address)
             watching = asyncio.create_task(end_when_gone(store, leader))
             await health.came.wait()
             await store.delete(keys.LEADER)
-            successor = await _reign(store, "127.0.0.1:1")
+            successor = await _make_leader(store, "127.0.0.1:1")
         await watching
     assert await read(store) == successor
     await store.close()

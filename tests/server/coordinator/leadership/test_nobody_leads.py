@@ -1,4 +1,4 @@
-"""Coordinators that do not lead name the leader, or say that they know of none, and why."""
+"""Coordinators that do not lead name the leader, or report that they know none, and why."""
 
 import signal
 from pathlib import Path
@@ -20,7 +20,7 @@ JOBS = "/api/v1/jobs"
 
 
 def refused(coordinator: CoordinatorProcess) -> NotLeader:
-    """Return the error with which a call is refused there."""
+    """Return the error with which this coordinator refuses a call."""
     with grpc.insecure_channel(coordinator.grpc) as channel, pytest.raises(grpc.RpcError) as raised:
         MembershipStub(channel).GetGeneration(GetGenerationRequest(job="j"), timeout=WITHIN_S)
     error = from_rpc_error(raised.value, coordinator.grpc)
@@ -29,8 +29,8 @@ def refused(coordinator: CoordinatorProcess) -> NotLeader:
 
 
 @pytest.mark.long
-def test_without_etcd_nobody_is_named_and_etcd_is(tmp_path: Path) -> None:
-    """The refusal names neither the last leader nor this coordinator; later it names the leader."""
+def test_without_etcd_a_refusal_names_no_leader_and_names_etcd(tmp_path: Path) -> None:
+    """Once etcd is back, the coordinator that does not lead names the leader again."""
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):
         first = CoordinatorProcess(supervisor, tmp_path, "first", etcd.endpoint).ready()
         awaited(first.leads, WITHIN_S, "the first leads")
@@ -39,11 +39,11 @@ def test_without_etcd_nobody_is_named_and_etcd_is(tmp_path: Path) -> None:
         assert http.get(f"{second.http}{JOBS}").json()["kind"] == "NotLeader"
         etcd.process.send_signal(signal.SIGSTOP)
         try:
-            awaited(lambda: not first.leads(), WITHIN_S, "the first knows that it leads no more")
+            awaited(lambda: not first.leads(), WITHIN_S, "the first no longer leads")
             awaited(
                 lambda: "etcd does not answer" in http.get(f"{first.http}/readyz").text,
                 WITHIN_S,
-                "it says why",
+                "it reports the reason",
             )
             refusal = refused(first)
             assert refusal.details["leader"] == ""

@@ -81,12 +81,12 @@ def at(key: str, value: bytes) -> KeyValue:
 
 
 def is_read(key: str, value: bytes) -> bool:
-    """True if the record can be read. Raises any error that is not a named one."""
+    """True if the record can be read. Errors that do not name the record are raised."""
     return inspection.broken(JOB, [at(key, value)], check_record) == []
 
 
-def test_the_good_ones_are_read() -> None:
-    """Later tests must not find everything broken. A chunk of the shard map is missing."""
+def test_good_records_are_read() -> None:
+    """The other tests change these records. The shard map alone is broken: it lacks its chunk."""
     for kind, (key, value) in GOOD.items():
         assert inspection.kind_of(JOB, key) is kind
         assert is_read(key, json.dumps(value).encode()) == (kind is not RecordKind.SHARDS), kind
@@ -97,7 +97,7 @@ def test_the_good_ones_are_read() -> None:
 @example(value=b"")
 @example(value=b"\xff\xfe\x00")
 @example(value=b"[" * 100_000)
-def test_any_bytes_are_read_or_named(value: bytes) -> None:
+def test_any_bytes_are_read_or_refused_with_a_named_error(value: bytes) -> None:
     for key, _ in GOOD.values():
         is_read(key, value)
     for key in (keys.assignments_head(JOB), keys.shard_assignment(JOB, "run", 7)):
@@ -111,7 +111,7 @@ def test_any_bytes_are_read_or_named(value: bytes) -> None:
 
 @few
 @given(value=json_values)
-def test_any_json_is_read_or_named(value: object) -> None:
+def test_any_json_is_read_or_refused_with_a_named_error(value: object) -> None:
     for key, _ in GOOD.values():
         is_read(key, json.dumps(value).encode())
 
@@ -119,10 +119,10 @@ def test_any_json_is_read_or_named(value: object) -> None:
 @pytest.mark.parametrize("kind", GOOD)
 @few
 @given(data=st.data())
-def test_good_records_with_anything_in_one_place_are_read_or_named(
+def test_records_with_one_changed_value_are_read_or_refused_with_a_named_error(
     kind: RecordKind, data: st.DataObject
 ) -> None:
-    """Wrong types, huge numbers, NaN, missing fields and unknown fields."""
+    """Wrong types, huge numbers, NaN and missing fields."""
     key, good = GOOD[kind]
     value = json.loads(json.dumps(good))
     inside: Any = value
@@ -141,8 +141,8 @@ def test_good_records_with_anything_in_one_place_are_read_or_named(
 
 @few
 @given(data=st.binary(max_size=60))
-def test_records_of_holders_are_read_or_named(data: bytes) -> None:
-    """The bytes follow a good beginning, so that the message itself often parses."""
+def test_records_of_holders_are_read_or_refused_with_a_named_error(data: bytes) -> None:
+    """The bytes follow a good message, so that the whole often parses."""
     head = JobHoldings(job=JOB, run="run", num_shards=1).SerializeToString()
     shard = ShardHolding(run="run", shard_id=7, epoch=1, content=1).SerializeToString()
     is_read(keys.assignments_head(JOB), head + data)
@@ -179,7 +179,7 @@ def attendances(draw: st.DrawFn) -> pb.AttendRequest:
     )
 
 
-def is_let_in(message: object) -> bool:
+def is_accepted(message: object) -> bool:
     try:
         MessageBounds().check(message)
     except InvalidSpec:
@@ -204,13 +204,13 @@ def is_let_in(message: object) -> bool:
     ),
     step=2**60,
 )
-def test_what_is_let_in_at_the_edge_can_be_read_again(request: pb.AttendRequest, step: int) -> None:
+def test_records_of_accepted_requests_can_be_read(request: pb.AttendRequest, step: int) -> None:
     """Otherwise a coordinator would quarantine the job at its next start."""
-    if not is_let_in(request):
+    if not is_accepted(request):
         return
     event = joined(request)
     assert event.spec.problem() == ""
-    reached = step if is_let_in(pb.SettleRequest(step=step)) else 0
+    reached = step if is_accepted(pb.SettleRequest(step=step)) else 0
     state = StateRecord(
         spec=event.spec,
         last_generation=Generation(1),
@@ -223,16 +223,16 @@ def test_what_is_let_in_at_the_edge_can_be_read_again(request: pb.AttendRequest,
     assert codec.member_from_json(stored) == (event.incarnation, event.info)
 
 
-def test_a_bound_that_were_missing_would_be_found() -> None:
-    """Records have bounds of their own, and the bounds of requests must lie within them."""
+def test_a_request_beyond_the_bound_of_its_record_is_refused() -> None:
+    """The bounds of requests must lie within those of records."""
     info = pb.MemberInfo(host="h", probe_port=70_000)
     with pytest.raises(UnreadableRecord):
         codec.member_from_json(codec.member_to_json("1", codec.info_from_pb(info)))
-    assert not is_let_in(pb.AttendRequest(info=info))
+    assert not is_accepted(pb.AttendRequest(info=info))
 
 
-def test_members_are_told_every_limit() -> None:
-    """Derived limits are sent, too."""
+def test_members_are_sent_every_limit() -> None:
+    """Limits that are computed from others are sent as well."""
     message = codec.limits_to_pb(Limits())
     assert {each.name for each, _ in message.ListFields()} == set(
         pb.Limits.DESCRIPTOR.fields_by_name

@@ -63,11 +63,11 @@ async def at_gate(store: GatedStore) -> None:
         await store.waits.wait()
 
 
-async def test_changes_that_wait_for_a_write_go_into_the_next_together() -> None:
-    """A member that arrives during a write costs no write of its own, and is answered after it."""
+async def test_changes_that_arrive_during_a_write_are_written_together() -> None:
+    """A member that joins during a write needs no write of its own, and is answered after it."""
     store = GatedStore()
     async with served(store) as world:
-        store.waits.clear()  # a new leader writes where snapshots may be
+        store.waits.clear()  # set by the new leader's own writes
         store.gate.clear()
         first = submitted(world, arrival("a"))
         await at_gate(store)
@@ -80,8 +80,8 @@ async def test_changes_that_wait_for_a_write_go_into_the_next_together() -> None
         assert store.members_written() == [{"a"}, {"b", "c", "d"}]
 
 
-async def test_a_refusal_leaves_after_the_write_of_its_reason() -> None:
-    """The member is not told that it is fenced before this is durable."""
+async def test_a_refusal_is_sent_after_the_write_that_it_follows_from() -> None:
+    """A member is refused as fenced only once its removal is durable."""
     store = GatedStore()
     async with served(store) as world:
         come = arrival("a")
@@ -104,8 +104,8 @@ async def test_a_refusal_leaves_after_the_write_of_its_reason() -> None:
         assert await store.get(keys.member("j", "a")) is None
 
 
-async def test_nothing_leaves_a_leader_that_could_not_write() -> None:
-    """The leader's state is ahead of the store: all callers, waiting or new, are refused."""
+async def test_a_leader_whose_write_fails_refuses_all_callers() -> None:
+    """The leader's state is ahead of the store, so that it also refuses callers that wait."""
     store = GatedStore()
     async with served(store, conditions=(absent("another leads"),)) as world:
         await submitted(world, arrival("a"))

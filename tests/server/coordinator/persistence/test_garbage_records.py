@@ -60,7 +60,7 @@ def written(etcd: str) -> str:
 def coordinator(written: str, supervisor: Supervisor, folder: Path) -> CoordinatorProcess:
     """Start a coordinator that leads with all this garbage in etcd."""
     started = CoordinatorProcess(supervisor, folder, "coordinator", written).ready()
-    awaited(started.leads, CALL_S, "it leads")
+    awaited(started.leads, CALL_S, "the coordinator leads")
     return started
 
 
@@ -83,7 +83,7 @@ def test_only_its_own_job_is_quarantined(coordinator: CoordinatorProcess, garbag
 
 
 def test_other_jobs_train(coordinator: CoordinatorProcess) -> None:
-    """Two members form a generation, and the leader's term goes on."""
+    """Two members form a generation, and the leader's term continues."""
     scripts = [Script(job="good", member_id=name) for name in ("a", "b")]
     members = [ScriptedMember([coordinator.grpc], script).start() for script in scripts]
     try:
@@ -96,7 +96,7 @@ def test_other_jobs_train(coordinator: CoordinatorProcess) -> None:
             member.close()
 
 
-def test_people_see_which_job_is_quarantined_and_why(coordinator: CoordinatorProcess) -> None:
+def test_the_list_of_jobs_shows_the_quarantined_ones(coordinator: CoordinatorProcess) -> None:
     jobs = {each["job"]: each for each in http.get(f"{coordinator.http}/api/v1/jobs").json()}
     for garbage in GARBAGE:
         if garbage.is_fatal:
@@ -106,10 +106,10 @@ def test_people_see_which_job_is_quarantined_and_why(coordinator: CoordinatorPro
 
 
 @pytest.mark.long
-def test_a_parameter_server_starts_amid_garbage(
+def test_a_parameter_server_starts_with_unreadable_records_in_etcd(
     written: str, supervisor: Supervisor, folder: Path
 ) -> None:
-    """The server follows members, assignments and servers of all jobs."""
+    """The server watches assignments of all jobs, and logs the unreadable ones."""
     server = ServedProcess(
         supervisor, folder, "ps", "ps", "--etcd", written, "--listen", "127.0.0.1:0", "--id", "ps-0"
     ).ready()
@@ -117,13 +117,13 @@ def test_a_parameter_server_starts_amid_garbage(
     assert keys.ASSIGNMENTS in server.log_path.read_text()
 
 
-def test_the_shards_of_other_jobs_are_tended(coordinator: CoordinatorProcess) -> None:
-    """The shard controller logs each record that it cannot use, and goes on."""
+def test_the_shard_controller_skips_unreadable_records(coordinator: CoordinatorProcess) -> None:
+    """The controller logs each record that it cannot read."""
     broken = [each for each in GARBAGE if each.what.startswith("assignments")]
 
     def are_logged() -> bool:
         text = coordinator.log_path.read_text()
         return all(text.count(each.key + " ") + text.count(each.key + "\n") > 0 for each in broken)
 
-    awaited(are_logged, CALL_S, "the keeper tells of all of them")
+    awaited(are_logged, CALL_S, "the controller logs all of them")
     assert "shards_not_rebalanced" not in coordinator.log_path.read_text()

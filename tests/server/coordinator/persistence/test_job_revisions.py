@@ -1,4 +1,4 @@
-"""Writes of a job compare the revision of its record: no decision is based on another record."""
+"""Writes of a job compare the revision of its record: they fail if it is not the one known."""
 
 import asyncio
 from collections.abc import Sequence
@@ -56,8 +56,8 @@ async def newest(store: MemoryStore) -> int:
     return state.last_generation if state is not None else 0
 
 
-async def test_a_record_that_another_wrote_is_not_written_over() -> None:
-    """The record was changed, or was not there, or is gone."""
+async def test_a_record_of_another_writer_is_not_overwritten() -> None:
+    """The writer knows no record where one exists, an older record, or one that is deleted."""
     store = MemoryStore()
     jobs = jobs_in(store)
     await jobs.persist(write(1), StoredGenerations())
@@ -75,7 +75,7 @@ async def test_a_record_that_another_wrote_is_not_written_over() -> None:
         await late.persist(write(9), StoredGenerations())
 
 
-async def test_a_write_of_unknown_outcome_is_known_by_what_it_wrote() -> None:
+async def test_the_next_write_succeeds_after_one_of_unknown_outcome() -> None:
     store = UnknownOutcomes(arrives=True)
     jobs = jobs_in(store)
     await jobs.persist(write(1), StoredGenerations())
@@ -83,7 +83,7 @@ async def test_a_write_of_unknown_outcome_is_known_by_what_it_wrote() -> None:
     assert await newest(store) == 2
 
 
-async def test_a_write_that_arrives_behind_its_repetition_changes_nothing() -> None:
+async def test_a_write_that_arrives_after_its_repetition_changes_nothing() -> None:
     store = UnknownOutcomes(arrives=False)
     jobs = jobs_in(store)
     await jobs.persist(write(1), StoredGenerations())
@@ -93,7 +93,7 @@ async def test_a_write_that_arrives_behind_its_repetition_changes_nothing() -> N
     assert await newest(store) == 2
 
 
-async def test_who_does_not_lead_is_told_so_whatever_became_of_the_record() -> None:
+async def test_a_coordinator_that_does_not_lead_gets_not_leader_for_a_changed_record() -> None:
     store = MemoryStore()
     jobs = jobs_in(store, absent(keys.LEADER))
     await store.put(keys.LEADER, b"another")
@@ -102,8 +102,8 @@ async def test_who_does_not_lead_is_told_so_whatever_became_of_the_record() -> N
         await jobs.persist(write(1), StoredGenerations())
 
 
-async def test_a_job_whose_record_somebody_changed_is_quarantined_alone() -> None:
-    """Once an operator repairs the job, it continues from the changed record."""
+async def test_only_the_job_whose_record_was_changed_is_quarantined() -> None:
+    """Once the job is taken up again, it continues from the changed record."""
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")

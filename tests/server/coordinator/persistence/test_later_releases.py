@@ -46,28 +46,28 @@ OF_A_JOB = [what for what in READERS if what != "a parameter server"]
 
 
 @pytest.mark.parametrize("what", READERS)
-def test_fields_that_are_not_known_are_ignored(what: str) -> None:
+def test_unknown_fields_are_ignored(what: str) -> None:
     _, good, read = READERS[what]
     more = {**good, "format": 1, "of_a_later_release": {"says": ["more"]}}
     assert read(as_json(more)) == read(as_json(good))
 
 
 @pytest.mark.parametrize("what", READERS)
-def test_a_later_format_is_said_to_be_one(what: str) -> None:
+def test_the_error_for_a_later_format_names_both_formats(what: str) -> None:
     _, good, read = READERS[what]
     with pytest.raises(Exception, match="format 2, of a later release; this one reads up to 1"):
         read(as_json({**good, "format": 2}))
 
 
 @pytest.mark.parametrize("format_", [0, -1, "1", 1.0, True, None, []], ids=repr)
-def test_a_format_is_a_number(format_: object) -> None:
+def test_a_format_that_is_no_positive_integer_is_refused(format_: object) -> None:
     with pytest.raises(UnreadableRecord, match="format is") as raised:
         codec.member_from_json(as_json({**good_member(), "format": format_}))
     assert not isinstance(raised.value, LaterFormat)
 
 
 @pytest.mark.parametrize("what", OF_A_JOB)
-def test_what_a_later_release_wrote_is_not_moved_aside(what: str) -> None:
+def test_a_record_of_a_later_release_is_not_moved_aside(what: str) -> None:
     key, good, _ = READERS[what]
 
     def found(value: dict[str, object]) -> tuple[bool, str]:
@@ -81,8 +81,8 @@ def test_what_a_later_release_wrote_is_not_moved_aside(what: str) -> None:
     assert "a later release of shoal wrote the record" in remedy
 
 
-async def test_a_job_keeps_what_a_later_release_has_written_beside_it() -> None:
-    """A coordinator of this release leads the job, and writes its record anew."""
+async def test_a_job_record_keeps_the_fields_of_a_later_release() -> None:
+    """A coordinator of this release reads and rewrites the record."""
     store = MemoryStore()
     key = keys.job_state("j")
     more = {"of_a_later_release": {"says": ["more"]}}
@@ -97,12 +97,12 @@ async def test_a_job_keeps_what_a_later_release_has_written_beside_it() -> None:
         await to_thread(b.join)
         await to_thread(propose, b, 5)
         record = await entered(b, 1)
-        stored = await until_told(store, key, record.roster.generation)
+        stored = await until_written(store, key, record.roster.generation)
     assert stored["of_a_later_release"] == more["of_a_later_release"]
 
 
-async def until_told(store: MemoryStore, key: str, generation: int) -> dict[str, object]:
-    """Return the record once it is of this generation."""
+async def until_written(store: MemoryStore, key: str, generation: int) -> dict[str, object]:
+    """Return the job's record once its newest generation is this one."""
     async with timeout(10.0):
         while True:
             item = await store.get(key)

@@ -68,26 +68,26 @@ def candidate(number: int, fields: dict[str, str]) -> Candidate:
     )
 
 
-def test_members_that_differ_in_all_their_fields() -> None:
-    """Two members with the largest possible messages would make a record that etcd refuses."""
+def test_conflicts_in_all_fields_are_shortened_to_fit() -> None:
+    """Whole, the conflicts of 500 members would make a record that etcd refuses."""
     fields = [{f"{f:03}": f"{number}" + WHALE * 1000 for f in range(30)} for number in range(50)]
     candidates = [candidate(number, each) for number, each in enumerate(fields)]
     candidates += [candidate(number, {}) for number in range(50, 500)]
     conflicts = find_conflicts(candidates)
-    assert len(record_to_json(record_of(conflicts))) > LIMIT_BYTES, "what it is about"
+    assert len(record_to_json(record_of(conflicts))) > LIMIT_BYTES, "too small to test anything"
     summary = in_short(conflicts)
     assert len(record_to_json(record_of(summary))) < LIMIT_BYTES
     value, who = summary[0].values[0]
     assert (summary[0].field, value, who[-1]) == ("000", "(absent)", "and 434 more")
 
 
-def test_what_is_short_is_told_as_it_is() -> None:
+def test_short_conflicts_are_not_shortened() -> None:
     conflicts = (Conflict(field="schema", values=(("a", ("w0", "w1")), ("b", ("w2",)))),)
     assert in_short(conflicts) == conflicts
 
 
-def test_what_all_agree_in_is_bounded_as_a_whole() -> None:
-    """Values may be long, and there may be many of them, but not both."""
+def test_the_fields_of_a_proposal_are_bounded_as_a_whole() -> None:
+    """Fields may be many, and values may be long, but not both."""
     proposal = pb.Proposal(fields={f"{number}": WHALE * 1000 for number in range(40)})
     with pytest.raises(InvalidSpec, match="Proposal is out of bounds") as raised:
         MessageBounds().check(pb.ProposeRequest(proposal=proposal))
@@ -120,20 +120,20 @@ def of_hosts(num_members: int, host: str, incarnation: Callable[[], str]) -> Gen
 
 
 @pytest.mark.parametrize("num_members", [1, 1000, 10_000])
-def test_the_record_of_any_number_of_members_is_one_value(num_members: int) -> None:
+def test_the_record_of_many_members_fits_in_one_value(num_members: int) -> None:
     host = "ip-10-1-17-17.eu-central-1.compute.internal"
     assert size_problem(of_hosts(num_members, host, new_incarnation)) == ""
 
 
-def test_a_roster_is_too_large_if_its_record_is() -> None:
-    """Members choose their incarnations: long and random ones cannot be compressed."""
+def test_a_roster_is_refused_if_its_record_is_too_large() -> None:
+    """Members choose their incarnations: long random ones cannot be compressed."""
     roster = of_hosts(1000, "h", lambda: secrets.token_hex(2000))
     record = replace(record_of(()), roster=roster)
     assert len(record_to_json(record)) > MAX_VALUE_BYTES
     assert "bytes in one value" in size_problem(roster)
 
 
-async def test_who_would_make_the_roster_too_large_is_refused_and_the_others_train_on(
+async def test_a_member_that_makes_the_roster_too_large_is_refused_and_the_others_train_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The refusal comes before the roster is shown. Regression: the job was quarantined once all

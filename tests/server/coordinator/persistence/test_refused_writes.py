@@ -1,4 +1,4 @@
-"""Records that etcd refuses to store stop their own job and no other; the leader stays."""
+"""Records that etcd refuses to store stop only their own job; the leader's term continues."""
 
 import asyncio
 from collections.abc import Sequence

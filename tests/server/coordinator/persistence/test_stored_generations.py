@@ -1,4 +1,4 @@
-"""Decided generations in etcd: written, read back, and deleted in time."""
+"""Decided generations in etcd: written, read back, and deleted beyond a bound."""
 
 from support.clusters.coordinator_world import jobs_in
 
@@ -90,7 +90,7 @@ async def test_a_leader_that_takes_over_reads_the_record_that_was_decided() -> N
     assert (await loaded(store))[0] == [record(1), lost]
 
 
-async def test_generations_of_many_members_go_sooner() -> None:
+async def test_fewer_generations_are_kept_if_they_have_many_members() -> None:
     """The newest two committed ones are kept, however many attempts have failed since."""
     store, generations = MemoryStore(), StoredGenerations()
     await persist(store, generations, record(1), record(2))
@@ -104,8 +104,8 @@ async def test_generations_of_many_members_go_sooner() -> None:
     assert len(found) == most + 2
 
 
-async def test_generations_of_few_members_go_with_time() -> None:
-    """The newest 100 stay, and the newest two committed ones; others that a leader finds are
+async def test_the_newest_generations_of_few_members_are_kept() -> None:
+    """The newest 100 stay, and the newest two committed ones; others that a leader reads are
     deleted with its first decision."""
     store, generations = MemoryStore(), StoredGenerations()
     few = NAMES[:2]
@@ -125,7 +125,7 @@ async def test_generations_of_few_members_go_with_time() -> None:
 
 
 async def test_the_newest_record_stays_the_newest_once_older_ones_are_read() -> None:
-    """A coordinator reads the older records of a job that is over when they are first wanted."""
+    """A coordinator reads the older records of a finished job at the first call that needs them."""
     every = [record(number, NAMES[:1]) for number in range(1, 4)]
 
     async def read() -> list[GenerationRecord]:

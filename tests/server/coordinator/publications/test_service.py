@@ -1,4 +1,4 @@
-"""The WeightSeries service over real gRPC, on an etcd in memory, with servers of segments."""
+"""The WeightSeries service over real gRPC, with a store in memory and fake segment servers."""
 
 import asyncio
 import hashlib
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Store(MemoryStore):
-    """A store that may lose the answer of a write, before or after it took effect."""
+    """A store that may lose a write's request, or its answer after it took effect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Store(MemoryStore):
 
 
 async def without_tables(job: str, request_to: object) -> PublishedCut:
-    """Stand-in for the parameter servers' cuts: these jobs have none."""
+    """Replace the parameter servers' cuts: these jobs have no shards."""
     raise Unavailable(f"job {job} has no shards")
 
 
@@ -101,7 +101,7 @@ class World:
         self.leads = False
 
     async def take_leadership(self) -> tuple[Compare, ...]:
-        """Make the leader's key that of a new term."""
+        """Begin a new term, and return the condition that its writes carry."""
         self.num_terms += 1
         await self.store.delete(keys.LEADER)
         put = Put(keys.LEADER, str(self.num_terms).encode())
@@ -190,7 +190,7 @@ def part(
     content: str = "",
     series: str = SERIES,
 ) -> pb.ContributePartRequest:
-    """Rows of one matrix of 8 x 4 float32 values, of which each rank has as many."""
+    """Return one rank's part: rows of an 8 x 4 float32 matrix, by default an equal share."""
     start, stop = rows or (8 * rank // world, 8 * (rank + 1) // world)
     num_bytes = (stop - start) * 16
     layout = pb.Layout(
@@ -235,7 +235,7 @@ class WorldWithServers(World):
         return request
 
     async def published(self, client: Client, *publications: int) -> pb.VersionRecord:
-        """Publish these by one rank under epoch 1, and return the newest version."""
+        """Publish them as one rank in epoch 1, and return the newest version."""
         await client.begin(member())
         for publication in publications:
             version = await client.contribute(self.put(part(publication)))
@@ -248,11 +248,11 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_publication_becomes_a_version_once_every_rank_has_handed_in_its_part(
+async def test_a_publication_becomes_a_version_once_every_rank_has_contributed(
     world: WorldWithServers,
 ) -> None:
-    """Versions are numbered from 1 and have their parts in the order of ranks; a version is in etcd
-    before any caller is answered."""
+    """Versions are numbered from 1 and have their segments in the order of ranks; when the callers
+    are answered, the version is in etcd."""
     async with world.leading() as client:
         begun = [await client.begin(member(), rank=rank, world=2) for rank in range(2)]
         assert [(each.epoch, each.head) for each in begun] == [(1, 0), (1, 0)]
@@ -286,9 +286,7 @@ async def _waits(client: Client, num_parts: int) -> bool:
     return sum(len(each.parts) for each in publications) == num_parts
 
 
-async def test_a_part_that_is_handed_in_again_is_answered_with_its_version(
-    world: WorldWithServers,
-) -> None:
+async def test_a_repeated_part_is_answered_with_its_version(world: WorldWithServers) -> None:
     async with world.leading() as client:
         await world.published(client, 1, 2)
         assert (await client.contribute(part(2))).number == 2
@@ -301,7 +299,7 @@ async def test_a_part_that_is_handed_in_again_is_answered_with_its_version(
 
 
 @pytest.mark.parametrize("lost", [["answer"], ["request"], ["request", "answer"]])
-async def test_a_write_of_which_nobody_hears_is_made_once(
+async def test_a_write_of_unknown_outcome_is_made_once(
     world: WorldWithServers, lost: list[str]
 ) -> None:
     async with world.leading() as client:
@@ -312,7 +310,7 @@ async def test_a_write_of_which_nobody_hears_is_made_once(
         assert [each.number for each in view.versions] == [1, 2] and not world.store.loses
 
 
-async def test_numbers_go_on_under_the_next_leader_and_the_next_generation(
+async def test_numbers_continue_under_the_next_leader_and_the_next_generation(
     world: WorldWithServers,
 ) -> None:
     async with world.leading() as client:
@@ -326,7 +324,7 @@ async def test_numbers_go_on_under_the_next_leader_and_the_next_generation(
         assert (version.number, version.epoch) == (3, 2)
 
 
-async def test_who_was_replaced_publishes_nothing_more(world: WorldWithServers) -> None:
+async def test_a_replaced_publisher_publishes_nothing_more(world: WorldWithServers) -> None:
     """The open publication of the replaced publisher is discarded."""
     async with world.leading() as client:
         await client.begin(member(), world=2)
@@ -345,7 +343,7 @@ async def test_who_was_replaced_publishes_nothing_more(world: WorldWithServers) 
             await client.begin(member(generation=3))
 
 
-async def test_parts_that_do_not_cover_each_element_once_are_no_version(
+async def test_parts_that_do_not_cover_each_element_once_make_no_version(
     world: WorldWithServers,
 ) -> None:
     """The error names the tensor to all ranks; the next publication is not affected."""
@@ -370,7 +368,7 @@ async def test_parts_that_do_not_cover_each_element_once_are_no_version(
 async def test_a_segment_that_no_server_has_makes_no_version(
     world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record names only the servers that have the segment, if one has lost it meanwhile."""
+    """If some named holders have it, the version's record names only these."""
     async with world.leading() as client:
         await client.begin(member())
         with pytest.raises(PublicationAbandoned, match="no server has the segment of rank 0"):
@@ -397,7 +395,7 @@ async def test_a_leased_version_is_kept_and_a_dropped_one_is_gone(world: WorldWi
         assert (await world.store.get(keys.series_version(SERIES, 1))) is None
 
 
-async def test_a_lease_ends_with_its_time(world: WorldWithServers) -> None:
+async def test_a_lease_that_is_not_renewed_ends(world: WorldWithServers) -> None:
     async with world.leading() as client:
         await world.published(client, 1, 2)
         await client.report(leased=[1])
@@ -409,7 +407,7 @@ async def test_a_lease_ends_with_its_time(world: WorldWithServers) -> None:
         assert [v.number for v in (await client.view()).versions] == [3, 4]
 
 
-async def test_a_new_leader_drops_nothing_until_leases_that_it_does_not_know_have_ended(
+async def test_a_new_leader_drops_nothing_until_leases_of_the_last_term_have_ended(
     world: WorldWithServers,
 ) -> None:
     async with world.leading() as client:
@@ -433,7 +431,7 @@ async def test_a_leader_that_was_deposed_grants_no_lease(world: WorldWithServers
             await client.report(leased=[1])
 
 
-async def test_a_reader_that_goes_back_is_told(world: WorldWithServers) -> None:
+async def test_a_reader_that_reports_an_earlier_version_is_refused(world: WorldWithServers) -> None:
     async with world.leading() as client:
         version = await world.published(client, 1, 2)
         await client.report(installed=2, installed_digest=version.digest)
@@ -443,7 +441,7 @@ async def test_a_reader_that_goes_back_is_told(world: WorldWithServers) -> None:
         await client.report(installed=0)
 
 
-async def test_a_reader_that_serves_other_bytes_is_seen(world: WorldWithServers) -> None:
+async def test_a_reader_with_other_bytes_is_listed(world: WorldWithServers) -> None:
     async with world.leading() as client:
         version = await world.published(client, 1)
         await client.report("good", installed=1, installed_digest=version.digest)
@@ -453,7 +451,7 @@ async def test_a_reader_that_serves_other_bytes_is_seen(world: WorldWithServers)
         assert {each.id: each.differs for each in view.readers} == {"good": False, "bad": True}
 
 
-async def test_a_plain_script_holds_its_series_until_it_lets_go(world: WorldWithServers) -> None:
+async def test_a_script_holds_its_series_until_its_lease_ends(world: WorldWithServers) -> None:
     series = "svc/ranker"
     async with world.leading() as client:
         first = await client.begin(script("a"), series=series)
@@ -472,7 +470,7 @@ async def test_a_plain_script_holds_its_series_until_it_lets_go(world: WorldWith
             await client.begin(script("a"))
 
 
-async def test_versions_are_pinned_and_rolled_back_to(world: WorldWithServers) -> None:
+async def test_a_pinned_version_is_kept_and_can_be_rolled_back_to(world: WorldWithServers) -> None:
     """A rollback is a new version with the old bytes; a repeated request makes it only once."""
     async with world.leading() as client:
         await world.published(client, 1)
@@ -500,7 +498,7 @@ async def test_versions_are_pinned_and_rolled_back_to(world: WorldWithServers) -
 async def test_the_command_lists_pins_and_rolls_back(
     world: WorldWithServers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exit status is 1 if a reader serves other bytes than were published."""
+    """The exit status of `list` is 1 if a reader has installed other bytes than were published."""
     monkeypatch.setenv("COLUMNS", "160")
 
     async def shoal(*arguments: str) -> tuple[int, str]:
@@ -553,13 +551,13 @@ async def test_the_command_lists_pins_and_rolls_back(
         ("pin", f"rl/{'p' * 129}", "1"),
     ],
 )
-def test_a_command_that_lacks_something_is_refused(arguments: tuple[str, ...]) -> None:
+def test_a_command_with_missing_or_invalid_arguments_is_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(InvalidSpec):
         parse(("weights", *arguments))()
 
 
 async def test_a_watcher_sees_each_change_and_the_end_of_the_term(world: WorldWithServers) -> None:
-    """Watchers may come before the first publisher."""
+    """A watch may begin before the first publisher does."""
     heads: list[int] = []
     ended: list[ShoalError] = []
 
@@ -584,10 +582,10 @@ async def _truth(value: bool) -> bool:
     return value
 
 
-async def test_the_segments_of_a_server_that_is_gone_are_given_to_another(
+async def test_the_segments_of_a_server_that_is_gone_are_copied_to_another(
     world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A version is lost once no server has it any more; its number is not used again."""
+    """A version is lost once no server has its segment; its number is not used again."""
     monkeypatch.setattr(service_module, "MAINTAIN_EACH_S", 0.02)
     third = SegmentStore("s3")
     async with third.serving(world.store), world.leading() as client:
@@ -616,7 +614,7 @@ async def test_the_segments_of_a_server_that_is_gone_are_given_to_another(
         assert (await client.contribute(world.put(part(2, holders=["s1"])))).number == 2
 
 
-async def test_what_lies_on_every_disk_is_durable(
+async def test_a_version_is_durable_once_every_holder_has_it_on_disk(
     world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "MAINTAIN_EACH_S", 0.02)
@@ -635,7 +633,7 @@ async def test_what_lies_on_every_disk_is_durable(
         await until(is_durable)
 
 
-async def test_a_removed_job_leaves_numbers_or_nothing(world: WorldWithServers) -> None:
+async def test_clearing_a_job_keeps_or_forgets_its_version_numbers(world: WorldWithServers) -> None:
     async with world.leading() as client:
         await world.published(client, 1, 2)
         assert await client.service.clear("rl", forgets_numbers=False)
@@ -653,7 +651,7 @@ async def test_a_removed_job_leaves_numbers_or_nothing(world: WorldWithServers) 
         )
 
 
-async def test_requests_that_mean_nothing_are_refused_by_name(world: WorldWithServers) -> None:
+async def test_invalid_requests_are_refused_with_the_reason(world: WorldWithServers) -> None:
     async with world.leading(call_wait_s=0.1) as client:
         with pytest.raises(InvalidSpec, match="bad name of a series"):
             await client.begin(member(), series="policy")
@@ -672,7 +670,7 @@ async def test_requests_that_mean_nothing_are_refused_by_name(world: WorldWithSe
             await client.contribute(part(0))
 
 
-async def test_without_servers_nothing_is_begun() -> None:
+async def test_no_publication_begins_without_servers() -> None:
     world = World()
     async with world.leading() as client:
         with pytest.raises(NoServers):

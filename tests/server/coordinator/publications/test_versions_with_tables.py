@@ -1,4 +1,4 @@
-"""Versions with tables on real parameter servers, whose shards get pushes all the time."""
+"""Versions with tables on real parameter servers."""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -173,9 +173,7 @@ class Training:
         return num_steps
 
 
-def rows_by_shard(
-    rows: PublishedRows,
-) -> dict[tuple[str, int], tuple[bytes, bytes, bytes]]:
+def rows_by_shard(rows: PublishedRows) -> dict[tuple[str, int], tuple[bytes, bytes, bytes]]:
     found = {}
     for index, shard in rows.shards.items():
         at = shard.is_live.nonzero().view(-1)
@@ -192,8 +190,8 @@ def opened() -> Iterator[ExitStack]:
 
 @pytest.mark.long
 def test_a_version_has_whole_steps_of_parameters_and_rows(opened: ExitStack) -> None:
-    """Members take steps all the time. The changes since a reader's version turn its rows into
-    those of the new version."""
+    """Members take steps meanwhile. A reader that applies each version's changes to its rows has
+    the rows of that version."""
     training = Training(opened)
     workers = [
         RowWorker(training.work, name, seed=1, connect=partial(training.client, name))
@@ -236,7 +234,7 @@ def await_more_steps(workers: list[RowWorker]) -> None:
             return len(worker.successes) >= wanted or not worker.runs
 
         awaited(is_there, LIMIT_S, f"{worker.name} takes steps")
-        assert worker.runs, "it has ended by an error"
+        assert worker.runs, "the worker has failed"
 
 
 def push(training: Training, ids: list[int], seed: int) -> None:
@@ -246,7 +244,7 @@ def push(training: Training, ids: list[int], seed: int) -> None:
 def test_rows_of_a_leased_version_stay_and_those_of_a_dropped_one_are_gone(
     opened: ExitStack,
 ) -> None:
-    """Readers without tables get the parameters alone, from fewer segments."""
+    """Readers without tables get buffers and parameters alone, and fetch fewer bytes."""
     training = Training(opened)
     push(training, list(range(NUM_IDS)), 1)
     first = training.publish()
@@ -266,15 +264,13 @@ def test_rows_of_a_leased_version_stay_and_those_of_a_dropped_one_are_gone(
     reader._reader.release(first.number)
     reader.installed(kept)
     push(training, [1], 5)
-    training.publish()  # one version is kept beside the newest, and it is no longer the first
-    awaited(lambda: first.number not in [v.number for v in plain.versions()], LIMIT_S, "it goes")
+    training.publish()  # one version is kept beside the newest: no longer the first one
+    awaited(lambda: first.number not in [v.number for v in plain.versions()], LIMIT_S, "dropped")
     with pytest.raises(VersionGone):
         own.fetch(first.number)
 
 
-def test_a_cut_is_refused_to_a_publisher_that_was_replaced(
-    opened: ExitStack,
-) -> None:
+def test_a_replaced_publisher_gets_no_cut(opened: ExitStack) -> None:
     training = Training(opened)
     push(training, [1, 2], 1)
     training.publish()
@@ -297,9 +293,7 @@ def test_a_cut_is_refused_to_a_publisher_that_was_replaced(
     assert isinstance(from_rpc_error(refused.value, "it"), StaleEpoch)
 
 
-def test_a_series_without_tables_is_refused_to_a_reader_that_wants_them(
-    opened: ExitStack,
-) -> None:
+def test_a_reader_with_tables_is_refused_a_series_without_them(opened: ExitStack) -> None:
     training = Training(opened)
     writer = SegmentWriter(4)
     layout = pb.Layout(

@@ -38,7 +38,7 @@ NEVER_S = 3600.0
 
 
 class Store(MemoryStore):
-    """A store that a test can make unavailable, or let fail after the write took effect."""
+    """A store that a test can make unavailable, or whose next write loses its answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class World:
     async def serving(
         self, write_interval_s: float = 0.01, *, beside: bool = False
     ) -> AsyncIterator[tuple[SamplesService, str]]:
-        """Run one coordinator's service: (service, address). `beside`: another still serves."""
+        """Run one coordinator's service: (service, address). `beside`: on a port of its own."""
         server = new_server()
         port = bind(server, f"127.0.0.1:{0 if beside else self.port}")
         self.port = port
@@ -121,7 +121,7 @@ class Worker:
         return await asyncio.to_thread(self.samples.lease, num_samples, done, timeout_s=2.0)
 
     async def held(self, num_samples: int, done: Sequence[SampleRange] = ()) -> SampleLease:
-        """Lease as a member with a reserve, whose answers are durable."""
+        """Lease with a reserve: the coordinator answers once the lease is in etcd."""
         reserve = Reserve(num_samples=100, step_samples=1)
         return await asyncio.to_thread(
             self.samples.lease, num_samples, done, reserve=reserve, timeout_s=2.0
@@ -147,8 +147,8 @@ def world() -> World:
     return World()
 
 
-async def test_a_lost_members_samples_are_trained_by_the_others(world: World) -> None:
-    """Samples are all completed, and the lost member's count as returned."""
+async def test_a_lost_members_samples_are_leased_to_the_others(world: World) -> None:
+    """All samples are completed, and those of the lost member count as returned."""
     await world.join("a", "1")
     await world.join("b", "1")
     async with world.serving() as (service, address):
@@ -163,8 +163,8 @@ async def test_a_lost_members_samples_are_trained_by_the_others(world: World) ->
     assert (counts.completed, counts.returned, counts.ignored) == (100, 30, 0)
 
 
-async def test_while_others_are_at_work_a_member_is_told_to_ask_again(world: World) -> None:
-    """The answer has no range and a time to wait, and the ledger is not exhausted."""
+async def test_a_member_waits_while_others_hold_the_last_samples(world: World) -> None:
+    """The answer has no range and a time after which to ask again; the ledger is not exhausted."""
     await world.join("a", "1")
     await world.join("b", "1")
     async with world.serving() as (_, address):
@@ -175,7 +175,7 @@ async def test_while_others_are_at_work_a_member_is_told_to_ask_again(world: Wor
     assert lease.retry_after_s > 0
 
 
-async def test_a_restart_goes_on_where_the_books_were_closed(world: World) -> None:
+async def test_a_restart_continues_from_the_ledger_written_on_close(world: World) -> None:
     """The final write on close has everything: no sample is leased a second time."""
     await world.join("a", "1")
     async with world.serving(NEVER_S) as (_, address):
@@ -190,8 +190,8 @@ async def test_a_restart_goes_on_where_the_books_were_closed(world: World) -> No
     assert (counts.completed, counts.repeated_max) == (100, 0)
 
 
-async def test_a_coordinators_death_repeats_samples_and_loses_none(world: World) -> None:
-    """Reports that etcd never got are done again; a lease that etcd still holds is not waited for.
+async def test_without_a_reserve_a_coordinators_death_repeats_samples(world: World) -> None:
+    """Samples whose completion is not in etcd's ledger are leased again; none is lost.
 
     The dead coordinator's late write fails, as its successor has written since.
     """
@@ -210,13 +210,13 @@ async def test_a_coordinators_death_repeats_samples_and_loses_none(world: World)
         assert counts.completed == 100
         assert counts.repeated_max == 80
         assert dead.summary(JOB) is not None
-    assert dead.summary(JOB) is None, "the deposed one has closed its books"
+    assert dead.summary(JOB) is None, "the deposed coordinator has closed its ledger"
     assert (await world.books()).exhausted
 
 
 async def test_with_a_reserve_a_coordinators_death_repeats_nothing(world: World) -> None:
-    """The member is answered only once etcd has the ledger. So a repeated call is new to the
-    successor, or already in its ledger."""
+    """The member is answered only once etcd has the ledger. So the successor has either carried out
+    a repeated call already, or never seen it."""
     await world.join("a", "1")
     async with world.serving() as (_, old_address):
         worker = Worker(old_address, "a")
@@ -232,7 +232,7 @@ async def test_with_a_reserve_a_coordinators_death_repeats_nothing(world: World)
                 await lost
             world.store.away = False
             second = (await worker.held(60)).range
-            assert second == SampleRange(0, 40, 80), "the answer to what it had asked"
+            assert second == SampleRange(0, 40, 80), "the answer to the repeated call"
             third = (await worker.held(60, [second])).range
             assert third == SampleRange(0, 80, 100)
             assert (await worker.held(0, [third])).exhausted
@@ -241,9 +241,9 @@ async def test_with_a_reserve_a_coordinators_death_repeats_nothing(world: World)
     assert (counts.completed, counts.repeated_max) == (100, 0)
 
 
-async def test_a_repeated_requests_lost_ranges_are_told_with_the_next_answer(world: World) -> None:
-    """The repeated request leases nothing, so the client makes another one, which names only the
-    ranges that are still held. The member must not begin the others."""
+async def test_ranges_lost_before_a_repeated_request_are_in_the_next_answer(world: World) -> None:
+    """The repeated request leases nothing, so the client makes another one. Its result names the
+    range that the member no longer holds, and must not begin."""
     await world.join("a", "1")
     await world.join("b", "1")
     async with world.serving() as (_, address):
@@ -260,10 +260,8 @@ async def test_a_repeated_requests_lost_ranges_are_told_with_the_next_answer(wor
     assert (lease.range, lease.not_held) == (None, (first,))
 
 
-async def test_who_waits_for_books_that_are_closed_is_sent_to_the_next_leader(
-    world: World,
-) -> None:
-    """The closed coordinator no longer leads."""
+async def test_a_call_that_waits_when_the_ledger_is_closed_is_repeated(world: World) -> None:
+    """The coordinator refuses it with NotLeader; here the same one leads again."""
     await world.join("a", "1")
     async with world.serving() as (service, address):
         worker = Worker(address, "a")
@@ -277,10 +275,10 @@ async def test_who_waits_for_books_that_are_closed_is_sent_to_the_next_leader(
     assert lease.range == SampleRange(0, 10, 20)
 
 
-async def test_who_waits_for_books_that_cannot_be_written_is_told_at_once(
+async def test_a_wait_for_a_ledger_that_cannot_be_written_ends_at_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The member asks again, instead of waiting for a write that will not come."""
+    """The member repeats its request, instead of waiting for a write that is not made."""
     write, num_written = StoredLedger.write, 0
 
     async def fail_once(stored: StoredLedger, ledger: SampleLedger, *, whole: bool = False) -> bool:
@@ -298,7 +296,7 @@ async def test_who_waits_for_books_that_cannot_be_written_is_told_at_once(
 
 
 async def test_members_that_died_with_the_coordinator_lose_their_ranges(world: World) -> None:
-    """Members that are not in etcd when the ledger is opened hold nothing."""
+    """Ranges of members that are not in etcd when the ledger is opened are returned."""
     await world.join("a", "1")
     await world.join("b", "1")
     async with world.serving() as (_, address):
@@ -327,7 +325,7 @@ async def test_a_fenced_members_report_is_refused_and_counted(world: World) -> N
 
 
 async def test_a_member_lost_while_its_call_waits_gets_no_range(world: World) -> None:
-    """A range leased after the loss would never be returned, so the call is refused."""
+    """The call is refused: a range leased after the loss would never be returned."""
     await world.join("a", "1")
     opening, go_on = asyncio.Event(), asyncio.Event()
 
@@ -352,7 +350,7 @@ async def test_a_member_lost_while_its_call_waits_gets_no_range(world: World) ->
     assert counts.in_flight == 0
 
 
-async def test_members_with_other_samples_are_refused(world: World) -> None:
+async def test_members_with_another_dataset_size_or_epochs_are_refused(world: World) -> None:
     """The job's first request fixes size and epochs; the refusal names both sides."""
     await world.join("a", "1")
     await world.join("b", "1")
@@ -365,7 +363,7 @@ async def test_members_with_other_samples_are_refused(world: World) -> None:
 
 
 async def test_many_leases_make_few_writes(world: World) -> None:
-    """Writes are coalesced: a hundred leases within one interval are one or two writes."""
+    """Writes are coalesced: a hundred leases within one interval are two writes."""
     await world.join("a", "1")
     async with world.serving(NEVER_S) as (_, address):
         worker = Worker(address, "a", size=1000)
@@ -374,12 +372,12 @@ async def test_many_leases_make_few_writes(world: World) -> None:
             done = [await worker.must(10, done)]
     entry = await world.store.get(keys.sample_ledger(JOB))
     assert entry is not None
-    assert entry.version == 2, "the first lease, and all others on close"
+    assert entry.version == 2, "one for the first lease, one on close"
     assert (await world.books()).completed == 990
 
 
-async def test_leasing_goes_on_while_etcd_is_away(world: World) -> None:
-    """Leases do not wait for the copy, which is written when etcd is back."""
+async def test_leasing_continues_while_etcd_is_away(world: World) -> None:
+    """Without a reserve, leases do not wait for a write, which is made when etcd is back."""
     await world.join("a", "1")
     async with world.serving() as (_, address):
         worker = Worker(address, "a")
@@ -402,8 +400,8 @@ async def test_a_write_whose_answer_was_lost_is_read_back(world: World) -> None:
     assert (await world.books()).exhausted
 
 
-async def test_books_that_cannot_be_read_are_not_begun_anew(world: World) -> None:
-    """The member gets an error that names the stored value; the key is left as it is."""
+async def test_an_unreadable_ledger_is_not_replaced(world: World) -> None:
+    """The member gets CorruptError; the key is left as it is."""
     await world.join("a", "1")
     await world.store.put(keys.sample_ledger(JOB), b"{}")
     async with world.serving() as (_, address):
@@ -423,10 +421,10 @@ async def test_books_that_cannot_be_read_are_not_begun_anew(world: World) -> Non
         ({"held": [samples_pb2.SampleRange()] * 2000}, MalformedMessage),
     ],
 )
-async def test_a_request_that_makes_no_sense_is_refused(
+async def test_an_invalid_request_is_refused(
     world: World, changes: dict[str, object], kind: type[Exception]
 ) -> None:
-    """The request gets a clear error, and no ledger is opened for it."""
+    """No ledger is opened for it."""
     await world.join("a", "1")
     fields = {"sequence": 1, "dataset_size": 10, "num_epochs": 1, "num_samples": 1, **changes}
     token = Token(job=JOB, member_id="a", incarnation="1")
@@ -443,8 +441,8 @@ async def test_a_request_that_makes_no_sense_is_refused(
         assert service.summary(JOB) is None
 
 
-async def test_a_report_that_did_not_get_through_goes_along_with_the_next(world: World) -> None:
-    """The client keeps what it could not report while no coordinator answered."""
+async def test_a_report_that_failed_is_sent_with_the_next_lease(world: World) -> None:
+    """The client keeps completed ranges that it could not report."""
     await world.join("a", "1")
     async with world.serving() as (_, address):
         worker = Worker(address, "a", size=10)
@@ -456,14 +454,14 @@ async def test_a_report_that_did_not_get_through_goes_along_with_the_next(world:
 
 
 async def until_written(world: World) -> None:
-    """Wait for the first copy in etcd."""
+    """Wait until etcd has a ledger."""
     async with asyncio.timeout(5):
         async for _ in world.store.watch(keys.sample_ledger(JOB), 1):  # type: ignore[arg-type]
             return
 
 
-async def test_books_that_nobody_has_opened_go_into_a_snapshot_too(world: World) -> None:
-    """A new leader knows a job's cursor before it leases samples, and knows if there is none."""
+async def test_a_new_leader_reads_a_ledger_for_a_snapshot_before_it_leases(world: World) -> None:
+    """The result is None for a job without a ledger."""
     await world.join("a", "1")
     async with world.serving() as (_, address):
         worker = Worker(address, "a")

@@ -1,4 +1,4 @@
-"""A ledger in etcd, written in small steps: whenever its writer dies, one whole write is read."""
+"""A ledger in etcd, written as a base and deltas: a reader finds the result of a whole write."""
 
 import json
 import random
@@ -82,15 +82,15 @@ async def newest(store: MemoryStore) -> SampleLedger | None:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-async def test_whenever_the_writer_dies_one_whole_write_is_found(seed: int) -> None:
-    """The test has failed writes, lost answers and successors; a replaced writer writes no more."""
+async def test_a_reader_finds_the_last_whole_write(seed: int) -> None:
+    """Writes fail, answers are lost, and successors take over, after which writes are refused."""
     choices = random.Random(seed)
     store = FailingStore(choices)
     written = SampleLedger(dataset_size=2000, num_epochs=50)
     for term in range(3):
         stored = stored_in(store)
         ledger = await stored.read() or written
-        # The successor finds a write even if its writer was never answered.
+        # The successor reads the last write, even if its answer was lost.
         assert ledger.to_json() == written.to_json()
         workers = Workers(ledger, choices, term)
         store.fails = 0.2
@@ -101,7 +101,7 @@ async def test_whenever_the_writer_dies_one_whole_write_is_found(seed: int) -> N
             try:
                 assert await stored.write(ledger, whole=choices.random() < 0.02)
             except RetryError:
-                found = await found_in_peace(store, choices)
+                found = await read_without_failures(store, choices)
                 assert found is None or found.to_json() in (before, ledger.to_json())
                 continue
             written = SampleLedger.from_json(ledger.to_json())
@@ -116,7 +116,7 @@ async def test_whenever_the_writer_dies_one_whole_write_is_found(seed: int) -> N
             assert await successor.write(taken)
 
 
-async def found_in_peace(store: FailingStore, choices: random.Random) -> SampleLedger | None:
+async def read_without_failures(store: FailingStore, choices: random.Random) -> SampleLedger | None:
     fails, store.fails = store.fails, 0.0
     try:
         return await newest(store)
@@ -144,7 +144,7 @@ async def test_most_writes_are_small() -> None:
 
 
 async def test_deltas_of_another_base_are_not_read() -> None:
-    """A restored snapshot of etcd may leave deltas beside a base that does not name them."""
+    """A restored snapshot of etcd may leave deltas of another base."""
     store, ledger = MemoryStore(), SampleLedger(dataset_size=100, num_epochs=1)
     stored = stored_in(store)
     await stored.write(ledger)
@@ -160,8 +160,8 @@ async def test_deltas_of_another_base_are_not_read() -> None:
 
 
 @pytest.mark.long
-async def test_books_of_thousands_of_members_are_compressed() -> None:
-    """etcd takes 1.5 MB in a value; the ledger of ten thousand members is smaller."""
+async def test_a_large_ledger_is_compressed() -> None:
+    """etcd accepts values up to 1.5 MB; the ledger of ten thousand members is smaller."""
     store, ledger = MemoryStore(), SampleLedger(dataset_size=10**9, num_epochs=1)
     for member in range(10_000):
         request = SampleRequest(
@@ -178,8 +178,8 @@ async def test_books_of_thousands_of_members_are_compressed() -> None:
 
 
 @pytest.mark.parametrize("delta", [b"", b"\x01\x02", b"\xff" * 30])
-async def test_a_delta_that_cannot_be_read_is_told(delta: bytes) -> None:
-    """The ledger must not be read as an older one."""
+async def test_an_unreadable_delta_quarantines_the_job(delta: bytes) -> None:
+    """Without the delta, the ledger would be read as it was earlier."""
     store, ledger = MemoryStore(), SampleLedger(dataset_size=100, num_epochs=1)
     stored = stored_in(store)
     await stored.write(ledger)

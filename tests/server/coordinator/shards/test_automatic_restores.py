@@ -1,4 +1,4 @@
-"""Automatic restores of lost jobs: each in its own time, for as long as the job is lost."""
+"""Automatic restores of lost jobs: they run side by side, and are repeated on failure."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -62,7 +62,7 @@ async def opened() -> AsyncIterator[Callable[[Mapping[str, object]], Storages]]:
 Opened = Callable[[Mapping[str, object]], Storages]
 
 
-async def test_a_job_waits_for_no_storage_but_its_own(opened: Opened) -> None:
+async def test_a_restore_that_hangs_does_not_delay_another_job(opened: Opened) -> None:
     """The first restore hangs while the other job's ends; both were begun at the same time."""
     storages = opened({"slow": asyncio.Event(), "other": NO_SNAPSHOT})
     assert storages.restores.outcome("slow") is None
@@ -73,7 +73,7 @@ async def test_a_job_waits_for_no_storage_but_its_own(opened: Opened) -> None:
     assert sorted(storages.asked) == ["other", "slow"]
 
 
-async def test_a_restore_that_takes_long_is_told_of_and_goes_on(
+async def test_a_long_restore_is_reported_and_continues(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(automatic_restores, "REPORTED_AFTER_S", 0.05)
@@ -83,10 +83,10 @@ async def test_a_restore_that_takes_long_is_told_of_and_goes_on(
     assert storages.asked == ["slow"]
 
 
-async def test_a_storage_that_is_away_is_asked_again_until_nothing_is_lost(
+async def test_a_restore_is_repeated_while_its_storage_is_unavailable(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reason is reported meanwhile; a job that cannot be restored at all is tried once."""
+    """The reason is reported meanwhile; a restore from a damaged snapshot is tried once."""
     monkeypatch.setattr(automatic_restores, "RESTORE_AGAIN_S", 0.02)
     damaged = SnapshotDamaged("the manifest is not what was written")
     storages = opened({"away": Unavailable("the storage is away"), "damaged": damaged})

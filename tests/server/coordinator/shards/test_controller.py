@@ -1,4 +1,4 @@
-"""The shard controller: trouble with one job does not delay another."""
+"""The shard controller: a job that hangs or fails does not delay another."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ class Troubled(MemoryStore):
         if key == keys.job_state("hangs"):
             await asyncio.Event().wait()
         if key == keys.job_state("fails"):
-            raise KeyError("what nobody thought of")
+            raise KeyError("an unexpected error")
         if key == keys.job_state("away"):
             raise Unavailable("etcd does not answer")
         return await super().get(key)
@@ -52,8 +52,8 @@ async def finish(store: MemoryStore, job: str, **how: Any) -> None:
     await store.put(keys.job_state(job), state_to_json(state))
 
 
-async def let_go_of(store: MemoryStore, job: str) -> None:
-    """Return once the job's assignments are deleted, which shows that the controller was there."""
+async def until_deleted(store: MemoryStore, job: str) -> None:
+    """Return once the controller has deleted the job's assignments."""
     async with asyncio.timeout(10.0):
         async for _ in store.watch(keys.assignments(job), await _revision(store)):
             if not await store.keys(keys.assignments(job)):
@@ -64,22 +64,22 @@ async def _revision(store: MemoryStore) -> int:
     return (await store.range(keys.ASSIGNMENTS)).revision
 
 
-async def test_a_job_that_hangs_holds_up_no_other() -> None:
+async def test_jobs_that_hang_or_fail_do_not_delay_another() -> None:
     store = Troubled()
     for job in ("hangs", "fails", "away", "good"):
         await place(store, job)
     await finish(store, "good")
     async with ShardController(store).working():
-        await let_go_of(store, "good")
+        await until_deleted(store, "good")
         # A later job is handled as well.
         await place(store, "later")
         await finish(store, "later")
-        await let_go_of(store, "later")
+        await until_deleted(store, "later")
     assert await store.keys(keys.assignments("hangs")) != ()
 
 
-async def test_a_job_that_may_be_joined_again_keeps_its_parameters() -> None:
-    """Jobs that failed, were stopped or are lost: their values are on the servers alone."""
+async def test_a_job_that_can_be_joined_again_keeps_its_assignments() -> None:
+    """Only the servers have the values of jobs that failed, were stopped or are lost."""
     store = Troubled()
     over: dict[str, dict[str, Any]] = {
         "failed": {"failed": True},
@@ -90,17 +90,17 @@ async def test_a_job_that_may_be_joined_again_keeps_its_parameters() -> None:
         await place(store, job)
         await finish(store, job, **how)
     async with ShardController(store).working():
-        # A cleared job has nothing else left; it is looked at after the others.
+        # A cleared job is deleted; by its name it is handled after the others.
         await place(store, "zz-cleared")
         await finish(store, "zz-cleared", failed=True, tally=LifetimeFigures(is_cleared=True))
-        await let_go_of(store, "zz-cleared")
+        await until_deleted(store, "zz-cleared")
     assert sorted(await assignments.jobs(store)) == sorted(over)
 
 
-async def test_what_a_coordinator_was_having_loaded_as_it_ended_is_told_as_lost(
+async def test_a_shard_that_an_ended_coordinator_was_loading_becomes_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The successor first tries to restore the shard; here, there is no snapshot."""
+    """The successor first tries to restore the job, which has no snapshot."""
     monkeypatch.setattr(abandoned_loads, "GIVEN_UP_AFTER_S", 0.0)
     store, asked = MemoryStore(), asyncio.Event()
 
@@ -123,7 +123,7 @@ async def test_what_a_coordinator_was_having_loaded_as_it_ended_is_told_as_lost(
         assert known[0].epoch == 5
 
 
-async def test_a_server_that_hangs_is_measured_beside_the_work(
+async def test_measuring_a_server_that_hangs_delays_no_other_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: 200 jobs on a server that hangs delayed the work by 13 s, every 10 s."""
@@ -143,4 +143,4 @@ async def test_a_server_that_hangs_is_measured_beside_the_work(
         await asked.wait()
         await place(store, "good")
         await finish(store, "good")
-        await let_go_of(store, "good")
+        await until_deleted(store, "good")

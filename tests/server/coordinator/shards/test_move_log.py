@@ -1,4 +1,4 @@
-"""Moves of shards are logged once they pause."""
+"""Moves of shards are logged together: once there are no more for a time, or after a limit."""
 
 import asyncio
 from collections import Counter
@@ -13,7 +13,7 @@ TO_0 = Counter({("ps-1", "ps-0"): 1})
 
 
 class Lines(list[tuple[str, str]]):
-    """Logged lines, by job."""
+    """Logged lines, each with its job."""
 
     def __init__(self) -> None:
         self.came = asyncio.Event()
@@ -29,7 +29,7 @@ async def lines() -> Lines:
 
 
 @pytest.fixture
-def told(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> MoveLog:
+def moves(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> MoveLog:
     monkeypatch.setattr(move_log, "QUIET_S", 0.05)
     monkeypatch.setattr(move_log, "AT_MOST_S", 0.2)
     return MoveLog(lines.tell)
@@ -40,12 +40,10 @@ async def first(lines: Lines) -> None:
         await lines.came.wait()
 
 
-async def test_moves_of_a_job_are_one_line_for_each_two_servers(
-    told: MoveLog, lines: Lines
-) -> None:
+async def test_moves_of_a_job_have_a_line_per_pair_of_servers(moves: MoveLog, lines: Lines) -> None:
     for _ in range(3):
-        told.add("a", TO_1)
-    told.add("a", TO_0)
+        moves.add("a", TO_1)
+    moves.add("a", TO_0)
     assert lines == []
     await first(lines)
     assert lines == [
@@ -54,20 +52,20 @@ async def test_moves_of_a_job_are_one_line_for_each_two_servers(
     ]
 
 
-async def test_moves_without_end_are_told_of(told: MoveLog, lines: Lines) -> None:
-    """The line comes in time, though moves never pause."""
+async def test_moves_without_a_pause_are_logged(moves: MoveLog, lines: Lines) -> None:
+    """The line has all moves since the first."""
     num_added = 0
     async with asyncio.timeout(30):
         while not lines:
-            told.add("a", TO_0)
+            moves.add("a", TO_0)
             num_added += 1
             await asyncio.sleep(0.001)
     assert lines[0] == ("a", f"{num_added} shards moved from ps-1 to ps-0")
 
 
-async def test_of_a_job_that_is_gone_nothing_is_told(told: MoveLog, lines: Lines) -> None:
-    told.add("a", TO_1)
-    told.add("b", TO_1)
-    told.forget("a")
+async def test_moves_of_a_forgotten_job_are_not_logged(moves: MoveLog, lines: Lines) -> None:
+    moves.add("a", TO_1)
+    moves.add("b", TO_1)
+    moves.forget("a")
     await first(lines)
     assert {job for job, _ in lines} == {"b"}

@@ -31,17 +31,17 @@ LIMIT_S = 120.0
 CONTEXT: Context = None  # type: ignore[assignment]
 
 
-async def anybody(token: Token) -> None:
-    """Accept every caller: there are no members here."""
+async def any_caller(token: Token) -> None:
+    """Accept every caller."""
 
 
-async def whoever_is_listed(addresses: Mapping[Holder, str]) -> Mapping[Holder, str]:
-    """Choose all servers: none listens at these addresses."""
+async def all_servers(addresses: Mapping[Holder, str]) -> Mapping[Holder, str]:
+    """Choose all servers, without a connection to their addresses."""
     return addresses
 
 
 async def live(tmp_path: Path, request: PlaceRequest, num_servers: int, num_shards: int) -> None:
-    """Place a job, kill a server and empty another, with no request that etcd refuses."""
+    """Place a job, kill one server and drain another, within etcd's limits of a request."""
     job, limit_s = request.token.job, unhurried(LIMIT_S)
     async with AsyncExitStack() as stack:
         endpoint = stack.enter_context(running_etcd(tmp_path))
@@ -49,7 +49,7 @@ async def live(tmp_path: Path, request: PlaceRequest, num_servers: int, num_shar
         cluster = await stack.enter_async_context(
             record_keepers(lambda: CountedClient(config), num_servers)
         )
-        service = ShardsService(cluster.store, anybody, choose=whoever_is_listed)
+        service = ShardsService(cluster.store, any_caller, choose=all_servers)
         placed = await service.Place(request, CONTEXT)
         assert len(placed.shards) >= num_shards
         await stack.enter_async_context(ShardController(cluster.store).working())
@@ -59,9 +59,9 @@ async def live(tmp_path: Path, request: PlaceRequest, num_servers: int, num_shar
         cluster.tally.clear()
         await cluster.kill(lost)
         await cluster.until(job, leads_nothing(lost.me), limit_s)
-        # Far fewer transactions than one for each shard of the job, or for each of the lost server.
+        # Fewer transactions than one for each shard of the job.
         assert cluster.tally.num_transactions < len(placed.shards)
-        # shards still move for balance meanwhile
+        # Shards still move for balance meanwhile.
         await leaving.register(leaving=True)
         await cluster.until(job, holds_nothing(leaving.me), limit_s)
         is_rid = holds_nothing(lost.me)
@@ -76,7 +76,7 @@ async def live(tmp_path: Path, request: PlaceRequest, num_servers: int, num_shar
 
 
 async def test_many_tables_are_placed_failed_over_and_moved(tmp_path: Path) -> None:
-    """The leaving server is emptied while others still balance their loads."""
+    """The leaving server's shards are moved while others still balance their loads."""
     request = hundred_tables("job")
     del request.tables[6:]
     await live(tmp_path, request, num_servers=5, num_shards=384)
@@ -86,10 +86,10 @@ async def test_many_tables_are_placed_failed_over_and_moved(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("asked", "num_shards"), [(transformer_of_a_terabyte, 3000), (hundred_tables, 6400)]
 )
-async def test_the_largest_jobs_live_on_a_hundred_servers(
+async def test_the_largest_jobs_are_placed_and_failed_over_on_a_hundred_servers(
     tmp_path: Path, asked: Callable[[str], PlaceRequest], num_shards: int
 ) -> None:
-    """Two jobs: 1 TB of parameters, and 100 tables of 64 shards."""
+    """The jobs have 1 TB of parameters, or 100 tables of 64 shards."""
     request = asked("job")
     assert request.tables or num_bytes(request) >= 1e12
     await live(tmp_path, request, num_servers=100, num_shards=num_shards)

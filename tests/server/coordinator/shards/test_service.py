@@ -1,4 +1,4 @@
-"""Shard maps: one for each job, the same for all callers, whoever asks first."""
+"""Shard maps: one for each job, the same for all callers."""
 
 import asyncio
 import json
@@ -36,8 +36,8 @@ async def only_members(token: Token) -> None:
         raise Fenced("not a member")
 
 
-async def whoever_is_listed(addresses: Mapping[Holder, str]) -> Mapping[Holder, str]:
-    """Choose all servers: they are entries in a store here."""
+async def all_servers(addresses: Mapping[Holder, str]) -> Mapping[Holder, str]:
+    """Choose all servers, without a connection to their addresses."""
     return addresses
 
 
@@ -55,7 +55,7 @@ async def store() -> AsyncIterator[MemoryStore]:
 
 
 async def place(store: MemoryStore, parameters: list[ParameterSpec] = SCHEMA) -> ShardMap:
-    service = ShardsService(store, only_members, choose=whoever_is_listed)
+    service = ShardsService(store, only_members, choose=all_servers)
     return await service.Place(PlaceRequest(token=TOKEN, parameters=parameters), CONTEXT)
 
 
@@ -65,7 +65,7 @@ async def get_map(store: MemoryStore, wait_s: float = 0.0) -> ShardMap:
 
 
 async def test_placing_is_idempotent(store: MemoryStore) -> None:
-    """The first map stays, even if servers have come and gone since."""
+    """The first map stays, even if a server has gone since."""
     first = await place(store)
     assert {(s.server_id, s.address, s.epoch) for s in first.shards} == {
         ("ps-0", "ps-0:7710", 1),
@@ -78,8 +78,8 @@ async def test_placing_is_idempotent(store: MemoryStore) -> None:
     assert await shard_map.read(store, "job") == first
 
 
-async def test_a_server_that_moved_is_found(store: MemoryStore) -> None:
-    """The map has each server's current address; shards stay with the server of that id."""
+async def test_the_map_has_the_current_address_of_each_server(store: MemoryStore) -> None:
+    """Shards stay with the server of that id."""
     first = await place(store)
     await store.put(keys.server("ps-1"), json.dumps({"address": "ps-1:9999"}).encode())
     moved = await get_map(store)
@@ -91,7 +91,7 @@ async def test_a_server_that_moved_is_found(store: MemoryStore) -> None:
 
 
 async def test_racing_calls_get_one_map(store: MemoryStore) -> None:
-    """Replicas that place at once, on whatever servers they saw, agree on one map."""
+    """Calls that place at once get one map, although more servers register meanwhile."""
 
     async def churn() -> None:
         for i in range(2, 6):
@@ -102,7 +102,7 @@ async def test_racing_calls_get_one_map(store: MemoryStore) -> None:
     assert await get_map(store) == maps[0]
 
 
-async def test_another_schema_is_refused_by_name(store: MemoryStore) -> None:
+async def test_another_schema_is_refused(store: MemoryStore) -> None:
     """The refusal names each parameter that differs, as seen and as expected."""
     await place(store)
     narrow = [ParameterSpec(name="weight", shape=[1000, 10], dtype="float32"), SCHEMA[1]]
@@ -143,8 +143,8 @@ async def test_bad_schemas_are_refused(
     assert await store.get(keys.shard_map("job")) is None
 
 
-async def test_no_servers(store: MemoryStore) -> None:
-    """The error for a cluster without parameter servers says what to start."""
+async def test_without_servers_nothing_is_placed(store: MemoryStore) -> None:
+    """The error names the command that starts one."""
     await store.delete(keys.SERVERS, prefix=True)
     with pytest.raises(NoServers, match="shoal ps"):
         await place(store)
@@ -152,7 +152,7 @@ async def test_no_servers(store: MemoryStore) -> None:
     assert {s.server_id for s in (await place(store)).shards} == {"ps-7"}
 
 
-async def test_waiting_for_the_map(store: MemoryStore) -> None:
+async def test_a_call_may_wait_for_the_map(store: MemoryStore) -> None:
     """A caller that waits gets the map when it is made, or an error after its time."""
     with pytest.raises(DeadlineExceeded, match="no shard map"):
         await get_map(store)
@@ -165,7 +165,7 @@ async def test_waiting_for_the_map(store: MemoryStore) -> None:
 
 
 async def test_only_members_are_served(store: MemoryStore) -> None:
-    """A token that is not authorized changes nothing; one without a job is malformed."""
+    """A call of another process, or with a bad job name, is refused and places nothing."""
     service = ShardsService(store, only_members)
     for bad, kind in (
         (Token(job="job", member_id="w0", incarnation="zero"), Fenced),

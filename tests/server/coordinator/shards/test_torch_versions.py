@@ -22,7 +22,7 @@ def server(name: str, torch_version: str) -> Server:
     return Server(holder=Holder(name, "one"), address="a:1", torch_version=torch_version)
 
 
-def told_of(*present: list[Server]) -> list[dict[str, list[str]]]:
+def mixtures(*present: list[Server]) -> list[dict[str, list[str]]]:
     """Return the mixtures logged for these lists of servers, one after the other."""
     versions = TorchVersions()
     with capture_logs() as logs:
@@ -31,16 +31,18 @@ def told_of(*present: list[Server]) -> list[dict[str, list[str]]]:
     return [line["servers"] for line in logs]
 
 
-def test_each_mixture_is_told_once() -> None:
+def test_each_mixture_is_logged_when_it_begins() -> None:
     """A mixture that comes back is logged again; a server without a version does not count."""
     a, b, c, silent = server("a", "2.5"), server("b", "2.6"), server("c", "2.6"), server("d", "")
-    assert told_of([a], [a, silent], []) == []
+    assert mixtures([a], [a, silent], []) == []
     mixed, wider = {"2.5": ["a"], "2.6": ["b"]}, {"2.5": ["a"], "2.6": ["b", "c"]}
-    assert told_of([a, b], [b, a], [c, b, a], [c, b], [b, a]) == [mixed, wider, mixed]
+    assert mixtures([a, b], [b, a], [c, b, a], [c, b], [b, a]) == [mixed, wider, mixed]
 
 
-def test_a_job_on_several_versions_goes_on_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator's log and the job's status both say so."""
+def test_a_job_on_several_versions_continues_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The coordinator's log and the job's status both show the versions."""
     own = torch.__version__
     with capture_logs() as logs, ParameterServers(1) as servers:
         monkeypatch.setattr(torch, "__version__", OTHER)

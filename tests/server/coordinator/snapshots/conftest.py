@@ -1,4 +1,4 @@
-"""Resources of snapshot tests, closed at their end."""
+"""Fixture of the snapshot tests: a stack that closes what a test opens."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

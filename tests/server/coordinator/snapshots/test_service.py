@@ -1,4 +1,4 @@
-"""Snapshots under load contain each push as a whole, and restore everything on any servers."""
+"""Snapshots under load contain each push as a whole, and can be restored on other servers."""
 
 import asyncio
 import json
@@ -110,8 +110,8 @@ def newest_of(sessions: list[SessionImage]) -> dict[str, int]:
 
 
 @pytest.mark.long
-def test_a_snapshot_under_load_tears_no_push(opened: ExitStack, tmp_path: Path) -> None:
-    """Members subtract different powers of 1,000: the values show each one's number of pushes."""
+def test_a_snapshot_under_load_has_whole_pushes(opened: ExitStack, tmp_path: Path) -> None:
+    """Members subtract different powers of 1,000: the values show the pushes of each member."""
     servers, snapshots = start(opened, tmp_path)
     members = [pusher(opened, servers, f"m{i}", weight=1000.0**i).start() for i in range(3)]
     for _ in range(4):
@@ -124,8 +124,8 @@ def test_a_snapshot_under_load_tears_no_push(opened: ExitStack, tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_servers_that_come_and_go_meanwhile_tear_no_push(opened: ExitStack, tmp_path: Path) -> None:
-    """A snapshot may fail meanwhile, but one that exists is whole."""
+def test_pushes_are_whole_while_servers_change(opened: ExitStack, tmp_path: Path) -> None:
+    """A snapshot may fail meanwhile, but one that is listed is whole."""
     servers, snapshots = start(opened, tmp_path, num_servers=3)
     members = [pusher(opened, servers, f"m{i}", weight=1000.0**i).start() for i in range(3)]
     for change in (lambda: servers.stop("ps-1"), lambda: servers.add("ps-3"), lambda: None):
@@ -184,7 +184,7 @@ def test_a_snapshot_does_not_get_the_number_of_a_damaged_one(
     assert snapshots.take().manifest.number == 3
 
 
-def test_it_is_restored_on_another_number_of_servers_to_the_last_bit(
+def test_a_job_restored_on_more_servers_continues_bit_for_bit(
     opened: ExitStack, tmp_path: Path
 ) -> None:
     """Three servers continue from the state of two, exactly as the two do."""
@@ -215,7 +215,7 @@ def test_it_is_restored_on_another_number_of_servers_to_the_last_bit(
     assert after.values == before.values and len(elements(after.values)) > 0
 
 
-def test_it_is_not_restored_under_members_but_over_what_they_left(
+def test_a_restore_is_refused_with_members_and_replaces_values_without(
     opened: ExitStack, tmp_path: Path
 ) -> None:
     servers, snapshots = start(opened, tmp_path)
@@ -235,8 +235,8 @@ def test_it_is_not_restored_under_members_but_over_what_they_left(
     assert snapshots.take().manifest.lineage != snapshots.library.find(1).lineage
 
 
-def test_nothing_is_restored_into_a_job_that_is_finished(opened: ExitStack, tmp_path: Path) -> None:
-    """A finished job would drop the restored state at once; its own state stays as it is."""
+def test_a_restore_into_a_finished_job_is_refused(opened: ExitStack, tmp_path: Path) -> None:
+    """A finished job would drop the restored state at once."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
@@ -250,7 +250,7 @@ def test_nothing_is_restored_into_a_job_that_is_finished(opened: ExitStack, tmp_
     snapshots.restore()
 
 
-def test_a_snapshot_of_a_job_that_is_not_there_leaves_nothing(
+def test_a_snapshot_of_an_unknown_job_fails_and_leaves_no_record(
     opened: ExitStack, tmp_path: Path
 ) -> None:
     servers = opened.enter_context(ParameterServers(1))
@@ -260,7 +260,7 @@ def test_a_snapshot_of_a_job_that_is_not_there_leaves_nothing(
     assert servers.run(servers.store.keys(keys.JOBS)) == ()
 
 
-def test_a_server_that_dies_meanwhile_leaves_no_snapshot_and_no_pause(
+def test_a_snapshot_that_fails_is_not_listed_and_pauses_no_push(
     opened: ExitStack, tmp_path: Path
 ) -> None:
     servers, snapshots = start(opened, tmp_path, num_servers=1)
@@ -293,7 +293,7 @@ def test_another_cut_is_tried_if_a_primary_is_not_registered(
     assert snapshots.take().manifest.number == 1
 
 
-def test_a_push_that_its_dead_member_left_half_done_is_told(
+def test_a_push_that_a_lost_member_made_in_part_is_reported(
     opened: ExitStack, tmp_path: Path
 ) -> None:
     servers, snapshots = start(opened, tmp_path)
@@ -312,7 +312,7 @@ def test_a_push_that_its_dead_member_left_half_done_is_told(
 def push_to_one_shard(
     opened: ExitStack, servers: ParameterServers, member: Pusher, token: Token
 ) -> None:
-    """Push to shard 0 only, in the name of a member that would have continued with the others."""
+    """Push to shard 0 alone, as a member that is lost before it pushes to the other shards."""
     shard = member.client.fetch_map().shards[0]
     channel = opened.enter_context(grpc.insecure_channel(shard.address))
     item = PushItem(shard_id=shard.shard_id, epoch=shard.epoch, base_version=1)
@@ -326,8 +326,8 @@ def push_to_one_shard(
     assert reply.outcome.version == 2
 
 
-def test_rows_of_tables_come_back_too(opened: ExitStack, tmp_path: Path) -> None:
-    """Shards that were never pushed to are in the snapshot as well."""
+def test_rows_of_tables_are_restored(opened: ExitStack, tmp_path: Path) -> None:
+    """Shards without a push are in the snapshot as well."""
     servers, snapshots = start(opened, tmp_path)
     token = servers.admit("m")
     gradients = array("f", [1.0] * 6)
@@ -367,7 +367,7 @@ def table_client(opened: ExitStack, servers: ParameterServers, token: Token) -> 
     return client
 
 
-def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Path) -> None:
+def test_a_restore_from_a_damaged_file_loses_the_shards(opened: ExitStack, tmp_path: Path) -> None:
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m")
     member.push()
@@ -379,7 +379,7 @@ def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Pa
     with pytest.raises(SnapshotDamaged) as raised:
         snapshots.restore()
     assert raised.value.details == {"file": manifest.parts[2].file, "shard": "2"}
-    # Servers had to drop their shards: each is reported as lost, with the reason.
+    # The servers have dropped their shards: each is recorded as lost, with the reason.
     entry = servers.run(records.read(servers.store, "job"))
     assert entry is not None
     for shard in entry.assignments.shards:
@@ -397,8 +397,8 @@ def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Pa
 def test_a_restore_that_cannot_write_its_records_changes_nothing(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers drop their shards only once records say which servers are to load them. If a
-    coordinator or etcd ends in between, no shard is left neither led nor lost."""
+    """Servers drop their shards only once the records name the servers that load them. So each
+    shard has a primary or is lost, even if a coordinator or etcd ends in between."""
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m")
     member.push()
@@ -418,8 +418,8 @@ def test_a_restore_that_cannot_write_its_records_changes_nothing(
     assert elements(member.values) == {-2.0}
 
 
-def test_a_server_that_leaves_is_given_nothing_to_load(opened: ExitStack, tmp_path: Path) -> None:
-    """The leaving server would end, and the restored shards with it."""
+def test_a_server_that_leaves_gets_no_restored_shards(opened: ExitStack, tmp_path: Path) -> None:
+    """They would be lost when it ends."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
@@ -428,8 +428,8 @@ def test_a_server_that_leaves_is_given_nothing_to_load(opened: ExitStack, tmp_pa
     assert elements(pusher(opened, servers, "n").values) == {-1.0}
 
 
-def test_a_snapshot_of_what_was_restored_is_whole(opened: ExitStack, tmp_path: Path) -> None:
-    """Pushes to the shards that are gone do not count as missing from any shard."""
+def test_a_snapshot_after_a_restore_has_whole_pushes(opened: ExitStack, tmp_path: Path) -> None:
+    """Pushes that the restore discarded do not count as missing from a shard."""
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m")
     member.push()
@@ -441,10 +441,10 @@ def test_a_snapshot_of_what_was_restored_is_whole(opened: ExitStack, tmp_path: P
     assert manifest.steps == {member.session: 1}
 
 
-def test_a_server_that_died_a_moment_ago_is_given_nothing_to_load(
+def test_a_dead_server_that_is_still_registered_gets_no_restored_shards(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """etcd still lists the server, and another process is at its address."""
+    """etcd still lists the server, at whose address another process listens."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
@@ -454,35 +454,35 @@ def test_a_server_that_died_a_moment_ago_is_given_nothing_to_load(
     assert elements(pusher(opened, servers, "n").values) == {-1.0}
 
 
-def test_what_a_server_that_ends_was_to_load_is_given_to_others(
+def test_shards_that_an_ended_server_was_to_load_go_to_the_other(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The leaving server had no shard yet, and so it ended before it was asked to load. Shards that
-    the other one has loaded by then stay as they are."""
+    """The server ends when it is called to load. The other one is called once for its own shards
+    and once for these."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
     call, num_loads = ServerCalls.call, Counter[str]()
     leaving = servers.servers["ps-0"]
 
-    async def once_it_is_gone(calls: ServerCalls, address: str, *what: Any) -> Any:
+    async def after_its_end(calls: ServerCalls, address: str, *what: Any) -> Any:
         num_loads[address] += 1
         if address == leaving.address:
             await servers.stopped("ps-0")
         return await call(calls, address, *what)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ServerCalls, "call", once_it_is_gone)
+        patch.setattr(ServerCalls, "call", after_its_end)
         restored = snapshots.restore(under_members=True)
     assert restored.servers == ["ps-1"]
     assert num_loads == {leaving.address: 1, servers.servers["ps-1"].address: 2}
     assert elements(pusher(opened, servers, "n").values) == {-1.0}
 
 
-def test_what_was_restored_and_is_lost_at_once_had_the_snapshots_version(
+def test_restored_shards_that_are_lost_at_once_had_the_snapshots_version(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """The servers were not asked for their versions yet. Initial values count as version 1."""
+    """The coordinator has not measured the servers yet. Initial values count as version 1."""
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m")
     for _ in range(3):
@@ -497,10 +497,10 @@ def test_what_was_restored_and_is_lost_at_once_had_the_snapshots_version(
     assert lost.value.details["at_least_version"] == "4"
 
 
-def test_a_restore_that_fails_leaves_one_that_came_after_it_alone(
+def test_a_restore_that_fails_does_not_undo_a_later_one(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another restore was begun while the first one still waited for a server."""
+    """The other restore begins and ends while the first one waits for a server."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.take()
@@ -528,10 +528,10 @@ def test_a_restore_that_fails_leaves_one_that_came_after_it_alone(
     assert elements(pusher(opened, servers, "n").values) == {-1.0}
 
 
-def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
+def test_a_cluster_with_empty_servers_continues_from_the_newest_snapshot(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """Members are still there: their next pushes count, though computed on later values."""
+    """The member's next push counts, although it was computed on later values."""
     servers, snapshots = start(opened, tmp_path)
     policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
     member = pusher(opened, servers, "m")
@@ -555,10 +555,10 @@ def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
     awaited(is_spread, 60.0, "each of the three has shards")
 
 
-def test_a_clock_that_was_put_back_makes_no_snapshot_one_of_an_earlier_run(
+def test_a_snapshot_is_of_this_run_by_its_lineage_whatever_its_time(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """The snapshot is older than the job by its time, and of the lost shards by its lineage."""
+    """By its time it is older than the job, but its lineage is that of the lost shards."""
     servers, snapshots = start(opened, tmp_path)
     policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
     member = pusher(opened, servers, "m")
@@ -566,8 +566,8 @@ def test_a_clock_that_was_put_back_makes_no_snapshot_one_of_an_earlier_run(
     snapshots.take()
     service = snapshots.service(policy, begun_unix_s=lambda job: time.time() + 3600.0)
     assert servers.run(service.restore_lost("job")).is_restored
-    # The shards are new from here on, without a snapshot of their own: they are lost again, and
-    # restored from the same one.
+    # The restored shards have no snapshot of their own yet. If they are lost again, the same
+    # snapshot is used.
     assert servers.run(service.restore_lost("job")).is_restored
     servers.run(servers.store.delete(keys.job_prefix("job"), prefix=True))
     tried = servers.run(service.restore_lost("job"))
@@ -575,11 +575,11 @@ def test_a_clock_that_was_put_back_makes_no_snapshot_one_of_an_earlier_run(
     assert "of an earlier run" in tried.reason
 
 
-def test_what_an_operator_went_back_behind_does_not_return_by_itself(
+def test_an_automatic_restore_does_not_undo_a_restore_of_an_older_snapshot(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """A server that has loaded its part of an older snapshot ends before a copy of it exists. The
-    newest snapshot is used only once it was taken of the restored state."""
+    """A lost shard is restored from the snapshot that the operator chose, until a newer one was
+    taken of the restored state."""
     servers, snapshots = start(opened, tmp_path)
     service = snapshots.service(SnapshotPolicy(url=str(tmp_path / "snapshots")))
     member = pusher(opened, servers, "m")
@@ -617,7 +617,7 @@ def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_pa
     assert "--snapshot-url" in tried.reason
 
 
-def test_no_job_waits_for_the_storage_of_another(
+def test_snapshots_of_a_job_do_not_wait_for_the_storage_of_another(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading one job's snapshots hangs; the policy's snapshots of the other are taken."""
@@ -640,16 +640,14 @@ def test_no_job_waits_for_the_storage_of_another(
     servers.run(working.enter_async_context(snapshots.service(policy).working(servers.store)))
     give_up_s = time.monotonic() + 30.0
     while (taken := newest(snapshots.library)) is None or taken.number < 3:
-        assert time.monotonic() < give_up_s, "it waits for the other job"
+        assert time.monotonic() < give_up_s, "the job waits for the other one"
         member.wait_for_more(1)
     is_over.set()
     servers.run(working.aclose())
     member.stop()
 
 
-def test_snapshots_are_taken_and_removed_as_the_policy_says(
-    opened: ExitStack, tmp_path: Path
-) -> None:
+def test_snapshots_are_taken_and_removed_by_the_policy(opened: ExitStack, tmp_path: Path) -> None:
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m").start()
     policy = SnapshotPolicy(url=str(tmp_path / "snapshots"), every_s=0.2, num_kept=2)
@@ -668,7 +666,7 @@ def test_snapshots_are_taken_and_removed_as_the_policy_says(
 
 
 @pytest.mark.parametrize("fields", [{"every_s": 5.0}, {"num_kept": 0}, {"every_s": -1.0}])
-def test_a_policy_that_makes_no_sense_is_refused(fields: dict[str, float]) -> None:
+def test_an_invalid_policy_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(InvalidSpec):
         SnapshotPolicy(**fields)  # type: ignore[arg-type]
 
@@ -676,10 +674,10 @@ def test_a_policy_that_makes_no_sense_is_refused(fields: dict[str, float]) -> No
 @pytest.mark.parametrize(
     "cursor", [{"format": 1}, {"format": 9}, {"format": 1, "dataset_size": "x", "num_epochs": 1}]
 )
-def test_a_snapshot_with_a_cursor_that_is_none_is_damaged_and_changes_nothing(
+def test_a_snapshot_with_an_invalid_ledger_changes_nothing(
     opened: ExitStack, tmp_path: Path, cursor: dict[str, object]
 ) -> None:
-    """Written to etcd, such a cursor would end every coordinator that continues the job."""
+    """Written to etcd, such a ledger would quarantine the job."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     snapshots.cursor = cursor
@@ -691,7 +689,7 @@ def test_a_snapshot_with_a_cursor_that_is_none_is_damaged_and_changes_nothing(
     assert servers.run(servers.store.get(keys.sample_ledger("job"))) is None
 
 
-def test_callers_name_places_below_the_roots_only(opened: ExitStack, tmp_path: Path) -> None:
+def test_callers_may_use_only_locations_below_the_roots(opened: ExitStack, tmp_path: Path) -> None:
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     root = tmp_path / "snapshots"
@@ -717,8 +715,8 @@ def test_callers_name_places_below_the_roots_only(opened: ExitStack, tmp_path: P
     assert "000000007-x.json" in damaged
 
 
-def test_a_server_opens_no_place_on_a_callers_word(opened: ExitStack, tmp_path: Path) -> None:
-    """The server refuses every caller, coordinator or not."""
+def test_a_server_opens_only_locations_below_the_roots(opened: ExitStack, tmp_path: Path) -> None:
+    """The server reads the roots from etcd, so that no caller can add one."""
     servers, _ = start(opened, tmp_path)
     with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
         stub = ShardSnapshotsStub(channel)
@@ -744,7 +742,7 @@ def test_a_server_opens_no_place_on_a_callers_word(opened: ExitStack, tmp_path: 
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_the_leader_tells_the_servers_its_roots(opened: ExitStack, tmp_path: Path) -> None:
+def test_the_leader_writes_its_roots_to_etcd(opened: ExitStack, tmp_path: Path) -> None:
     servers, _ = start(opened, tmp_path)
     policy = SnapshotPolicy(url="s3://bucket/a", roots=["/srv/snapshots", "s3://bucket/a"])
     limits = Limits(heartbeat_s=0.5, join_s=60.0)
@@ -774,10 +772,8 @@ class SlowLibrary(SnapshotLibrary):
         super().commit(manifest)
 
 
-def test_a_snapshot_that_is_cancelled_as_it_is_committed_is_whole(
-    opened: ExitStack, tmp_path: Path
-) -> None:
-    """A coordinator that ceases to lead cancels it: the thread still commits."""
+def test_a_snapshot_cancelled_during_its_commit_is_whole(opened: ExitStack, tmp_path: Path) -> None:
+    """A coordinator whose term ends cancels it; the thread still commits."""
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m").push()
     library = snapshots.library = SlowLibrary(snapshots.library)
@@ -786,7 +782,7 @@ def test_a_snapshot_that_is_cancelled_as_it_is_committed_is_whole(
         taking = asyncio.create_task(snapshots.taking())
         await asyncio.to_thread(library.begun.wait)
         taking.cancel()
-        # The cancellation is delivered before the commit goes on.
+        # The cancellation is delivered before the commit continues.
         await asyncio.sleep(0)
         library.may_commit.set()
         with suppress(asyncio.CancelledError):
@@ -797,7 +793,7 @@ def test_a_snapshot_that_is_cancelled_as_it_is_committed_is_whole(
     assert len(images(library, manifest)) == 6
 
 
-def test_a_commit_that_may_have_failed_leaves_a_whole_snapshot_or_none(
+def test_an_undecided_commit_leaves_a_complete_snapshot_or_none(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The storage writes the manifest, and its answer is lost."""
@@ -832,7 +828,7 @@ def test_a_commit_that_may_have_failed_leaves_a_whole_snapshot_or_none(
     assert snapshots.take().manifest.number == whole.number + 2
 
 
-def test_another_model_is_not_overwritten(opened: ExitStack, tmp_path: Path) -> None:
+def test_a_snapshot_of_another_model_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:
     servers, snapshots = start(opened, tmp_path)
     pusher(opened, servers, "m")
     manifest = snapshots.take().manifest

@@ -71,7 +71,7 @@ class Crew:
             worker.stop()
 
     def wait_for_more(self, num_steps: int) -> None:
-        """Wait until each member took so many more steps; raise the error of one that failed."""
+        """Wait until each member has taken so many more steps. Raises a failed member's error."""
         for worker in self._workers:
             wanted = len(worker.successes) + num_steps
 
@@ -93,7 +93,7 @@ def cut_of(work: StepWork, manifest: Manifest) -> tuple[StepWork, int]:
 def test_steps_of_parameters_and_rows_are_restored_whole_on_other_servers(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """The snapshots are serial replays of whole steps, and remain so when steps continue."""
+    """Values and rows are a serial replay of whole steps, and remain so when steps continue."""
     servers, snapshots = start(opened, tmp_path, num_servers=2)
     work = work_on(servers)
     with Crew(servers, work, "before") as crew:
@@ -122,8 +122,8 @@ def compare_all(work: StepWork, reader: StepClient) -> None:
 
 
 @pytest.mark.long
-def test_servers_that_come_and_go_meanwhile_tear_no_step(opened: ExitStack, tmp_path: Path) -> None:
-    """A snapshot may fail meanwhile, but one that exists is whole."""
+def test_snapshots_have_whole_steps_while_servers_change(opened: ExitStack, tmp_path: Path) -> None:
+    """A snapshot may fail meanwhile, but one that is listed is whole."""
     servers, snapshots = start(opened, tmp_path, num_servers=3)
     work = work_on(servers)
     with Crew(servers, work, "m") as crew:
@@ -146,11 +146,11 @@ def test_servers_that_come_and_go_meanwhile_tear_no_step(opened: ExitStack, tmp_
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("begins_with", ["rows", "parameters"])
-def test_what_a_step_lacks_is_known_where_its_beginning_went(
+def test_a_step_made_in_part_is_known_to_later_holders_of_its_shards(
     opened: ExitStack, tmp_path: Path, begins_with: str
 ) -> None:
-    """The server that admitted the first half is gone, and so is the member: the servers that have
-    its shards now know that the other half is missing."""
+    """The servers that received the first half are gone, and so is the member. The server that now
+    has their shards knows that the other half is missing."""
     servers, snapshots = start(opened, tmp_path, num_servers=2)
     work = work_on(servers)
     member = client(servers, work, "m")
@@ -183,7 +183,7 @@ def test_what_a_step_lacks_is_known_where_its_beginning_went(
 def await_everything_on(
     servers: ParameterServers, server_id: str, *, with_copies: bool = False
 ) -> None:
-    """Wait until the server leads every shard of the job, or has a copy of the others."""
+    """Wait until the server is primary of every shard; with `with_copies`, primary or backup."""
 
     def is_there() -> bool:
         entry = servers.run(assignments.read(servers.store, "job"))

@@ -1,4 +1,4 @@
-"""Snapshots of tables that get pushes all the time: whole, and restored on other servers."""
+"""Snapshots of tables under load: they have whole pushes, and are restored on other servers."""
 
 from collections import defaultdict
 from contextlib import ExitStack
@@ -43,7 +43,7 @@ def workers(servers: ParameterServers, work: RowWork, prefix: str) -> list[RowWo
 
 
 def wait_for_more(crew: list[RowWorker], num_pushes: int) -> None:
-    """Wait until each worker made so many more pushes; raise the error of one that failed."""
+    """Wait until each worker has made so many more pushes. Raises the error of a failed worker."""
     for worker in crew:
         wanted = len(worker.successes) + num_pushes
 
@@ -56,7 +56,7 @@ def wait_for_more(crew: list[RowWorker], num_pushes: int) -> None:
 
 
 def cut(history: RowHistory, versions: dict[tuple[str, int], int]) -> RowHistory:
-    """Return the pushes up to these versions. Raises AssertionError if one was cut in two."""
+    """Return the pushes up to these versions. Raises AssertionError if some shards lack one."""
     found: dict[tuple[str, int], set[bool]] = defaultdict(set)
     kept = RowHistory()
     for where, pushes in history.pushed.items():
@@ -73,7 +73,7 @@ def cut(history: RowHistory, versions: dict[tuple[str, int], int]) -> RowHistory
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("num_servers", [1, 3])
-def test_a_table_that_is_pushed_to_is_restored_on_other_servers(
+def test_a_table_under_load_is_restored_on_other_servers(
     opened: ExitStack, tmp_path: Path, num_servers: int
 ) -> None:
     """The snapshot has each push on all of its shards or on none, and the restored table is the

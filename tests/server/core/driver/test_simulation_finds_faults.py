@@ -1,4 +1,4 @@
-"""Faults planted into the code that ships: the simulation runs this code, and must find them."""
+"""Faults planted into the shipped code: the simulation runs this code, and must find them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +36,8 @@ MAX_SEEDS = 150
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-def told_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
-    """Notices leave before the record is durable: members may know what no later leader knows."""
+def notified_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
+    """Notices are sent before the record is durable: members know what no later leader knows."""
     real = EffectQueue._carry_out
 
     def carry_out(queue: EffectQueue[object], effect: Effect) -> Iterator[Carried]:
@@ -72,13 +72,13 @@ def a_deposed_leader_writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DurableJobs, "apply_to", apply_to)
 
 
-def what_a_later_release_wrote_is_lost(patch: pytest.MonkeyPatch) -> None:
+def fields_of_a_later_release_are_lost(patch: pytest.MonkeyPatch) -> None:
     """The job's record keeps only the fields that this release knows."""
     patch.setattr(DurableJobs, "_with_more", lambda jobs, write: write)
 
 
 def a_refused_event_changes_the_state(patch: pytest.MonkeyPatch) -> None:
-    """A call of a replaced process is refused, but counts as a sign of life of its successor."""
+    """A call of a replaced process is refused, but marks its successor as failed."""
     real = Arrivals.known
 
     def known(arrivals: Arrivals, event: MemberEvent) -> MemberState:
@@ -92,8 +92,8 @@ def a_refused_event_changes_the_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arrivals, "known", known)
 
 
-def a_lost_member_is_heard(patch: pytest.MonkeyPatch) -> None:
-    """Events are accepted by a member's name, without a look at its incarnation."""
+def calls_of_a_lost_member_are_accepted(patch: pytest.MonkeyPatch) -> None:
+    """Events are accepted by a member's name, whatever the incarnation."""
     real = Arrivals.known
 
     def known(arrivals: Arrivals, event: MemberEvent) -> MemberState:
@@ -103,7 +103,7 @@ def a_lost_member_is_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_deadline_runs_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:
-    """Members miss a deadline for something that no coordinator could ask of them."""
+    """Members miss a deadline for a request that no coordinator could send."""
 
     patch.setattr(EffectQueue, "postpone", lambda queue, now_s: None)
 
@@ -133,7 +133,7 @@ def a_commit_without_all_answers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agreement, "accept", accept)
 
 
-def that_it_has_trained_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+def progress_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A later leader does not know that the job has trained beyond its initial values."""
     patch.setattr(PendingWrite, "save", lambda pending: None)
 
@@ -152,7 +152,7 @@ def a_step_that_broke_stays_begun(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_proposal_begins_at_no_step(patch: pytest.MonkeyPatch) -> None:
-    """A member that comes from a checkpoint should count its steps from there, and does not."""
+    """A member that proposes a checkpoint's step does not count its steps from that one."""
     real = GenerationTrack.propose
 
     def propose(track: GenerationTrack, proposal: pb.Proposal) -> pb.ProposeRequest:
@@ -163,13 +163,13 @@ def a_proposal_begins_at_no_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GenerationTrack, "propose", propose)
 
 
-def a_limit_runs_while_somebody_is_paused(patch: pytest.MonkeyPatch) -> None:
-    """Members miss a deadline for something that has to wait for the paused member."""
+def a_limit_runs_while_a_member_is_paused(patch: pytest.MonkeyPatch) -> None:
+    """Members miss a deadline because they wait for the paused member."""
     patch.setattr(Pauses, "hold", lambda pauses, now_s, held: 0.0)
 
 
-def a_new_leader_is_not_told_of_a_pause(patch: pytest.MonkeyPatch) -> None:
-    """The new leader takes the paused member for hung."""
+def a_pause_is_not_reported_to_a_new_leader(patch: pytest.MonkeyPatch) -> None:
+    """The new leader declares the paused member hung."""
     real = MemberCore._take_admitted
 
     def take_admitted(core: MemberCore, admitted: pb.Admitted, now_s: float) -> Effects:
@@ -181,44 +181,44 @@ def a_new_leader_is_not_told_of_a_pause(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemberCore, "_take_admitted", take_admitted)
 
 
-def a_standby_loses_patience(patch: pytest.MonkeyPatch) -> None:
+def a_standby_has_the_limit_of_other_members(patch: pytest.MonkeyPatch) -> None:
     """A standby member waits no longer than other members."""
     patch.setattr(HeldClock, "set_standby", lambda clock, now_s, is_standby: None)
 
 
 FAULTS: Mapping[Fault, Callable[[int], None]] = {
-    told_before_it_is_durable: simulate,
+    notified_before_it_is_durable: simulate,
     admitted_before_it_is_durable: simulate,
     a_deposed_leader_writes: simulate,
-    what_a_later_release_wrote_is_lost: simulate,
+    fields_of_a_later_release_are_lost: simulate,
     a_refused_event_changes_the_state: simulate,
-    a_lost_member_is_heard: simulate,
+    calls_of_a_lost_member_are_accepted: simulate,
     a_deadline_runs_while_etcd_is_away: simulate,
     silence_counts_while_etcd_is_away: simulate,
     a_commit_without_all_answers: simulate,
-    that_it_has_trained_is_forgotten: simulate_state_lost,
+    progress_is_forgotten: simulate_state_lost,
     a_step_that_broke_stays_begun: simulate_slow_start,
     a_proposal_begins_at_no_step: simulate_slow_start,
-    a_limit_runs_while_somebody_is_paused: simulate,
-    a_new_leader_is_not_told_of_a_pause: simulate_pause,
-    a_standby_loses_patience: simulate,
+    a_limit_runs_while_a_member_is_paused: simulate,
+    a_pause_is_not_reported_to_a_new_leader: simulate_pause,
+    a_standby_has_the_limit_of_other_members: simulate,
 }
 """Fault -> the simulation that finds it."""
 
 FIRST_SEEDS = {
     a_deposed_leader_writes: 150,
     a_refused_event_changes_the_state: 205,
-    a_lost_member_is_heard: 205,
+    calls_of_a_lost_member_are_accepted: 205,
     a_deadline_runs_while_etcd_is_away: 120,
-    a_standby_loses_patience: 1025,
+    a_standby_has_the_limit_of_other_members: 1025,
 }
 """First seeds to try for faults that few schedules show, to save time."""
 
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_simulation_finds(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An invariant fails within some seeds; without the fault the same seed passes."""
+def test_the_simulation_finds_the_fault(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invariant fails within `MAX_SEEDS` seeds; without the fault the same seed passes."""
     simulated, first = FAULTS[fault], FIRST_SEEDS.get(fault, 0)
     with monkeypatch.context() as patch:
         fault(patch)

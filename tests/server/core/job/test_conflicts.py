@@ -1,4 +1,4 @@
-"""Conflicts name the first entry that differs, not the digests of all entries."""
+"""Conflicts name the first entry that differs, instead of digests of all entries."""
 
 import pytest
 
@@ -50,8 +50,8 @@ def test_the_first_entry_that_differs_is_named(other: tuple[str, ...], expected:
     assert text.startswith(f"{expected}. The scripts make models that differ"), text
 
 
-def test_the_same_entries_in_another_order_are_told_as_such() -> None:
-    """The refusal names the usual cause (iteration over a set): the workers run one script."""
+def test_the_same_entries_in_another_order_are_reported_as_that() -> None:
+    """The refusal names the usual cause, iteration over a set."""
     swapped = (ENTRIES[1], ENTRIES[0], ENTRIES[2])
     text = refusal_of(member("w0", "1", ENTRIES), member("w1", "2", swapped))
     assert f"'{ENTRIES[0]} (same entries in another order)' in w0" in text
@@ -60,7 +60,7 @@ def test_the_same_entries_in_another_order_are_told_as_such() -> None:
     assert "same script" not in text
 
 
-def test_members_with_the_same_first_difference_are_named_together() -> None:
+def test_members_with_the_same_first_differing_entry_are_named_together() -> None:
     first = (ENTRIES[1], *ENTRIES[1:])
     text = refusal_of(
         member("w0", "1", ENTRIES),
@@ -71,15 +71,13 @@ def test_members_with_the_same_first_difference_are_named_together() -> None:
 
 
 @pytest.mark.parametrize("lines", [None, ENTRIES])
-def test_without_a_listing_that_tells_them_apart_values_are_shown(
-    lines: tuple[str, ...] | None,
-) -> None:
-    """Members need not send a listing."""
+def test_values_are_shown_without_listings_that_differ(lines: tuple[str, ...] | None) -> None:
+    """The other member sends no listing, or an equal one."""
     text = refusal_of(member("w0", "1", ENTRIES), member("w1", "2", lines))
     assert text.startswith("schema: '1' in w0 but '2' in w1.")
 
 
-def test_a_listing_that_cannot_be_read_is_passed_over() -> None:
+def test_an_unreadable_listing_is_ignored() -> None:
     odd = Proposal(fields={"schema": "2"}, listings={"schema": PackedListing(b"odd")})
     other = Candidate(member_id="w1", incarnation="w1", info=MemberInfo(), proposal=odd)
     assert refusal_of(member("w0", "1", ENTRIES), other).startswith(
@@ -88,7 +86,7 @@ def test_a_listing_that_cannot_be_read_is_passed_over() -> None:
 
 
 def test_long_values_are_shown_where_they_differ() -> None:
-    """Beginnings of long values are equal, and do not show the difference."""
+    """Their beginnings are equal."""
     settings = "rate=1 " * 1000
     text = refusal_of(
         member("w0", "1", None, optimizer=f"{settings}decay=0.1 {settings}"),
@@ -99,7 +97,7 @@ def test_long_values_are_shown_where_they_differ() -> None:
     assert len(text) < 4 * MAX_CONFLICT_TEXT
 
 
-def test_what_is_cut_short_is_not_cut_once_more() -> None:
+def test_a_shortened_text_is_not_shortened_again() -> None:
     """Refusal and generation record show the same text."""
     words = "rate=1 " * 1000
     found = find_conflicts(

@@ -1,4 +1,4 @@
-"""Cost of a member's event: the same in a job of hundreds of members as in one of a hundred."""
+"""Cost of a member's event: it does not grow with the number of members."""
 
 from collections.abc import Iterator
 from cProfile import Profile
@@ -13,8 +13,8 @@ from shoal_server.core.membership import events
 from shoal_server.core.membership.phases import Phase
 
 
-def words(job: Job, names: dict[str, str]) -> Iterator[events.MemberEvent]:
-    """Events of all members, from their arrival to the generation after a loss."""
+def lifetime(job: Job, names: dict[str, str]) -> Iterator[events.MemberEvent]:
+    """Yield the events of all members from their joins to the generation after a loss."""
     info = MemberInfo(host="h", address="127.0.0.1")
     for name, incarnation in names.items():
         yield events.MemberJoined(member_id=name, incarnation=incarnation, spec=job.spec, info=info)
@@ -46,15 +46,15 @@ def agreeing(job: Job, names: dict[str, str]) -> Iterator[events.MemberEvent]:
         yield events.ReadinessReported(member_id=name, incarnation=incarnation, generation=number)
 
 
-def test_nobody_is_late_with_an_answer_while_answers_come() -> None:
-    """Answers of ten thousand members take longer than the limit for one; a member that is silent
-    then is refused."""
+def test_no_member_is_late_while_answers_to_a_roster_arrive() -> None:
+    """The answers of a large job may take longer than `prepare_s` together: the limit is counted
+    anew at each."""
     spec = JobSpec(job="j", min_members=1, max_members=6, desired_members=6)
     limits = Limits()
     job = Job(spec=spec, limits=limits, digest_of=codec.digest_of)
     names = {name: new_incarnation() for name in "abcdef"}
     now_s = 0.0
-    for event in words(job, names):
+    for event in lifetime(job, names):
         if isinstance(event, events.ReadinessReported):
             break
         if isinstance(event, events.RosterAnswered):
@@ -71,7 +71,7 @@ def num_calls(num_members: int) -> float:
     job = Job(spec=spec, limits=Limits(), digest_of=codec.digest_of)
     names = {f"member-{number:05d}": new_incarnation() for number in range(num_members)}
     profile = Profile()
-    for number, event in enumerate(words(job, names)):
+    for number, event in enumerate(lifetime(job, names)):
         profile.enable()
         job.handle(event, number * 1e-6)
         job.next_deadline_s()
@@ -81,6 +81,6 @@ def num_calls(num_members: int) -> float:
     return float(sum(entry.callcount for entry in stats)) / num_members
 
 
-def test_a_word_costs_the_same_among_hundreds_as_among_a_hundred() -> None:
-    """Function calls are counted, not time, from arrival to the generation after a loss."""
+def test_an_event_costs_the_same_among_400_members_as_among_100() -> None:
+    """The cost is the number of function calls."""
     assert num_calls(400) < 1.1 * num_calls(100)

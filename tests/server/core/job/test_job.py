@@ -30,7 +30,7 @@ def world(*, desired: int = 3, low: int = 1, high: int = 8) -> World:
 
 
 def running(*names: str, high: int = 8) -> World:
-    """A world in which the named members train in generation 1."""
+    """Return a world in which the named members train in generation 1."""
     w = world(desired=len(names), high=high)
     for name in names:
         w.join(name)
@@ -39,8 +39,8 @@ def running(*names: str, high: int = 8) -> World:
     return w
 
 
-def test_forms_as_soon_as_the_desired_number_is_there() -> None:
-    """The first generation does not wait once the desired number of members has proposed."""
+def test_the_first_generation_forms_once_the_desired_number_has_proposed() -> None:
+    """With fewer members it waits for more."""
     w = world(desired=3)
     w.join("a")
     w.join("b")
@@ -53,8 +53,8 @@ def test_forms_as_soon_as_the_desired_number_is_there() -> None:
     assert w.written[1][0].verdict is Verdict.COMMITTED
 
 
-def test_last_call_forms_with_the_minimum() -> None:
-    """Members present after the last call form the generation if they are enough."""
+def test_the_first_generation_forms_with_the_minimum_after_the_last_call() -> None:
+    """The members that have proposed by then form it."""
     w = world(desired=3, low=2)
     w.join("a")
     w.join("b")
@@ -64,8 +64,8 @@ def test_last_call_forms_with_the_minimum() -> None:
     assert w.roster() == ["a", "b"]
 
 
-def test_too_few_are_refused_after_the_join_limit() -> None:
-    """Waiting is bounded: a job below its minimum refuses its members, and gives both numbers."""
+def test_too_few_members_are_refused_after_the_join_limit() -> None:
+    """The refusal has the number of members and the minimum."""
     w = world(desired=3, low=2)
     alone = w.join("a")
     w.run(w.job.limits.join_s + 1)
@@ -76,8 +76,8 @@ def test_too_few_are_refused_after_the_join_limit() -> None:
 
 
 @pytest.mark.parametrize("by_launcher", [True, False])
-def test_a_loss_breaks_and_the_survivors_form_the_next(by_launcher: bool) -> None:
-    """The whole recovery waits for no limit: loss, break, reports of steps, next generation."""
+def test_survivors_of_a_loss_form_the_next_generation_at_once(by_launcher: bool) -> None:
+    """The break, the reports of steps and the agreement wait for no time limit."""
     w = running("a", "b", "c")
     w.train(7)
     w.kill("b", seen_by_launcher=by_launcher)
@@ -87,7 +87,7 @@ def test_a_loss_breaks_and_the_survivors_form_the_next(by_launcher: bool) -> Non
     assert w.roster() == ["a", "c"]
 
 
-def test_a_survivor_keeps_its_rank_where_it_can() -> None:
+def test_a_survivor_keeps_its_rank_if_it_still_exists() -> None:
     """b keeps rank 1; c, whose rank 2 does not exist in a world of two, takes the free rank 0."""
     w = running("a", "b", "c")
     w.kill("a", seen_by_launcher=True)
@@ -95,8 +95,8 @@ def test_a_survivor_keeps_its_rank_where_it_can() -> None:
     assert w.roster() == ["c", "b"]
 
 
-def test_the_highest_committed_step_is_the_source() -> None:
-    """Survivors that differ by a step take the state of the one that is ahead."""
+def test_the_survivor_with_the_highest_step_is_the_source() -> None:
+    """The other survivor receives its state."""
     w = running("a", "b", "c")
     w.train(5)
     w.members["c"].begun = 6
@@ -109,8 +109,8 @@ def test_the_highest_committed_step_is_the_source() -> None:
     assert states == {"a": StateAction.RECEIVE, "c": StateAction.KEEP}
 
 
-def test_a_joiner_is_taken_in_at_a_step_all_share() -> None:
-    """The old generation stops at the highest step offered, and only then the new one starts."""
+def test_a_joiner_enters_after_the_highest_step_offered() -> None:
+    """All members of the old generation stop before the same step; then the new one begins."""
     w = running("a", "b")
     w.train(10)
     w.members["b"].begun = 11
@@ -125,8 +125,8 @@ def test_a_joiner_is_taken_in_at_a_step_all_share() -> None:
     assert states["c"] is not StateAction.KEEP
 
 
-def test_a_conflicting_joiner_is_refused_without_disturbing() -> None:
-    """The refusal names the field that differs; the other members are not even shown a roster."""
+def test_a_conflicting_joiner_is_refused_and_the_generation_runs_on() -> None:
+    """The refusal names the field that differs; no generation is attempted."""
     w = running("a", "b")
     odd = w.join("odd", {**FIELDS, "schema": "s2"})
     w.run(2.0)
@@ -157,8 +157,8 @@ def test_an_optional_field_is_compared_among_the_members_that_state_it() -> None
     assert sorted(w.roster()) == ["a", "b", "old", "older"]
 
 
-def test_data_that_differ_at_the_start_fail_everybody() -> None:
-    """Training does not start on data that only some members have."""
+def test_different_data_at_the_start_refuse_all_members() -> None:
+    """The first generation is aborted, and each refusal names both contents."""
     w = world(desired=3)
     contents = {"a": "d1", "b": "d2", "c": "d1"}
     members = [w.join(name, optional_fields={"dataset_content": contents[name]}) for name in "abc"]
@@ -171,7 +171,7 @@ def test_data_that_differ_at_the_start_fail_everybody() -> None:
 
 
 def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
-    """Members that trained still decide what is trained between two generations."""
+    """Between two generations a joiner is compared with the members that trained."""
     w = running("a", "b", "c")
     w.members["a"].paused = True  # does not report its step yet
     w.kill("c", seen_by_launcher=True)
@@ -196,8 +196,8 @@ def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
     assert w.roster() == ["a", "b"]
 
 
-def test_a_mismatch_at_the_start_fails_everybody_with_one_record() -> None:
-    """The majority does not win: all members get the same conflict by name."""
+def test_a_conflict_at_the_start_refuses_all_members_with_one_record() -> None:
+    """The majority does not decide: all members get the same refusal, which names the field."""
     w = world(desired=3)
     members = [w.join("a"), w.join("b"), w.join("c", {**FIELDS, "strategy": "fsdp"})]
     w.run(1.0)
@@ -209,8 +209,8 @@ def test_a_mismatch_at_the_start_fails_everybody_with_one_record() -> None:
     assert all(m.refused for m in members)
 
 
-def test_a_rejection_by_a_member_aborts_and_names_it() -> None:
-    """Members have validators of their own; one rejection holds for all."""
+def test_one_rejection_aborts_and_the_reason_has_its_field() -> None:
+    """The other member has accepted."""
     w = world(desired=2)
     w.join("a")
     w.join("b").paused = True
@@ -233,8 +233,8 @@ def test_a_rejection_by_a_member_aborts_and_names_it() -> None:
     assert "disk" in w.written[1][0].reason
 
 
-def test_another_digest_aborts() -> None:
-    """Accepting another roster than the one sent is no acceptance."""
+def test_accepting_another_digest_aborts() -> None:
+    """The member accepts a roster that the coordinator did not send."""
     w = world(desired=2)
     w.join("a")
     w.join("b").paused = True
@@ -250,7 +250,7 @@ def test_another_digest_aborts() -> None:
     assert w.written[1][0].verdict is Verdict.ABORTED
 
 
-def test_silence_in_prepare_expels_the_silent_only() -> None:
+def test_only_members_that_do_not_answer_a_roster_are_removed() -> None:
     """The other members form the next generation."""
     w = world(desired=3)
     w.join("a")
@@ -261,8 +261,8 @@ def test_silence_in_prepare_expels_the_silent_only() -> None:
     assert "c did not accept" in w.written[1][0].reason
 
 
-def test_a_surplus_joiner_stands_by_and_takes_over() -> None:
-    """Members beyond the maximum stand by, and replace the next one that is lost."""
+def test_a_joiner_beyond_the_maximum_is_a_standby_and_replaces_a_lost_member() -> None:
+    """It takes the rank of the lost member."""
     w = running("a", "b", high=2)
     w.join("c")
     w.run(2.0)
@@ -274,7 +274,7 @@ def test_a_surplus_joiner_stands_by_and_takes_over() -> None:
 
 
 def test_a_stale_incarnation_changes_nothing() -> None:
-    """A process that wakes up after its replacement joined is refused, and nothing else happens."""
+    """A process that continues after its replacement joined is refused."""
     w = running("a", "b")
     old = w.members["b"]
     w.join("b")
@@ -292,8 +292,8 @@ def test_a_stale_incarnation_changes_nothing() -> None:
     assert (w.job.last_generation, w.job.phase) == before
 
 
-def test_a_replaced_process_cannot_push_its_successor_out() -> None:
-    """The replaced process is refused if it joins again, and if its first call comes late."""
+def test_a_replaced_process_cannot_replace_its_successor() -> None:
+    """A join of an older incarnation is refused, whether it had joined before or not."""
     w = running("a", "b")
     old = w.members["b"]
     w.join("b")
@@ -311,8 +311,8 @@ def test_a_replaced_process_cannot_push_its_successor_out() -> None:
     assert w.roster() == ["a", "b"]
 
 
-def test_other_bounds_are_refused() -> None:
-    """Bounds of the first member do not win silently."""
+def test_a_joiner_with_other_bounds_is_refused() -> None:
+    """The refusal has the bounds that differ."""
     w = running("a", "b")
     with pytest.raises(events.EventRefused) as refused:
         w.job.handle(
@@ -327,8 +327,8 @@ def test_other_bounds_are_refused() -> None:
     assert "min=2" in refused.value.refusal.seen
 
 
-def test_a_completed_job_takes_nobody_in() -> None:
-    """Joiners are refused with FINISHED once one member completed; then the job is finished."""
+def test_a_job_that_a_member_completed_refuses_joiners() -> None:
+    """It is finished once the last member has left."""
     w = running("a", "b")
     w.send(
         w.members["a"],
@@ -351,8 +351,8 @@ def test_a_completed_job_takes_nobody_in() -> None:
     assert w.job.phase is Phase.FINISHED
 
 
-def test_completion_may_come_from_a_member_that_does_not_train() -> None:
-    """The member is of an asynchronous job, for example, that forms its next generation."""
+def test_a_member_in_no_generation_may_complete_the_job() -> None:
+    """An asynchronous job may be forming its next generation then."""
     w = world(desired=3)
     alone = w.join("a")
     w.run(0.1)
@@ -367,10 +367,10 @@ def test_completion_may_come_from_a_member_that_does_not_train() -> None:
     assert w.job.phase is Phase.FINISHED
 
 
-def test_a_joiner_on_its_way_is_called_off_by_completion() -> None:
-    """Members that wait for the boundary go on; the joiner's refusal has the reason."""
+def test_completion_cancels_a_planned_change_with_a_joiner() -> None:
+    """The generation runs on without the joiner, which is refused as FINISHED."""
     w = running("a", "b")
-    w.members["b"].paused = True  # its offer is in progress
+    w.members["b"].paused = True  # does not answer the roster
     joiner = w.join("c")
     w.run(2.0)
     assert w.job.phase is Phase.PREPARE
@@ -385,8 +385,8 @@ def test_a_joiner_on_its_way_is_called_off_by_completion() -> None:
     assert w.job.phase is Phase.RUNNING
 
 
-def test_loss_of_the_joiner_before_the_boundary_leaves_the_old_generation_alone() -> None:
-    """The members have not stopped yet, so none needs to start again."""
+def test_loss_of_a_joiner_before_the_boundary_keeps_the_old_generation() -> None:
+    """The new generation is committed, but not all members have stopped: it is aborted."""
     w = running("a", "b")
     w.members["b"].paused = True
     w.join("c")
@@ -411,8 +411,8 @@ def test_loss_of_the_joiner_before_the_boundary_leaves_the_old_generation_alone(
     assert [r.verdict for r in w.written[2]] == [Verdict.COMMITTED, Verdict.ABORTED]
 
 
-def test_a_stream_that_comes_back_is_no_loss() -> None:
-    """A short break of the connection leaves the generation as it is."""
+def test_a_stream_that_reconnects_in_time_is_no_loss() -> None:
+    """The generation runs on."""
     w = running("a", "b")
     b = w.members["b"]
     w.send(b, events.StreamDisconnected(member_id="b", incarnation=b.incarnation))
@@ -428,8 +428,8 @@ def test_a_stream_that_comes_back_is_no_loss() -> None:
     assert w.job.last_generation == 1
 
 
-def test_a_failed_collective_without_a_loss_reforms_with_all() -> None:
-    """A network fault between living members costs a new generation, not a member."""
+def test_a_failed_collective_without_a_loss_leads_to_a_generation_of_all() -> None:
+    """One member reports it; the next generation begins after the time to reconnect."""
     w = running("a", "b", "c")
     w.train(4)
     a = w.members["a"]
@@ -445,8 +445,8 @@ def test_a_failed_collective_without_a_loss_reforms_with_all() -> None:
     assert w.roster() == ["a", "b", "c"]
 
 
-def test_when_all_report_a_failed_collective_nobody_waits() -> None:
-    """The members that report the failure are there, so none of them is lost."""
+def test_if_all_members_report_a_failed_collective_none_waits() -> None:
+    """A member that reports the failure is not lost."""
     w = running("a", "b")
     w.train(4)
     for name in ("a", "b"):
@@ -465,8 +465,8 @@ def test_when_all_report_a_failed_collective_nobody_waits() -> None:
     assert w.job.last_generation == 2
 
 
-def test_the_table_refuses_what_it_does_not_list() -> None:
-    """Pairs of phase and trigger that are not in the table raise."""
+def test_transitions_that_are_not_in_the_table_raise() -> None:
+    """Listed pairs of phase and trigger lead to the phase of the table."""
     for phase in Phase:
         for trigger in Trigger:
             if (phase, trigger) in TRANSITIONS:
@@ -480,16 +480,14 @@ def test_the_table_refuses_what_it_does_not_list() -> None:
     ("heartbeat_s", "join_s", "word"),
     [(0.0, 120, "--heartbeat-s"), (10, 120, "lease_s"), (0.5, 1, "lease_s")],
 )
-def test_limits_out_of_order_are_refused_by_name(
-    heartbeat_s: float, join_s: float, word: str
-) -> None:
-    """The message names the limit, and says what to change."""
+def test_limits_out_of_order_are_refused(heartbeat_s: float, join_s: float, word: str) -> None:
+    """The message names the limit."""
     with pytest.raises(ValueError, match=word):
         Limits(heartbeat_s=heartbeat_s, join_s=join_s)
 
 
-def test_time_in_which_nobody_can_be_told_does_not_count() -> None:
-    """The break is decided but not sent while etcd is unavailable: no member is late."""
+def test_time_in_which_no_notice_can_be_sent_does_not_count() -> None:
+    """A break that is not durable yet cannot be sent: its time limit is postponed."""
     w = running("a", "b", "c")
     w.members["a"].paused = True  # not notified of the break
     w.kill("c", seen_by_launcher=True)
@@ -502,8 +500,8 @@ def test_time_in_which_nobody_can_be_told_does_not_count() -> None:
     assert w.roster() == ["b"]
 
 
-def test_a_call_under_way_is_refused_with_the_reason_that_its_sender_is_told() -> None:
-    """Member a rejects while b's answer is in progress: b gets the conflict in any order."""
+def test_a_late_answer_is_refused_with_the_reason_of_the_abort() -> None:
+    """Member a has rejected the roster: b's later calls get this conflict."""
     w = world(desired=2)
     a, b = w.join("a"), w.join("b")
     a.paused = b.paused = True  # the test sends their answers

@@ -1,6 +1,6 @@
-"""Members in a shared call make it again alone after a loss, below the minimum if need be.
+"""Members in a shared call repeat it after a loss without newcomers, even below the minimum.
 
-A joiner's script is at another position, so it is taken in after the call.
+A joiner's script is at another position, so it enters after the call.
 """
 
 from support.members.job_world import World
@@ -14,7 +14,7 @@ WAITS = "the end of a call between two steps"
 
 
 def in_call(*crew: str, low: int, enough: int = 1, lost: str = "bc") -> World:
-    """Members a, b and c trained; those of `crew` are in a call when those of `lost` are killed."""
+    """Members a, b and c have trained. Those in `crew` are in a call when others are killed."""
     w = World(JobSpec(job="j", min_members=low, max_members=8, desired_members=3))
     for name in "abc":
         w.join(name)
@@ -31,14 +31,14 @@ def rosters(w: World) -> list[tuple[str, ...]]:
     return [records[-1].roster.member_ids for records in w.written.values()]
 
 
-def come(w: World, *names: str) -> None:
+def join_all(w: World, *names: str) -> None:
     for name in names:
         w.join(name)
 
 
-def test_one_that_is_left_in_a_call_finishes_it_alone_and_who_joins_comes_in_behind() -> None:
+def test_the_last_member_in_a_call_ends_it_alone_and_joiners_enter_after_it() -> None:
     w = in_call("a", low=2)
-    come(w, "b", "c")
+    join_all(w, "b", "c")
     waited = []
     w.check = lambda: waited.append(w.job.members["b"].waiting_for if len(w.written) == 2 else "")
     w.run(3.0)
@@ -48,44 +48,44 @@ def test_one_that_is_left_in_a_call_finishes_it_alone_and_who_joins_comes_in_beh
     assert not any("bring_up_failed" in line for line in w.log)
 
 
-def test_nobody_needs_to_come_for_it() -> None:
+def test_the_last_member_in_a_call_ends_it_without_joiners() -> None:
     w = in_call("a", low=2)
     w.run(3.0)
     assert w.roster() == ["a"]
 
 
-def test_behind_the_call_the_minimum_counts_again() -> None:
+def test_after_the_call_the_minimum_holds_again() -> None:
     w = in_call("a", low=2)
     w.run(2.0)
     w.members["a"].enough_for_call = 0
     w._report_broken(w.members["a"])
     w.run(60.0)
     assert w.job.running is None
-    come(w, "b")
+    join_all(w, "b")
     w.run(62.0)
     assert w.roster() == ["a", "b"]
 
 
-def test_who_has_the_result_of_the_call_waits_for_those_in_it() -> None:
-    """A member that has the result has left the call, and cannot make it again."""
+def test_a_member_that_has_left_the_call_waits_for_those_in_it() -> None:
+    """It has the result of the call, and does not repeat it."""
     w = in_call("a", low=2, lost="c")
     w.run(3.0)
     assert rosters(w)[1] == ("a",)
     assert w.roster() == ["a", "b"]
 
 
-def test_all_who_are_in_the_call_make_it_together() -> None:
+def test_all_members_in_the_call_repeat_it_together() -> None:
     w = in_call("a", "b", low=3, lost="c")
-    come(w, "d")
+    join_all(w, "d")
     w.run(3.0)
     assert rosters(w)[1] == ("a", "b")
     assert w.roster() == ["a", "b", "d"]
 
 
-def test_one_that_cannot_hold_the_model_alone_ends_by_name_within_the_join_limit() -> None:
+def test_a_member_that_cannot_repeat_the_call_alone_is_refused_after_the_join_limit() -> None:
     w = in_call("a", low=2, enough=2)
     a = w.members["a"]
-    come(w, "b", "c")
+    join_all(w, "b", "c")
     join_s = Limits().join_s
     w.run(join_s - 1.0)
     assert (a.refused, w.job.running) == (None, None)

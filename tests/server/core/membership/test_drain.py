@@ -1,4 +1,4 @@
-"""Members that are asked to leave: the others go on without a break, and state is handed over."""
+"""Drains: the other members continue without a break, and state is handed over."""
 
 import pytest
 from support.members.job_world import World
@@ -26,7 +26,7 @@ def running(*names: str, low: int = 1, high: int = 8, max_delay_s: float = 0.0) 
     return w
 
 
-def test_the_others_go_on_without_a_break() -> None:
+def test_the_others_continue_without_a_break() -> None:
     """Member b is left out by a planned change, and leaves once the others train."""
     w = running("a", "b", "c")
     leaver = w.members["b"]
@@ -44,8 +44,8 @@ def test_the_others_go_on_without_a_break() -> None:
     assert not w.members["c"].broken
 
 
-def test_the_leaver_goes_only_when_the_others_run() -> None:
-    """The leaver stays until the others' first collective has passed: its state may be needed."""
+def test_a_drained_member_leaves_once_the_others_train() -> None:
+    """Until then its state may be needed."""
     w = running("a", "b", "c")
     leaver = w.members["b"]
 
@@ -60,8 +60,9 @@ def test_the_leaver_goes_only_when_the_others_run() -> None:
     assert leaver.drained
 
 
-def test_a_leaver_whose_own_call_is_faster_than_the_notice_hears_that_it_has_left() -> None:
-    """A refusal as lost would be wrong: its launcher would start it again."""
+def test_a_call_of_a_drained_member_is_refused_as_drained() -> None:
+    """Its call may arrive before its notice does. If it were refused as fenced, its launcher would
+    start it again."""
     w = running("a", "b", "c")
     leaver = w.members["b"]
     w.drain("b")
@@ -81,7 +82,7 @@ def test_a_leaver_whose_own_call_is_faster_than_the_notice_hears_that_it_has_lef
 
 
 def test_several_leave_in_one_change() -> None:
-    """Two members that are drained at once stop the others only once."""
+    """Drains of two members at once need at most two more generations."""
     w = running("a", "b", "c", "d")
     w.drain("b")
     w.drain("d")
@@ -91,7 +92,7 @@ def test_several_leave_in_one_change() -> None:
 
 
 def test_the_last_member_leaves_at_once() -> None:
-    """The leaver's state cannot go to another member, so it need not wait."""
+    """No other member could take over its state."""
     w = running("a")
     leaver = w.members["a"]
     w.drain("a")
@@ -100,8 +101,8 @@ def test_the_last_member_leaves_at_once() -> None:
     assert not w.job.members
 
 
-def test_below_the_minimum_it_leaves_and_the_rest_wait_for_another() -> None:
-    """Machines go away whether or not enough members are left."""
+def test_a_drain_below_the_minimum_continues_and_the_others_wait() -> None:
+    """The member leaves; the others wait for another member, and keep the state."""
     w = running("a", "b", low=2)
     leaver = w.members["b"]
     w.drain("b")
@@ -114,8 +115,8 @@ def test_below_the_minimum_it_leaves_and_the_rest_wait_for_another() -> None:
     assert w.written[w.job.last_generation][0].roster.source_member_id == "a"
 
 
-def test_all_who_train_hand_over_to_newcomers() -> None:
-    """The newcomers take over the state before the last of the old members leave."""
+def test_members_that_all_drain_hand_over_to_a_joiner() -> None:
+    """The joiner receives the state from one of them."""
     w = running("a", "b")
     w.join("x")
     w.drain("a")
@@ -129,8 +130,8 @@ def test_all_who_train_hand_over_to_newcomers() -> None:
     assert handed_over[0].source_member_id in ("a", "b")
 
 
-def test_a_drain_asked_twice_is_one_drain() -> None:
-    """A repeated request only notifies the member again."""
+def test_a_repeated_drain_is_one_drain() -> None:
+    """The repetition leads to no further generation."""
     w = running("a", "b", "c")
     w.drain("b")
     w.drain("b")
@@ -139,8 +140,8 @@ def test_a_drain_asked_twice_is_one_drain() -> None:
     assert w.job.last_generation == 2
 
 
-def test_who_waits_for_a_generation_leaves_at_once() -> None:
-    """Members that train in no generation have nothing to hand over."""
+def test_a_member_in_no_generation_leaves_at_once() -> None:
+    """It has nothing to hand over."""
     spec = JobSpec(job="j", min_members=2, max_members=4, desired_members=2)
     w = World(spec)
     waiting = w.join("a")
@@ -170,10 +171,10 @@ def test_an_asynchronous_member_leaves_at_once() -> None:
     assert w.roster() == ["a"]
 
 
-def test_a_leaver_that_dies_on_the_way_is_a_loss() -> None:
-    """Survivors recover as from any other loss."""
+def test_a_draining_member_that_dies_is_lost() -> None:
+    """The survivors recover as from any other loss."""
     w = running("a", "b", "c")
-    w.members["b"].paused = True  # will not offer a step to stop at
+    w.members["b"].paused = True  # offers no step for the boundary
     w.drain("b")
     w.run(1.2)
     w.kill("b", seen_by_launcher=True)
@@ -181,8 +182,8 @@ def test_a_leaver_that_dies_on_the_way_is_a_loss() -> None:
     assert w.roster() == ["a", "c"]
 
 
-def test_a_drain_that_gets_nowhere_ends_within_its_limit() -> None:
-    """The successor has joined and never proposes: the leaver goes after the drain limit."""
+def test_a_drain_that_makes_no_progress_ends_at_its_limit() -> None:
+    """The successor never proposes: the member leaves after the drain limit."""
     w = running("a")
     spec, info = w.job.spec, w.job.members["a"].info
     w._handle(events.MemberJoined(member_id="late", incarnation="late-1", spec=spec, info=info))
@@ -194,8 +195,8 @@ def test_a_drain_that_gets_nowhere_ends_within_its_limit() -> None:
     assert leaver.drained
 
 
-def test_who_trains_again_after_an_aborted_change_still_leaves() -> None:
-    """A change that fails before the boundary is tried again."""
+def test_a_drain_is_carried_out_after_an_aborted_change() -> None:
+    """The change is aborted by the loss of another member; the drain is not forgotten."""
     w = running("a", "b", "c")
     w.members["c"].paused = True  # does not accept in time: it is expelled, a loss
     w.drain("b")
@@ -204,8 +205,8 @@ def test_who_trains_again_after_an_aborted_change_still_leaves() -> None:
     assert w.roster() == ["a"]
 
 
-def test_the_leaver_hears_of_the_record_and_the_boundary() -> None:
-    """The leaver is not in the roster, but must offer a step, and know where to stop."""
+def test_a_draining_member_gets_the_outcome_and_the_boundary() -> None:
+    """It is not in the roster, but must offer a step, and stop at the boundary."""
     w = running("a", "b")
     notices: list[events.Notice] = []
     take = w._take
@@ -234,7 +235,7 @@ def test_the_leaver_hears_of_the_record_and_the_boundary() -> None:
 
 
 def drain_notices(w: World) -> dict[str, list[events.DrainNotice]]:
-    """Collect the drain notices that each member gets from now on."""
+    """Return, by member, the lists to which its drain notices are added from now on."""
     notices: dict[str, list[events.DrainNotice]] = {name: [] for name in w.members}
     take = w._take
 
@@ -247,8 +248,8 @@ def drain_notices(w: World) -> dict[str, list[events.DrainNotice]]:
     return notices
 
 
-def test_members_that_are_all_told_to_end_leave_together() -> None:
-    """Signals arrive one after the other; no generation of some of the members forms in between."""
+def test_members_that_all_drain_leave_together() -> None:
+    """The requests arrive one after the other; no generation of some members forms in between."""
     w = running("a", "b", "c")
     notices = drain_notices(w)
     for name in "abc":
@@ -261,8 +262,8 @@ def test_members_that_are_all_told_to_end_leave_together() -> None:
     assert list(w.written) == [1], "no further generation"
 
 
-def test_a_member_that_leaves_others_behind_is_not_told_that_all_leave() -> None:
-    """Members that stay have the state: nothing is written to disk because of the leaver."""
+def test_a_drain_with_remaining_members_is_not_unreplaced() -> None:
+    """The members that stay have the state, so that it need not be saved on disk."""
     w = running("a", "b", "c")
     received = drain_notices(w)
     w.drain("b")
@@ -271,9 +272,9 @@ def test_a_member_that_leaves_others_behind_is_not_told_that_all_leave() -> None
     assert not any(notice.unreplaced for notices in received.values() for notice in notices)
 
 
-def test_all_that_are_told_to_end_amid_a_change_carry_it_out_first() -> None:
-    """The change for the first member is agreed when the others are asked to leave: it takes place,
-    and the members left over leave together."""
+def test_drains_during_a_planned_change_follow_it() -> None:
+    """The first member's change has begun when the other drains are requested. It is completed, and
+    the other members then leave together."""
     w = running("a", "b", "c", max_delay_s=0.02)
     notices = drain_notices(w)
     w.drain("b")
@@ -293,8 +294,8 @@ def test_all_that_are_told_to_end_amid_a_change_carry_it_out_first() -> None:
 
 
 @pytest.mark.parametrize("step", [3, 9])
-def test_the_boundary_counts_the_leavers_offer(step: int) -> None:
-    """The leaver trains the steps below the boundary like all others."""
+def test_the_boundary_is_after_the_step_of_a_draining_member(step: int) -> None:
+    """The draining member trains the steps below the boundary as well."""
     w = running("a", "b")
     w.members["b"].begun = step
     w.drain("b")

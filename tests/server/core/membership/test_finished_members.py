@@ -1,4 +1,4 @@
-"""Members that have finished their work before others, as torchrun's nodes may."""
+"""Members that finish their work before others, as torchrun's nodes may."""
 
 import pytest
 from support.members.job_world import World, digest_of
@@ -19,7 +19,7 @@ def world(*names: str, least: int = 1, most: int = 8) -> World:
     return w
 
 
-def test_one_that_is_lost_breaks_nothing() -> None:
+def test_the_loss_of_a_finished_member_breaks_nothing() -> None:
     """A finished member may exit, halt, be drained or leave: the generation runs on."""
     w = world("a", "b", "c", "d", "e")
     for name in "abcd":
@@ -37,8 +37,8 @@ def test_one_that_is_lost_breaks_nothing() -> None:
 
 
 @pytest.mark.parametrize("least", [1, 2, 3])
-def test_the_others_form_a_generation_without_it(least: int) -> None:
-    """Finished members need neither stop nor propose, and count for the minimum."""
+def test_other_members_form_a_generation_without_a_finished_one(least: int) -> None:
+    """A finished member need neither stop nor propose, and counts towards the minimum."""
     w = world("a", "b", "c", least=least)
     w.finish("a")
     w.run(2.0)
@@ -58,7 +58,7 @@ def test_the_others_form_a_generation_without_it(least: int) -> None:
     assert w.job.phase is Phase.FINISHED
 
 
-def test_a_newcomer_waits_until_the_generation_is_over_anyhow() -> None:
+def test_a_joiner_waits_until_a_generation_with_a_finished_member_ends() -> None:
     w = world("a", "b", "c")
     w.finish("a")
     w.run(2.0)
@@ -76,7 +76,7 @@ def test_a_newcomer_waits_until_the_generation_is_over_anyhow() -> None:
     assert all(member.core.track.is_closing for member in w.members.values())
 
 
-def test_a_newcomer_is_told_once_all_have_finished() -> None:
+def test_a_joiner_is_refused_once_all_members_have_finished() -> None:
     w = world("a", "b")
     w.finish("a")
     w.run(2.0)
@@ -94,7 +94,7 @@ def test_a_newcomer_is_told_once_all_have_finished() -> None:
 
 
 def test_a_job_whose_last_member_failed_is_not_completed() -> None:
-    """The job may be joined again, and needs its whole minimum then."""
+    """It may be joined again, by at least the minimum of members."""
     w = world("a", "b", least=2)
     w.finish("a")
     w.run(2.0)
@@ -111,7 +111,7 @@ def test_a_job_whose_last_member_failed_is_not_completed() -> None:
     assert len(w.roster()) == 2
 
 
-def test_a_stopped_job_is_not_completed_by_one_that_had_finished() -> None:
+def test_a_stopped_job_is_not_completed_by_a_finished_member() -> None:
     w = world("a", "b")
     w.finish("a")
     w.run(2.0)
@@ -120,8 +120,8 @@ def test_a_stopped_job_is_not_completed_by_one_that_had_finished() -> None:
     assert (w.job.phase, w.job.reason) == (Phase.STOPPED, "enough")
 
 
-def test_one_that_finishes_after_a_loss_ends_the_job() -> None:
-    """The job ends once its only remaining member is done, although the lost member never was."""
+def test_the_last_member_that_finishes_completes_the_job() -> None:
+    """A lost member need not have finished."""
     w = world("a", "b")
     w.kill("b", seen_by_launcher=True)
     w.finish("a")
@@ -132,7 +132,7 @@ def test_one_that_finishes_after_a_loss_ends_the_job() -> None:
     assert w.job.phase is Phase.FINISHED
 
 
-def test_a_drain_goes_on_beside_one_that_has_finished() -> None:
+def test_a_drain_is_carried_out_beside_a_finished_member() -> None:
     w = world("a", "b", "c")
     w.finish("a")
     w.run(2.0)
@@ -142,8 +142,8 @@ def test_a_drain_goes_on_beside_one_that_has_finished() -> None:
     assert sorted(w.members) == ["a", "c"]
 
 
-def test_a_planned_change_is_called_off_by_one_that_finishes() -> None:
-    """The roster with the newcomer was shown, and no member has accepted it yet."""
+def test_a_member_that_finishes_cancels_a_planned_change() -> None:
+    """The joiner's generation is in PREPARE when the member finishes."""
     w = World(JobSpec(job="j", max_members=8, desired_members=2), max_delay_s=0.2, seed=3)
     for name in "ab":
         w.join(name, stateless=True)
@@ -162,9 +162,9 @@ def test_a_planned_change_is_called_off_by_one_that_finishes() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whenever_they_finish_fail_and_come_the_job_completes(seed: int) -> None:
-    """Once each member left has finished, all may close, for any delays. The job is then finished,
-    or collects members if nothing was completed."""
+def test_in_any_order_of_events_finished_members_end_the_job(seed: int) -> None:
+    """Members join, drain, fail and finish at random times. Once all have finished, all may close;
+    the job is then finished, or collects members if none has completed it."""
     w = World(JobSpec(job="j", max_members=8, desired_members=3), max_delay_s=0.3, seed=seed)
     for name in "abc":
         w.join(name, stateless=True)
@@ -192,9 +192,9 @@ def test_whenever_they_finish_fail_and_come_the_job_completes(seed: int) -> None
     assert w.job.phase in (Phase.FINISHED, Phase.COLLECT), w.job.reason
 
 
-def test_a_closed_job_takes_nobody_in_and_goes_on() -> None:
-    """Members stay in their generation and form no further one. When it breaks, they leave, and the
-    job is finished."""
+def test_a_closed_job_refuses_joiners_and_runs_on() -> None:
+    """The members form no further generation: when theirs breaks, they leave, and the job is
+    finished."""
     w = world("a", "b")
     w.finish("a", closes=True)
     w.run(2.0)
@@ -210,8 +210,8 @@ def test_a_closed_job_takes_nobody_in_and_goes_on() -> None:
     assert w.job.phase is Phase.FINISHED
 
 
-def test_a_new_leader_waits_for_no_member_that_had_finished() -> None:
-    """Finished members are named in the job's record: present or gone, they do not matter."""
+def test_a_new_leader_does_not_wait_for_finished_members() -> None:
+    """The job's record names them. One has left, and one does not return."""
     w = world("a", "b", "c")
     for name in "ab":
         w.finish(name)

@@ -1,4 +1,4 @@
-"""Processes halted by a signal: found at once, and fenced if they continue too late."""
+"""Processes halted by a signal: they are lost soon, and fenced if they continue too late."""
 
 from support.members.job_world import World
 
@@ -16,7 +16,7 @@ def running(*names: str) -> World:
 
 
 def test_a_halted_member_is_lost_after_the_halt_limit() -> None:
-    """The launcher's report is enough: the job does not wait for heartbeats to fail."""
+    """After the launcher's report, the job does not wait until heartbeats are missing."""
     w = running("a", "b", "c")
     w.halt("b")
     w.run(1.0 + w.job.limits.halt_s / 2)
@@ -25,8 +25,8 @@ def test_a_halted_member_is_lost_after_the_halt_limit() -> None:
     assert w.roster() == ["a", "c"]
 
 
-def test_a_short_halt_costs_nothing() -> None:
-    """SIGSTOP and SIGCONT in quick succession, as a debugger sends them, change no generation."""
+def test_a_short_halt_changes_no_generation() -> None:
+    """A debugger sends SIGSTOP and SIGCONT in quick succession."""
     w = running("a", "b", "c")
     w.halt("b")
     w.run(1.0 + w.job.limits.halt_s / 2)
@@ -36,8 +36,8 @@ def test_a_short_halt_costs_nothing() -> None:
     assert w.job.last_generation == 1
 
 
-def test_one_that_comes_back_too_late_is_fenced() -> None:
-    """Calls of the fenced process are refused with the current generation's number."""
+def test_a_process_that_continues_too_late_is_fenced() -> None:
+    """The refusal has the number of the current generation."""
     w = running("a", "b", "c")
     frozen = w.members["b"]
     w.halt("b")

@@ -1,4 +1,4 @@
-"""Jobs that are stopped, given up, and joined again."""
+"""Jobs that are stopped, abandoned and retried."""
 
 import pytest
 from support.members.job_world import World, digest_of
@@ -27,9 +27,8 @@ def stopped(*names: str) -> World:
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b", "c")])
-def test_members_of_a_stopped_job_leave_and_nobody_joins(names: tuple[str, ...]) -> None:
-    """Members leave at their next boundary. After the last one the job is over, and joiners get the
-    reason of the stop."""
+def test_members_of_a_stopped_job_leave_and_joiners_are_refused(names: tuple[str, ...]) -> None:
+    """Once the members have left, the phase is STOPPED; the refusal names `shoal retry`."""
     w = stopped(*names)
     assert w.job.phase is Phase.STOPPED
     assert (w.job.reason, w.job.members) == ("enough", {})
@@ -41,8 +40,8 @@ def test_members_of_a_stopped_job_leave_and_nobody_joins(names: tuple[str, ...])
     assert w.job.tally.num_breaks == 0, "it was not interrupted"
 
 
-def test_who_comes_while_a_job_is_being_stopped_is_refused() -> None:
-    """Launchers would otherwise continue the job."""
+def test_a_joiner_is_refused_while_the_job_stops() -> None:
+    """Otherwise a launcher that replaces a worker would continue the job."""
     w = world("a")
     w.job.stop("enough", w.now_s)  # not sent to its member yet
     late = w.join("late")
@@ -60,8 +59,8 @@ def test_a_job_without_members_stops_at_once() -> None:
     assert w.job.phase is Phase.STOPPED
 
 
-def test_a_job_to_which_nobody_comes_back_has_failed() -> None:
-    """A job that has members does not fail, however often it is abandoned."""
+def test_an_abandoned_job_without_members_fails() -> None:
+    """A job that has members does not."""
     w = world("a")
     w.abandon("no member for an hour")
     assert w.job.phase is Phase.RUNNING
@@ -75,8 +74,8 @@ def test_a_job_to_which_nobody_comes_back_has_failed() -> None:
     assert late.refused.kind == RefusalKind.STOPPED
 
 
-def test_a_retried_job_goes_on_or_begins_at_step_0() -> None:
-    """The job had trained: without its state it is lost, and from scratch it runs."""
+def test_a_retried_job_is_lost_without_its_state_and_may_begin_from_scratch() -> None:
+    """The job had trained, and no member has the state."""
     w = stopped("a")
     w.retry()
     assert w.job.phase is Phase.COLLECT
@@ -91,10 +90,9 @@ def test_a_retried_job_goes_on_or_begins_at_step_0() -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_a_job_that_nobody_is_in_may_be_asked_for_again(is_stopped: bool) -> None:
-    """A retry may be repeated, as after an answer that was lost. It may ask for step 0 directly,
-    without the detour of a lost job. Otherwise the job never begins below the step that it had
-    reached before."""
+def test_a_job_without_members_may_be_retried_repeatedly(is_stopped: bool) -> None:
+    """A retry may be repeated, as after a lost answer. If one of them is from scratch, the job
+    begins at step 0."""
     w = world("a")
     w.train(7)
     if is_stopped:
@@ -112,7 +110,7 @@ def test_a_job_that_nobody_is_in_may_be_asked_for_again(is_stopped: bool) -> Non
     assert w.roster() == ["b"]
 
 
-def test_what_runs_or_is_finished_is_not_retried() -> None:
+def test_a_running_or_finished_job_is_not_retried() -> None:
     w = world("a")
     with pytest.raises(EventRefused, match="not over"):
         w.retry()
@@ -127,7 +125,7 @@ def test_what_runs_or_is_finished_is_not_retried() -> None:
 @pytest.mark.parametrize(
     ("stopping", "failed", "phase"), [("enough", False, Phase.STOPPED), ("", True, Phase.FAILED)]
 )
-def test_a_new_leader_finds_it_as_it_was(stopping: str, failed: bool, phase: Phase) -> None:
+def test_a_new_leader_restores_an_ended_job(stopping: str, failed: bool, phase: Phase) -> None:
     spec = JobSpec(job="j", min_members=1, max_members=1, desired_members=1)
     saved = SavedJob(
         last_generation=Generation(3),

@@ -1,6 +1,6 @@
-"""Arbitrary events in any order, stale ones too: the core refuses or accepts each.
+"""Random events in any order, stale ones too: the core refuses or accepts each.
 
-Whatever it does, the job's state stays consistent.
+The job's state stays consistent.
 """
 
 import copy
@@ -51,7 +51,7 @@ def who(name: str, start: int) -> dict[str, str]:
 
 
 class JobMachine(RuleBasedStateMachine):
-    """The job, and a list of all that it decided."""
+    """The job, its verdicts on each generation, and the incarnations that it has expelled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,16 +60,18 @@ class JobMachine(RuleBasedStateMachine):
         self.verdicts: dict[int, list[Verdict]] = {}
         self.expelled: set[str] = set()
 
-    # --- what happens ---
+    # --- events ---
 
-    def hear(self, event: events.MemberEvent) -> None:
+    def submit(self, event: events.MemberEvent) -> None:
         before, fenced = copy.deepcopy(self.job.state), set(self.expelled)
         try:
             self.take(self.job.handle(event, self.now_s))
         except events.EventRefused:
-            assert self.job.state == before, f"refused, and yet it changed the job: {event}"
+            assert self.job.state == before, f"refused, but the job changed: {event}"
         else:
-            assert event.incarnation not in fenced, f"taken from one that was expelled: {event}"
+            assert event.incarnation not in fenced, (
+                f"accepted from an expelled incarnation: {event}"
+            )
 
     def take(self, effects: list[events.Effect]) -> None:
         for effect in effects:
@@ -84,7 +86,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @initialize(members=st.sampled_from(["", "ab", "ab", "abc"]), runs=st.booleans())
     def begin(self, members: str, runs: bool) -> None:
-        """Start most runs with a formed generation: random events alone seldom form one."""
+        """Start most examples with a generation: random events alone seldom form one."""
         for name in members:
             self.attend(name, 1)
             self.propose(name, 1, 0, SHARED)
@@ -94,12 +96,12 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, start=STARTS)
     def attend(self, name: str, start: int) -> None:
-        self.hear(events.MemberJoined(**who(name, start), spec=SPEC, info=MemberInfo()))
+        self.submit(events.MemberJoined(**who(name, start), spec=SPEC, info=MemberInfo()))
 
     @rule(name=NAMES, start=STARTS, step=STEPS, fields=FIELDS)
     def propose(self, name: str, start: int, step: int, fields: dict[str, str]) -> None:
         proposal = Proposal(fields=fields, step=Step(step), has_state=step > 0)
-        self.hear(events.TrainingProposed(**who(name, start), proposal=proposal))
+        self.submit(events.TrainingProposed(**who(name, start), proposal=proposal))
 
     @rule(name=NAMES, start=STARTS, back=BACK, rejects=st.integers(0, 5))
     def answer(self, name: str, start: int, back: int, rejects: int) -> None:
@@ -113,7 +115,7 @@ class JobMachine(RuleBasedStateMachine):
             rejections=(rejection,) if rejects == 0 else (),
             unreachable=unreachable,
         )
-        self.hear(event)
+        self.submit(event)
 
     @precondition(lambda self: self.job.phase is JobPhase.PREPARE)
     @rule()
@@ -128,19 +130,19 @@ class JobMachine(RuleBasedStateMachine):
     @rule(name=NAMES, start=STARTS, back=BACK)
     def ready(self, name: str, start: int, back: int) -> None:
         event = events.ReadinessReported(**who(name, start), generation=self.generation(back))
-        self.hear(event)
+        self.submit(event)
 
     @precondition(lambda self: self.job.phase is JobPhase.COMMITTED)
     @rule()
     def all_ready(self) -> None:
         for member in list(self.job.members.values()):
             identity = {"member_id": member.member_id, "incarnation": member.incarnation}
-            self.hear(events.ReadinessReported(**identity, generation=self.job.last_generation))
+            self.submit(events.ReadinessReported(**identity, generation=self.job.last_generation))
 
     @rule(name=NAMES, start=STARTS, back=BACK, step=STEPS)
     def offer(self, name: str, start: int, back: int, step: int) -> None:
         generation = self.generation(back)
-        self.hear(
+        self.submit(
             events.NextStepReached(**who(name, start), generation=generation, next_step=Step(step))
         )
 
@@ -149,11 +151,11 @@ class JobMachine(RuleBasedStateMachine):
         event = events.StepReported(
             **who(name, start), step=Step(step), has_state=step > 0, left=self.generation(back)
         )
-        self.hear(event)
+        self.submit(event)
 
     @rule(name=NAMES, start=STARTS, back=BACK)
-    def break_down(self, name: str, start: int, back: int) -> None:
-        self.hear(
+    def report_break(self, name: str, start: int, back: int) -> None:
+        self.submit(
             events.BreakReported(
                 **who(name, start), generation=self.generation(back), error="reset"
             )
@@ -170,16 +172,16 @@ class JobMachine(RuleBasedStateMachine):
             events.DrainRequested(**identity, reason="spot notice"),
             events.MemberLeft(**identity, completed=False, reason="left"),
         ]
-        self.hear(kinds[kind])
+        self.submit(kinds[kind])
 
     @rule(name=NAMES, start=STARTS, rare=st.integers(0, 9))
     def complete(self, name: str, start: int, rare: int) -> None:
         if rare == 0:
-            self.hear(events.MemberLeft(**who(name, start), completed=True, reason="done"))
+            self.submit(events.MemberLeft(**who(name, start), completed=True, reason="done"))
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.3, 1.1, 11.0, 31.0]))
     def wait(self, seconds: float) -> None:
-        """Let time pass; the job is woken at each of its deadlines, as by its actor."""
+        """Let time pass, and call `tick` at each of the job's deadlines, as its actor does."""
         end_s, ticks = self.now_s + seconds, 0
         while (deadline_s := self.job.next_deadline_s()) is not None and deadline_s <= end_s:
             ticks = ticks + 1 if deadline_s <= self.now_s else 0
@@ -189,10 +191,10 @@ class JobMachine(RuleBasedStateMachine):
             self.take(self.job.tick(self.now_s))
         self.now_s = end_s
 
-    # --- what must hold ---
+    # --- invariants ---
 
     @invariant()
-    def one_decision_a_generation(self) -> None:
+    def each_generation_is_decided_once(self) -> None:
         for generation, verdicts in self.verdicts.items():
             assert verdicts in (
                 [Verdict.COMMITTED],
@@ -201,14 +203,14 @@ class JobMachine(RuleBasedStateMachine):
             ), f"generation {generation}: {verdicts}"
 
     @invariant()
-    def rosters_are_sound(self) -> None:
+    def rosters_are_consistent(self) -> None:
         job = self.job
         for roster in (job.running, job.attempt):
             if roster is not None:
                 assert [e.rank for e in roster.entries] == list(range(len(roster.entries)))
                 assert len(roster.entries) <= SPEC.max_members
-                here = job.completing or len(job.members_of(roster)) == len(roster.entries)
-                assert here, "a lost member is in it"
+                is_complete = job.completing or len(job.members_of(roster)) == len(roster.entries)
+                assert is_complete, "a lost member is in it"
         if job.running is not None:
             assert self.verdicts[job.running.generation] == [Verdict.COMMITTED]
         if job.phase is JobPhase.RUNNING:
@@ -216,28 +218,28 @@ class JobMachine(RuleBasedStateMachine):
             assert job.attempt is None
 
     @invariant()
-    def table_agrees_with_a_count_over_all(self) -> None:
+    def the_table_agrees_with_its_members(self) -> None:
         table = self.job.table
-        everybody = table.members.values()
+        every_member = table.members.values()
         assert set(table.candidates) == {
-            m.member_id for m in everybody if m.proposal is not None and m.drain.since_s is None
+            m.member_id for m in every_member if m.proposal is not None and m.drain.since_s is None
         }
         assert set(table.draining) == {
-            m.member_id for m in everybody if m.drain.since_s is not None
+            m.member_id for m in every_member if m.drain.since_s is not None
         }
         assert {m.member_id for m in table.unsettled()} == {
-            m.member_id for m in everybody if not m.settled
+            m.member_id for m in every_member if not m.settled
         }
         assert set(table._disconnected) == {
-            m.member_id for m in everybody if m.disconnected_s is not None
+            m.member_id for m in every_member if m.disconnected_s is not None
         }
-        assert set(table._halted) == {m.member_id for m in everybody if m.halted_s is not None}
+        assert set(table._halted) == {m.member_id for m in every_member if m.halted_s is not None}
         firsts = [m.disconnected_s for m in table._disconnected.values()]
         assert firsts == sorted(firsts, key=lambda at_s: at_s or 0.0)
 
     @invariant()
-    def nobody_waits_for_ever(self) -> None:
-        """A deadline is set for the members that the job waits for, if no generation runs."""
+    def every_wait_has_a_deadline(self) -> None:
+        """A deadline is set if the job waits for members and no generation runs."""
         job = self.job
         waits = job.phase in (JobPhase.PREPARE, JobPhase.COMMITTED, JobPhase.ABORTED)
         unsettled = job.phase is JobPhase.COLLECT and not job.table.all_settled

@@ -16,7 +16,7 @@ def who(member: SimMember) -> dict[str, str]:
 
 
 def world_of(*names: str, **bounds: int) -> World:
-    """Return a job in which the named members train together."""
+    """Return a world in which the named members train together."""
     w = World(JobSpec(job="j", desired_members=len(names), **bounds))
     for name in names:
         w.join(name)
@@ -36,7 +36,7 @@ def resume(w: World, name: str) -> None:
     w.send(w.members[name], events.MemberResumed(**who(w.members[name])))
 
 
-def test_a_joiner_waits_for_the_end_of_a_pause_far_beyond_the_join_limit() -> None:
+def test_a_joiner_waits_for_the_end_of_a_pause_beyond_the_join_limit() -> None:
     w = world_of("a", "b")
     pause(w, "a")
     w.run(2.0)
@@ -52,9 +52,9 @@ def test_a_joiner_waits_for_the_end_of_a_pause_far_beyond_the_join_limit() -> No
     assert not w.job.why_paused()
 
 
-def test_a_word_of_a_pause_that_is_over_changes_nothing() -> None:
-    """Reports of a pause may come late: after its end, or during the next pause. A member must not
-    be removed for a pause that is over."""
+def test_a_late_report_of_an_earlier_pause_changes_nothing() -> None:
+    """A report may arrive after the end of its pause, or during the next one. A member must not be
+    removed for a pause that is over."""
     w = world_of("a", "b")
     process = who(w.members["a"])
 
@@ -74,7 +74,7 @@ def test_a_word_of_a_pause_that_is_over_changes_nothing() -> None:
     assert w.roster() == ["a", "b"]
 
 
-def test_a_first_generation_waits_for_who_is_paused_beyond_the_last_call() -> None:
+def test_a_first_generation_waits_for_a_paused_member_beyond_the_last_call() -> None:
     w = World(JobSpec(job="j", desired_members=2))
     w.join("b")
     late = w.members["b"]
@@ -95,7 +95,7 @@ def test_a_first_generation_waits_for_who_is_paused_beyond_the_last_call() -> No
     assert w.roster() == ["b"]
 
 
-def test_a_pause_over_its_limit_takes_its_member_out_by_name() -> None:
+def test_a_member_whose_pause_exceeds_its_limit_is_removed() -> None:
     w = world_of("a", "b")
     paused = w.members["a"]
     pause(w, "a", limit_s=40.0)
@@ -108,8 +108,8 @@ def test_a_pause_over_its_limit_takes_its_member_out_by_name() -> None:
     assert w.job.running.member_ids == ("b",)
 
 
-def test_a_pause_said_again_to_a_new_leader_keeps_its_limit() -> None:
-    """Thirty of the forty seconds are over when the new leader learns of the pause."""
+def test_a_pause_reported_to_a_new_leader_keeps_its_limit() -> None:
+    """The report has the seconds that have passed: 30 of 40."""
     w = world_of("a", "b")
     paused = w.members["a"]
     pause(w, "a", limit_s=40.0, elapsed_s=30.0)
@@ -119,8 +119,8 @@ def test_a_pause_said_again_to_a_new_leader_keeps_its_limit() -> None:
     assert paused.refused is not None
 
 
-def test_who_is_killed_during_a_pause_is_missed_at_once() -> None:
-    """The others form the next generation once the paused member is back."""
+def test_a_member_killed_during_a_pause_is_lost_at_once() -> None:
+    """The other members form the next generation once the pause is over."""
     w = world_of("a", "b", "c")
     pause(w, "a")
     w.run(2.0)
@@ -134,8 +134,8 @@ def test_who_is_killed_during_a_pause_is_missed_at_once() -> None:
     assert w.job.running.member_ids == ("a", "b")
 
 
-def test_a_paused_newcomer_holds_up_nobody_who_trains() -> None:
-    """A member that does not become ready is found as if there were no pause."""
+def test_a_paused_joiner_does_not_extend_a_bring_up() -> None:
+    """A member that does not become ready is removed as without the pause."""
     w = Slow(JobSpec(job="j", desired_members=2), slow="a")
     for name in "ab":
         w.join(name)
@@ -163,10 +163,10 @@ class Slow(World):
         if member.name not in self.slow:
             super()._bring_up(member, generation)
 
-    def beat(self, name: str, **said: int | bool | float) -> None:
-        """Send a heartbeat with what the member's trainer does."""
+    def beat(self, name: str, **figures: int | bool | float) -> None:
+        """Send a heartbeat with these figures of the member's trainer."""
         member = self.members[name]
-        self.job.heartbeat(events.HeartbeatReceived(**who(member), **said), self.now_s)  # type: ignore[arg-type]
+        self.job.heartbeat(events.HeartbeatReceived(**who(member), **figures), self.now_s)  # type: ignore[arg-type]
 
 
 def _joining(slow: str = "abc") -> Slow:
@@ -183,8 +183,8 @@ def _joining(slow: str = "abc") -> Slow:
     return w
 
 
-def test_a_bring_up_whose_state_is_under_way_is_never_late() -> None:
-    """The bring-up takes ten times the limit: only time without any member's progress counts."""
+def test_a_bring_up_that_makes_progress_is_never_late() -> None:
+    """It takes ten times the limit: only time in which no member makes progress counts."""
     w = _joining()
     until_s = w.now_s + 10 * LIMITS.bring_up_s
     moved = 0
@@ -201,8 +201,8 @@ def test_a_bring_up_whose_state_is_under_way_is_never_late() -> None:
     assert w.roster() == ["a", "b", "c"]
 
 
-def test_who_moves_for_hours_and_comes_to_nothing_is_blamed() -> None:
-    """The member holds the others up for so long, and no longer; each of the tries counts."""
+def test_a_bring_up_with_endless_progress_fails_at_a_limit() -> None:
+    """The joiner that never becomes ready is refused, and the other members train on."""
     w = _joining()
     newcomer, moved, w.slow = w.members["c"], 0, ""
     until_s = w.now_s + LIMITS.collective_s + LIMITS.longest_bring_up_s + LIMITS.bring_up_s
@@ -220,8 +220,8 @@ def test_who_moves_for_hours_and_comes_to_nothing_is_blamed() -> None:
     assert w.roster() == ["a", "b"]
 
 
-def test_who_stands_still_is_blamed_and_not_who_waits_for_it() -> None:
-    """The newcomer compiles its model, for example; a and b hold the state and wait."""
+def test_the_member_that_makes_no_progress_is_refused_and_not_those_that_wait() -> None:
+    """The joiner may compile its model; a and b have the state, and wait."""
     w = _joining()
     newcomer = w.members["c"]
     for name in "ab":
@@ -234,7 +234,7 @@ def test_who_stands_still_is_blamed_and_not_who_waits_for_it() -> None:
     assert w.roster() == ["a", "b"]
 
 
-def test_where_all_wait_for_each_other_it_is_tried_again_and_nobody_expelled() -> None:
+def test_if_all_members_wait_for_each_other_the_bring_up_is_repeated() -> None:
     w = _joining()
     for name in "abc":
         w.beat(name, moved=1, waits=True)
@@ -247,7 +247,7 @@ def test_where_all_wait_for_each_other_it_is_tried_again_and_nobody_expelled() -
 @pytest.mark.parametrize(
     ("loads", "where"), [(False, "in your code"), (True, "waiting for a batch to be loaded")]
 )
-def test_who_held_the_others_up_is_named_with_its_time_and_the_remedy(
+def test_a_failed_collective_names_the_slow_member_with_its_time_and_a_remedy(
     loads: bool, where: str
 ) -> None:
     w = world_of("a", "b")

@@ -1,4 +1,4 @@
-"""Members that cannot reach each other, or whose addresses cannot work, never start together."""
+"""Members that cannot reach each other, or have unusable addresses, form no generation."""
 
 import pytest
 from support.members.job_world import World
@@ -25,8 +25,10 @@ ORDER = ("a", "b", "c", "d")
         ([], "", []),
     ],
 )
-def test_the_fewest_go(cut: list[tuple[str, str]], kept: str, excluded: list[str]) -> None:
-    """The member cut off from most others goes first, then the newest; members that train stay."""
+def test_as_few_members_as_possible_are_excluded(
+    cut: list[tuple[str, str]], kept: str, excluded: list[str]
+) -> None:
+    """The member cut off from most others is excluded first, then the newest; `kept` ones stay."""
     unreachable: dict[str, dict[str, str]] = {}
     for one, other in cut:
         unreachable.setdefault(one, {})[other] = "refused"
@@ -42,8 +44,8 @@ def world(*names: str) -> World:
     return w
 
 
-def test_a_member_behind_a_firewall_is_named_and_the_rest_go_on() -> None:
-    """Member b cannot be reached: it is refused by name, and three train without delay."""
+def test_a_member_behind_a_firewall_is_refused_and_the_others_train() -> None:
+    """The refusal and the generation record state that b could not be reached."""
     w = world("a", "b", "c", "d")
     w.cut = {(other, "b") for other in ("a", "c", "d")}
     shut = w.members["b"]
@@ -56,8 +58,8 @@ def test_a_member_behind_a_firewall_is_named_and_the_rest_go_on() -> None:
     assert "unreachable" in w.written[1][0].reason
 
 
-def test_a_joiner_that_cannot_be_reached_disturbs_nobody() -> None:
-    """Reachability is checked before anything is stopped: the old generation runs on."""
+def test_a_joiner_that_cannot_be_reached_stops_no_member() -> None:
+    """Members check this before they stop: the old generation runs on."""
     w = world("a", "b")
     w.run(1.0)
     w.cut = {("x", "a"), ("a", "x"), ("b", "x")}
@@ -71,16 +73,16 @@ def test_a_joiner_that_cannot_be_reached_disturbs_nobody() -> None:
     assert not w.members["a"].broken
 
 
-def test_one_way_is_not_enough() -> None:
-    """A pair counts as cut if either side reports it."""
+def test_one_direction_is_not_enough() -> None:
+    """A pair counts as cut if one of the two reports it."""
     w = world("a", "b", "c")
     w.cut = {("c", "a")}
     w.run(1.0)
     assert sorted(w.roster()) == ["a", "b"]
 
 
-def test_loopback_addresses_do_not_meet_other_hosts() -> None:
-    """Members on several hosts are refused if only their own host reaches their address."""
+def test_a_loopback_address_is_refused_with_members_on_other_hosts() -> None:
+    """Only processes on the member's own host can reach it."""
     w = World(JobSpec(job="j", desired_members=3))
     confined = w.join("a", info=MemberInfo(host="h1", address="127.0.0.1"))
     w.join("b", info=MemberInfo(host="h2", address="10.0.0.2"))
@@ -92,8 +94,8 @@ def test_loopback_addresses_do_not_meet_other_hosts() -> None:
     assert confined.refused.conflicts[0].field == "address"
 
 
-def test_who_trains_on_loopback_is_not_disturbed_by_another_host() -> None:
-    """A newcomer from another host is refused; one from the same host is taken in."""
+def test_a_member_that_trains_on_loopback_stays() -> None:
+    """A joiner on another host is refused; one on the same host enters."""
     w = World(JobSpec(job="j", desired_members=1, max_members=4))
     w.join("a", info=MemberInfo(host="h1", address="127.0.0.1"))
     w.run(1.0)
@@ -114,7 +116,7 @@ def test_who_trains_on_loopback_is_not_disturbed_by_another_host() -> None:
         (MemberInfo(device="cpu", num_devices=5000), "5000 devices"),
     ],
 )
-def test_devices_are_in_range(info: MemberInfo, text: str) -> None:
-    """A member on cuda has at least one device; none has thousands."""
+def test_a_number_of_devices_out_of_range_is_refused(info: MemberInfo, text: str) -> None:
+    """A member on cuda needs at least one device; 5,000 are too many."""
     problem = device_problem(info)
     assert (problem == "") if not text else text in problem

@@ -1,4 +1,4 @@
-"""Members that cannot bring a generation up are blamed by name, and the others train on."""
+"""Members that cannot bring up a generation are left out, and the others train on."""
 
 import pytest
 from support.members.job_world import SimMember, World
@@ -13,14 +13,14 @@ ERROR = "OutOfMemoryError: CUDA out of memory"
 
 
 class Clumsy(World):
-    """World in which some members fail in each bring-up, or never get through it."""
+    """World in which some members fail in each bring-up, or never end it."""
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self.failing: set[str] = set()
         self.hanging: set[str] = set()
         self.fits = 0
-        """Number of members in a generation up to which none fails."""
+        """Size of a generation up to which no member fails."""
 
     def _bring_up(self, member: SimMember, generation: Generation) -> None:
         attempt = self.job.attempt
@@ -51,8 +51,8 @@ def running(*names: str) -> Clumsy:
     return w
 
 
-def test_a_joiner_that_fails_is_tried_three_times_and_left_out() -> None:
-    """The joiner is refused with its own error; the others train between and after the tries."""
+def test_a_joiner_that_fails_three_times_is_left_out() -> None:
+    """It is refused with its own error; the others train between the attempts and afterwards."""
     w = running("a", "b")
     w.failing.add("c")
     c = w.join("c")
@@ -72,8 +72,8 @@ def test_a_joiner_that_fails_is_tried_three_times_and_left_out() -> None:
     assert w.job.last_generation == number
 
 
-def test_its_name_is_left_out_too_for_a_while() -> None:
-    """The process that its launcher starts next would fail in the same way."""
+def test_the_name_of_a_refused_member_is_left_out_for_a_time() -> None:
+    """The next process that its launcher starts would fail in the same way."""
     w = running("a")
     w.failing.add("c")
     w.join("c")
@@ -90,7 +90,7 @@ def test_its_name_is_left_out_too_for_a_while() -> None:
     assert w.roster() == ["a", "c"]
 
 
-def test_a_process_started_in_its_place_goes_on_counting() -> None:
+def test_failures_are_counted_over_restarts_of_a_member() -> None:
     """A restart by the launcher does not reset the count."""
     w = running("a")
     w.failing.add("c")
@@ -104,8 +104,8 @@ def test_a_process_started_in_its_place_goes_on_counting() -> None:
     assert sum("bring_up_failed: c" in line for line in w.log) == MAX_TRIES
 
 
-def test_a_joiner_that_gets_through_in_the_end_begins_anew() -> None:
-    """The member was out of memory twice, then there was enough."""
+def test_a_bring_up_that_succeeds_resets_the_count() -> None:
+    """The joiner fails twice before."""
     w = running("a", "b")
     w.failing.add("c")
     w.join("c")
@@ -117,8 +117,8 @@ def test_a_joiner_that_gets_through_in_the_end_begins_anew() -> None:
     assert w.job.setbacks.own("c") == 0
 
 
-def test_who_joined_with_it_is_not_put_off() -> None:
-    """The others go on with all members that can."""
+def test_a_joiner_beside_a_failing_one_enters() -> None:
+    """The next attempt leaves out only the member that failed."""
     w = running("a")
     w.failing.add("c")
     w.join("c")
@@ -127,15 +127,15 @@ def test_who_joined_with_it_is_not_put_off() -> None:
     assert w.roster() == ["a", "d"]
 
 
-def test_the_first_generation_forms_without_a_member_that_cannot() -> None:
-    """Enough members are left without it."""
+def test_the_first_generation_forms_without_a_member_that_fails() -> None:
+    """The other members are enough for the minimum."""
     w = clumsy("a", "b", "c", low=2)
     w.failing.add("c")
     w.run(0.5)
     assert w.roster() == ["a", "b"]
 
 
-def test_too_few_without_it_hear_why() -> None:
+def test_too_few_members_are_refused_with_the_error_of_the_failing_one() -> None:
     """The refusal names the member that was left out, and that member's error."""
     w = clumsy("a", "b", low=2)
     w.failing.add("b")
@@ -146,8 +146,8 @@ def test_too_few_without_it_hear_why() -> None:
     assert f"b was left out: {ERROR}" in a.refused.what
 
 
-def test_one_that_trained_and_fails_in_a_growing_generation_is_not_left_out() -> None:
-    """The member trained well before the newcomer came, which is tried less and less often."""
+def test_a_member_that_fails_only_with_a_joiner_is_not_left_out() -> None:
+    """The joiner waits instead, for ever longer times between the attempts."""
     w = running("a", "b")
     w.failing.add("a")
     w.fits = 2
@@ -165,7 +165,7 @@ def test_one_that_trained_and_fails_in_a_growing_generation_is_not_left_out() ->
     assert w.roster() == ["a", "b", "c"]
 
 
-def test_the_only_one_with_the_state_is_waited_for() -> None:
+def test_the_only_member_with_the_state_is_waited_for() -> None:
     """The state would be lost with this member, for a failure that may pass."""
     w = running("a")
     w.failing.add("a")
@@ -178,9 +178,9 @@ def test_the_only_one_with_the_state_is_waited_for() -> None:
     assert w.roster() == ["a", "c"]
 
 
-def test_the_only_one_with_the_state_is_never_left_out_for_those_who_come() -> None:
-    """The member cannot hand on its state, and they are too few without a newcomer: it is the
-    newcomer that is put off."""
+def test_the_only_member_with_the_state_is_never_left_out_for_a_joiner() -> None:
+    """It fails in every bring-up with a joiner, and the minimum needs one. The joiner waits for the
+    next attempt, without a limit of attempts."""
     w = clumsy("a", "b", low=2)
     w.run(1.0)
     w.train(5)
@@ -199,8 +199,8 @@ def test_the_only_one_with_the_state_is_never_left_out_for_those_who_come() -> N
     assert w.roster() == ["a", "c"]
 
 
-def test_one_that_cannot_hand_on_its_state_is_not_blamed_though_another_spoke_first() -> None:
-    """The newcomer only found the connection closed."""
+def test_the_only_member_with_the_state_is_not_blamed_for_an_own_error() -> None:
+    """The joiner, whose connection was closed, reported first."""
     w = running("a")
     w.hanging |= {"a", "c"}
     c = w.join("c")
@@ -214,8 +214,8 @@ def test_one_that_cannot_hand_on_its_state_is_not_blamed_though_another_spoke_fi
     assert w.job.setbacks.waits("c")
 
 
-def test_a_consequence_is_nobodys_fault() -> None:
-    """A closed connection does not show which member failed; no failure is counted."""
+def test_a_closed_connection_counts_against_no_member() -> None:
+    """It does not show which member failed."""
     w = running("a", "b")
     w.hanging.add("c")
     c = w.join("c")
@@ -227,9 +227,9 @@ def test_a_consequence_is_nobodys_fault() -> None:
     assert w.job.setbacks.waits("c")
 
 
-def test_an_own_failure_counts_though_a_consequence_was_told_first() -> None:
-    """Peers may find the connection closed before the member has reported its error. A repeated
-    call counts once."""
+def test_an_own_error_counts_although_a_closed_connection_was_reported_first() -> None:
+    """Peers may notice the closed connection before the member reports its error. A repeated report
+    counts once."""
     w = running("a", "b")
     w.hanging.add("c")
     c = w.join("c")
@@ -243,8 +243,8 @@ def test_an_own_failure_counts_though_a_consequence_was_told_first() -> None:
     assert w.job.setbacks.own("c") == 1
 
 
-def test_who_never_gets_ready_is_counted_and_does_not_take_the_others_along() -> None:
-    """The members that hold the state only waited for it."""
+def test_a_member_that_never_becomes_ready_is_refused_alone() -> None:
+    """The members that have the state only waited for it."""
     w = running("a", "b")
     w.hanging |= {"a", "b", "c"}
     c = w.join("c")
@@ -260,7 +260,7 @@ def test_who_never_gets_ready_is_counted_and_does_not_take_the_others_along() ->
 
 
 @pytest.mark.parametrize("count", [1, 2, 50])
-def test_the_pause_before_a_try_is_bounded(count: int) -> None:
+def test_the_wait_before_an_attempt_is_bounded(count: int) -> None:
     """The bound holds for any number of failures."""
     setbacks = Setbacks()
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Jobs that have trained never start from initial values again: they end, and say what is lost."""
+"""Jobs that have trained never start from initial values: without their state they are lost."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from shoal_server.core.membership.phases import Phase
 
 
 def running(*names: str, low: int = 1) -> World:
-    """A world in which the named members train in generation 1."""
+    """Return a world in which the named members train in generation 1."""
     spec = JobSpec(job="j", min_members=low, max_members=8, desired_members=len(names))
     w = World(spec)
     for name in names:
@@ -40,8 +40,8 @@ def kill(w: World, *names: str) -> None:
         w.kill(name, seen_by_launcher=True)
 
 
-def test_a_job_whose_state_is_gone_ends_and_says_where_it_was() -> None:
-    """The members were killed and restarted; each refusal has the step, and what to do."""
+def test_a_job_without_its_state_is_lost_and_refusals_have_its_step() -> None:
+    """The members were killed and restarted; each refusal also has what to do."""
     w = running("a", "b")
     w.train(7)
     w.beat("a", 7)
@@ -60,8 +60,8 @@ def test_a_job_whose_state_is_gone_ends_and_says_where_it_was() -> None:
     assert not w.job.members
 
 
-def test_who_comes_later_hears_the_same() -> None:
-    """The outcome is the job's: it does not depend on the members that found it."""
+def test_a_later_joiner_of_a_lost_job_gets_the_same_refusal() -> None:
+    """The loss is kept with the job, not with the members that found it."""
     w = running("a", "b")
     w.beat("a", 3)
     kill(w, "a", "b")
@@ -74,8 +74,8 @@ def test_who_comes_later_hears_the_same() -> None:
     assert "step 3" in late.refused.what
 
 
-def test_a_newcomer_that_waits_does_not_begin_anew_when_the_last_survivor_goes() -> None:
-    """The standby holds no state, though it was there before the survivor left."""
+def test_a_standby_does_not_start_over_when_the_last_survivor_is_lost() -> None:
+    """It had joined before the loss, but has no state."""
     w = World(JobSpec(job="j", max_members=1))
     w.join("a")
     w.run(1.0)
@@ -88,8 +88,8 @@ def test_a_newcomer_that_waits_does_not_begin_anew_when_the_last_survivor_goes()
     assert spare.refused.kind == RefusalKind.STATE_LOST
 
 
-def test_a_generation_that_ran_counts_though_no_step_was_heard_of() -> None:
-    """Steps may be faster than heartbeats: the job cannot know that none was taken."""
+def test_a_generation_that_ran_has_trained_although_no_step_was_reported() -> None:
+    """Steps may be faster than heartbeats: the job cannot exclude that one was taken."""
     w = running("a", "b")
     kill(w, "a", "b")
     w.join("a")
@@ -99,8 +99,9 @@ def test_a_generation_that_ran_counts_though_no_step_was_heard_of() -> None:
     assert "its first steps" in fresh.refused.what
 
 
-def test_that_a_generation_runs_is_durable_before_anybody_is_told() -> None:
-    """Otherwise a new leader would believe that the job never trained. One write is enough."""
+def test_a_running_generation_is_durable_before_members_are_notified() -> None:
+    """Otherwise a new leader would not know that the job has trained. Later generations need no
+    further write."""
     w = World(JobSpec(job="j", desired_members=1))
     effects: list[events.Effect] = []
     w._effects, deliver = lambda each: (effects.extend(each), deliver(each))[1], w._effects
@@ -114,8 +115,8 @@ def test_that_a_generation_runs_is_durable_before_anybody_is_told() -> None:
     assert sum(isinstance(e, events.SaveJobRecord) for e in effects) == 1
 
 
-def test_a_generation_that_never_ran_is_nothing_lost() -> None:
-    """Agreed on and not brought up: no step can have been taken, so the job begins as before."""
+def test_the_end_of_a_generation_that_never_ran_loses_nothing() -> None:
+    """It was committed but not brought up: no step was taken, so the next has initial values."""
     w = World(JobSpec(job="j", desired_members=2))
     w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
     w.join("a")
@@ -132,8 +133,8 @@ def test_a_generation_that_never_ran_is_nothing_lost() -> None:
     assert {e.state for e in w.job.running.entries} == {StateAction.INITIAL}
 
 
-def test_a_checkpoint_that_all_see_brings_the_job_back_and_is_told() -> None:
-    """Going back to a checkpoint is allowed; the log has both steps."""
+def test_a_job_continues_from_a_checkpoint_that_all_members_have() -> None:
+    """The checkpoint may be older than the last step."""
     w = running("a", "b")
     w.beat("a", 500)
     kill(w, "a", "b")
@@ -145,8 +146,8 @@ def test_a_checkpoint_that_all_see_brings_the_job_back_and_is_told() -> None:
     assert {e.state for e in w.job.running.entries} == {StateAction.CHECKPOINT}
 
 
-def test_the_step_that_a_generation_goes_on_from_is_told_where_it_is_behind() -> None:
-    """Members report the step of the checkpoint that they read: the job continues from there."""
+def test_a_generation_from_an_older_checkpoint_is_logged_with_both_steps() -> None:
+    """The member reports the step of the checkpoint that it has loaded."""
     w = running("a")
     w.beat("a", 500)
     kill(w, "a")
@@ -164,8 +165,8 @@ def test_the_step_that_a_generation_goes_on_from_is_told_where_it_is_behind() ->
     assert w.job.members["a"].holds_state
 
 
-def test_a_member_with_an_older_state_is_gone_on_from() -> None:
-    """The member reports that it holds state, so these are not initial values."""
+def test_a_job_continues_from_a_member_with_an_older_state() -> None:
+    """The member proposes a step above 0, so that it has a state."""
     w = running("a")
     w.beat("a", 500)
     kill(w, "a")
@@ -176,8 +177,8 @@ def test_a_member_with_an_older_state_is_gone_on_from() -> None:
     assert {e.state for e in w.job.running.entries} == {StateAction.KEEP}
 
 
-def test_who_alone_does_not_see_the_checkpoint_is_left_out() -> None:
-    """A directory that one host does not mount does not stop the training of the others."""
+def test_a_member_that_alone_lacks_the_checkpoint_is_refused() -> None:
+    """Its host may not have mounted the directory; the other members train."""
     w = running("a", "b", "c")
     kill(w, "a", "b", "c")
     w.join("a", checkpoints=(100,))
@@ -190,8 +191,8 @@ def test_who_alone_does_not_see_the_checkpoint_is_left_out() -> None:
     assert "step 100" in blind.refused.what
 
 
-def test_one_who_is_to_leave_hands_over_where_it_alone_holds_the_state() -> None:
-    """Drains lose no state: the newcomer takes it over first."""
+def test_a_draining_member_that_alone_has_the_state_hands_it_over() -> None:
+    """The joiner takes over the state before the member leaves."""
     w = running("a", "b")
     w.train(4)
     w.drain("a")
@@ -219,8 +220,8 @@ def test_one_who_is_to_leave_hands_over_where_it_alone_holds_the_state() -> None
     assert w.job.running.step == 4
 
 
-def test_members_whose_scripts_keep_their_own_state_lose_none() -> None:
-    """torchrun's agents agree on rosters, and never hold state."""
+def test_a_job_of_stateless_members_is_never_lost() -> None:
+    """torchrun's agents, for example, agree on rosters and have no state."""
     w = World(JobSpec(job="j", desired_members=1))
 
     def join() -> None:
@@ -241,8 +242,8 @@ def test_members_whose_scripts_keep_their_own_state_lose_none() -> None:
     assert w.job.last_generation == 2
 
 
-def test_members_that_hold_no_whole_state_between_them_end_the_job() -> None:
-    """The members find out in the bring-up; another try would find the same."""
+def test_a_job_is_lost_if_its_members_have_no_whole_state_together() -> None:
+    """A member reports this from the bring-up; another attempt would find the same."""
     w = running("a", "b", "c")
     w.train(9)
     w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
@@ -265,7 +266,7 @@ def test_members_that_hold_no_whole_state_between_them_end_the_job() -> None:
     assert "model.0.weight" in b.refused.seen
 
 
-# --- over a change of leaders ---
+# --- changes of leaders ---
 
 SPEC = JobSpec(job="j", max_members=8)
 NAMES = {name: new_incarnation(position) for position, name in enumerate("abx", start=1)}
@@ -309,7 +310,7 @@ def accept(job: Job, name: str, now_s: float) -> list[events.Effect]:
 
 
 def test_a_new_leader_knows_that_the_job_has_trained() -> None:
-    """The members went while nobody led: a newcomer's refusal has the step that was durable."""
+    """The members ended while no coordinator led: a joiner's refusal has the durable step."""
     job = successor(JobProgress(trained_in=Generation(3), reached=Step(40)))
     attend(job, "x", 0.1)
     effects = accept(job, "x", 0.2)
@@ -333,11 +334,11 @@ def test_a_new_leader_knows_that_the_state_is_lost() -> None:
         assert "step 40" in refused.refusal.what
         assert refused.refusal.seen == "a, b hold nothing"
     else:
-        raise AssertionError("it was let in")
+        raise AssertionError("the joiner was accepted")
 
 
 def test_a_new_leader_waits_for_a_member_that_may_hold_the_state() -> None:
-    """The member was there under the old leader, and has not yet reported what it holds."""
+    """The member was known to the old leader, and has not reported its state to the new one."""
     job = successor(JobProgress(trained_in=Generation(3), reached=Step(40)), members="a")
     attend(job, "x", 0.1)
     job.tick(1.0)
@@ -348,8 +349,8 @@ def test_a_new_leader_waits_for_a_member_that_may_hold_the_state() -> None:
     assert job.attempt.source_member_id == "a"
 
 
-def test_a_new_leader_does_not_wait_for_ever() -> None:
-    """The member does not come back: its grace period ends, and then the state is lost."""
+def test_a_new_leader_waits_for_the_state_only_for_the_grace_period() -> None:
+    """The member does not return, and the job is lost."""
     job = successor(JobProgress(trained_in=Generation(3), reached=Step(40)), members="a")
     attend(job, "x", 0.1)
     while (deadline_s := job.next_deadline_s()) is not None and job.attempt is None:

@@ -37,16 +37,16 @@ def lose(w: World, name: str, cause: str) -> None:
     w.later(lambda: w._handle(event))
 
 
-def test_a_first_generation_begins() -> None:
-    """The first generation has no lost members, and no time without training."""
+def test_the_summary_of_a_first_generation_has_its_number_of_members() -> None:
+    """It has no lost steps, and no time without training."""
     w, (first,) = world("a", "b", "c")
     assert first.cause == "3 begin"
     assert w.job.reason == "generation 1: 3 begin"
     assert (first.stayed, first.down_s, first.steps_lost) == ((), 0.0, 0)
 
 
-def test_a_loss_is_told_with_what_its_launcher_saw() -> None:
-    """The same text is the reason in the record, which all members get and etcd keeps."""
+def test_the_summary_of_a_loss_has_the_cause_that_its_launcher_reported() -> None:
+    """The same text is the reason in the generation record."""
     w, stories = world("a", "b", "c", "d")
     lose(w, "c", "SIGKILL")
     w.run(5.0)
@@ -58,7 +58,7 @@ def test_a_loss_is_told_with_what_its_launcher_saw() -> None:
     assert story.down_s >= 0.0
 
 
-def test_members_of_one_cause_are_named_together_and_newcomers_too() -> None:
+def test_members_with_the_same_cause_are_named_together() -> None:
     w, stories = world("a", "b", "c", "d")
     lose(w, "a", "exit code 1")
     lose(w, "b", "SIGKILL")
@@ -70,10 +70,10 @@ def test_members_of_one_cause_are_named_together_and_newcomers_too() -> None:
     assert "b, c (SIGKILL)" in causes
     assert "a (exit code 1)" in causes
     assert stories[-1].cause == "e joined; 2 train"
-    assert stories[-1].down_s == 0.0, "the one before trained on meanwhile"
+    assert stories[-1].down_s == 0.0, "the generation before trained on meanwhile"
 
 
-def test_a_drained_member_left_and_was_not_lost() -> None:
+def test_a_drained_member_is_among_those_that_left() -> None:
     w, stories = world("a", "b")
     w.drain("b")
     w.run(5.0)
@@ -95,7 +95,7 @@ def test_a_collective_that_failed_without_a_loss_is_the_cause() -> None:
 
 
 def test_time_without_a_generation_counts_as_idle_time() -> None:
-    """Time is idle before the first generation, and from each break to the next one."""
+    """Idle time grows by the time from a break to the next generation."""
     w, stories = world("a", "b", low=2)
     begun_s = w.job.tally.idle_s
     lose(w, "b", "SIGKILL")

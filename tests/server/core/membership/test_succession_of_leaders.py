@@ -1,4 +1,4 @@
-"""Generations that train go on, whatever a new leader does not know and however late calls come."""
+"""New leaders, and calls that arrive late: a generation that trains continues."""
 
 import pytest
 from support.members.job_world import digest_of
@@ -93,8 +93,8 @@ def attend(
     )
 
 
-def test_a_newcomer_with_a_checkpoint_takes_the_state_of_those_who_train() -> None:
-    """The newcomer's step may even be higher: the others have gone on since their last report."""
+def test_a_joiner_with_a_checkpoint_receives_the_state_of_the_running_generation() -> None:
+    """The joiner's step may be the higher one: others have continued since their report."""
     trains = roster(1, "ab", step=5)
     grown = draw_up(
         Generation(2),
@@ -111,8 +111,8 @@ def test_a_newcomer_with_a_checkpoint_takes_the_state_of_those_who_train() -> No
     }
 
 
-def test_a_newcomer_does_not_replace_those_who_have_not_proposed_again() -> None:
-    """A new leader changes nothing until all training members have proposed again."""
+def test_a_new_leader_admits_no_joiner_before_all_members_have_proposed_again() -> None:
+    """Otherwise the joiner would replace the members that train."""
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "ab":
@@ -132,7 +132,7 @@ def test_a_newcomer_does_not_replace_those_who_have_not_proposed_again() -> None
     assert sorted(job.attempt.member_ids) == ["a", "b", "x"]
 
 
-def test_a_member_that_comes_and_goes_is_missed_though_others_have_not_come_yet() -> None:
+def test_a_broken_stream_has_its_own_limit_under_a_new_leader() -> None:
     """A new leader waits for members that have not come longer than for one whose stream broke."""
     job = new_leader("abc", roster(1, "abc"))
     attend(job, "b", 1.0)
@@ -140,8 +140,9 @@ def test_a_member_that_comes_and_goes_is_missed_though_others_have_not_come_yet(
     assert min(job.state.table.deadlines()) == 2.0 + Limits().reconnect_s
 
 
-def test_a_change_of_the_leader_before_is_not_taken_back_once_somebody_may_have_gone_over() -> None:
-    """The boundary is not durable: unless both generations end, one member may train alone."""
+def test_a_planned_change_of_the_last_leader_that_fails_ends_both_generations() -> None:
+    """The new leader cannot know if members have passed the boundary: if only one of the two
+    generations ended, a member might train alone."""
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "abc":
@@ -157,8 +158,8 @@ def test_a_change_of_the_leader_before_is_not_taken_back_once_somebody_may_have_
     assert job.running is None
 
 
-def test_the_patience_with_a_break_ends_with_the_next_generation() -> None:
-    """A member in a bring-up is not expelled for the break before it."""
+def test_the_time_limit_of_a_break_ends_with_the_next_generation() -> None:
+    """A member in a bring-up is not removed for the break before it."""
     limits = Limits()
     job = new_leader("ab", roster(1, "abc"))
     for name in "ab":
@@ -177,8 +178,8 @@ def test_the_patience_with_a_break_ends_with_the_next_generation() -> None:
     assert "a" in job.members
 
 
-def test_a_stand_before_the_present_generation_is_old_news() -> None:
-    """Calls that come late, or twice, do not count as the report of a member that trains."""
+def test_a_step_report_of_an_earlier_generation_is_ignored() -> None:
+    """A late or repeated call does not count as the report after the current break."""
     job = new_leader("ab", roster(1, "ab"))
     for name in "ab":
         attend(job, name, 0.1)
@@ -193,8 +194,8 @@ def test_a_stand_before_the_present_generation_is_old_news() -> None:
     assert a.proposal.step == 5
 
 
-def test_a_late_proposal_takes_no_step_back() -> None:
-    """The state comes from the member with the highest step reported."""
+def test_a_late_proposal_does_not_lower_the_step() -> None:
+    """The member with the highest reported step is the source of the state."""
     job = new_leader("ab", roster(1, "ab"))
     attend(job, "a", 0.1, step=7)
     job.handle(events.TrainingProposed(**who("a"), proposal=proposal(0)), 0.2)
@@ -203,8 +204,8 @@ def test_a_late_proposal_takes_no_step_back() -> None:
     assert (a.proposal.step, a.proposal.has_state) == (7, True)
 
 
-def test_the_break_of_the_old_generation_is_told_before_the_abort() -> None:
-    """An abort alone would let members that wait at the boundary train on."""
+def test_the_break_of_the_old_generation_is_sent_before_the_abort() -> None:
+    """After the abort alone, members that wait at the boundary would train on."""
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "abc":
@@ -218,8 +219,8 @@ def test_the_break_of_the_old_generation_is_told_before_the_abort() -> None:
     assert kinds.index(events.BreakNotice) < kinds.index(events.OutcomeNotice)
 
 
-def test_who_reports_a_generation_that_is_over_is_told_so() -> None:
-    """The leader that ended the generation may be gone."""
+def test_a_report_of_a_generation_that_is_over_is_answered_with_its_break() -> None:
+    """The leader that ended it may be gone, and its notices with it."""
     job = new_leader("ab", roster(3, "ab"))
     attend(job, "a", 0.1)
     effects = job.handle(
@@ -229,8 +230,8 @@ def test_who_reports_a_generation_that_is_over_is_told_so() -> None:
     assert [n.generation for n in notices if isinstance(n, events.BreakNotice)] == [2]
 
 
-def test_a_newcomer_that_may_have_trained_is_waited_for() -> None:
-    """A new leader cannot know if the planned change took place: the newcomer reports its step."""
+def test_a_joiner_that_may_have_trained_is_waited_for() -> None:
+    """A new leader does not know if the planned change took place: the joiner has to report."""
     old = roster(1, "ab")
     job = new_leader("abx", roster(2, "abx", running=old), before=old)
     for name in "abx":
@@ -239,8 +240,8 @@ def test_a_newcomer_that_may_have_trained_is_waited_for() -> None:
     assert {m.member_id for m in job.table.unsettled()} == {"a", "x"}
 
 
-def test_who_comes_with_all_work_behind_it_does_not_end_the_job() -> None:
-    """Members that train can have done the job's work, and no others."""
+def test_a_joiner_that_leaves_as_completed_does_not_end_the_job() -> None:
+    """Only members of the running generation can have completed the work."""
     job = new_leader("ab", roster(1, "ab"))
     for name in "ab":
         attend(job, name, 0.1)
@@ -251,8 +252,8 @@ def test_who_comes_with_all_work_behind_it_does_not_end_the_job() -> None:
     assert job.running is not None
 
 
-def test_who_has_not_come_back_yet_is_not_lost_by_a_collective_that_failed() -> None:
-    """A new leader gives all members time to join again, whatever the first ones report."""
+def test_a_failed_collective_does_not_remove_members_that_have_yet_to_rejoin() -> None:
+    """A new leader gives all members time to join again."""
     old = roster(1, "abc")
     job = new_leader("abcx", roster(2, "abcx", running=old), before=old)
     attend(job, "a", 0.1)
@@ -261,8 +262,8 @@ def test_who_has_not_come_back_yet_is_not_lost_by_a_collective_that_failed() -> 
     assert sorted(job.members) == ["a", "b", "c", "x"]
 
 
-def test_who_left_an_aborted_generation_has_left_those_before_it() -> None:
-    """A new leader tries again at once, and does not wait for members that have stopped."""
+def test_members_that_left_an_aborted_generation_have_left_those_before_it() -> None:
+    """A new leader attempts the next one at once, and does not wait for further reports."""
     job = new_leader("ab", roster(2, "ab"))
     job.state.last_generation = Generation(3)  # aborted, and no member was notified
     for name in "ab":
@@ -275,11 +276,10 @@ def test_who_left_an_aborted_generation_has_left_those_before_it() -> None:
 
 
 @pytest.mark.parametrize("name", "abc")
-def test_who_left_for_a_generation_that_was_aborted_hears_of_that(name: str) -> None:
-    """The leader died before it notified any member, and the next one continues with the older
-    generation.
+def test_a_member_that_reports_an_aborted_generation_gets_its_break(name: str) -> None:
+    """The leader died before it could notify a member of the abort.
 
-    A member that brings the aborted one up would wait until a time limit for peers that never come.
+    Otherwise the member, which brings it up, would wait until a time limit for its peers.
     """
     old = roster(2, "ab", running=roster(1, "ab"))
     job = new_leader("abc", old, before=roster(1, "ab"), last_generation=3)
@@ -292,12 +292,12 @@ def test_who_left_for_a_generation_that_was_aborted_hears_of_that(name: str) -> 
     assert broken == [3]
     stand = events.StepReported(**who(name), step=Step(5), has_state=True, left=Generation(3))
     job.handle(stand, 0.2)
-    # A generation that the new leader found is over once a member that trained in it has left it.
+    # The older generation is over once a member of it has left it.
     assert (job.running is None and job.attempt is None) == (name in "ab")
 
 
-def test_who_comes_back_to_a_generation_that_goes_on_stays_in_it() -> None:
-    """The member reports the generation that runs, or the one being brought up: none is over."""
+def test_a_member_that_rejoins_a_current_generation_gets_no_break() -> None:
+    """It reports the generation that runs, or the one that is brought up."""
     old = roster(1, "ab")
     for generation in (1, 2):
         job = new_leader("abc", roster(2, "abc", running=old), before=old)
@@ -307,8 +307,8 @@ def test_who_comes_back_to_a_generation_that_goes_on_stays_in_it() -> None:
         assert not any(isinstance(notice, events.BreakNotice) for notice in notices)
 
 
-def test_who_is_left_out_while_it_brings_up_what_is_over_hears_of_that() -> None:
-    """The new leader forms the next generation from the members that came back first."""
+def test_a_member_outside_the_newest_roster_gets_the_break_of_its_generation() -> None:
+    """The next generation was formed without it, from members that rejoined first."""
     job = new_leader("abx", roster(4, "ab"), last_generation=4)
     effects = attend(job, "x", 0.1, generation=3)
     broken = [

@@ -18,7 +18,7 @@ STEP = 7
 
 
 def below_minimum(*, low: int = 2, limits: Limits | None = None) -> World:
-    """Return a world in which the members trained, and all but a were killed."""
+    """Return a world in which `low` members trained, and all but a were killed."""
     spec = JobSpec(job="j", min_members=low, max_members=8, desired_members=low)
     w = World(spec, limits=limits)
     for name in ("a", "b", "c")[:low]:
@@ -32,14 +32,14 @@ def below_minimum(*, low: int = 2, limits: Limits | None = None) -> World:
 
 
 def still_waits(w: World, name: str) -> bool:
-    """True if the member's own limit has not passed either."""
+    """True if the member's client waits on as well."""
     member = w.members[name]
     decision = member.core.next_generation(member.generation, 2.0, w.now_s)
     return isinstance(decision, ev.WaitUntil)
 
 
 def test_a_member_that_holds_the_state_waits_without_a_limit() -> None:
-    """The wait may last many join limits; with a replacement, the member goes on with its state."""
+    """After 50 join limits, a replacement joins and the job continues from the same state."""
     w = below_minimum()
     w.run(50 * JOIN_S)
     assert w.members["a"].refused is None
@@ -51,8 +51,8 @@ def test_a_member_that_holds_the_state_waits_without_a_limit() -> None:
     assert w.job.progress.reached == STEP
 
 
-def test_a_newcomer_waits_with_it() -> None:
-    """The job lacks two members: the first does not give up just before the second comes."""
+def test_a_joiner_waits_without_a_limit_beside_the_state() -> None:
+    """The job lacks two members: the first joiner must not give up just before the second."""
     w = below_minimum(low=3)
     w.join("b")
     w.run(10 * JOIN_S)
@@ -65,7 +65,7 @@ def test_a_newcomer_waits_with_it() -> None:
 
 
 def test_an_asynchronous_member_trains_on_without_a_limit() -> None:
-    """The member has never stopped; the state is on servers."""
+    """It never stops; parameter servers have the state."""
     w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
     for name in ("a", "b"):
         member = w.join(name)
@@ -80,8 +80,8 @@ def test_an_asynchronous_member_trains_on_without_a_limit() -> None:
     assert w.job.members["a"].waiting_for == "1 more member, no limit"
 
 
-def test_newcomers_by_themselves_keep_the_join_limit() -> None:
-    """Newcomers have no state to lose."""
+def test_members_of_a_job_that_never_trained_keep_the_join_limit() -> None:
+    """They have no state to lose."""
     w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
     a = w.join("a")
     w.run(JOIN_S - 1.0)
@@ -92,8 +92,8 @@ def test_newcomers_by_themselves_keep_the_join_limit() -> None:
     assert f"no generation formed within {JOIN_S:g} s" in a.refused.what
 
 
-def test_a_newcomer_that_is_left_alone_has_the_join_limit_again() -> None:
-    """The state that it waited for is gone with the member that held it."""
+def test_a_joiner_without_the_state_has_the_join_limit_again() -> None:
+    """The member that had the state is lost while the joiner waits."""
     w = below_minimum(low=3)
     w.join("b")
     w.run(5 * JOIN_S)
@@ -106,8 +106,8 @@ def test_a_newcomer_that_is_left_alone_has_the_join_limit_again() -> None:
     assert b.refused.kind is RefusalKind.TIMEOUT
 
 
-def test_a_newcomer_that_rejects_the_roster_is_refused_alone() -> None:
-    """The member that holds the state is not to blame, and waits for another."""
+def test_a_joiner_that_rejects_the_roster_is_refused_alone() -> None:
+    """The member that has the state waits on."""
     w = below_minimum()
     a, c = w.members["a"], w.join("c")
     w.rejecting.add("c")
@@ -121,7 +121,7 @@ def test_a_newcomer_that_rejects_the_roster_is_refused_alone() -> None:
 
 
 def test_any_number_of_attempts_may_fail_in_a_row() -> None:
-    """The pause between two attempts stays within its bound."""
+    """After 1,100 failures the wait between attempts is still short."""
     w = below_minimum()
     for number in range(1100):
         newcomer = w.join(f"c{number}")
@@ -133,7 +133,7 @@ def test_any_number_of_attempts_may_fail_in_a_row() -> None:
     assert w.roster() == ["a", "d"]
 
 
-def test_a_newcomer_that_cannot_be_reached_is_refused_alone() -> None:
+def test_a_joiner_that_cannot_be_reached_is_refused_alone() -> None:
     w = below_minimum()
     a, c = w.members["a"], w.join("c")
     w.cut.add(("a", "c"))
@@ -143,7 +143,7 @@ def test_a_newcomer_that_cannot_be_reached_is_refused_alone() -> None:
     assert c.refused.kind is RefusalKind.UNREACHABLE
 
 
-def test_a_newcomer_on_another_host_is_refused_alone_if_only_this_one_reaches_what_waits() -> None:
+def test_a_joiner_on_another_host_than_a_loopback_member_is_refused_alone() -> None:
     w = below_minimum()
     a = w.members["a"]
     w.job.members["a"].info = replace(w.job.members["a"].info, address="127.0.0.1")
@@ -156,7 +156,7 @@ def test_a_newcomer_on_another_host_is_refused_alone_if_only_this_one_reaches_wh
 
 @pytest.mark.parametrize("allowed_s", [30.0, 1000.0])
 def test_the_operator_may_limit_the_wait(allowed_s: float) -> None:
-    """The limit may be below the join limit or far above it; `waiting_for` gives it."""
+    """The limit may be below the join limit or far above it; `waiting_for` shows it."""
     w = below_minimum(limits=Limits(wait_for_members_s=allowed_s))
     a = w.members["a"]
     assert w.job.members["a"].waiting_for == (
@@ -172,7 +172,7 @@ def test_the_operator_may_limit_the_wait(allowed_s: float) -> None:
 
 
 def test_a_member_that_waits_may_be_drained() -> None:
-    """The drain is immediate, though a newcomer waits too: it cannot take the state over alone."""
+    """It leaves at once, although a joiner waits too: the two are too few for a generation."""
     w = below_minimum(low=3)
     w.join("b")
     w.run(3.0)
@@ -191,8 +191,8 @@ def test_a_job_that_waits_may_be_stopped() -> None:
     assert w.job.phase is Phase.STOPPED or not w.job.members
 
 
-def test_no_limit_may_be_said() -> None:
-    """`inf` means no limit, as for other options; zero and negative values are refused."""
+def test_an_infinite_limit_is_no_limit() -> None:
+    """Zero, negative values and NaN are refused."""
     assert Limits(wait_for_members_s=math.inf).wait_for_members_s is None
     for bad in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="bad --wait-for-members-s"):

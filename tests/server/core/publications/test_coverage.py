@@ -1,4 +1,4 @@
-"""Layouts of all ranks together are one model exactly if they contain each element once."""
+"""Layouts of all ranks together are a whole model if they contain each element exactly once."""
 
 import itertools
 import random
@@ -47,7 +47,7 @@ def test_the_blocks_of_a_mesh_cover_a_model(rows: int, columns: int) -> None:
     assert whole.tensors == (W,) and len(whole.segment_bytes) == rows * columns
 
 
-def test_a_whole_tensor_needs_no_offsets() -> None:
+def test_a_slice_without_offsets_is_a_whole_tensor() -> None:
     scalar = PublishedTensor("step", "int64", (), 8)
     empty = PublishedTensor("none", "float32", (0, 3), 4)
     check_cover(
@@ -59,7 +59,7 @@ def test_a_whole_tensor_needs_no_offsets() -> None:
     )
 
 
-def test_tensors_of_several_ranks_are_one_list() -> None:
+def test_tensors_of_several_ranks_are_merged_into_one_list() -> None:
     bias = PublishedTensor("b", "float32", (6,), 4)
     parts = [
         PublishedLayout((W,), (PublishedSlice(0, (0, 0), (4, 6), 0, 0),), (96,)),
@@ -85,7 +85,7 @@ def test_tensors_of_several_ranks_are_one_list() -> None:
         ([box((0, 0), (4, 5)), box((0, 0), (4, 1))], "elements twice"),
     ],
 )
-def test_what_is_no_model_is_refused_by_the_tensors_name(
+def test_slices_that_are_no_whole_tensor_are_refused_with_its_name(
     slices: list[PublishedSlice], what: str
 ) -> None:
     with pytest.raises(NotCovered, match="tensor w") as refused:
@@ -93,7 +93,7 @@ def test_what_is_no_model_is_refused_by_the_tensors_name(
     assert what in str(refused.value)
 
 
-def test_ranks_that_disagree_are_refused() -> None:
+def test_parts_that_disagree_or_lack_an_own_segment_are_refused() -> None:
     other = PublishedTensor("w", "bfloat16", (4, 6), 2)
     parts = [layout(box((0, 0), (4, 6))), PublishedLayout((other,), (), (0,))]
     with pytest.raises(NotCovered, match="disagree on tensor w"):
@@ -105,8 +105,8 @@ def test_ranks_that_disagree_are_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_verdict_is_that_of_counting(seed: int) -> None:
-    """Random boxes, cut from a whole model or not, agree with a count of elements."""
+def test_the_check_agrees_with_a_count_of_elements(seed: int) -> None:
+    """The boxes are cut at random from a whole tensor; some are missing or repeated."""
     chance = random.Random(seed)
     shape = tuple(chance.randint(1, 5) for _ in range(chance.randint(1, 3)))
     boxes = [((0,) * len(shape), shape)]
@@ -141,8 +141,8 @@ def test_the_verdict_is_that_of_counting(seed: int) -> None:
             check_cover(found)
 
 
-def test_many_slices_are_checked_in_a_moment() -> None:
-    """A tensor over 4,096 ranks, along its last dimension."""
+def test_a_tensor_of_4096_slices_is_checked() -> None:
+    """It is cut along its last dimension."""
     tensor = PublishedTensor("w", "uint8", (2, 4096), 1)
     slices = [box((0, column), (2, 1)) for column in range(4096)]
     check_cover(layout(*slices, tensors=(tensor,)))

@@ -1,5 +1,4 @@
-"""Seeded simulations of coordinators, servers, publishers, readers and etcd under faults of every
-kind.
+"""Seeded simulations of coordinators, servers, publishers, readers and etcd, with faults.
 
 The coordinators' service, its writes to etcd, the servers' store, records and repair are the code
 that ships. Invariants are checked at each write of a record, each install and each death.
@@ -15,12 +14,12 @@ NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "40"))
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_no_schedule_of_faults_tears_loses_or_takes_back_a_version(seed: int) -> None:
+def test_every_version_stays_whole_and_available_under_faults(seed: int) -> None:
     """Once the faults stop, all readers get the newest version, and versions have their copies."""
     simulate_publications(seed)
 
 
-def test_a_seed_is_the_same_run_each_time() -> None:
+def test_a_seed_repeats_the_same_run() -> None:
     """A failure can be studied by running its seed again."""
     runs = [simulate_publications(3) for _ in range(2)]
     assert runs[0].story == runs[1].story

@@ -1,4 +1,4 @@
-"""Faults planted into the code that ships: the simulation runs this code, and must find them."""
+"""Faults planted into the shipped code: the simulation runs this code, and must find them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -21,7 +21,7 @@ Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
 
 
-def a_replaced_publisher_is_let_in(patch: Patch) -> None:
+def parts_of_a_replaced_publisher_are_accepted(patch: Patch) -> None:
     """Parts of a replaced publisher count for the current epoch."""
     real = PublishedSeries._contribute
 
@@ -40,7 +40,7 @@ def a_replaced_publisher_is_let_in(patch: Patch) -> None:
 
 
 def a_new_leader_drops_at_once(patch: Patch) -> None:
-    """A new leader does not know the leases that its predecessor granted."""
+    """A new leader drops versions that readers leased from the leader before it."""
     real = PublishedSeries.__init__
 
     def init(self: PublishedSeries, name: str, stored: StoredSeries, now_s: float) -> None:
@@ -51,7 +51,7 @@ def a_new_leader_drops_at_once(patch: Patch) -> None:
 
 
 def a_deposed_leader_grants_leases(patch: Patch) -> None:
-    """A successor does not know of leases that the deposed leader still grants."""
+    """The new leader does not know of leases that the deposed one still grants."""
 
     async def confirm(self: LeadingCheck) -> None:
         return None
@@ -59,24 +59,24 @@ def a_deposed_leader_grants_leases(patch: Patch) -> None:
     patch.setattr(LeadingCheck, "confirm", confirm)
 
 
-def leases_are_not_looked_at(patch: Patch) -> None:
-    """Versions older than the newest `keep` are dropped though readers lease them."""
+def leases_are_ignored(patch: Patch) -> None:
+    """Versions older than the newest `keep` are dropped although readers lease them."""
     real = keeping.droppable
     patch.setattr(keeping, "droppable", lambda stored, leased: real(stored, ()))
 
 
-def leases_are_held_for_less_than_readers_count_on(patch: Patch) -> None:
-    """Clocks of readers and coordinator differ in rate."""
+def leases_end_sooner_than_readers_expect(patch: Patch) -> None:
+    """The coordinator ends a lease earlier than its reader does."""
     patch.setattr("shoal_server.core.publications.readers.HELD_S", 29.0)
 
 
-def parts_are_not_counted(patch: Patch) -> None:
-    """Two ranks may have the same rows, and none some others."""
+def parts_are_not_checked(patch: Patch) -> None:
+    """Two ranks may have the same rows, and some rows may be in no part."""
     patch.setattr(layouts, "check_cover", lambda layout: None)
 
 
-def a_number_is_that_of_the_versions_that_are_kept(patch: Patch) -> None:
-    """Numbers of lost versions must not be used again."""
+def numbers_continue_from_the_versions_that_are_kept(patch: Patch) -> None:
+    """The number of a lost version is used again."""
     real = PublishedSeries._put_newest
 
     def put_newest(
@@ -88,13 +88,13 @@ def a_number_is_that_of_the_versions_that_are_kept(patch: Patch) -> None:
     patch.setattr(PublishedSeries, "_put_newest", put_newest)
 
 
-def a_committed_part_counts_as_new(patch: Patch) -> None:
+def a_part_of_a_committed_version_counts_as_new(patch: Patch) -> None:
     """The answer to the part was lost; the repeated part is refused as abandoned."""
     patch.setattr(PublishedSeries, "_known_as_committed", lambda self, event: None)
 
 
-def copies_of_a_server_that_is_gone_are_not_replaced(patch: Patch) -> None:
-    """The next loss of a server takes the version with it."""
+def copies_of_a_lost_server_are_not_replaced(patch: Patch) -> None:
+    """The version is lost with the next server."""
 
     def follow(self: WeightUpkeep, name: str, segments: Mapping[bytes, PublishedSegment]) -> None:
         return None
@@ -102,48 +102,52 @@ def copies_of_a_server_that_is_gone_are_not_replaced(patch: Patch) -> None:
     patch.setattr(WeightUpkeep, "follow", follow)
 
 
-def steps_that_began_on_other_servers_are_not_merged(patch: Patch) -> None:
-    """Servers cut their shards after their own steps only."""
+def steps_of_other_servers_are_not_merged(patch: Patch) -> None:
+    """Each server cuts its shards after the steps that it knows itself."""
     patch.setattr(taking, "merged", lambda reports: {})
 
 
-def a_server_that_cuts_admits_new_steps(patch: Patch) -> None:
-    """Steps are in the cut on some servers only."""
+def new_steps_are_admitted_during_a_cut(patch: Patch) -> None:
+    """The cut has some steps on some servers only."""
     patch.setattr(SnapshotBarrier, "may_enter", lambda self, step: True)
 
 
 FOCUS: Mapping[Fault, Collection[str]] = {
-    a_replaced_publisher_is_let_in: ["replace trainer", "pause trainer"],
+    parts_of_a_replaced_publisher_are_accepted: ["replace trainer", "pause trainer"],
     a_deposed_leader_grants_leases: ["depose unheard", "slow reader", "cut coordinator"],
-    leases_are_held_for_less_than_readers_count_on: ["pause reader"],
-    a_number_is_that_of_the_versions_that_are_kept: ["restart server", "kill server"],
-    a_committed_part_counts_as_new: ["cut coordinator", "depose unheard", "slow trainer"],
-    copies_of_a_server_that_is_gone_are_not_replaced: ["restart server", "pin"],
+    leases_end_sooner_than_readers_expect: ["pause reader"],
+    numbers_continue_from_the_versions_that_are_kept: ["restart server", "kill server"],
+    a_part_of_a_committed_version_counts_as_new: [
+        "cut coordinator",
+        "depose unheard",
+        "slow trainer",
+    ],
+    copies_of_a_lost_server_are_not_replaced: ["restart server", "pin"],
 }
-"""Kinds of simulated trouble that meet a planted fault more often than all kinds together do."""
+"""Kinds of simulated faults with which the planted one is found sooner than with all kinds."""
 
 FAULTS: Sequence[Fault] = (
-    a_replaced_publisher_is_let_in,
+    parts_of_a_replaced_publisher_are_accepted,
     a_new_leader_drops_at_once,
     a_deposed_leader_grants_leases,
-    leases_are_not_looked_at,
-    leases_are_held_for_less_than_readers_count_on,
-    parts_are_not_counted,
-    a_number_is_that_of_the_versions_that_are_kept,
-    a_committed_part_counts_as_new,
-    copies_of_a_server_that_is_gone_are_not_replaced,
-    steps_that_began_on_other_servers_are_not_merged,
-    a_server_that_cuts_admits_new_steps,
+    leases_are_ignored,
+    leases_end_sooner_than_readers_expect,
+    parts_are_not_checked,
+    numbers_continue_from_the_versions_that_are_kept,
+    a_part_of_a_committed_version_counts_as_new,
+    copies_of_a_lost_server_are_not_replaced,
+    steps_of_other_servers_are_not_merged,
+    new_steps_are_admitted_during_a_cut,
 )
-OF_TABLES = (steps_that_began_on_other_servers_are_not_merged, a_server_that_cuts_admits_new_steps)
+OF_TABLES = (steps_of_other_servers_are_not_merged, new_steps_are_admitted_during_a_cut)
 """Faults in the cut of a version with tables."""
 
 
 SLOW = (
     a_deposed_leader_grants_leases,
-    a_number_is_that_of_the_versions_that_are_kept,
-    a_committed_part_counts_as_new,
-    copies_of_a_server_that_is_gone_are_not_replaced,
+    numbers_continue_from_the_versions_that_are_kept,
+    a_part_of_a_committed_version_counts_as_new,
+    copies_of_a_lost_server_are_not_replaced,
     *OF_TABLES,
 )
 """Faults that take long to find."""
@@ -153,8 +157,8 @@ SLOW = (
     "fault",
     [pytest.param(f, marks=pytest.mark.long if f in SLOW else (), id=f.__name__) for f in FAULTS],
 )
-def test_the_simulation_finds(fault: Fault, monkeypatch: Patch) -> None:
-    """An invariant fails within some seeds; without the fault the same seed passes."""
+def test_the_simulation_finds_the_fault(fault: Fault, monkeypatch: Patch) -> None:
+    """An invariant fails within `MAX_SEEDS` seeds; without the fault the same seed passes."""
     only, has_tables = list(FOCUS.get(fault, ())), fault in OF_TABLES
     for seed in range(MAX_SEEDS):
         with monkeypatch.context() as patch:

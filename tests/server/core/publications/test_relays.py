@@ -1,4 +1,4 @@
-"""Sources of relays: tables, and random arrivals and departures with invariants."""
+"""Sources of relays: by example, and for random relays with invariants."""
 
 import random
 from collections import Counter
@@ -27,7 +27,7 @@ class Run:
         host: str | None = "",
         is_leaving: bool = False,
     ) -> dict[int, str]:
-        """Report as a relay on `host`, by default on a host of its own; None: not as a relay."""
+        """Report as a relay on `host`, by default on its own; None: as a reader, no relay."""
         self.sequence += 1
         report = ReaderReport(
             reader=name,
@@ -58,7 +58,7 @@ def test_the_servers_send_a_version_to_one_relay_which_has_at_most_two_children(
     }
 
 
-def test_a_relay_on_the_same_host_comes_first() -> None:
+def test_a_relay_on_the_same_host_is_preferred_as_source() -> None:
     run = Run()
     for name, host in (("a0", "a"), ("a1", "a"), ("b0", "b")):
         run.fetch(name, host=host)
@@ -66,15 +66,16 @@ def test_a_relay_on_the_same_host_comes_first() -> None:
     assert run.fetch("a2", host="a") == "a1"
 
 
-def test_who_passes_nothing_on_is_sent_to_the_servers() -> None:
+def test_a_reader_that_is_no_relay_fetches_from_the_servers() -> None:
     run = Run()
     run.fetch("r0")
     assert run.report("plain", 1, host=None) == {1: SERVERS}
     assert {run.fetch("r1"), run.fetch("r2")} == {"r0"}
 
 
-def test_a_relay_that_has_the_version_serves_those_that_come_later() -> None:
-    """A later coordinator knows such relays too. Children with the version no longer count."""
+def test_a_relay_with_the_version_is_the_source_of_later_ones() -> None:
+    """A new coordinator learns of it from its report. Children that have the version do not count
+    towards the bound."""
     run = Run()
     assert run.report("r0", installed=1) == {}
     assert [run.fetch(f"r{i}") for i in (1, 2, 3)] == ["r0", "r0", "r1"]
@@ -82,7 +83,7 @@ def test_a_relay_that_has_the_version_serves_those_that_come_later() -> None:
     assert run.fetch("r4") == "r0"
 
 
-def test_a_source_stays_for_as_long_as_the_lease() -> None:
+def test_a_source_stays_the_same_during_a_lease() -> None:
     run = Run()
     run.fetch("r0")
     assert run.fetch("r1") == "r0"
@@ -115,7 +116,7 @@ def test_each_version_has_a_tree_of_its_own() -> None:
     assert run.fetch("r2", 1) == "r0"
 
 
-def test_further_relays_than_a_tree_has_fetch_from_servers() -> None:
+def test_relays_beyond_the_size_of_a_tree_fetch_from_servers() -> None:
     run = Run()
     found = [run.fetch(f"r{i}") for i in range(MAX_RELAYS + 1)]
     assert SERVERS not in found[1:-1]
@@ -124,7 +125,7 @@ def test_further_relays_than_a_tree_has_fetch_from_servers() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_relay_has_too_many_children_or_waits_for_itself(seed: int) -> None:
-    """Relays come, repeat a fetch, go on to newer versions, leave and fall silent."""
+    """Relays begin and repeat fetches, install versions, leave, and stop reporting."""
     chance, run = random.Random(seed), Run()
     names = [f"r{i}" for i in range(12)]
     fetching: dict[str, tuple[int, str, float]] = {}
@@ -146,7 +147,7 @@ def test_no_relay_has_too_many_children_or_waits_for_itself(seed: int) -> None:
             if name in fetching and run.now_s < fetching[name][2] + HELD_S:
                 assert source == fetching[name][1]
             fetching[name] = number, source, run.now_s
-        # leases of silent relays have ended
+        # Leases of relays that have stopped reporting have ended.
         live = {n: f for n, f in fetching.items() if run.now_s < f[2] + HELD_S}
         children = Counter((number, source) for number, source, _ in live.values() if source)
         assert max(children.values(), default=0) <= MAX_CHILDREN, f"seed {seed}"

@@ -59,7 +59,7 @@ class Run:
         return found
 
     def settle(self) -> None:
-        """Carry out writes, and find all parts valid, until nothing is in progress."""
+        """Carry out writes, and accept all parts as valid, until no effect is left."""
         while self.effects:
             effect = self.effects.pop(0)
             if isinstance(effect, WriteSeries):
@@ -127,7 +127,7 @@ def refusals(effects: Iterable[Effect]) -> dict[object, PublicationRefusal]:
     return {each.call: each.refusal for each in effects if isinstance(each, RequestRefused)}
 
 
-def test_nobody_is_answered_before_the_record_is_durable() -> None:
+def test_callers_are_answered_once_the_record_is_durable() -> None:
     run = Run()
     (write,) = run.submit(BeginRequested(call="b", publisher=ONE, keep=2, copies=2))
     assert isinstance(write, WriteSeries) and write.head.epoch == 1
@@ -145,7 +145,7 @@ def test_nobody_is_answered_before_the_record_is_durable() -> None:
 
 
 def test_one_write_is_in_progress_at_a_time() -> None:
-    """Requests that come meanwhile are judged against the record as it is after the write."""
+    """Requests that arrive meanwhile are decided by the record as it is after the write."""
     run = Run()
     run.submit(BeginRequested(call="old", publisher=ONE, keep=2, copies=2))
     later = Publisher(generation=2)
@@ -170,7 +170,7 @@ def test_a_commit_of_an_epoch_that_has_ended_is_not_written() -> None:
     assert run.series.head.number == 0 and not any(isinstance(e, WriteSeries) for e in effects)
 
 
-def test_a_newer_publication_that_is_whole_ends_the_older_ones() -> None:
+def test_a_complete_publication_abandons_older_ones() -> None:
     """Publications become versions in order."""
     run = Run()
     run.begin()
@@ -183,7 +183,7 @@ def test_a_newer_publication_that_is_whole_ends_the_older_ones() -> None:
     assert refusals(effects) == {"1.1": PublicationRefusal.ABANDONED}
 
 
-def test_parts_that_contradict_each_other_end_the_publication_for_all() -> None:
+def test_parts_with_different_steps_abandon_the_publication() -> None:
     run = Run()
     run.begin()
     run.submit(contributed(1, world=2))
@@ -195,9 +195,9 @@ def test_parts_that_contradict_each_other_end_the_publication_for_all() -> None:
     assert "step" in next(e.what for e in effects if isinstance(e, RequestRefused))
 
 
-def test_another_part_of_a_publication_that_is_complete_is_refused_and_ends_nothing() -> None:
-    """The refusal must not be that of an abandoned publication: it becomes a version with the first
-    part, whose segment has to stay."""
+def test_another_part_of_a_complete_publication_is_refused_alone() -> None:
+    """The publication is not abandoned: it becomes a version with the first part, whose segment is
+    needed."""
     run = Run()
     run.begin()
     run.submit(contributed(1))
@@ -207,7 +207,7 @@ def test_another_part_of_a_publication_that_is_complete_is_refused_and_ends_noth
     assert run.series.head.number == 1
 
 
-def test_a_publication_that_nobody_completes_is_given_up() -> None:
+def test_an_incomplete_publication_is_abandoned() -> None:
     run = Run()
     run.begin()
     run.submit(contributed(1, world=2))
@@ -219,7 +219,7 @@ def test_a_publication_that_nobody_completes_is_given_up() -> None:
     assert refusals(found) == {"2.0": PublicationRefusal.ABANDONED}
 
 
-def test_a_rejected_publication_stays_rejected_and_a_caller_that_left_is_not_answered() -> None:
+def test_parts_of_a_rejected_publication_are_refused() -> None:
     run = Run()
     run.begin()
     run.submit(contributed(1, world=2))
@@ -232,8 +232,8 @@ def test_a_rejected_publication_stays_rejected_and_a_caller_that_left_is_not_ans
     }
 
 
-def test_a_part_of_a_committed_publication_gets_its_version_from_any_later_publisher() -> None:
-    """The publication was committed, so it does not matter that its epoch has ended."""
+def test_a_repeated_part_gets_its_version_in_a_later_epoch() -> None:
+    """Its publication was committed before the epoch ended."""
     run = Run()
     run.publish(1)
     run.begin(Publisher(generation=2))
@@ -241,8 +241,8 @@ def test_a_part_of_a_committed_publication_gets_its_version_from_any_later_publi
     assert isinstance(answer, VersionAnswered) and answer.version.number == 1
 
 
-def test_there_is_room_for_one_version_more_than_are_kept() -> None:
-    """Leased older versions displace intermediate ones; after that the publisher waits."""
+def test_leased_versions_may_exceed_the_number_kept_by_one() -> None:
+    """Beyond that, a publication is refused as OVERLOADED until a lease ends."""
     run = Run()
     for publication in (1, 2, 3):
         run.publish(publication)
@@ -267,7 +267,7 @@ def test_a_version_that_is_being_dropped_is_not_leased() -> None:
     assert run.series.report(ReaderReport(reader="r", leased=(1, 2)), run.now_s) == ([2], [1])
 
 
-def test_a_report_that_was_overtaken_ends_no_lease() -> None:
+def test_a_report_that_arrives_late_ends_no_lease() -> None:
     run = Run()
     run.publish(1)
     run.series.report(ReaderReport(reader="r", leased=(1,), sequence=2), run.now_s)
@@ -275,7 +275,7 @@ def test_a_report_that_was_overtaken_ends_no_lease() -> None:
     assert run.series.readers.leased(run.now_s) == {1}
 
 
-def test_a_reader_by_a_clock_that_was_set_back_is_heard_once_its_old_leases_are_over() -> None:
+def test_a_report_with_a_lower_sequence_counts_once_the_leases_have_ended() -> None:
     run = Run()
     run.publish(1)
     run.series.report(ReaderReport(reader="r", leased=(1,), sequence=2), run.now_s)
@@ -284,7 +284,7 @@ def test_a_reader_by_a_clock_that_was_set_back_is_heard_once_its_old_leases_are_
     assert run.series.report(again, run.now_s) == ([1], [])
 
 
-def test_a_new_leader_keeps_everything_for_as_long_as_leases_may_last() -> None:
+def test_a_new_leader_keeps_all_versions_while_earlier_leases_may_last() -> None:
     before = Run()
     for publication in (1, 2):
         before.publish(publication)
@@ -298,10 +298,9 @@ def test_a_new_leader_keeps_everything_for_as_long_as_leases_may_last() -> None:
     assert run.series.head.kept == (2, 3)
 
 
-def test_a_new_leader_lets_publications_go_on_beside_what_it_found() -> None:
-    """Leases granted by the earlier leader may be on versions found by the new one, and on no
-    others: each new version replaces the one before it. Any number of leaders keeps at most twice
-    as many versions as one leader."""
+def test_under_new_leaders_publications_continue_within_a_bound() -> None:
+    """Leases of earlier terms may be on the versions that a new leader finds. A version of its own
+    replaces the one before. So the number of versions stays bounded over any number of terms."""
     stored = StoredSeries()
     for term in range(8):
         run = Run(stored)
@@ -351,7 +350,7 @@ def stored(*numbers: int, pinned: Iterable[int] = (), keep: int = 2) -> StoredSe
     return StoredSeries(head=SeriesHead(kept=numbers, keep=keep), versions=versions)
 
 
-def test_the_newest_the_leased_and_the_pinned_versions_are_kept() -> None:
+def test_newest_leased_and_pinned_versions_are_kept() -> None:
     for leased, pinned, keep, dropped in (
         ((), (), 2, [1, 2, 3]),
         ((2,), (), 2, [1, 3, 4]),
@@ -368,7 +367,7 @@ def test_the_newest_the_leased_and_the_pinned_versions_are_kept() -> None:
 SERVERS = [StoreServer(f"s{n}", "1", host=f"h{n // 2}") for n in range(4)]
 
 
-def test_each_rank_begins_at_another_server_and_copies_go_to_another_host() -> None:
+def test_ranks_begin_at_different_servers_and_copies_are_on_other_hosts() -> None:
     assert [servers_for(rank, 2, SERVERS) for rank in range(3)] == [
         ["s0", "s2"],
         ["s1", "s2"],
@@ -385,7 +384,7 @@ def held_by(*holders: str, digest: bytes = b"d") -> PublishedVersion:
     return replace(stored(1).versions[1], segments=(segment,))
 
 
-def test_a_server_that_is_gone_is_replaced_once_it_may_not_be_back() -> None:
+def test_a_server_that_is_gone_is_replaced_after_a_time() -> None:
     holders, version = Holders(), held_by("s0", "s1")
     holders.see(SERVERS, [version], 0.0)
     assert holders.questions([version]) == {"s0": [b"d"], "s1": [b"d"]}
@@ -398,7 +397,7 @@ def test_a_server_that_is_gone_is_replaced_once_it_may_not_be_back() -> None:
     assert changed is not None and changed.segments[0].holders == ("s1", "s2")
 
 
-def test_a_version_is_lost_once_no_server_has_had_it_for_a_while() -> None:
+def test_a_version_is_lost_once_no_server_has_had_it_for_a_time() -> None:
     """A restarted server has the same id, but no segments."""
     holders, version = Holders(), held_by("s0")
     holders.see(SERVERS, [version], 0.0)
@@ -415,7 +414,7 @@ def test_a_version_is_lost_once_no_server_has_had_it_for_a_while() -> None:
     assert holders.lost([version], 2.0 + LOST_AFTER_S) == [1]
 
 
-def test_a_leaving_server_is_let_go_of_once_others_have_what_it_has() -> None:
+def test_a_leaving_server_is_no_holder_once_others_have_its_segments() -> None:
     holders, version = Holders(), held_by("s0", "s1")
     servers = [replace(SERVERS[0], is_leaving=True), *SERVERS[1:]]
     holders.see(servers, [version], 0.0)
@@ -429,7 +428,7 @@ def test_a_leaving_server_is_let_go_of_once_others_have_what_it_has() -> None:
     assert done is not None and done.segments[0].holders == ("s1", "s2")
 
 
-def test_a_version_has_the_cut_of_its_parts_and_parts_of_two_cuts_are_none() -> None:
+def test_parts_of_two_cuts_make_no_version() -> None:
     run = Run()
     run.begin()
     parts = [contributed(1, rank=rank, world=2) for rank in range(2)]

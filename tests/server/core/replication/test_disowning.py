@@ -1,4 +1,4 @@
-"""Shards that a server disowns: records place them on its disk, and they are not there."""
+"""Shards that a server disowns: their records place them on its disk, which does not have them."""
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.backing.disowning import Disowning
@@ -7,7 +7,7 @@ from shoal_server.core.shards.assignments import ShardAssignment
 
 ME, LAST, OTHER = Holder("a", "2"), Holder("a", "1"), Holder("b", "1")
 LIMITS = ReplicationLimits(dead_after_s=10.0, longest_gap_s=2.0)
-NOBODY: frozenset[Holder] = frozenset()
+NONE: frozenset[Holder] = frozenset()
 
 
 def missing(primary: Holder) -> ShardAssignment:
@@ -17,12 +17,12 @@ def missing(primary: Holder) -> ShardAssignment:
 def is_disowned(
     primary: Holder,
     *,
-    ended: frozenset[Holder] = NOBODY,
-    present: frozenset[Holder] = NOBODY,
+    ended: frozenset[Holder] = NONE,
+    present: frozenset[Holder] = NONE,
     for_s: float = 0.0,
     each_s: float = 1.0,
 ) -> bool:
-    """True if the server disowns the shard after looking at the servers for so long."""
+    """True if the server disowns the shard after it has listed the servers for this long."""
     disowning = Disowning(ME, LIMITS)
     record = missing(primary)
     now_s = 0.0
@@ -32,29 +32,29 @@ def is_disowned(
     return disowning.revised(record).on_disk == ""
 
 
-def test_what_another_server_leads_is_disowned_at_once() -> None:
+def test_a_shard_with_another_server_as_primary_is_disowned_at_once() -> None:
     assert is_disowned(OTHER)
 
 
-def test_what_this_very_process_leads_it_does_not_disown() -> None:
-    """The process is about to write the shard to its disk, or it fails."""
+def test_a_shard_with_this_process_as_primary_is_not_disowned() -> None:
+    """The process has yet to write the shard to its disk."""
     assert not is_disowned(ME, for_s=3 * LIMITS.dead_after_s)
 
 
-def test_what_the_last_process_leads_is_its_own_while_it_may_live() -> None:
+def test_a_shard_of_the_last_process_is_not_disowned_while_that_may_live() -> None:
     assert not is_disowned(LAST)
     assert not is_disowned(LAST, for_s=LIMITS.dead_after_s - 1.0)
     assert not is_disowned(LAST, for_s=3 * LIMITS.dead_after_s, present=frozenset({LAST}))
 
 
-def test_what_the_last_process_leads_is_disowned_once_that_is_known_to_have_ended() -> None:
+def test_a_shard_of_the_last_process_is_disowned_once_that_has_ended() -> None:
     assert is_disowned(LAST, ended=frozenset({LAST}))
 
 
-def test_what_the_last_process_leads_is_disowned_once_that_is_gone_for_long() -> None:
-    """The process ended on another machine, and nobody reported its end."""
+def test_a_shard_of_the_last_process_is_disowned_after_a_long_absence() -> None:
+    """That process may have ended on another machine, without a report."""
     assert is_disowned(LAST, for_s=LIMITS.dead_after_s)
 
 
-def test_an_absence_does_not_go_on_while_nobody_looks() -> None:
+def test_an_absence_is_not_counted_over_gaps_between_listings() -> None:
     assert not is_disowned(LAST, for_s=3 * LIMITS.dead_after_s, each_s=LIMITS.longest_gap_s + 1.0)

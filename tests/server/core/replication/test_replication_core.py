@@ -69,69 +69,69 @@ def record(
 
 
 class World:
-    """The core of one server, and the links that it opened."""
+    """The core of one server, and the newest link to each peer."""
 
     def __init__(self, limits: ReplicationLimits = LIMITS) -> None:
         self.core = ReplicationCore(ME, limits)
         self.now_s = 0.0
         self.links: dict[Holder, int] = {}
-        self.tell(ev.LeaseRenewed(0.0))
+        self.submit(ev.LeaseRenewed(0.0))
 
-    def tell(self, event: ev.Event) -> list[Effect]:
+    def submit(self, event: ev.Event) -> list[Effect]:
         effects = self.core.step(event, self.now_s)
         self.links.update({e.peer: e.link for e in effects if isinstance(e, OpenLink)})
         return effects
 
     def assigned(self, assignment: ShardAssignment | None) -> list[Effect]:
-        return self.tell(ev.ShardAssigned(KEY, assignment))
+        return self.submit(ev.ShardAssigned(KEY, assignment))
 
     def opened(self, peer: Holder) -> list[Effect]:
-        return self.tell(ev.LinkOpened(peer, self.links[peer]))
+        return self.submit(ev.LinkOpened(peer, self.links[peer]))
 
     def broke(self, peer: Holder, *, gone: bool = True) -> list[Effect]:
-        return self.tell(ev.LinkBroken(peer, self.links[peer], is_gone=gone))
+        return self.submit(ev.LinkBroken(peer, self.links[peer], is_gone=gone))
 
     def answered(self, peer: Holder, reply: Reply) -> list[Effect]:
-        return self.tell(ev.ReplyReceived(peer, self.links[peer], reply))
+        return self.submit(ev.ReplyReceived(peer, self.links[peer], reply))
 
     def asks(self, version: int, level: ev.AckLevel = ev.AckLevel.REPLICATED) -> list[Effect]:
-        return self.tell(ev.AckRequested("asked", KEY, 1, version, level))
+        return self.submit(ev.AckRequested("asked", KEY, 1, version, level))
 
     def led(self, *backups: Holder, **more: object) -> None:
-        """Lead the shard at version 1, with these backups in step and up to date."""
+        """Make this server primary of the shard at version 1, with these backups in step."""
         self.assigned(record(ME, *backups, **{**more, "content": ShardContent.NONE}))
-        self.tell(ev.ShardCreated(KEY, 1, 1))
+        self.submit(ev.ShardCreated(KEY, 1, 1))
         self.assigned(record(ME, *backups, **more))
-        self.tell(ev.ShardRecordWritten(KEY))
+        self.submit(ev.ShardRecordWritten(KEY))
         for backup in backups:
             self.opened(backup)
             self.answered(backup, BackupState(KEY, 1, 1, 1, 1))
             self.answered(backup, ImageInstalled(KEY, 1, 0, 1))
 
-    def told(self, request: Request, peer: Holder = B, link: int = 7) -> list[Effect]:
-        return self.tell(ev.RequestReceived(peer, link, request))
+    def received(self, request: Request, peer: Holder = B, link: int = 7) -> list[Effect]:
+        return self.submit(ev.RequestReceived(peer, link, request))
 
     def backs(self, version: int = 3) -> None:
-        """Hold a copy, in step, of the shard that B leads."""
+        """Make this server a backup in step, of a shard whose primary is B."""
         self.assigned(record(B, joining=ME))
-        self.tell(ev.IncomingLinkOpened(B, 7))
-        self.told(ImageStart(KEY, 1, 1, 5, version, 1))
-        self.told(ImageChunk(KEY, 5, 0))
-        self.tell(ev.ImageRestored(KEY, 5))
+        self.submit(ev.IncomingLinkOpened(B, 7))
+        self.received(ImageStart(KEY, 1, 1, 5, version, 1))
+        self.received(ImageChunk(KEY, 5, 0))
+        self.submit(ev.ImageRestored(KEY, 5))
         self.assigned(record(B, ME))
 
     def adopted(self, run: str) -> None:
-        """Follow B in this run of the job, from version 3 on."""
-        self.tell(ev.ShardAssigned(KEY, record(B, ME), run))
-        self.tell(ev.IncomingLinkOpened(B, 7))
-        self.told(ImageStart(KEY, 1, 1, 5, 3, 1, run=run))
-        self.told(ImageChunk(KEY, 5, 0))
-        self.tell(ev.ImageRestored(KEY, 5))
+        """Make this server a backup of B in this run of the job, at version 3."""
+        self.submit(ev.ShardAssigned(KEY, record(B, ME), run))
+        self.submit(ev.IncomingLinkOpened(B, 7))
+        self.received(ImageStart(KEY, 1, 1, 5, 3, 1, run=run))
+        self.received(ImageChunk(KEY, 5, 0))
+        self.submit(ev.ImageRestored(KEY, 5))
 
 
 @dataclass(frozen=True)
 class Applied:
-    """The record of a push."""
+    """Update record of a push."""
 
     version: int
     num_bytes: int = 10
@@ -163,7 +163,7 @@ def requests(effects: Iterable[Effect]) -> list[Request]:
 def test_a_push_is_acknowledged_once_every_backup_has_it() -> None:
     world = World()
     world.led(B, C)
-    assert requests(world.tell(applied(2))) == [UpdateMessage(KEY, 1, 2)] * 2
+    assert requests(world.submit(applied(2))) == [UpdateMessage(KEY, 1, 2)] * 2
     assert world.asks(2) == []
     assert only(AcknowledgeVersion, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
     assert only(AcknowledgeVersion, world.answered(C, RecordsReceived(KEY, 1, 2))) == [
@@ -176,51 +176,51 @@ class Caller:
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["in time", "after the answer"])
-def test_nothing_is_kept_of_an_abandoned_wait(is_late: bool) -> None:
-    """Not even if the answer was on its way when the caller gave up."""
+def test_an_abandoned_wait_keeps_no_reference_to_its_caller(is_late: bool) -> None:
+    """The same holds if the caller gives up after the answer."""
     world = World()
     world.led(B)
-    world.tell(applied(2))
+    world.submit(applied(2))
     caller = Caller()
     kept = weakref.ref(caller)
-    world.tell(ev.AckRequested(caller, KEY, 1, 2, ev.AckLevel.REPLICATED))
+    world.submit(ev.AckRequested(caller, KEY, 1, 2, ev.AckLevel.REPLICATED))
     if not is_late:
-        world.tell(ev.AckAbandoned(caller, KEY))
+        world.submit(ev.AckAbandoned(caller, KEY))
     answers = only(AcknowledgeVersion, world.answered(B, RecordsReceived(KEY, 1, 2)))
     assert answers == ([AcknowledgeVersion(caller)] if is_late else [])
     if is_late:
-        world.tell(ev.AckAbandoned(caller, KEY))
+        world.submit(ev.AckAbandoned(caller, KEY))
     del caller, answers
     assert kept() is None
 
 
 @pytest.mark.parametrize("level", list(ev.AckLevel))
-def test_nothing_is_acknowledged_beyond_the_lease(level: ev.AckLevel) -> None:
-    """The lease counts from the sending of its last renewal; waiting callers are refused, and a
-    renewal ends this."""
+def test_no_push_is_acknowledged_after_the_lease(level: ev.AckLevel) -> None:
+    """The lease counts from when its last renewal was sent. When it ends, waiting callers are
+    refused; after another renewal, pushes are acknowledged again."""
     world = World()
     world.core.leading.keeps_journal = True
     world.led(B, on_disk="a")
-    world.tell(ev.VersionJournaled(KEY, 1))
-    world.tell(applied(2))
+    world.submit(ev.VersionJournaled(KEY, 1))
+    world.submit(applied(2))
     world.asks(2)
     world.now_s = LIMITS.fenced_after_s - 0.01
-    assert only(RefuseVersion, world.tell(ev.WakeTimeReached())) == []
+    assert only(RefuseVersion, world.submit(ev.WakeTimeReached())) == []
     world.now_s = LIMITS.fenced_after_s
     assert world.core.wakes_s() <= world.now_s
-    assert only(RefuseVersion, world.tell(ev.WakeTimeReached())) == [
+    assert only(RefuseVersion, world.submit(ev.WakeTimeReached())) == [
         RefuseVersion("asked", AckRefusalReason.FENCED)
     ]
     assert only(RefuseVersion, world.asks(1, level)) == [
         RefuseVersion("asked", AckRefusalReason.FENCED)
     ]
-    world.tell(ev.LeaseRenewed(world.now_s - 1.0))
+    world.submit(ev.LeaseRenewed(world.now_s - 1.0))
     assert only(AcknowledgeVersion, world.asks(1, level)) == [AcknowledgeVersion("asked")]
 
 
-def test_pushes_outlast_ten_minutes_without_etcd() -> None:
-    """The default limits of servers allow this. A coordinator that sees this server missing all the
-    time, because it alone is cut off, takes it for dead only after it has stopped."""
+def test_pushes_are_acknowledged_for_ten_minutes_without_etcd() -> None:
+    """The limits are the defaults. If only this server is cut off, a coordinator declares it dead
+    after it has stopped acknowledging."""
     limits = ReplicationLimits()
     world = World(limits)
     world.led()
@@ -228,7 +228,7 @@ def test_pushes_outlast_ten_minutes_without_etcd() -> None:
     acknowledged_s = dead_s = 0.0
     while not dead_s:
         world.now_s += 1.0
-        world.tell(ev.WakeTimeReached())
+        world.submit(ev.WakeTimeReached())
         if only(AcknowledgeVersion, world.asks(1)):
             acknowledged_s = world.now_s
         if absences.away_s([ME], world.now_s)[ME] >= limits.dead_after_s:
@@ -237,24 +237,24 @@ def test_pushes_outlast_ten_minutes_without_etcd() -> None:
     assert dead_s - acknowledged_s > acknowledged_s / 10
 
 
-def test_a_backup_counts_until_the_record_has_let_it_go() -> None:
-    """The backup is lost, and the write in progress: nothing is acknowledged before it is done."""
+def test_a_lost_backup_is_required_until_the_record_no_longer_names_it() -> None:
+    """No push is acknowledged until the write that removes the backup is done."""
     world = World()
     world.led(B)
     assert only(WriteShardRecord, world.broke(B)) == [WriteShardRecord(KEY)]
-    world.tell(applied(2))
+    world.submit(applied(2))
     assert world.asks(2) == []
     assert world.core.revised(KEY, record(ME, B), world.now_s) == record(ME)
-    done = [*world.assigned(record(ME)), *world.tell(ev.ShardRecordWritten(KEY))]
+    done = [*world.assigned(record(ME)), *world.submit(ev.ShardRecordWritten(KEY))]
     assert only(AcknowledgeVersion, done) == [AcknowledgeVersion("asked")]
 
 
 def joined(world: World) -> None:
-    """Give B the shard; the write that puts B in step is in progress."""
+    """Copy the shard to B, and begin the write that puts B in step."""
     world.led(joining=B)
     world.opened(B)
     assert only(MakeImage, world.answered(B, BackupState(KEY, 1))) == [MakeImage(KEY, 1)]
-    assert requests(world.tell(ev.ImageMade(KEY, 1, 1, 1))) == [
+    assert requests(world.submit(ev.ImageMade(KEY, 1, 1, 1))) == [
         ImageStart(KEY, 1, 1, 1, 1, 1),
         ImageChunk(KEY, 1, 0),
     ]
@@ -264,23 +264,25 @@ def joined(world: World) -> None:
     assert world.core.revised(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
 
 
-def test_a_joiner_counts_as_long_as_a_write_may_put_it_in_step() -> None:
-    """The joiner is lost while etcd has not answered: the record may name it at any moment, and it
-    may take over then. So it must have every acknowledged push."""
+def test_a_joining_server_is_required_while_a_write_may_put_it_in_step() -> None:
+    """It is lost while that write is in progress. The record may name it at any moment, and then it
+    may take over: so it must have every acknowledged push."""
     world = World()
     joined(world)
     world.broke(B)
-    world.tell(applied(2))
+    world.submit(applied(2))
     assert world.asks(2) == []
     assert only(AcknowledgeVersion, world.assigned(record(ME, B))) == []
-    assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == [WriteShardRecord(KEY)]
+    assert only(WriteShardRecord, world.submit(ev.ShardRecordWritten(KEY))) == [
+        WriteShardRecord(KEY)
+    ]
     assert world.core.revised(KEY, record(ME, B), world.now_s) == record(ME)
     assert only(AcknowledgeVersion, world.assigned(record(ME))) == [AcknowledgeVersion("asked")]
 
 
-def test_a_joiner_that_is_named_again_while_a_write_is_under_way_is_asked_once_more() -> None:
-    """The primary cannot reach etcd. The coordinator names another joiner, the first one drops its
-    copy and is named again, all before the primary knows the outcome of its write."""
+def test_a_joining_server_that_is_named_again_during_a_write_gets_another_offer() -> None:
+    """The primary cannot reach etcd. Before it knows the outcome of its write, the coordinator
+    names another server, and then the first one again, which has dropped its copy."""
     world = World()
     joined(world)
     world.answered(B, BackupRefused(KEY, 1, BackupRefusalReason.NO_COPY, "the copy was dropped"))
@@ -288,20 +290,20 @@ def test_a_joiner_that_is_named_again_while_a_write_is_under_way_is_asked_once_m
     asked = world.assigned(record(ME, joining=B))
     assert requests(asked) == [Offer(KEY, 1, 1)]
     assert only(MakeImage, world.answered(B, BackupState(KEY, 1))) == [MakeImage(KEY, 2)]
-    world.tell(applied(2))
+    world.submit(applied(2))
     assert world.asks(2) == []
-    world.tell(ev.ShardRecordWritten(KEY))
-    world.tell(ev.ImageMade(KEY, 2, 2, 1))
+    world.submit(ev.ShardRecordWritten(KEY))
+    world.submit(ev.ImageMade(KEY, 2, 2, 1))
     assert WriteShardRecord(KEY) in world.answered(B, ImageInstalled(KEY, 1, 2, 2))
     assert world.core.revised(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
 
 
-def test_an_image_goes_on_from_the_chunk_that_was_acknowledged() -> None:
+def test_an_image_continues_after_the_last_acknowledged_chunk() -> None:
     world = World()
     world.led(joining=B)
     world.opened(B)
     world.answered(B, BackupState(KEY, 1))
-    sent = requests(world.tell(ev.ImageMade(KEY, 1, 1, 9)))
+    sent = requests(world.submit(ev.ImageMade(KEY, 1, 1, 9)))
     assert sent[1:] == [ImageChunk(KEY, 1, i) for i in range(LIMITS.window_chunks)]
     assert requests(world.answered(B, ChunkReceived(KEY, 1, 2))) == [
         ImageChunk(KEY, 1, 4),
@@ -309,7 +311,7 @@ def test_an_image_goes_on_from_the_chunk_that_was_acknowledged() -> None:
     ]
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
-    world.tell(ev.WakeTimeReached())
+    world.submit(ev.WakeTimeReached())
     assert requests(world.opened(B)) == [Offer(KEY, 1, 1)]
     again = requests(world.answered(B, BackupState(KEY, 1, image=1, next_chunk=3)))
     assert again == [
@@ -318,27 +320,27 @@ def test_an_image_goes_on_from_the_chunk_that_was_acknowledged() -> None:
     ]
 
 
-def test_pushes_go_on_from_what_the_backup_has() -> None:
-    """Updates in progress when the link broke are sent again, and no others."""
+def test_after_a_broken_link_updates_continue_from_the_backups_version() -> None:
+    """Only updates that the backup lacks are sent again."""
     world = World()
     world.led(B)
     for version in (2, 3, 4):
-        world.tell(applied(version))
+        world.submit(applied(version))
     world.answered(B, RecordsReceived(KEY, 1, 2))
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
-    world.tell(ev.WakeTimeReached())
+    world.submit(ev.WakeTimeReached())
     world.opened(B)
     assert requests(world.answered(B, BackupState(KEY, 1, 1, 1, 3))) == [CopyUpToDate(KEY, 1, 3)]
     assert requests(world.answered(B, ImageInstalled(KEY, 1, 0, 3))) == [UpdateMessage(KEY, 1, 4)]
 
 
-def test_what_was_not_kept_is_in_the_image_of_who_comes_later() -> None:
-    """Updates from the time without followers are not kept, so even a copy that lacks one of them
-    needs an image."""
+def test_a_backup_that_lacks_discarded_updates_gets_an_image() -> None:
+    """A primary without followers keeps no updates, so that a copy which lacks only one needs an
+    image."""
     world = World()
     world.led()
-    world.tell(applied(2))
+    world.submit(applied(2))
     world.assigned(record(ME, joining=B))
     world.opened(B)
     effects = world.answered(B, BackupState(KEY, 1, copy_epoch=1, born=1, version=1))
@@ -352,7 +354,11 @@ def test_what_was_not_kept_is_in_the_image_of_who_comes_later() -> None:
         BackupState(KEY, 1, copy_epoch=9, born=1, version=1),
         BackupState(KEY, 1, copy_epoch=1, born=1, version=2),
     ],
-    ids=["other first values", "an epoch of another line", "more than the primary has"],
+    ids=[
+        "other initial values",
+        "an epoch of another history",
+        "a later version than the primary's",
+    ],
 )
 def test_a_copy_of_another_history_is_replaced(holds: BackupState) -> None:
     world = World()
@@ -362,83 +368,83 @@ def test_a_copy_of_another_history_is_replaced(holds: BackupState) -> None:
     assert (requests(effects), only(MakeImage, effects)) == ([], [MakeImage(KEY, 1)])
 
 
-def test_the_answers_of_a_link_that_is_over_are_none_of_the_next_one() -> None:
+def test_replies_of_an_earlier_link_are_ignored() -> None:
     world = World()
     world.led(B)
     old = world.links[B]
-    world.tell(applied(2))
+    world.submit(applied(2))
     world.asks(2)
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
-    world.tell(ev.WakeTimeReached())
+    world.submit(ev.WakeTimeReached())
     assert world.links[B] != old
-    assert world.tell(ev.ReplyReceived(B, old, RecordsReceived(KEY, 1, 2))) == []
+    assert world.submit(ev.ReplyReceived(B, old, RecordsReceived(KEY, 1, 2))) == []
 
 
-def held(world: World, version: int, peer: Holder = B) -> list[Effect]:
-    return world.tell(ev.RecordDelivered(peer, world.links[peer], KEY, 1, version))
+def delivered(world: World, version: int, peer: Holder = B) -> list[Effect]:
+    return world.submit(ev.RecordDelivered(peer, world.links[peer], KEY, 1, version))
 
 
-def test_a_push_was_received_once_it_lies_in_the_memory_of_every_backup() -> None:
-    """Backups read their memory in any case. Records are kept for them until they have."""
+def test_a_push_in_the_memory_of_every_backup_is_acknowledged() -> None:
+    """Backups read that memory in any case. The primary keeps records until they have."""
     world = World()
     world.led(B, C)
-    world.tell(applied(2))
+    world.submit(applied(2))
     world.asks(2)
-    assert only(AcknowledgeVersion, held(world, 2)) == []
-    assert only(AcknowledgeVersion, held(world, 2, C)) == [AcknowledgeVersion("asked")]
+    assert only(AcknowledgeVersion, delivered(world, 2)) == []
+    assert only(AcknowledgeVersion, delivered(world, 2, C)) == [AcknowledgeVersion("asked")]
     assert only(SetUnreplicated, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
     assert only(SetUnreplicated, world.answered(C, RecordsReceived(KEY, 1, 2))) == [
         SetUnreplicated(KEY, 0)
     ]
 
 
-def test_what_came_before_must_have_been_received_too() -> None:
-    """The earlier push may have gone over the link instead, and may be refused."""
+def test_a_push_is_acknowledged_once_earlier_ones_are_received() -> None:
+    """The earlier push may have been sent over the link, and may be refused."""
     world = World()
     world.led(B)
-    world.tell(applied(2))
-    world.tell(applied(3))
+    world.submit(applied(2))
+    world.submit(applied(3))
     world.asks(3)
-    assert only(AcknowledgeVersion, held(world, 3)) == []
+    assert only(AcknowledgeVersion, delivered(world, 3)) == []
     assert only(AcknowledgeVersion, world.answered(B, RecordsReceived(KEY, 1, 2))) == [
         AcknowledgeVersion("asked")
     ]
 
 
-def test_what_lay_in_memory_when_a_link_broke_is_asked_for_once_more() -> None:
-    """The push is acknowledged by then; the backup may lack it if its process is gone."""
+def test_an_update_delivered_to_memory_is_sent_again_if_the_backup_lacks_it() -> None:
+    """It counted as received; the backup lacks it if its process is another one."""
     world = World()
     world.led(B)
-    world.tell(applied(2))
-    held(world, 2)
+    world.submit(applied(2))
+    delivered(world, 2)
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
-    world.tell(ev.WakeTimeReached())
+    world.submit(ev.WakeTimeReached())
     world.opened(B)
     effects = world.answered(B, BackupState(KEY, 1, 1, 1, 1))
     assert requests(effects) == [CopyUpToDate(KEY, 1, 1)]
     assert requests(world.answered(B, ImageInstalled(KEY, 1, 0, 1))) == [UpdateMessage(KEY, 1, 2)]
 
 
-def test_a_shard_is_handed_over_once_its_successor_has_read_all() -> None:
-    """The successor leads at once."""
+def test_a_shard_is_handed_over_once_its_successor_has_read_all_updates() -> None:
+    """Updates in the successor's memory are not enough."""
     world = World()
     world.led(B)
-    world.tell(applied(2))
-    held(world, 2)
+    world.submit(applied(2))
+    delivered(world, 2)
     world.assigned(record(ME, B, successor=B))
-    assert only(WriteShardRecord, world.tell(ev.PushesStopped(KEY, 2))) == []
+    assert only(WriteShardRecord, world.submit(ev.PushesStopped(KEY, 2))) == []
     assert only(WriteShardRecord, world.answered(B, RecordsReceived(KEY, 1, 2))) == [
         WriteShardRecord(KEY)
     ]
 
 
-def test_who_is_told_of_a_later_epoch_refuses_at_once() -> None:
-    """The primary may be cut off from etcd for long: its workers must not wait for that."""
+def test_a_primary_that_learns_of_a_later_epoch_refuses_pushes_at_once() -> None:
+    """It may be cut off from etcd for long, and workers must not wait for that."""
     world = World()
     world.led(B)
-    world.tell(applied(2))
+    world.submit(applied(2))
     world.asks(2)
     effects = world.answered(B, BackupRefused(KEY, 1, BackupRefusalReason.OTHER_HOLDERS, "", 2))
     assert only(RefuseVersion, effects) == [RefuseVersion("asked", AckRefusalReason.DEPOSED)]
@@ -446,42 +452,42 @@ def test_who_is_told_of_a_later_epoch_refuses_at_once() -> None:
     assert only(RefuseVersion, world.asks(1)) == [RefuseVersion("asked", AckRefusalReason.DEPOSED)]
 
 
-def test_pushes_are_taken_until_workers_have_heard_of_the_successor() -> None:
-    """Workers connect to the successor meanwhile."""
+def test_pushes_are_accepted_until_the_successor_has_been_announced() -> None:
+    """Workers connect to it meanwhile."""
     world = World(replace(LIMITS, announced_s=0.3))
     world.led(B)
     assert only(StopPushes, world.assigned(record(ME, B, successor=B))) == []
     assert world.core.wakes_s() == pytest.approx(0.3)
     world.now_s = 0.2
-    world.tell(applied(2))
+    world.submit(applied(2))
     assert only(StopPushes, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
     world.now_s = 0.31
-    assert only(StopPushes, world.tell(ev.WakeTimeReached())) == [StopPushes(KEY)]
+    assert only(StopPushes, world.submit(ev.WakeTimeReached())) == [StopPushes(KEY)]
     assert world.core.wakes_s() > 1.0
 
 
-def test_shards_whose_successors_are_named_together_are_handed_over_together() -> None:
-    """Pushes to all these shards pause once, even if the primary was delayed in between."""
+def test_shards_with_successors_named_together_stop_pushes_together() -> None:
+    """Pushes pause only once, although the primary learns of the second one a little later."""
     other = ("job", 1)
     world = World(replace(LIMITS, announced_s=0.3))
     world.led(B)
-    world.tell(ev.ShardAssigned(other, replace(record(ME, B), shard_id=1)))
-    world.tell(ev.ShardCreated(other, 1, 1))
+    world.submit(ev.ShardAssigned(other, replace(record(ME, B), shard_id=1)))
+    world.submit(ev.ShardCreated(other, 1, 1))
     world.answered(B, BackupState(other, 1, 1, 1, 1))
     world.answered(B, ImageInstalled(other, 1, 0, 1))
     world.assigned(record(ME, B, successor=B))
     world.now_s = 0.02
-    world.tell(ev.ShardAssigned(other, replace(record(ME, B, successor=B), shard_id=1)))
+    world.submit(ev.ShardAssigned(other, replace(record(ME, B, successor=B), shard_id=1)))
     world.now_s = 0.301
-    assert only(StopPushes, world.tell(ev.WakeTimeReached())) == [
+    assert only(StopPushes, world.submit(ev.WakeTimeReached())) == [
         StopPushes(KEY),
         StopPushes(other),
     ]
     assert world.core.wakes_s() > 1.0
 
 
-def test_who_is_to_lead_is_connected_to_all_who_will_follow() -> None:
-    """The first push then waits for the backups only, and not for links to them."""
+def test_a_successor_opens_links_to_its_later_backups() -> None:
+    """The first push then need not wait for the links."""
     world = World()
     effects = world.assigned(record(B, ME, C, successor=ME))
     assert [effect.peer for effect in only(OpenLink, effects)] == [B, C]
@@ -494,17 +500,17 @@ def test_a_successor_that_is_lost_before_it_takes_over_is_not_waited_for() -> No
     world.assigned(record(ME, B, successor=B))
     world.assigned(record(ME))
     world.now_s = 0.31
-    assert only(StopPushes, world.tell(ev.WakeTimeReached())) == []
+    assert only(StopPushes, world.submit(ev.WakeTimeReached())) == []
 
 
-def test_a_shard_is_handed_over_once_its_successor_is_level() -> None:
+def test_a_shard_is_handed_over_once_its_successor_has_the_last_push() -> None:
     world = World()
     world.led(B)
-    world.tell(applied(2))
+    world.submit(applied(2))
     assert only(StopPushes, world.assigned(record(ME, B, successor=B))) == []
     assert only(StopPushes, world.answered(B, RecordsReceived(KEY, 1, 2))) == [StopPushes(KEY)]
-    world.tell(applied(3))
-    assert only(WriteShardRecord, world.tell(ev.PushesStopped(KEY, 3))) == []
+    world.submit(applied(3))
+    assert only(WriteShardRecord, world.submit(ev.PushesStopped(KEY, 3))) == []
     assert only(WriteShardRecord, world.answered(B, RecordsReceived(KEY, 1, 3))) == [
         WriteShardRecord(KEY)
     ]
@@ -518,24 +524,24 @@ def test_the_newest_record_is_revised_at_the_time_of_the_write() -> None:
     world.led(B)
     world.broke(B)
     named = record(ME, B, joining=C)
-    assert world.tell(ev.ShardRecordRead(KEY, named)) == [
+    assert world.submit(ev.ShardRecordRead(KEY, named)) == [
         ReviseShardRecord(KEY, record(ME, joining=C))
     ]
-    assert world.tell(ev.ShardRecordRead(KEY, record(C, epoch=2))) == [
+    assert world.submit(ev.ShardRecordRead(KEY, record(C, epoch=2))) == [
         ReviseShardRecord(KEY, record(C, epoch=2))
     ]
 
 
-def test_edges_know_where_a_push_goes_as_soon_as_that_changes() -> None:
+def test_followers_are_reported_whenever_they_change() -> None:
     world = World()
     world.assigned(record(ME, B, content=ShardContent.NONE))
-    effects = world.tell(ev.ShardCreated(KEY, 1, 1))
+    effects = world.submit(ev.ShardCreated(KEY, 1, 1))
     assert only(SetFollowers, effects) == [SetFollowers(KEY, True, ())]
     world.opened(B)
     world.answered(B, BackupState(KEY, 1, 1, 1, 1))
     effects = world.answered(B, ImageInstalled(KEY, 1, 0, 1))
     assert only(SetFollowers, effects) == [SetFollowers(KEY, True, ((B, world.links[B]),))]
-    assert only(SetFollowers, world.tell(applied(2))) == []
+    assert only(SetFollowers, world.submit(applied(2))) == []
     assert only(SetFollowers, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
     effects = world.broke(B, gone=False)
     assert only(SetFollowers, effects) == [SetFollowers(KEY, True, ())]
@@ -545,55 +551,55 @@ def test_edges_know_where_a_push_goes_as_soon_as_that_changes() -> None:
 
 
 def test_a_push_is_sent_with_its_record() -> None:
-    """The same holds for a push that the follower lacked when its link came back."""
+    """The same holds for a push that is sent again over a new link."""
     world = World()
     world.led(B)
-    (sent,) = only(SendRequest, world.tell(applied(2)))
+    (sent,) = only(SendRequest, world.submit(applied(2)))
     assert sent.record == Applied(2)
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
-    world.tell(ev.WakeTimeReached())
+    world.submit(ev.WakeTimeReached())
     world.opened(B)
     world.answered(B, BackupState(KEY, 1, 1, 1, 1))
     (sent,) = only(SendRequest, world.answered(B, ImageInstalled(KEY, 1, 0, 1)))
     assert sent.record == Applied(2)
 
 
-def test_the_time_until_which_pushes_are_admitted_is_the_leases() -> None:
+def test_pushes_are_admitted_until_the_lease_ends() -> None:
     world = World()
     world.now_s = 5.0
     ends_s = 4.0 + LIMITS.fenced_after_s
-    assert world.tell(ev.LeaseRenewed(4.0)) == [SetLease(ends_s)]
-    assert only(SetLease, world.tell(ev.LeaseEnded())) == [SetLease(5.0)]
+    assert world.submit(ev.LeaseRenewed(4.0)) == [SetLease(ends_s)]
+    assert only(SetLease, world.submit(ev.LeaseEnded())) == [SetLease(5.0)]
 
 
-def test_who_cannot_hand_over_leads_on() -> None:
-    """Pushes of its epoch are accepted again, as no other server accepts them."""
+def test_a_primary_whose_handover_is_not_written_accepts_pushes_again() -> None:
+    """No other server accepts pushes of its epoch."""
     world = World()
     world.led(B)
     world.assigned(record(ME, B, successor=B))
-    assert only(WriteShardRecord, world.tell(ev.PushesStopped(KEY, 1))) == [WriteShardRecord(KEY)]
-    assert only(ResumePushes, world.tell(ev.ShardRecordNotWritten(KEY))) == [ResumePushes(KEY)]
+    assert only(WriteShardRecord, world.submit(ev.PushesStopped(KEY, 1))) == [WriteShardRecord(KEY)]
+    assert only(ResumePushes, world.submit(ev.ShardRecordNotWritten(KEY))) == [ResumePushes(KEY)]
 
 
-def test_a_shard_that_may_be_given_away_any_moment_takes_no_pushes() -> None:
-    """The successor was unreachable for a moment while the write was in progress. It leads from the
-    version that it had read when pushes stopped."""
+def test_a_shard_whose_handover_may_be_written_takes_no_pushes() -> None:
+    """The link to the successor breaks while the write is in progress. If it takes effect, the
+    successor leads from the version at which pushes stopped."""
     world = World()
     world.led(B)
     handed = record(ME, B, successor=B)
     world.assigned(handed)
-    assert only(WriteShardRecord, world.tell(ev.PushesStopped(KEY, 1))) == [WriteShardRecord(KEY)]
+    assert only(WriteShardRecord, world.submit(ev.PushesStopped(KEY, 1))) == [WriteShardRecord(KEY)]
     assert world.core.revised(KEY, handed, world.now_s) == record(B, ME, epoch=2)
     world.broke(B, gone=False)
     assert only(ResumePushes, world.assigned(handed)) == []
-    assert only(ResumePushes, world.tell(ev.ShardRecordWritten(KEY))) == [ResumePushes(KEY)]
+    assert only(ResumePushes, world.submit(ev.ShardRecordWritten(KEY))) == [ResumePushes(KEY)]
 
 
-def test_first_values_are_opened_once_the_record_tells_of_them() -> None:
+def test_the_record_is_written_when_a_shard_is_created() -> None:
     world = World()
     world.assigned(record(ME, content=ShardContent.NONE))
-    effects = world.tell(ev.ShardCreated(KEY, 1, 1))
+    effects = world.submit(ev.ShardCreated(KEY, 1, 1))
     assert only(WriteShardRecord, effects) == [WriteShardRecord(KEY)]
     assert [type(effect).__name__ for effect in effects if "Open" in type(effect).__name__] == []
     assert world.core.revised(KEY, record(ME, content=ShardContent.NONE), world.now_s) == record(ME)
@@ -602,65 +608,65 @@ def test_first_values_are_opened_once_the_record_tells_of_them() -> None:
 # --- as backup ---
 
 
-def test_all_that_its_last_primary_has_sent_is_read_before_a_copy_leads() -> None:
-    """The last primary may have acknowledged these updates; after a handover there are none."""
+def test_a_copy_leads_once_it_has_read_all_that_its_last_primary_sent() -> None:
+    """The last primary may have acknowledged these updates. After a handover there are none."""
     world = World()
     world.backs()
     assert only(SettleCopy, world.assigned(record(ME, epoch=2))) == [SettleCopy(KEY, last=B)]
-    effects = world.told(UpdateMessage(KEY, 1, 4))
+    effects = world.received(UpdateMessage(KEY, 1, 4))
     assert accepted(effects) == [UpdateMessage(KEY, 1, 4)]
     assert [
         reply.newest_epoch for reply in replies(effects) if isinstance(reply, BackupRefused)
     ] == [2]
-    assert only(LeadShard, world.tell(ev.CopySettled(KEY, 3))) == []
-    assert only(LeadShard, world.tell(ev.CopySettled(KEY, 4))) == [LeadShard(KEY, 2)]
+    assert only(LeadShard, world.submit(ev.CopySettled(KEY, 3))) == []
+    assert only(LeadShard, world.submit(ev.CopySettled(KEY, 4))) == [LeadShard(KEY, 2)]
     world = World()
     world.backs()
     world.assigned(record(B, ME, successor=ME))
     assert only(SettleCopy, world.assigned(record(ME, B, epoch=2))) == [SettleCopy(KEY, last=None)]
 
 
-def test_an_offer_that_comes_while_a_copy_settles_is_answered_once_it_leads() -> None:
-    """The last primary is refused as deposed, and the next one need not wait."""
+def test_an_offer_to_a_copy_that_settles_is_answered_once_it_leads() -> None:
+    """The last primary is refused with the new epoch; for a later one the record is read again."""
     world = World()
     world.backs()
     world.assigned(record(ME, epoch=2))
-    assert replies(world.told(Offer(KEY, 1, 1))) == []
-    (refused,) = replies(world.tell(ev.CopySettled(KEY, 3)))
+    assert replies(world.received(Offer(KEY, 1, 1))) == []
+    (refused,) = replies(world.submit(ev.CopySettled(KEY, 3)))
     assert isinstance(refused, BackupRefused)
     assert (refused.why, refused.newest_epoch) == (BackupRefusalReason.OTHER_HOLDERS, 2)
-    world.tell(ev.IncomingLinkOpened(C, 7))
-    assert only(RefreshShardRecord, world.told(Offer(KEY, 3, 1), peer=C)) == [
+    world.submit(ev.IncomingLinkOpened(C, 7))
+    assert only(RefreshShardRecord, world.received(Offer(KEY, 3, 1), peer=C)) == [
         RefreshShardRecord(KEY)
     ]
 
 
-def test_an_offer_that_comes_while_a_copy_settles_is_answered_also_once_that_is_gone() -> None:
-    """A primary whose shard begins anew may have read the new record first."""
+def test_an_offer_to_a_copy_that_settles_is_answered_once_it_is_dropped() -> None:
+    """A primary of a restored shard may have read the new record first."""
     world = World()
     world.backs()
     world.assigned(record(ME, epoch=2))
-    world.told(Offer(KEY, 1, 1))
-    world.tell(ev.IncomingLinkOpened(C, 7))
-    assert replies(world.told(Offer(KEY, 4, 4), peer=C)) == []
+    world.received(Offer(KEY, 1, 1))
+    world.submit(ev.IncomingLinkOpened(C, 7))
+    assert replies(world.received(Offer(KEY, 4, 4), peer=C)) == []
     gone = world.assigned(record(C, epoch=3, content=ShardContent.LOADING))
     assert (only(DropShard, gone), only(RefreshShardRecord, gone)) == (
         [DropShard(KEY)],
         [RefreshShardRecord(KEY)],
     )
     world.assigned(record(C, joining=ME, epoch=4))
-    refused, holds = replies(world.tell(ev.ShardRecordRefreshed(KEY)))
+    refused, holds = replies(world.submit(ev.ShardRecordRefreshed(KEY)))
     assert isinstance(refused, BackupRefused)
     assert holds == BackupState(KEY, 4)
 
 
-def test_who_sends_an_image_that_is_let_go_of_is_told() -> None:
-    """The primary may know of a later record, by which it still sends, and would wait for ever."""
+def test_a_primary_whose_image_is_dropped_is_refused() -> None:
+    """The primary may know a later record, by which it sends the image, and would wait for ever."""
     world = World()
     world.assigned(record(B, joining=ME))
-    world.tell(ev.IncomingLinkOpened(B, 7))
-    world.told(ImageStart(KEY, 1, 1, 5, 3, 2))
-    world.told(ImageChunk(KEY, 5, 0))
+    world.submit(ev.IncomingLinkOpened(B, 7))
+    world.received(ImageStart(KEY, 1, 1, 5, 3, 2))
+    world.received(ImageChunk(KEY, 5, 0))
     sent = only(SendReply, world.assigned(record(B)))
     (refused,) = replies(sent)
     assert (sent[0].peer, sent[0].link) == (B, 7)
@@ -668,32 +674,34 @@ def test_who_sends_an_image_that_is_let_go_of_is_told() -> None:
     assert (refused.why, refused.newest_epoch) == (BackupRefusalReason.OTHER_HOLDERS, 1)
 
 
-def test_a_copy_that_may_lack_what_was_sent_to_it_is_let_go_of() -> None:
+def test_a_copy_is_dropped_if_its_link_ended_within_a_message() -> None:
     world = World()
     world.backs()
-    assert only(DropShard, world.tell(ev.IncomingLinkEnded(B, 7, is_torn=True))) == [DropShard(KEY)]
+    assert only(DropShard, world.submit(ev.IncomingLinkEnded(B, 7, is_torn=True))) == [
+        DropShard(KEY)
+    ]
 
 
-def test_a_push_is_received_in_order_and_replayed_once() -> None:
+def test_an_update_is_applied_once_and_only_in_order() -> None:
     world = World()
     world.backs()
-    effects = world.told(UpdateMessage(KEY, 1, 4))
+    effects = world.received(UpdateMessage(KEY, 1, 4))
     assert (replies(effects), accepted(effects)) == (
         [RecordsReceived(KEY, 1, 4)],
         [UpdateMessage(KEY, 1, 4)],
     )
-    effects = world.told(UpdateMessage(KEY, 1, 4))
+    effects = world.received(UpdateMessage(KEY, 1, 4))
     assert (replies(effects), accepted(effects)) == ([RecordsReceived(KEY, 1, 4)], [])
-    (refused,) = replies(world.told(UpdateMessage(KEY, 1, 6)))
+    (refused,) = replies(world.received(UpdateMessage(KEY, 1, 6)))
     assert isinstance(refused, BackupRefused)
     assert refused.why is BackupRefusalReason.NO_COPY
 
 
-def test_a_copy_that_fails_is_told_to_its_primary() -> None:
-    """Otherwise the primary would count on a copy that does not exist."""
+def test_a_copy_that_fails_is_reported_to_its_primary() -> None:
+    """Otherwise the primary would rely on a copy that does not exist."""
     world = World()
     world.backs()
-    effects = world.tell(ev.CopyFailed(KEY))
+    effects = world.submit(ev.CopyFailed(KEY))
     (refused,) = replies(effects)
     assert isinstance(refused, BackupRefused)
     assert (refused.why, only(DropShard, effects)) == (
@@ -702,16 +710,16 @@ def test_a_copy_that_fails_is_told_to_its_primary() -> None:
     )
 
 
-def test_an_image_is_not_kept_where_the_record_names_this_server_by_then() -> None:
-    """The shard that it leads, with all acknowledged updates, stays."""
+def test_an_image_is_not_adopted_by_a_server_that_became_primary() -> None:
+    """Its own copy has all acknowledged updates, and stays."""
     world = World()
     world.backs()
-    world.told(ImageStart(KEY, 1, 1, 6, 9, 1))
-    world.told(ImageChunk(KEY, 6, 0))
+    world.received(ImageStart(KEY, 1, 1, 6, 9, 1))
+    world.received(ImageChunk(KEY, 6, 0))
     assert only(SettleCopy, world.assigned(record(ME, epoch=2))) == [SettleCopy(KEY, B)]
-    assert only(LeadShard, world.tell(ev.CopySettled(KEY, 3))) == [LeadShard(KEY, 2)]
-    assert only(AdoptImage, world.tell(ev.ImageRestored(KEY, 6))) == []
-    (refused,) = replies(world.told(UpdateMessage(KEY, 1, 4)))
+    assert only(LeadShard, world.submit(ev.CopySettled(KEY, 3))) == [LeadShard(KEY, 2)]
+    assert only(AdoptImage, world.submit(ev.ImageRestored(KEY, 6))) == []
+    (refused,) = replies(world.received(UpdateMessage(KEY, 1, 4)))
     assert isinstance(refused, BackupRefused)
     assert refused.why is BackupRefusalReason.OTHER_HOLDERS
 
@@ -719,21 +727,21 @@ def test_an_image_is_not_kept_where_the_record_names_this_server_by_then() -> No
 def test_a_backup_takes_over_from_a_primary_that_neither_calls_nor_answers() -> None:
     world = World()
     world.backs()
-    world.tell(ev.IncomingLinkEnded(B, 7))
-    assert only(WriteShardRecord, world.tell(ev.PeerProbed(B, answers=True))) == []
-    assert only(WriteShardRecord, world.tell(ev.PeerProbed(B, answers=False))) == [
+    world.submit(ev.IncomingLinkEnded(B, 7))
+    assert only(WriteShardRecord, world.submit(ev.PeerProbed(B, answers=True))) == []
+    assert only(WriteShardRecord, world.submit(ev.PeerProbed(B, answers=False))) == [
         WriteShardRecord(KEY)
     ]
     assert world.core.revised(KEY, record(B, ME), world.now_s) == record(ME, epoch=2)
-    world.tell(ev.IncomingLinkOpened(B, 8))
+    world.submit(ev.IncomingLinkOpened(B, 8))
     assert world.core.revised(KEY, record(B, ME), world.now_s) == record(B, ME)
 
 
-def test_who_has_a_failed_copy_no_longer_counts_as_having_one() -> None:
-    """The primary may end before the refusal: then a disk has the shard, or no server has it."""
+def test_a_server_with_a_failed_copy_removes_itself_from_the_record() -> None:
+    """The primary may end before it receives the refusal."""
     world = World()
     world.backs()
-    effects = world.tell(ev.CopyFailed(KEY))
+    effects = world.submit(ev.CopyFailed(KEY))
     assert (only(DropShard, effects), only(WriteShardRecord, effects)) == (
         [DropShard(KEY)],
         [WriteShardRecord(KEY)],
@@ -742,35 +750,33 @@ def test_who_has_a_failed_copy_no_longer_counts_as_having_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "revised"),
     [
         (record(ME, C, epoch=2), record(C, epoch=3)),
         (record(ME, epoch=2), record(ME, epoch=3, content=ShardContent.LOST)),
     ],
-    ids=["a backup has it", "nobody has it"],
+    ids=["a backup has it", "no server has it"],
 )
-def test_who_is_to_lead_what_it_has_not_says_so(
-    given: ShardAssignment, told: ShardAssignment
-) -> None:
-    """The copy failed during the takeover, or was missing when the coordinator named the server."""
+def test_a_primary_without_a_copy_resigns(given: ShardAssignment, revised: ShardAssignment) -> None:
+    """The copy fails during the takeover, or was missing when the coordinator chose the server."""
     world = World()
     world.backs()
     assert only(SettleCopy, world.assigned(given)) == [SettleCopy(KEY, last=B)]
-    assert only(WriteShardRecord, world.tell(ev.CopyFailed(KEY))) == [WriteShardRecord(KEY)]
-    assert world.core.revised(KEY, given, world.now_s) == told
+    assert only(WriteShardRecord, world.submit(ev.CopyFailed(KEY))) == [WriteShardRecord(KEY)]
+    assert world.core.revised(KEY, given, world.now_s) == revised
     world = World()
     assert only(WriteShardRecord, world.assigned(given)) == [WriteShardRecord(KEY)]
-    assert world.core.revised(KEY, given, world.now_s) == told
+    assert world.core.revised(KEY, given, world.now_s) == revised
 
 
-def test_what_was_told_to_be_forgotten_is_not_lost() -> None:
+def test_a_retired_shard_is_not_reported_as_lost() -> None:
     world = World()
     world.led()
-    assert only(WriteShardRecord, world.tell(ev.ShardRetired(KEY))) == []
+    assert only(WriteShardRecord, world.submit(ev.ShardRetired(KEY))) == []
     assert only(WriteShardRecord, world.assigned(record(ME, joining=C))) == []
 
 
-def test_a_copy_of_what_was_written_anew_is_dropped() -> None:
+def test_a_copy_of_a_shard_that_is_recorded_as_lost_is_dropped() -> None:
     world = World()
     world.backs()
     effects = world.assigned(record(ME, epoch=2, content=ShardContent.LOST))
@@ -788,129 +794,128 @@ def test_a_copy_of_what_was_written_anew_is_dropped() -> None:
         (frozenset({B, C}), 0.0, True),
         (frozenset(), LIMITS.dead_after_s, True),
     ],
-    ids=["nobody is known to be dead", "a backup may live", "all have ended", "all are long gone"],
+    ids=["none is known to be dead", "a backup may live", "all have ended", "all are long absent"],
 )
-def test_a_shard_is_led_from_disk_once_nobody_can_have_more(
+def test_a_shard_is_led_from_disk_once_its_holders_are_dead(
     ended: frozenset[Holder], away_s: float, leads: bool
 ) -> None:
     world = World()
     last = record(B, C, on_disk="a")
     world.assigned(last)
-    world.tell(ev.JournalShardFound(KEY, 1, 3))
-    world.tell(ev.ServersListed(frozenset(), world.now_s))
+    world.submit(ev.JournalShardFound(KEY, 1, 3))
+    world.submit(ev.ServersListed(frozenset(), world.now_s))
     while away_s > 1.0:
         world.now_s, away_s = world.now_s + 1.0, away_s - 1.0
-        world.tell(ev.ServersListed(frozenset(), world.now_s))
+        world.submit(ev.ServersListed(frozenset(), world.now_s))
     world.now_s += away_s
-    effects = world.tell(ev.ServersListed(frozenset(), world.now_s, ended))
+    effects = world.submit(ev.ServersListed(frozenset(), world.now_s, ended))
     assert bool(only(WriteShardRecord, effects)) == leads
     assert (world.core.revised(KEY, last, world.now_s).primary == ME) == leads
 
 
-def test_a_shard_is_led_from_disk_also_where_its_last_process_named_that_late() -> None:
+def test_a_shard_is_led_from_disk_if_its_last_process_recorded_that_late() -> None:
     """The write of that process was in progress when this process began."""
     world = World()
     last = Holder("a", "0")
     world.assigned(record(last))
-    world.tell(ev.JournalShardFound(KEY, 1, 3))
+    world.submit(ev.JournalShardFound(KEY, 1, 3))
     world.assigned(record(last, disk_epoch=1))
     named = record(last, on_disk="a", disk_epoch=1, disk_version=3)
     world.assigned(named)
-    effects = world.tell(ev.ServersListed(frozenset(), world.now_s, frozenset({last})))
+    effects = world.submit(ev.ServersListed(frozenset(), world.now_s, frozenset({last})))
     assert only(WriteShardRecord, effects) == [WriteShardRecord(KEY)]
     assert world.core.revised(KEY, named, world.now_s).primary == ME
 
 
-def test_an_older_copy_of_the_disk_is_not_led_and_told() -> None:
+def test_an_older_copy_of_the_disk_is_reported_and_not_led() -> None:
     world = World()
     last = record(B, on_disk="a", disk_epoch=1, disk_version=10)
     world.assigned(last)
-    world.tell(ev.JournalShardFound(KEY, 1, 9))
-    effects = world.tell(ev.ServersListed(frozenset(), world.now_s, frozenset({B})))
+    world.submit(ev.JournalShardFound(KEY, 1, 9))
+    effects = world.submit(ev.ServersListed(frozenset(), world.now_s, frozenset({B})))
     assert only(WriteShardRecord, effects) == [WriteShardRecord(KEY)]
     reported = replace(last, found_version=9)
     assert world.core.revised(KEY, last, world.now_s) == reported
     world.assigned(reported)
-    assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == []
+    assert only(WriteShardRecord, world.submit(ev.ShardRecordWritten(KEY))) == []
 
 
-def test_what_the_journal_turns_out_not_to_have_is_lost_and_not_waited_for() -> None:
-    """Another process has the disk by now, for example. No other server had the shard, so that this
-    one claimed it."""
+def test_a_claimed_shard_that_the_journal_lacks_is_recorded_as_lost() -> None:
+    """The server claimed it because all other holders are dead. Its disk may have been replaced."""
     world = World()
     last = record(B, on_disk="a", disk_epoch=1, disk_version=2)
     world.assigned(last)
-    world.tell(ev.JournalShardFound(KEY, 1, 3))
-    world.tell(ev.ServersListed(frozenset(), world.now_s, frozenset({B})))
+    world.submit(ev.JournalShardFound(KEY, 1, 3))
+    world.submit(ev.ServersListed(frozenset(), world.now_s, frozenset({B})))
     claimed = world.core.revised(KEY, last, world.now_s)
     assert only(LoadJournal, world.assigned(claimed)) == [LoadJournal(KEY, 2)]
-    assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == []
-    assert only(WriteShardRecord, world.tell(ev.JournalShardMissing(KEY, 2))) == [
+    assert only(WriteShardRecord, world.submit(ev.ShardRecordWritten(KEY))) == []
+    assert only(WriteShardRecord, world.submit(ev.JournalShardMissing(KEY, 2))) == [
         WriteShardRecord(KEY)
     ]
     recorded = world.core.revised(KEY, replace(claimed, joining=C), world.now_s)
     assert recorded == replace(claimed, epoch=3, content=ShardContent.LOST)
     world.assigned(recorded)
-    assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == []
-    # If that disk comes back, its server leads the shard again.
+    assert only(WriteShardRecord, world.submit(ev.ShardRecordWritten(KEY))) == []
+    # If the disk returns, its server leads the shard again.
     again = led_from_disk(recorded, Holder("a", "2"), frozenset())
     assert (again.epoch, again.content) == (4, ShardContent.PRESENT)
 
 
-def test_what_is_not_in_the_journal_says_nothing_of_a_later_epoch() -> None:
+def test_a_shard_that_the_journal_lacks_in_an_earlier_epoch_is_not_lost() -> None:
     world = World()
     world.assigned(record(B, C, epoch=3))
-    world.tell(ev.JournalShardMissing(KEY, 2))
+    world.submit(ev.JournalShardMissing(KEY, 2))
     kept = record(B, C, epoch=3)
     assert world.core.revised(KEY, kept, world.now_s) == kept
 
 
-def test_how_far_a_shard_is_on_disk_is_written_now_and_then() -> None:
+def test_the_version_on_disk_is_recorded_at_intervals() -> None:
     world = World()
     world.core.leading.keeps_journal = True
     world.led()
     first = world.core.led(KEY)
     assert first is not None
     version = first.version
-    assert only(WriteShardRecord, world.tell(ev.VersionJournaled(KEY, version))) == [
+    assert only(WriteShardRecord, world.submit(ev.VersionJournaled(KEY, version))) == [
         WriteShardRecord(KEY)
     ]
     known = world.core.revised(KEY, record(), world.now_s)
     assert (known.on_disk, known.disk_epoch, known.disk_version) == ("a", 1, version)
     world.assigned(known)
-    world.tell(ev.ShardRecordWritten(KEY))
-    assert only(WriteShardRecord, world.tell(ev.VersionJournaled(KEY, version + 5))) == []
+    world.submit(ev.ShardRecordWritten(KEY))
+    assert only(WriteShardRecord, world.submit(ev.VersionJournaled(KEY, version + 5))) == []
     world.now_s += LIMITS.disk_report_s
-    world.tell(ev.LeaseRenewed(world.now_s))
+    world.submit(ev.LeaseRenewed(world.now_s))
     assert world.core.wakes_s() <= world.now_s
-    assert only(WriteShardRecord, world.tell(ev.WakeTimeReached())) == [WriteShardRecord(KEY)]
+    assert only(WriteShardRecord, world.submit(ev.WakeTimeReached())) == [WriteShardRecord(KEY)]
     assert world.core.revised(KEY, known, world.now_s).disk_version == version + 5
 
 
 # --- another run of the job ---
 
 
-def test_what_is_here_of_another_run_is_let_go_of() -> None:
+def test_a_copy_of_another_run_is_dropped() -> None:
     """Shard numbers and epochs of both runs may be the same."""
     world = World()
     world.adopted("one")
-    effects = world.tell(ev.ShardAssigned(KEY, record(B, ME), "two"))
+    effects = world.submit(ev.ShardAssigned(KEY, record(B, ME), "two"))
     assert only(DropShard, effects) == [DropShard(KEY)]
 
 
 @pytest.mark.parametrize(
-    "told",
+    "sent",
     [
         Offer(KEY, 1, 1, "one"),
         CopyUpToDate(KEY, 1, 3, "one"),
         ImageStart(KEY, 1, 1, 6, 3, 1, run="one"),
     ],
-    ids=lambda told: type(told).__name__,
+    ids=lambda sent: type(sent).__name__,
 )
-def test_a_primary_of_another_run_is_refused(told: Request) -> None:
+def test_a_primary_of_another_run_is_refused(sent: Request) -> None:
     world = World()
     world.adopted("two")
-    effects = [*world.told(told), *world.tell(ev.ShardRecordRefreshed(KEY))]
+    effects = [*world.received(sent), *world.submit(ev.ShardRecordRefreshed(KEY))]
     (refused,) = replies(effects)
     assert isinstance(refused, BackupRefused)
     assert refused.why is BackupRefusalReason.OTHER_HOLDERS
@@ -918,24 +923,24 @@ def test_a_primary_of_another_run_is_refused(told: Request) -> None:
 
 def test_a_primary_names_its_run() -> None:
     world = World()
-    world.tell(ev.ShardAssigned(KEY, record(ME, B), "two"))
-    world.tell(ev.ShardCreated(KEY, 1, 1))
+    world.submit(ev.ShardAssigned(KEY, record(ME, B), "two"))
+    world.submit(ev.ShardCreated(KEY, 1, 1))
     (offer,) = requests(world.opened(B))
     assert offer == Offer(KEY, 1, 1, "two")
     (start,) = requests(
-        [*world.answered(B, BackupState(KEY, 1)), *world.tell(ev.ImageMade(KEY, 1, 1, 0))]
+        [*world.answered(B, BackupState(KEY, 1)), *world.submit(ev.ImageMade(KEY, 1, 1, 0))]
     )
     assert isinstance(start, ImageStart)
     assert start.run == "two"
 
 
-def test_a_backup_that_knows_only_of_the_last_run_deposes_nobody() -> None:
-    """The backup's epoch is higher, but belongs to the other run."""
+def test_a_backup_with_the_record_of_another_run_reports_no_epoch() -> None:
+    """Its epoch is higher, but of the other run: it must not depose the primary."""
     world = World()
-    world.tell(ev.ShardAssigned(KEY, record(B, ME, epoch=9), "one"))
-    world.tell(ev.IncomingLinkOpened(B, 7))
+    world.submit(ev.ShardAssigned(KEY, record(B, ME, epoch=9), "one"))
+    world.submit(ev.IncomingLinkOpened(B, 7))
     (refused,) = replies(
-        [*world.told(Offer(KEY, 1, 1, "two")), *world.tell(ev.ShardRecordRefreshed(KEY))]
+        [*world.received(Offer(KEY, 1, 1, "two")), *world.submit(ev.ShardRecordRefreshed(KEY))]
     )
     assert isinstance(refused, BackupRefused)
     assert refused.newest_epoch == 0

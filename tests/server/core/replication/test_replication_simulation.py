@@ -1,4 +1,4 @@
-"""Seeded simulations of servers, coordinator, etcd and workers under faults of every kind.
+"""Seeded simulations of servers, coordinator, etcd and workers, with faults.
 
 Invariants are checked whenever a record is written, a copy changes, or a push is answered.
 """
@@ -14,20 +14,20 @@ NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "80"))
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_no_schedule_of_faults_loses_an_acknowledged_update(seed: int) -> None:
-    """Once the faults stop, every shard with a copy left is led, replicated and answers."""
+def test_no_acknowledged_update_is_lost_under_faults(seed: int) -> None:
+    """Once the faults stop, every shard with a remaining copy has a primary and its backups."""
     simulate_replication(seed)
 
 
-def test_a_joiner_that_is_named_again_while_its_primary_is_cut_off_gets_the_shard() -> None:
-    """The initial values would otherwise wait for the joiner for ever, and no worker could push."""
+def test_a_joining_server_named_again_while_its_primary_is_cut_off_gets_the_shard() -> None:
+    """Otherwise the primary would wait for it for ever, and no worker could push."""
     simulate_replication(52, ["deposed unheard"])
 
 
 @pytest.mark.parametrize("seed", [0, 9, 17])
-def test_a_joiner_that_let_go_of_an_image_gets_another_one(seed: int) -> None:
-    """The joiner was cut off from etcd for so long that for a while the record no longer named it.
-    Its primary, cut off too, did not notice, and waited for the answer to its image."""
+def test_a_joining_server_that_dropped_an_image_gets_another_one(seed: int) -> None:
+    """It was cut off from etcd for so long that the record did not name it for a time. Its primary,
+    cut off as well, did not notice, and waited for the reply to its image."""
     world = ReplicationWorld(seed, num_servers=2, num_shards=1, copies=2, lease_ttl_s=6.0)
     (key,) = world.keys
     world.setting.slow_s = 40.0
@@ -44,8 +44,8 @@ def test_a_joiner_that_let_go_of_an_image_gets_another_one(seed: int) -> None:
     assert world.run(300.0, until=lambda: not world.unrest()), world.unrest()
 
 
-def test_a_shard_is_lost_whose_disk_is_empty_and_whose_last_process_ended_unseen() -> None:
-    """The last process ran on another machine: only time shows that it is dead."""
+def test_a_shard_with_an_empty_disk_is_lost_once_its_last_process_counts_as_dead() -> None:
+    """That process ran on another machine: only time shows that it is dead."""
     world = ReplicationWorld(1, num_servers=2, num_shards=1, copies=1)
     (key,) = world.keys
     assert world.run(10.0, until=lambda: world.store.records[key].on_disk == "s0")

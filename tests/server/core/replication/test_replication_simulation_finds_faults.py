@@ -1,4 +1,4 @@
-"""Faults planted into the core that ships: the simulation runs this core, and must find them."""
+"""Faults planted into the shipped core: the simulation runs this core, and must find them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,8 +41,8 @@ def no_fence_after_the_lease(patch: Patch) -> None:
     patch.setattr(Lease, "renewed", renewed)
 
 
-def a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step(patch: Patch) -> None:
-    """The write that puts the joiner in step may already have been made."""
+def a_joining_server_is_not_required_while_its_write_is_in_progress(patch: Patch) -> None:
+    """The write that puts it in step may already have taken effect."""
 
     def required(led: LedShard) -> Iterator[Follower]:
         for follower in led.followers.values():
@@ -52,8 +52,8 @@ def a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step(patch: Patch) ->
     patch.setattr(LedShard, "_required", required)
 
 
-def a_lost_backup_counts_for_nothing_before_that_is_written(patch: Patch) -> None:
-    """The backup may be alive, and take over."""
+def a_lost_backup_is_not_required_before_its_removal_is_written(patch: Patch) -> None:
+    """It may be alive, and take over."""
     real = LedShard._required
 
     def required(led: LedShard) -> Iterator[Follower]:
@@ -63,7 +63,7 @@ def a_lost_backup_counts_for_nothing_before_that_is_written(patch: Patch) -> Non
 
 
 def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
-    """Updates that the backup received and has not applied were acknowledged."""
+    """Updates that it has received but not applied may be acknowledged."""
     real = ReplicationCore._to_lead
 
     def to_lead(
@@ -81,12 +81,12 @@ def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
 
 
 def a_version_is_durable_before_the_record_names_the_disk(patch: Patch) -> None:
-    """Servers would never look for the version on that disk."""
+    """No server would look for the version on that disk."""
     patch.setattr(LedShard, "durable_version", property(lambda led: led._disk.version))
 
 
 def a_disk_is_led_from_while_its_last_process_may_live(patch: Patch) -> None:
-    """A server's id does not tell which of its processes is alive."""
+    """A server treats its own earlier process, and that one's backups, as dead."""
     real = JournalClaims.revised
 
     def revised(
@@ -104,7 +104,7 @@ def a_disk_is_led_from_while_its_last_process_may_live(patch: Patch) -> None:
 
 
 def a_process_is_dead_once_another_has_its_id(patch: Patch) -> None:
-    """The same fault in the coordinator."""
+    """The coordinator treats an earlier process of a server's id as dead."""
     real = Sightings._dead
 
     def dead(sightings: Sightings, seen: Servers) -> frozenset[Holder]:
@@ -115,7 +115,7 @@ def a_process_is_dead_once_another_has_its_id(patch: Patch) -> None:
 
 
 def a_lost_shard_begins_anew(patch: Patch) -> None:
-    """The loss was not accepted by an operator."""
+    """No operator has accepted the loss."""
     real = rebalance._rescue
 
     def rescue(assignment: ShardAssignment, *others: object) -> ShardAssignment:
@@ -127,8 +127,8 @@ def a_lost_shard_begins_anew(patch: Patch) -> None:
     patch.setattr(rebalance, "_rescue", rescue)
 
 
-def what_a_new_primary_has_is_said_to_be_on_its_followers(patch: Patch) -> None:
-    """Followers count as up to date as soon as they are asked."""
+def followers_count_as_up_to_date_at_once(patch: Patch) -> None:
+    """A new primary counts its version as received by its followers."""
     real = Follower.begin
 
     def begin(follower: Follower, received: int, version: int) -> None:
@@ -137,15 +137,15 @@ def what_a_new_primary_has_is_said_to_be_on_its_followers(patch: Patch) -> None:
     patch.setattr(Follower, "begin", begin)
 
 
-def a_copy_follows_whoever_calls(patch: Patch) -> None:
+def a_copy_follows_any_caller(patch: Patch) -> None:
     """The copy also follows a server that the record no longer names."""
     patch.setattr(
         Copies, "_may_tell", lambda copies, assignment, peer, epoch: assignment is not None
     )
 
 
-def a_copy_that_has_something_else_goes_on(patch: Patch) -> None:
-    """The copy continues a deposed primary, whose last updates are in no other copy."""
+def a_copy_of_another_history_continues(patch: Patch) -> None:
+    """It has updates of a deposed primary that no other copy has."""
 
     def continues(led: LedShard, copy_epoch: int, born: int, version: int) -> bool:
         return born == led.born and led.log.start <= version <= led.version
@@ -153,8 +153,8 @@ def a_copy_that_has_something_else_goes_on(patch: Patch) -> None:
     patch.setattr(LedShard, "continues", continues)
 
 
-def an_absence_goes_on_though_nobody_looked(patch: Patch) -> None:
-    """A server that was away may have been back meanwhile, and have acknowledged pushes."""
+def an_absence_is_counted_over_gaps(patch: Patch) -> None:
+    """A missing server may have been present meanwhile, and have acknowledged pushes."""
 
     def init(absences: ServerAbsences[Holder], longest_gap_s: float = 0.0) -> None:
         absences._longest_gap_s = math.inf
@@ -163,8 +163,8 @@ def an_absence_goes_on_though_nobody_looked(patch: Patch) -> None:
     patch.setattr(ServerAbsences, "__init__", init)
 
 
-def who_ends_acknowledges_to_the_last(patch: Patch) -> None:
-    """Others take the server for dead as soon as it has reported its end."""
+def a_server_that_ends_acknowledges_on(patch: Patch) -> None:
+    """Others treat the server as dead once it has reported its end."""
     patch.setattr(ReplicationCore, "_lease_ended", lambda core, event: iter(()))
 
 
@@ -173,8 +173,8 @@ def an_older_copy_of_a_disk_is_led(patch: Patch) -> None:
     patch.setattr(journal_claims, "is_older", lambda assignment, epoch, version: False)
 
 
-def what_was_held_in_another_run_is_kept(patch: Patch) -> None:
-    """Epochs of the next run may be the same."""
+def copies_of_another_run_are_kept(patch: Patch) -> None:
+    """The next run may have the same epochs."""
     real = ReplicationCore._assigned
 
     def assigned(core: ReplicationCore, event: ShardAssigned) -> Iterator[Effect]:
@@ -185,8 +185,8 @@ def what_was_held_in_another_run_is_kept(patch: Patch) -> None:
     patch.setattr(ReplicationCore, "_assigned", assigned)
 
 
-def what_nobody_loads_any_more_is_waited_for(patch: Patch) -> None:
-    """The process that restored the job ended halfway."""
+def abandoned_loads_are_waited_for(patch: Patch) -> None:
+    """The coordinator that restored the job ended before all shards were loaded."""
 
     def given_up(
         loads: AbandonedLoads, assignments: JobAssignments, **now: object
@@ -196,13 +196,13 @@ def what_nobody_loads_any_more_is_waited_for(patch: Patch) -> None:
     patch.setattr(AbandonedLoads, "given_up", given_up)
 
 
-def a_shard_is_handed_over_before_its_copies_have_read_all(patch: Patch) -> None:
-    """The successor leads at once; what other copies have not read, they refuse from then on."""
+def a_shard_is_handed_over_before_its_copies_have_read_all_updates(patch: Patch) -> None:
+    """Once the successor leads, the other copies refuse what they have not read."""
     patch.setattr(LedShard, "is_confirmed", property(lambda led: led.is_safe(led.version)))
 
 
-def what_follows_on_a_copy_is_refused_of_who_leads_no_longer(patch: Patch) -> None:
-    """The update was acknowledged before, and the copy may be the next to lead."""
+def updates_of_a_former_primary_are_refused(patch: Patch) -> None:
+    """They may be acknowledged already, and the copy may be the next primary."""
     real = Copies._record
 
     def record(
@@ -231,62 +231,62 @@ def a_record_is_discarded_once_one_follower_has_it(patch: Patch) -> None:
     patch.setattr(LedShard, "trim", trim)
 
 
-def who_has_nothing_of_a_shard_keeps_its_place_in_the_record(patch: Patch) -> None:
-    """Another server neither leads the shard then nor declares it lost."""
+def a_server_without_a_copy_stays_in_the_record(patch: Patch) -> None:
+    """Then no other server leads the shard or declares it lost."""
     patch.setattr(MissingShards, "revised", lambda missing, key, a: a)
 
 
-# Two more faults break no invariant. Handover to a successor that is not up to date: the update
-# that it lacks was not acknowledged, as the successor counts; the update is sent again, and the old
-# primary's copy, which differs, is replaced. An answer of another epoch that counts: messages on a
-# link arrive in order, so none of another epoch comes after an offer of this epoch.
+# Two more faults break no invariant. One hands a shard over to a successor that is not up to date:
+# the update that it lacks was not acknowledged, because the successor is required. It is pushed
+# again, and the old primary's copy, which differs, is replaced. The other counts replies of another
+# epoch: a link keeps the order of its messages, so that none follows the offer of this epoch.
 
 FOCUS: Mapping[Fault, Sequence[str]] = {
-    a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step: [
+    a_joining_server_is_not_required_while_its_write_is_in_progress: [
         *("cut from etcd", "kill", "newcomer", "slow")
     ],
-    a_copy_that_has_something_else_goes_on: ["deposed unheard"],
-    an_absence_goes_on_though_nobody_looked: ["away twice"],
-    what_nobody_loads_any_more_is_waited_for: ["restore", "kill restorer"],
+    a_copy_of_another_history_continues: ["deposed unheard"],
+    an_absence_is_counted_over_gaps: ["away twice"],
+    abandoned_loads_are_waited_for: ["restore", "kill restorer"],
     an_older_copy_of_a_disk_is_led: ["save disk", "roll back", "kill all"],
-    what_follows_on_a_copy_is_refused_of_who_leads_no_longer: ["restart"],
-    who_has_nothing_of_a_shard_keeps_its_place_in_the_record: ["kill what failed"],
+    updates_of_a_former_primary_are_refused: ["restart"],
+    a_server_without_a_copy_stays_in_the_record: ["kill what failed"],
 }
-"""Kinds of simulated trouble that meet a planted fault more often than all kinds together do."""
+"""Kinds of simulated faults with which the planted one is found sooner than with all kinds."""
 
 FAULTS: Sequence[Fault] = (
-    a_shard_is_handed_over_before_its_copies_have_read_all,
-    what_follows_on_a_copy_is_refused_of_who_leads_no_longer,
+    a_shard_is_handed_over_before_its_copies_have_read_all_updates,
+    updates_of_a_former_primary_are_refused,
     no_fence_after_the_lease,
-    a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step,
-    a_lost_backup_counts_for_nothing_before_that_is_written,
+    a_joining_server_is_not_required_while_its_write_is_in_progress,
+    a_lost_backup_is_not_required_before_its_removal_is_written,
     a_backup_leads_before_it_has_settled,
     a_version_is_durable_before_the_record_names_the_disk,
     a_disk_is_led_from_while_its_last_process_may_live,
     a_process_is_dead_once_another_has_its_id,
     a_lost_shard_begins_anew,
-    what_a_new_primary_has_is_said_to_be_on_its_followers,
-    a_copy_follows_whoever_calls,
-    a_copy_that_has_something_else_goes_on,
-    an_absence_goes_on_though_nobody_looked,
-    who_ends_acknowledges_to_the_last,
+    followers_count_as_up_to_date_at_once,
+    a_copy_follows_any_caller,
+    a_copy_of_another_history_continues,
+    an_absence_is_counted_over_gaps,
+    a_server_that_ends_acknowledges_on,
     an_older_copy_of_a_disk_is_led,
-    what_was_held_in_another_run_is_kept,
-    what_nobody_loads_any_more_is_waited_for,
-    who_has_nothing_of_a_shard_keeps_its_place_in_the_record,
+    copies_of_another_run_are_kept,
+    abandoned_loads_are_waited_for,
+    a_server_without_a_copy_stays_in_the_record,
     a_record_is_discarded_once_one_follower_has_it,
 )
 RARE = (
-    a_shard_is_handed_over_before_its_copies_have_read_all,
-    what_was_held_in_another_run_is_kept,
-    what_follows_on_a_copy_is_refused_of_who_leads_no_longer,
-    a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step,
+    a_shard_is_handed_over_before_its_copies_have_read_all_updates,
+    copies_of_another_run_are_kept,
+    updates_of_a_former_primary_are_refused,
+    a_joining_server_is_not_required_while_its_write_is_in_progress,
     a_version_is_durable_before_the_record_names_the_disk,
-    an_absence_goes_on_though_nobody_looked,
-    a_copy_follows_whoever_calls,
+    an_absence_is_counted_over_gaps,
+    a_copy_follows_any_caller,
     a_backup_leads_before_it_has_settled,
     a_process_is_dead_once_another_has_its_id,
-    a_copy_that_has_something_else_goes_on,
+    a_copy_of_another_history_continues,
 )
 """Faults that take seconds to find."""
 
@@ -295,8 +295,8 @@ RARE = (
     "fault",
     [pytest.param(f, marks=pytest.mark.long if f in RARE else (), id=f.__name__) for f in FAULTS],
 )
-def test_the_simulation_finds(fault: Fault, monkeypatch: Patch) -> None:
-    """An invariant fails within some seeds; without the fault the same seed passes."""
+def test_the_simulation_finds_the_fault(fault: Fault, monkeypatch: Patch) -> None:
+    """An invariant fails within `MAX_SEEDS` seeds; without the fault the same seed passes."""
     only = FOCUS.get(fault, ())
     for seed in range(MAX_SEEDS):
         with monkeypatch.context() as patch:

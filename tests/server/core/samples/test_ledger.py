@@ -46,7 +46,7 @@ class Worker:
         reserve: int = 100,
         step: int = 5,
     ) -> SampleAnswer:
-        """Request samples as a member does that trains on while no coordinator answers."""
+        """Request samples with a reserve, and return the whole answer."""
         self.sequence += 1
         request = self.request(num_samples, (), held)
         return self.ledger.answer(
@@ -71,8 +71,8 @@ class Worker:
         return granted
 
 
-def test_one_worker_walks_through_every_epoch_and_is_told_the_end() -> None:
-    """Positions of each epoch come in order, and only the last completion exhausts the ledger."""
+def test_one_worker_leases_every_epoch_in_order() -> None:
+    """The ledger is exhausted once the last range is completed."""
     ledger = SampleLedger(dataset_size=5, num_epochs=2)
     worker = Worker(ledger, "a")
     seen: list[LedgerRange] = []
@@ -87,8 +87,8 @@ def test_one_worker_walks_through_every_epoch_and_is_told_the_end() -> None:
     assert ledger.counts().repeated_max == 0
 
 
-def test_a_lost_members_range_goes_out_before_anything_fresh() -> None:
-    """The next lease after a loss is the lost member's range, and counts as returned."""
+def test_a_lost_members_range_is_leased_before_others() -> None:
+    """It counts as returned."""
     ledger = SampleLedger(dataset_size=100, num_epochs=1)
     lost, survivor = Worker(ledger, "lost"), Worker(ledger, "survivor")
     held, own = lost.must(10), survivor.must(10)
@@ -98,7 +98,7 @@ def test_a_lost_members_range_goes_out_before_anything_fresh() -> None:
 
 
 def test_a_completion_after_the_range_was_given_back_is_ignored_and_counted() -> None:
-    """A fenced member's late report is not recorded: only the heir completes the sample."""
+    """Only the member that leases the range next completes its samples."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     lost, heir = Worker(ledger, "lost"), Worker(ledger, "heir")
     held = lost.must(10)
@@ -113,16 +113,16 @@ def test_a_completion_after_the_range_was_given_back_is_ignored_and_counted() ->
 
 
 def test_a_new_incarnation_ends_the_earlier_one() -> None:
-    """A member that restarts leaves no ranges that are never completed."""
+    """Its ranges are leased again, and its loss, which is reported later, changes nothing."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     before = Worker(ledger, "a", "1").must(10)
     assert Worker(ledger, "a", "2").must(10) == before
-    assert ledger.give_back("a", "1") == 0, "the loss of the earlier one is old news"
+    assert ledger.give_back("a", "1") == 0, "the loss of the earlier incarnation changes nothing"
     assert ledger.counts().in_flight == 10
 
 
-def test_a_retry_gets_the_first_answer_and_books_nothing() -> None:
-    """A lost answer costs no range and no count."""
+def test_a_repeated_request_gets_the_first_answer_and_changes_nothing() -> None:
+    """The first answer may have been lost."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     worker = Worker(ledger, "a")
     first = worker.must(4)
@@ -133,8 +133,8 @@ def test_a_retry_gets_the_first_answer_and_books_nothing() -> None:
     assert ledger.to_json() == before
 
 
-def test_an_overtaken_request_is_refused_and_changes_nothing() -> None:
-    """A delayed duplicate must not return what the member has leased since."""
+def test_a_late_request_is_refused_and_changes_nothing() -> None:
+    """It must not return ranges that the member has leased since."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     worker = Worker(ledger, "a")
     worker.must(4)
@@ -146,8 +146,8 @@ def test_an_overtaken_request_is_refused_and_changes_nothing() -> None:
     assert ledger.to_json() == before
 
 
-def test_what_a_member_no_longer_names_goes_back() -> None:
-    """Ledgers may lack a report of a time when a coordinator died: they do not wait for it."""
+def test_a_range_that_its_member_no_longer_names_is_returned() -> None:
+    """A report may have been lost with a coordinator: the ledger does not wait for it."""
     ledger = SampleLedger(dataset_size=8, num_epochs=1)
     worker = Worker(ledger, "a")
     dropped = worker.must(4)
@@ -155,8 +155,8 @@ def test_what_a_member_no_longer_names_goes_back() -> None:
     assert ledger.counts().returned == 4
 
 
-def test_epochs_overlap_by_one_and_no_more() -> None:
-    """Epoch 1 is leased while a sample of epoch 0 is in flight, and epoch 2 does not begin."""
+def test_at_most_two_epochs_are_open() -> None:
+    """Epoch 1 is leased while a sample of epoch 0 is leased, but epoch 2 is not."""
     ledger = SampleLedger(dataset_size=4, num_epochs=3)
     slow, quick = Worker(ledger, "slow"), Worker(ledger, "quick")
     hanging = slow.must(1)
@@ -169,8 +169,8 @@ def test_epochs_overlap_by_one_and_no_more() -> None:
     assert quick.must(4).epoch == 2
 
 
-def test_counts_are_told_per_epoch() -> None:
-    """Counts of completed, in flight and returned samples add up for each open epoch."""
+def test_each_open_epoch_has_its_counts() -> None:
+    """They are the numbers of samples completed, leased and returned."""
     ledger = SampleLedger(dataset_size=6, num_epochs=2)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     first = a.must(4)
@@ -182,8 +182,8 @@ def test_counts_are_told_per_epoch() -> None:
     assert (one.completed, one.in_flight, one.returned) == (0, 3, 0)
 
 
-def test_a_member_that_hoards_ranges_gets_no_more() -> None:
-    """The number of spans that a member can hold is bounded, and the refusal changes nothing."""
+def test_a_member_with_too_many_ranges_gets_no_more() -> None:
+    """The refusal changes nothing."""
     ledger = SampleLedger(dataset_size=1000, num_epochs=1)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     held: list[LedgerRange] = []
@@ -199,8 +199,8 @@ def test_a_member_that_hoards_ranges_gets_no_more() -> None:
     assert ledger.counts() == before
 
 
-def test_who_comes_first_leaves_the_others_their_share() -> None:
-    """Members hold whole steps, in proportion to the reserves that they ask for."""
+def test_the_first_member_leaves_the_others_their_share() -> None:
+    """Members hold whole steps, in proportion to the reserves that they request."""
     ledger = SampleLedger(dataset_size=90, num_epochs=1)
     quick, slow = Worker(ledger, "quick"), Worker(ledger, "slow")
     assert slow.reserve(0, reserve=50).range is None
@@ -209,8 +209,8 @@ def test_who_comes_first_leaves_the_others_their_share() -> None:
     assert slow.reserve(100, reserve=50).range == LedgerRange(0, 60, 90)
 
 
-def test_who_holds_more_than_its_share_is_told_so_once_others_lack_samples() -> None:
-    """Samples given back are leased to the others, and do not count as repeated."""
+def test_a_member_returns_samples_beyond_its_share_once_others_lack_some() -> None:
+    """Its answer has the share as `reserve_max`. Returned samples do not count as repeated."""
     ledger = SampleLedger(dataset_size=90, num_epochs=1)
     first, later = Worker(ledger, "first"), Worker(ledger, "later")
     held = first.reserve(100).range
@@ -224,8 +224,8 @@ def test_who_holds_more_than_its_share_is_told_so_once_others_lack_samples() -> 
     assert ledger.counts().repeated_max == 0
 
 
-def test_short_epochs_are_open_as_far_as_members_hold_samples_ahead() -> None:
-    """Epochs are open up to twice the members' reserves ahead; without a reserve, one epoch."""
+def test_short_epochs_are_open_as_far_as_a_reserve_needs() -> None:
+    """With a reserve of 60 samples, six epochs of 10 samples are leased."""
     ledger = SampleLedger(dataset_size=10, num_epochs=50)
     held: list[LedgerRange] = []
     worker = Worker(ledger, "a")
@@ -234,8 +234,8 @@ def test_short_epochs_are_open_as_far_as_members_hold_samples_ahead() -> None:
     assert [r.epoch for r in held] == list(range(6))
 
 
-def test_a_member_is_told_what_of_its_claims_the_books_do_not_have() -> None:
-    """The member was replaced, for example: it must not begin samples that another holds by now."""
+def test_the_answer_names_ranges_that_a_member_does_not_hold() -> None:
+    """The member must not begin these samples, which another member may hold."""
     ledger = SampleLedger(dataset_size=20, num_epochs=1)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     held, other = a.reserve(5).range, b.reserve(5).range
@@ -245,8 +245,8 @@ def test_a_member_is_told_what_of_its_claims_the_books_do_not_have() -> None:
     assert a.reserve(0, [LedgerRange(0, 0, 5)]).not_held == ()
 
 
-def test_of_a_lost_member_only_what_it_can_have_begun_counts_as_returned() -> None:
-    """Samples of the lost member are leased again; most of its reserve was never begun."""
+def test_only_samples_that_a_lost_member_may_have_begun_count_as_returned() -> None:
+    """All its samples are leased again, but it had not begun most of its reserve."""
     for silent_s, counted in ((0.0, 20), (3.0, 35), (100.0, 50), (inf, 50)):
         ledger = SampleLedger(dataset_size=100, num_epochs=1)
         worker = Worker(ledger, "a")
@@ -259,31 +259,31 @@ def test_of_a_lost_member_only_what_it_can_have_begun_counts_as_returned() -> No
         assert Worker(ledger, "b").must(100) == LedgerRange(0, 0, 100)
 
 
-def test_what_was_reported_before_is_booked_once_more_or_not_at_all() -> None:
-    """The ledger of a dead coordinator may lack the report: then it counts, without repetition."""
+def test_a_range_reported_again_is_completed_once() -> None:
+    """The ledger that a dead coordinator left may have the report or not."""
     ledger = SampleLedger(dataset_size=10, num_epochs=1)
     worker = Worker(ledger, "a")
     first = worker.must(5)
     stored = ledger.to_json()
     second = worker.must(5, [first])
-    for books in (ledger, SampleLedger.from_json(stored)):
+    for each in (ledger, SampleLedger.from_json(stored)):
         request = replace(
             worker.request(0, [], [second]), sequence=9, completed_before=[first], reserve=10
         )
-        books.answer(request)
-        assert books.counts().completed == 5
-        assert books.counts().repeated_max == 0
+        each.answer(request)
+        assert each.counts().completed == 5
+        assert each.counts().repeated_max == 0
 
 
-def test_a_request_that_books_nothing_is_no_news() -> None:
+def test_a_request_that_changes_nothing_is_no_news() -> None:
     ledger = SampleLedger(dataset_size=5, num_epochs=1)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     assert a.reserve(5).is_news
-    assert b.reserve(5).is_news, "a member that was not there before"
+    assert b.reserve(5).is_news, "the member is new"
     assert not b.reserve(5).is_news
 
 
-def test_only_the_newest_closed_epochs_are_told_one_by_one() -> None:
+def test_only_the_newest_closed_epochs_have_counts_of_their_own() -> None:
     """The record does not grow with the number of epochs."""
     ledger = SampleLedger(dataset_size=1, num_epochs=500)
     worker, done = Worker(ledger, "a"), list[LedgerRange]()
@@ -295,14 +295,14 @@ def test_only_the_newest_closed_epochs_are_told_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(("size", "epochs"), [(0, 1), (1, 0), (-1, 1)])
-def test_a_ledger_of_nothing_is_refused(size: int, epochs: int) -> None:
+def test_a_ledger_without_samples_is_refused(size: int, epochs: int) -> None:
     """The message names both numbers."""
     with pytest.raises(ValueError, match=f"dataset_size is {size} and num_epochs {epochs}"):
         SampleLedger(dataset_size=size, num_epochs=epochs)
 
 
-def test_books_that_do_not_add_up_are_refused() -> None:
-    """Records in which a sample is in two places are not continued."""
+def test_an_inconsistent_record_is_refused() -> None:
+    """The record has a sample twice, or an unknown format."""
     ledger = SampleLedger(dataset_size=4, num_epochs=1)
     Worker(ledger, "a").must(2)
     data = ledger.to_json()
@@ -313,7 +313,7 @@ def test_books_that_do_not_add_up_are_refused() -> None:
         SampleLedger.from_json({**ledger.to_json(), "format": 9})
 
 
-# The slow twin: one entry per sample, with its holder.
+# The slow twin: one entry for each sample, with its holder.
 
 FREE, DONE = "free", "done"
 
@@ -375,7 +375,7 @@ OPERATIONS = st.lists(
 def test_the_ledger_does_what_the_slow_twin_does(
     size: int, epochs: int, operations: list[tuple[str, str, int, int]]
 ) -> None:
-    """Leases and counts are the same after any events; a round trip by JSON changes nothing."""
+    """Leases and counts are equal after each request; a round trip through JSON changes nothing."""
     ledger, twin = SampleLedger(dataset_size=size, num_epochs=epochs), Twin(size, epochs)
     hands: dict[str, list[LedgerRange]] = {name: [] for name in NAMES}
     incarnation = dict.fromkeys(NAMES, 0)
@@ -430,10 +430,10 @@ def _starts(twin: Twin, who: str) -> list[tuple[int, int]]:
     epochs=st.integers(1, 3),
     losses=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 7)), max_size=40),
 )
-def test_whoever_is_lost_every_sample_is_completed_in_the_end(
+def test_every_sample_is_completed_whichever_members_are_lost(
     size: int, epochs: int, losses: list[tuple[int, int]]
 ) -> None:
-    """The samples are each completed once, and at most `repeated_max` were trained on twice."""
+    """Each is completed once, and at most `repeated_max` samples were leased again."""
     ledger = SampleLedger(dataset_size=size, num_epochs=epochs)
     trained = 0
     for i, (victim, num_samples) in enumerate(losses):
@@ -454,7 +454,7 @@ def test_whoever_is_lost_every_sample_is_completed_in_the_end(
     assert trained - counts.completed <= counts.repeated_max
 
 
-def test_spans_print_as_what_makes_them() -> None:
+def test_the_repr_of_spans_evaluates_to_equal_spans() -> None:
     spans = IntegerSpans([(0, 3), (5, 9)])
     assert list(eval(repr(spans))) == list(spans)
 
@@ -479,13 +479,13 @@ def test_spans_are_a_set_of_numbers(
     assert {i for a, b in spans for i in range(a, b)} == numbers
     assert spans.size == len(numbers)
     edges = [edge for span in spans for edge in span]
-    assert edges == sorted(set(edges)), "touching spans are one"
+    assert edges == sorted(set(edges)), "adjacent spans are merged"
     found = {i for a, b in spans.within(*probe) for i in range(a, b)}
     assert found == numbers & set(range(*probe))
 
 
 def shared_out(num_members: int, num_steps: int, asked_steps: int, step: int = 32) -> list[int]:
-    """Return the steps that each member gets of one epoch, if they ask in turn at one pace."""
+    """Return the number of steps of one epoch that each member gets, if they request in turn."""
     ledger = SampleLedger(dataset_size=num_steps * step, num_epochs=1)
     workers = [Worker(ledger, f"w{i}") for i in range(num_members)]
     done: dict[str, list[LedgerRange]] = {w.member_id: [] for w in workers}
@@ -514,16 +514,16 @@ def shared_out(num_members: int, num_steps: int, asked_steps: int, step: int = 3
         (8, 5, 100, [0, 0, 0, 1, 1, 1, 1, 1]),
     ],
 )
-def test_what_is_less_than_members_would_hold_is_shared_out(
+def test_too_few_samples_are_shared_between_the_members(
     num_members: int, num_steps: int, asked_steps: int, expected: list[int]
 ) -> None:
-    """The first to ask for more than there is gets its share in whole steps, even before the others
-    have asked; some members get none only if there are fewer steps than members."""
+    """The first member to request more than its share gets the share in whole steps, even before
+    other requests. A member gets none only if there are fewer steps than members."""
     assert shared_out(num_members, num_steps, asked_steps) == expected
 
 
-def test_who_waits_for_samples_is_known() -> None:
-    """A member waits from the answer to ask again until it gets samples, unless it has work."""
+def test_a_member_without_samples_waits_until_it_gets_some() -> None:
+    """A member that holds samples does not count as waiting."""
     ledger = SampleLedger(dataset_size=20, num_epochs=1)
     works, waits = Worker(ledger, "works"), Worker(ledger, "waits")
     held = works.must(20)

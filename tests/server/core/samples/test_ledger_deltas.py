@@ -1,4 +1,4 @@
-"""Deltas after a base say the same as the whole ledger, at every point of any history."""
+"""A base and the deltas after it equal the whole ledger after each write."""
 
 import json
 from typing import Any
@@ -67,7 +67,9 @@ class Member:
         )
 
 
-def take(ledger: SampleLedger, members: dict[str, Member], step: tuple[str, str, int]) -> None:
+def apply_step(
+    ledger: SampleLedger, members: dict[str, Member], step: tuple[str, str, int]
+) -> None:
     what, name, number = step
     member = members[name]
     match what:
@@ -89,10 +91,10 @@ def take(ledger: SampleLedger, members: dict[str, Member], step: tuple[str, str,
 
 @settings(max_examples=150, deadline=None)
 @given(size=st.integers(1, 200), epochs=st.integers(1, 100), steps=STEPS)
-def test_a_base_and_its_deltas_are_the_books(
+def test_a_base_and_its_deltas_equal_the_ledger(
     size: int, epochs: int, steps: list[tuple[str, str, int]]
 ) -> None:
-    """The equality holds after each write, also after failed writes and new bases."""
+    """The equality also holds after failed writes and new bases."""
     ledger = SampleLedger(dataset_size=size, num_epochs=epochs)
     members = {name: Member() for name in NAMES}
     copy = Copy(ledger)
@@ -102,23 +104,23 @@ def test_a_base_and_its_deltas_are_the_books(
         elif step[0] in ("delta", "failed"):
             copy.append(ledger, fails=step[0] == "failed")
         else:
-            take(ledger, members, step)
+            apply_step(ledger, members, step)
             continue
         if step[0] != "failed":
             assert copy.read() == ledger.to_json()
 
 
 def test_a_delta_of_many_members_is_small() -> None:
-    """Fifty members that each completed a range and leased another: ten bytes each."""
+    """Fifty members have each completed a range and leased another: less than ten bytes each."""
     ledger = SampleLedger(dataset_size=10_000_000, num_epochs=3)
     members = {f"host-{i:02}-0": Member() for i in range(50)}
     copy = Copy(ledger)
     for _ in range(40):
         for name in members:
-            take(ledger, members, ("report", name, 512))
+            apply_step(ledger, members, ("report", name, 512))
     copy.write_base(ledger)
     for name in members:
-        take(ledger, members, ("report", name, 512))
+        apply_step(ledger, members, ("report", name, 512))
     copy.append(ledger)
     assert copy.read() == ledger.to_json()
     assert len(copy.deltas[0]) < 10 * len(members)
@@ -135,8 +137,8 @@ def test_a_delta_of_many_members_is_small() -> None:
         b"\x01\x00\x00\x00\x00\x00\x00\x01\x05\x00\x00\x00\x00",
     ],
 )
-def test_what_is_no_delta_is_refused(broken: bytes) -> None:
-    """Deltas that are cut off, of another format, with endless numbers or unknown members."""
-    books = SampleLedger(dataset_size=5, num_epochs=1).to_json()
+def test_bytes_that_are_no_delta_are_refused(broken: bytes) -> None:
+    """Deltas may be cut off, or have another format, endless numbers or unknown members."""
+    base = SampleLedger(dataset_size=5, num_epochs=1).to_json()
     with pytest.raises(ValueError):
-        folded(books, [broken])
+        folded(base, [broken])

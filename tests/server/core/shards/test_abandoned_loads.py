@@ -1,4 +1,4 @@
-"""Shards that are no longer loaded from their snapshot are lost, and reported as lost."""
+"""Shards whose restore from a snapshot was abandoned become lost."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ LOADED = replace(LOADING, shard_id=0, content=ShardContent.PRESENT)
 JOB = JobAssignments(job="job", copies=2, shards=(LOADED, LOADING), run="r")
 
 
-def test_what_another_coordinator_had_loaded_is_given_up_after_a_while() -> None:
-    """The load may still be in progress. Shards already loaded stay."""
+def test_shards_that_another_coordinator_was_restoring_become_lost_after_a_time() -> None:
+    """Until then a load may be in progress. Shards that are loaded stay."""
     loads = AbandonedLoads()
     assert loads.given_up(JOB, is_restoring=False, now_s=0.0) == JOB
     assert loads.is_due_soon
@@ -24,7 +24,7 @@ def test_what_another_coordinator_had_loaded_is_given_up_after_a_while() -> None
     assert after.shards[0] == LOADED
 
 
-def test_what_this_coordinator_has_loaded_is_not_given_up() -> None:
+def test_shards_that_this_coordinator_restores_do_not_become_lost() -> None:
     loads = AbandonedLoads()
     for now_s in (0.0, 100.0):
         assert loads.given_up(JOB, is_restoring=True, now_s=now_s) == JOB
@@ -33,7 +33,7 @@ def test_what_this_coordinator_has_loaded_is_not_given_up() -> None:
     assert losses.lost(loads.given_up(JOB, is_restoring=False, now_s=111.0))
 
 
-def test_each_shard_that_is_loaded_meanwhile_shows_that_somebody_loads() -> None:
+def test_each_shard_that_is_loaded_begins_the_time_anew() -> None:
     loads = AbandonedLoads()
     both = replace(JOB, shards=(replace(LOADED, content=ShardContent.LOADING), LOADING))
     assert loads.given_up(both, is_restoring=False, now_s=0.0) == both

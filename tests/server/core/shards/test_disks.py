@@ -1,4 +1,4 @@
-"""Disks that have a shard, and servers that may lead it from there."""
+"""Disks that have a shard, and servers that may lead the shard from there."""
 
 from dataclasses import replace
 
@@ -24,14 +24,14 @@ def led_by(primary: Holder, *backups: Holder) -> ShardAssignment:
     return ShardAssignment(shard_id=0, epoch=4, primary=primary, backups=backups, on_disk="a")
 
 
-def test_only_the_primary_says_that_it_has_the_shard_on_disk() -> None:
+def test_only_the_primary_can_record_its_disk() -> None:
     shard = ShardAssignment(shard_id=0, epoch=1, primary=B, backups=(C,))
     assert put_on_disk(shard, B, 7).on_disk == "b"
     assert put_on_disk(shard, C, 7) == shard
 
 
-def test_what_is_known_of_a_disk_only_grows() -> None:
-    """Another disk or a later epoch may lower it: versions may continue from less there."""
+def test_the_version_on_one_disk_never_falls_within_an_epoch() -> None:
+    """Another disk or a later epoch may have a lower one."""
     shard = put_on_disk(ShardAssignment(shard_id=0, epoch=2, primary=B), B, 7)
     assert (shard.disk_epoch, shard.disk_version) == (2, 7)
     assert put_on_disk(shard, B, 5) == shard
@@ -46,15 +46,15 @@ def test_what_is_known_of_a_disk_only_grows() -> None:
 @pytest.mark.parametrize(
     ("epoch", "version", "older"),
     [(4, 9, True), (3, 20, True), (4, 10, False), (5, 1, False)],
-    ids=["fewer updates", "an earlier epoch", "all that is known of", "a later epoch"],
+    ids=["fewer updates", "an earlier epoch", "all known updates", "a later epoch"],
 )
-def test_an_older_copy_of_a_disk_is_known(epoch: int, version: int, older: bool) -> None:
+def test_an_older_copy_on_disk_is_recognised(epoch: int, version: int, older: bool) -> None:
     shard = replace(led_by(B), disk_epoch=4, disk_version=10)
     assert is_older(shard, epoch, version) == older
 
 
-def test_who_found_an_older_copy_says_so() -> None:
-    """A server reports nothing while its earlier process may be alive and have the right disk."""
+def test_a_server_records_that_it_found_an_older_copy() -> None:
+    """It does not while its earlier process may be alive and have the right disk."""
     shard = replace(led_by(B), disk_epoch=4, disk_version=10)
     assert found_older(shard, NEW, 3, frozenset()).found_version == 3
     assert found_older(shard, C, 3, frozenset()) == shard
@@ -66,9 +66,9 @@ def test_who_found_an_older_copy_says_so() -> None:
     assert put_on_disk(replace(shard, found_version=3), B, 11).found_version == 0
 
 
-@pytest.mark.parametrize("primary", [OLD, B], ids=["it led itself", "another led, and is dead"])
-def test_the_next_process_leads_from_the_disk(primary: Holder) -> None:
-    """Processes that held the shard in memory are known to be gone."""
+@pytest.mark.parametrize("primary", [OLD, B], ids=["its earlier process", "another server"])
+def test_a_new_process_leads_the_shard_from_its_disk(primary: Holder) -> None:
+    """The processes that held the shard in memory are known to be dead."""
     found = led_from_disk(led_by(primary, C), NEW, dead=frozenset({primary, C}))
     assert (found.primary, found.epoch, found.backups, found.on_disk) == (NEW, 5, (), "a")
 
@@ -94,10 +94,12 @@ def test_the_next_process_leads_from_the_disk(primary: Holder) -> None:
         "led already",
     ],
 )
-def test_whoever_has_more_is_not_robbed(shard: ShardAssignment, dead: set[Holder]) -> None:
+def test_a_shard_is_not_led_from_disk_while_others_may_have_more(
+    shard: ShardAssignment, dead: set[Holder]
+) -> None:
     assert led_from_disk(shard, NEW, frozenset(dead)) == shard
 
 
-def test_a_disk_that_is_gone_is_waited_for_by_nobody() -> None:
+def test_a_server_removes_its_own_disk_from_the_record() -> None:
     assert off_disk(led_by(B), NEW).on_disk == ""
     assert off_disk(led_by(B), C) == led_by(B)

@@ -1,4 +1,4 @@
-"""Records of lost shards: what is known of them, and how they are given up."""
+"""Records of lost shards: what is known of each, and how losses are accepted."""
 
 from dataclasses import replace
 
@@ -42,8 +42,8 @@ def lost_by(shard: ShardAssignment, servers: Servers, version: int = 0) -> Shard
     return found
 
 
-def test_what_is_known_is_kept_when_the_last_copy_is_gone() -> None:
-    """The version is a lower bound, and described as one."""
+def test_the_record_of_a_loss_has_version_servers_and_snapshot() -> None:
+    """The error describes the version as a lower bound, and what to do."""
     shard = lost_by(TRAINED, BOTH_GONE, version=812)
     assert shard.loss == ShardLoss(
         lost_unix_s=9.0, version=812, servers=("a", "b"), snapshot="No snapshot."
@@ -56,15 +56,14 @@ def test_what_is_known_is_kept_when_the_last_copy_is_gone() -> None:
     assert why.details["at_least_version"] == "812"
 
 
-def test_a_version_that_nobody_told_is_not_made_up() -> None:
+def test_a_loss_without_a_known_version_has_none() -> None:
     why = losses.explained("job", lost_by(TRAINED, BOTH_GONE))
     assert "no version known" in why.seen
     assert "at_least_version" not in why.details
 
 
-def test_what_is_known_stays_while_nobody_has_the_shard() -> None:
-    """The server that was to lead the shard goes too, perhaps after a moment. The next one learns
-    of the loss at once, which is neither found nor restored a second time."""
+def test_a_loss_stays_recorded_when_the_new_primary_is_lost_too() -> None:
+    """The next primary has the same loss, which is not counted a second time."""
     first = lost_by(TRAINED, BOTH_GONE, version=7)
     servers = Servers(present=frozenset({NEW_A}))
     again = lost_by(first, servers)
@@ -72,9 +71,8 @@ def test_what_is_known_stays_while_nobody_has_the_shard() -> None:
     assert num_lost(job(first), servers) == 0
 
 
-def test_a_loss_that_a_server_found_is_noted_by_the_coordinator() -> None:
-    """The server was to lead the shard from its disk, which does not have it. The job is first
-    restored from its snapshot, if it has one."""
+def test_the_coordinator_completes_the_record_of_a_loss_that_a_server_found() -> None:
+    """The server was to lead the shard from its disk, which does not have it."""
     found = replace(LOST, loss=None, on_disk="a", disk_version=7)
     servers = Servers(present=frozenset({A}))
     assert num_lost(job(found), servers) == 1
@@ -85,8 +83,8 @@ def test_a_loss_that_a_server_found_is_noted_by_the_coordinator() -> None:
     assert lost_by(noted, servers) == noted
 
 
-def test_who_restores_a_job_sees_to_what_is_to_be_loaded() -> None:
-    """The shard's server is gone: the restore gives the shard to another, and nothing is lost."""
+def test_a_shard_that_is_being_restored_is_not_lost_with_its_server() -> None:
+    """The restore gives the shard to another server. Without a restore it is lost."""
     loading = job(replace(TRAINED, content=ShardContent.LOADING, restored_version=7))
     restoring = replace(BOTH_GONE, are_loading=True)
     assert num_lost(loading, restoring) == 0
@@ -96,16 +94,16 @@ def test_who_restores_a_job_sees_to_what_is_to_be_loaded() -> None:
     assert lost.loss is not None and lost.loss.version == 7
 
 
-def test_only_what_had_values_is_lost() -> None:
-    """A shard that was never created moves on, and no snapshot is asked for."""
+def test_a_shard_that_was_never_created_is_not_lost() -> None:
+    """Another server becomes its primary."""
     empty = job(replace(TRAINED, content=ShardContent.NONE))
     assert num_lost(empty, BOTH_GONE) == 0
     assert losses.lost(rebalance(empty, BOTH_GONE, {})) == []
 
 
-def test_what_is_given_up_begins_anew_and_no_disk_brings_the_old_one_back() -> None:
-    """The epoch rises, and the record keeps who accepted the loss under any later primary. A shard
-    that is not lost stays as it is."""
+def test_an_accepted_loss_starts_over_and_is_not_led_from_a_disk() -> None:
+    """The epoch rises. The record keeps the operator who accepted the loss, also under later
+    primaries. A shard that is not lost stays as it is."""
     anew = losses.given_up(replace(LOST, on_disk="a"), "ann", 2.0)
     assert (anew.content, anew.epoch, anew.on_disk) == (ShardContent.NONE, 5, "")
     assert LOST.loss is not None
@@ -130,13 +128,13 @@ OTHER_LOST = replace(LOST, shard_id=4)
         ([LOST, replace(TRAINED, shard_id=4, content=ShardContent.LOADING)], [4]),
         ([LOST, OTHER_LOST], [4]),
     ],
-    ids=["all", "all that was made", "the last", "a part", "a part that is loaded", "one of two"],
+    ids=["all", "all created", "the last", "a part", "a part that is loaded", "one of two"],
 )
-def test_samples_begin_anew_with_values_that_do(
+def test_samples_start_over_if_no_trained_shard_is_left(
     shards: list[ShardAssignment], left: list[int]
 ) -> None:
-    """Samples begin anew without being asked if nothing trained is left. If a part is left, or a
-    journal may bring one back, the operator has to choose, and any choice is followed."""
+    """If one is left, or may be found on a disk, there is no default: the operator has to choose.
+    Any choice is followed."""
     given_up = {LOST.shard_id}
     assert [s.shard_id for s in losses.still_trained(job(*shards), given_up)] == left
     expected = None if left else losses.SamplesAfterLoss.ANEW
@@ -153,10 +151,10 @@ def test_samples_begin_anew_with_values_that_do(
         losses.given_up(LOST, "ann", 2.5),
         losses.given_up(LOST, "ann", 2.5, samples_anew=True),
     ],
-    ids=["there", "lost", "given up", "given up with the samples"],
+    ids=["present", "lost", "accepted", "accepted with the samples"],
 )
-def test_the_record_has_all_of_it(shard: ShardAssignment) -> None:
-    """The record also replaces the one that the shard had when it was lost."""
+def test_a_shards_record_is_read_back_whole(shard: ShardAssignment) -> None:
+    """An earlier loss in the record is replaced."""
     other = replace(LOST, loss=ShardLoss(lost_unix_s=3.0, version=8, servers=("a",)))
     value = records.encode_shard("r", shard, records.encode_shard("r", other))
     key = shard_assignment("job", "r", shard.shard_id)
@@ -164,8 +162,8 @@ def test_the_record_has_all_of_it(shard: ShardAssignment) -> None:
     assert read.assignment == shard
 
 
-def test_shards_that_went_together_are_told_together() -> None:
-    """The paragraph says once what would bring these shards back; another describes the rest."""
+def test_shards_lost_for_the_same_reason_share_one_paragraph() -> None:
+    """It names what to do once; another paragraph describes the other shard."""
     gone = [
         replace(LOST, shard_id=i, loss=ShardLoss(lost_unix_s=1.5, version=7, servers=("a", "b")))
         for i in range(64)

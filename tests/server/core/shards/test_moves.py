@@ -18,7 +18,7 @@ def job(shard: ShardAssignment) -> JobAssignments:
     return JobAssignments(job="j", copies=2, shards=(shard,))
 
 
-def test_a_backup_that_takes_over_tells_of_a_loss_while_the_lost_server_has_its_lease() -> None:
+def test_a_backup_that_takes_over_means_a_lost_server() -> None:
     before, after = job(LED_BY_A), job(promoted(LED_BY_A, A, B))
     for present in ({A, B}, {B}):
         assert changes_between(before, after, present) == [
@@ -31,19 +31,19 @@ def test_a_backup_that_takes_over_tells_of_a_loss_while_the_lost_server_has_its_
         assert not moved(before, after, present)
 
 
-def test_a_shard_that_is_handed_over_has_moved() -> None:
+def test_a_handover_is_a_move() -> None:
     before, after = job(TO_B), job(handed_over(TO_B, A))
     assert changes_between(before, after, {A, B}) == []
     assert moved(before, after, {A, B}) == {("ps-0", "ps-1"): 1}
 
 
-def test_so_has_one_whose_first_server_keeps_no_copy_by_then() -> None:
-    """The handover, and the replacement of the first server's copy, are seen as one change."""
+def test_a_handover_is_a_move_if_the_first_server_keeps_no_copy() -> None:
+    """The handover and the removal of the first server's copy may be read as one change."""
     after = ShardAssignment(shard_id=0, epoch=4, primary=B, backups=(C,))
     assert moved(job(TO_B), job(after), {A, B, C}) == {("ps-0", "ps-1"): 1}
 
 
-def test_a_server_that_ends_before_it_has_handed_over_is_lost() -> None:
+def test_a_server_that_ends_before_its_handover_is_lost() -> None:
     after = job(promoted(TO_B, A, B))
     assert not moved(job(TO_B), after, {B})
     assert [kind for kind, _ in changes_between(job(TO_B), after, {B})] == ["server_lost"]

@@ -1,4 +1,4 @@
-"""Cutting and placing: complete, balanced, deterministic, and cheap for tiny models."""
+"""Cutting into shards and placing them: complete, balanced and deterministic."""
 
 import random
 from dataclasses import replace
@@ -89,9 +89,9 @@ def assert_covers(parameters: list[Parameter], shards: tuple[Shard, ...]) -> Non
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_servers", [1, 2, 3, 4, 7])
-def test_ordinary_models_lie_evenly(name: str, num_servers: int) -> None:
-    """Shards contain each element once, and no server holds over 5 % more than the mean, unless the
-    model is too small to be split among so many."""
+def test_ordinary_models_are_spread_evenly(name: str, num_servers: int) -> None:
+    """Shards contain each element once, and no server has over 5 % more than the mean, unless the
+    model is too small for so many servers."""
     shards = cut_into_shards(MODELS[name], num_servers)
     assert_covers(MODELS[name], shards)
     placed = place(shards, [f"ps-{i}" for i in range(num_servers)])
@@ -101,17 +101,18 @@ def test_ordinary_models_lie_evenly(name: str, num_servers: int) -> None:
     assert skew(placed, num_servers) <= (MAX_SKEW if is_split else num_servers)
 
 
-def test_number_of_shards_follows_the_size() -> None:
-    """A tiny model is one shard for any number of servers, a small one has a shard per server, and
-    a big one hundreds, up to a bound."""
+def test_the_number_of_shards_follows_the_size() -> None:
+    """A tiny model is one shard for any number of servers, a small one has two for two servers, and
+    a large one has hundreds, up to a bound."""
     assert [len(cut_into_shards(MODELS["linear"], n)) for n in (1, 2, 8)] == [1, 1, 1]
     assert len(cut_into_shards(MODELS["tiny"], 2)) == 2
     assert 200 <= len(cut_into_shards(MODELS["gpt2"], 2)) <= MAX_SHARDS + 4
     assert 400 <= len(cut_into_shards(MODELS["billion"], 4)) <= MAX_SHARDS + 8
 
 
-def test_a_model_of_a_terabyte_has_some_thousands_of_shards_and_a_line_for_few_blocks() -> None:
-    """Shards can be moved one by one, the shard map fits into a message, and loads are even."""
+def test_a_model_of_a_terabyte_has_thousands_of_shards_of_few_blocks() -> None:
+    """Shards are small enough to move one by one, the shard map fits into a message, and loads are
+    even."""
     parameters = transformer(160, 11400, 50257)
     assert sum(p.num_bytes for p in parameters) >= 1e12
     shards = cut_into_shards(parameters, 100)
@@ -124,8 +125,8 @@ def test_a_model_of_a_terabyte_has_some_thousands_of_shards_and_a_line_for_few_b
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_schema_is_covered_and_the_same_each_time(seed: int) -> None:
-    """The cut is complete and a function of its arguments, for any shapes, dtypes and groups."""
+def test_the_shards_of_any_schema_are_complete_and_deterministic(seed: int) -> None:
+    """The schemas have random shapes, dtypes and groups."""
     rng = random.Random(seed)
     parameters = [
         parameter(
@@ -144,7 +145,7 @@ def test_any_schema_is_covered_and_the_same_each_time(seed: int) -> None:
     assert place(shards, servers) == place(shards, reversed(servers))
 
 
-def test_differences_are_named() -> None:
+def test_differences_between_schemas_are_named() -> None:
     """Missing, extra, reshaped, recast and regrouped parameters are each reported."""
     expected = [parameter(n, 4, 3) for n in ("same", "gone", "shape", "dtype", "group")]
     seen = [
@@ -165,8 +166,8 @@ def test_differences_are_named() -> None:
     assert find_differences(expected, expected) == ()
 
 
-def test_digest_tells_schemas_apart_and_ignores_order() -> None:
-    """The order in which parameters are listed does not change the digest."""
+def test_the_digest_depends_on_the_schema_but_not_on_its_order() -> None:
+    """Another shape of one parameter changes it."""
     parameters = tiny()
     assert schema_digest(parameters) == schema_digest(list(reversed(parameters)))
     changed = [replace(parameters[0], shape=(1, 16, 3, 3)), *parameters[1:]]
@@ -186,13 +187,13 @@ def test_digest_tells_schemas_apart_and_ignores_order() -> None:
     ],
 )
 def test_bad_schemas_are_refused(parameters: list[Parameter], fragment: str) -> None:
-    """The message has what was seen and what was expected."""
+    """The message has the problem."""
     with pytest.raises(SchemaProblem, match=fragment):
         check_schema(parameters)
 
 
-def test_the_shards_of_tables_are_dealt_out_in_turn() -> None:
-    """Shards are placed once each, for any order of the servers; loads differ by one at most."""
+def test_the_shards_of_tables_go_to_servers_in_turn() -> None:
+    """The order in which the servers are listed does not matter."""
     spread = spread_tables({"users": 5, "items": 3}, ["b", "c", "a"])
     assert [(table, index) for table, index, _ in spread] == [
         *(("items", index) for index in range(3)),
@@ -202,8 +203,8 @@ def test_the_shards_of_tables_are_dealt_out_in_turn() -> None:
     assert spread_tables({"users": 5, "items": 3}, ["a", "b", "c"]) == spread
 
 
-def test_jobs_of_one_shard_lie_on_different_servers() -> None:
-    """The job chooses the turn."""
+def test_jobs_of_one_shard_are_on_different_servers() -> None:
+    """The server depends on the job's turn."""
     shards = cut_into_shards(MODELS["tiny"], 3)
     first = {place(shards, ["a", "b", "c"], turn)[0].server_id for turn in range(3)}
     assert first == {"a", "b", "c"}

@@ -1,4 +1,4 @@
-"""Shard assignments come to rest: enough copies, even loads, and no shard on a leaving server."""
+"""Shard assignments converge: enough copies, even loads, and no shard on a leaving server."""
 
 from collections import Counter
 from dataclasses import replace
@@ -29,7 +29,7 @@ def assignments(*shards: ShardAssignment, copies: int = 2) -> JobAssignments:
 
 
 def carried_out(record: JobAssignments) -> JobAssignments:
-    """Return the record after the servers acted: joiners in step, successors in charge."""
+    """Return the record after the servers acted: joining ones in step, successors primary."""
 
     def after(h: ShardAssignment) -> ShardAssignment:
         if h.joining is not None:
@@ -39,8 +39,8 @@ def carried_out(record: JobAssignments) -> JobAssignments:
     return replace(record, shards=tuple(map(after, record.shards)))
 
 
-def at_rest(record: JobAssignments, servers: Servers, weights: dict[int, int]) -> JobAssignments:
-    """Return the record once neither coordinator nor servers change it any more."""
+def converged(record: JobAssignments, servers: Servers, weights: dict[int, int]) -> JobAssignments:
+    """Return the record once rebalancing changes nothing any more."""
     for _ in range(ROUNDS):
         wished = rebalance(record, servers, weights)
         moving = sum(h.successor is not None for h in wished.shards)
@@ -48,10 +48,10 @@ def at_rest(record: JobAssignments, servers: Servers, weights: dict[int, int]) -
             return record
         for before, after in zip(record.shards, wished.shards, strict=True):
             kept = set(before.backups) | {before.primary}
-            assert kept & {after.primary, *after.backups}, "a last copy was let go"
+            assert kept & {after.primary, *after.backups}, "the last copy was removed"
         assert moving <= max(MAX_MOVES, len(servers.leaving) * len(record.shards) + MAX_MOVES)
         record = carried_out(wished)
-    raise AssertionError(f"no rest after {ROUNDS} rounds")
+    raise AssertionError(f"not converged after {ROUNDS} rounds")
 
 
 def a_record(num_shards: int, primaries: list[Holder], copies: int) -> JobAssignments:
@@ -69,16 +69,16 @@ def a_record(num_shards: int, primaries: list[Holder], copies: int) -> JobAssign
     copies=st.integers(1, 3),
     weights=st.lists(st.integers(1, 50), min_size=1, max_size=60),
 )
-def test_any_record_comes_to_rest(
+def test_any_record_converges(
     num_servers: int, num_leaving: int, num_first: int, copies: int, weights: list[int]
 ) -> None:
-    """Records come to rest for any initial holders: each shard has its copies on servers that stay,
-    and no server leads more than the mean and one shard."""
+    """Then each shard has its copies on servers that stay, and no primary has more than 1.05 times
+    the mean load and the largest shard."""
     present = [Holder(f"ps-{i}", "one") for i in range(num_servers)]
     leaving = frozenset(present[: min(num_leaving, num_servers - 1)])
     servers = Servers(present=frozenset(present), leaving=leaving)
     by_shard = dict(enumerate(weights))
-    record = at_rest(a_record(len(weights), present[:num_first], copies), servers, by_shard)
+    record = converged(a_record(len(weights), present[:num_first], copies), servers, by_shard)
     staying = servers.staying
     loads: Counter[Holder] = Counter()
     for h in record.shards:
@@ -90,20 +90,20 @@ def test_any_record_comes_to_rest(
     assert max(loads.values()) <= 1.05 * mean + max(weights)
 
 
-def test_many_small_shards_lie_evenly() -> None:
-    """The job has one server, then four, then two: loads differ by five per cent at most."""
+def test_many_small_shards_are_spread_evenly() -> None:
+    """On four servers no load exceeds the mean by over 5 %. Then two leave, and lead no shard."""
     four = [Holder(f"ps-{i}", "one") for i in range(4)]
     weights = dict.fromkeys(range(200), 7)
-    record = at_rest(a_record(200, four[:1], copies=2), Servers(present=frozenset(four)), weights)
+    record = converged(a_record(200, four[:1], copies=2), Servers(present=frozenset(four)), weights)
     loads = Counter(h.primary for h in record.shards)
     assert max(loads.values()) <= 1.05 * 50
     leaving = frozenset(four[:2])
-    record = at_rest(record, Servers(present=frozenset(four), leaving=leaving), weights)
+    record = converged(record, Servers(present=frozenset(four), leaving=leaving), weights)
     assert set(Counter(h.primary for h in record.shards)) == set(four[2:])
 
 
 def test_a_primary_that_is_gone_is_replaced_by_its_backup() -> None:
-    """The backup has not made itself primary."""
+    """The coordinator does this if the backup has not made itself primary."""
     record = assignments(ShardAssignment(shard_id=0, epoch=3, primary=A, backups=(B,)))
     (shard,) = rebalance(record, Servers(present=frozenset({B, C})), {}).shards
     assert (shard.primary, shard.epoch, shard.backups) == (B, 4, ())
@@ -111,14 +111,14 @@ def test_a_primary_that_is_gone_is_replaced_by_its_backup() -> None:
 
 
 def test_the_only_copy_is_waited_for() -> None:
-    """A server that cannot reach etcd may still have the only copy."""
+    """Its server may be cut off from etcd, and is not known to be dead."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A))
     (shard,) = rebalance(record, Servers(present=frozenset({B, C})), {}).shards
     assert (shard.primary, shard.epoch, shard.joining) == (A, 1, B)
 
 
-def test_what_is_lost_for_good_gets_a_new_primary() -> None:
-    """Once no holder can come back, another server takes the shard, to restore or recreate it."""
+def test_a_shard_whose_holders_are_dead_gets_a_new_primary() -> None:
+    """Another server leads the shard, and restores or creates it."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     servers = Servers(present=frozenset({C}), dead=frozenset({A, B}))
     (shard,) = rebalance(record, servers, {}).shards
@@ -134,20 +134,20 @@ def test_what_is_lost_for_good_gets_a_new_primary() -> None:
         (ShardContent.LOST, ShardContent.LOST),
     ],
 )
-def test_what_was_trained_stays_lost_until_it_is_brought_back(
+def test_a_shard_that_had_values_is_lost_and_gets_no_copies(
     before: ShardContent, after: ShardContent
 ) -> None:
-    """Creation is for shards that were never created; a lost shard gets no copies."""
+    """A shard that was never created stays without content."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, content=before))
     servers = Servers(present=frozenset({B, C}), dead=frozenset({A}))
-    tended = rebalance(record, servers, {})
-    assert tended.shards[0].content is after
+    rebalanced = rebalance(record, servers, {})
+    assert rebalanced.shards[0].content is after
     if after is ShardContent.LOST:
-        assert rebalance(tended, servers, {}) == tended
+        assert rebalance(rebalanced, servers, {}) == rebalanced
 
 
 def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
-    """The disk's server leads the shard again if it comes back after all."""
+    """If the disk's server returns, it leads the shard again."""
     trained = ShardAssignment(
         shard_id=0, epoch=1, primary=A, on_disk="a", content=ShardContent.PRESENT
     )
@@ -159,8 +159,8 @@ def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
     assert (found.primary, found.epoch, found.content) == (again, 3, ShardContent.PRESENT)
 
 
-def test_a_disk_that_may_come_back_is_waited_for() -> None:
-    """The servers that held the shard in memory are gone, and one journal has it."""
+def test_a_disk_that_may_return_is_waited_for() -> None:
+    """The servers that held the shard in memory are dead, and one disk has it."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,), on_disk="a"))
     servers = Servers(present=frozenset({C}), dead=frozenset({A, B}), disks=frozenset({"a"}))
     assert rebalance(record, servers, {}).shards[0].primary == A
@@ -168,8 +168,8 @@ def test_a_disk_that_may_come_back_is_waited_for() -> None:
     assert (shard.primary, shard.epoch, shard.on_disk) == (C, 2, "")
 
 
-def test_a_server_that_others_dropped_is_given_nothing_for_now() -> None:
-    """The server may be dead without being known as such: another one is recruited."""
+def test_a_server_that_its_primary_dropped_gets_no_shards() -> None:
+    """It may be dead without being known to be: another server joins."""
     before = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     after = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A))
     suspects = gone_on_without(before, after)
@@ -179,15 +179,15 @@ def test_a_server_that_others_dropped_is_given_nothing_for_now() -> None:
     assert shard.joining == C
 
 
-def test_nobody_is_left_to_take_anything() -> None:
-    """The servers all leave: no shard is moved any more."""
+def test_no_shard_moves_if_all_servers_leave() -> None:
+    """There is no server to move it to."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     everybody = frozenset({A, B})
     assert rebalance(record, Servers(present=everybody, leaving=everybody), {}) == record
 
 
-def test_changes_that_do_not_apply_any_more_change_nothing() -> None:
-    """Changes name the record that they are based on."""
+def test_changes_of_another_record_change_nothing() -> None:
+    """Each change names the holders that it is based on."""
     shard = ShardAssignment(shard_id=0, epoch=5, primary=A, backups=(B,), joining=C)
     assert promoted(shard, lost=B, backup=C) == shard
     assert promoted(shard, lost=A, backup=C) == shard
@@ -197,8 +197,8 @@ def test_changes_that_do_not_apply_any_more_change_nothing() -> None:
     assert handed_over(shard, primary=A) == shard
 
 
-def test_a_hand_over_leaves_the_old_primary_as_backup() -> None:
-    """The old primary has every update: until the coordinator removes it, it is a full backup."""
+def test_a_handover_leaves_the_old_primary_as_backup() -> None:
+    """It has every update, and stays until the coordinator removes it."""
     shard = ShardAssignment(shard_id=0, epoch=5, primary=A, backups=(B,), successor=B)
     assert handed_over(shard, primary=A) == ShardAssignment(
         shard_id=0, epoch=6, primary=B, backups=(A,)

@@ -1,4 +1,4 @@
-"""Logs of shards have the records after an image, without a gap."""
+"""Shard logs: the version of an image, and the records after it without a gap."""
 
 from dataclasses import dataclass
 

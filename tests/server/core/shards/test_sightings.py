@@ -1,4 +1,4 @@
-"""Servers that a coordinator gives no shards for a while."""
+"""Suspects: servers that a coordinator gives no shards for a time."""
 
 from dataclasses import replace
 
@@ -24,9 +24,9 @@ def suspects(sightings: Sightings, assignments: JobAssignments, now_s: float) ->
     return set(sightings.judged(assignments, ALL, asked_s=now_s, now_s=now_s).suspects)
 
 
-def test_who_was_gone_on_without_is_given_nothing_while_the_coordinator_writes() -> None:
-    """A server that died is listed until its lease ends; the change by which others dropped it may
-    be read together with the coordinator's own write."""
+def test_a_server_that_a_backup_replaced_is_a_suspect_despite_a_write() -> None:
+    """A dead server is listed until its lease ends. The takeover by its backup may be read together
+    with the coordinator's own write."""
     first = ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,))
     second = ShardAssignment(shard_id=1, epoch=1, primary=B, backups=(A,))
     sightings = Sightings(300.0, 4.0)
@@ -38,7 +38,7 @@ def test_who_was_gone_on_without_is_given_nothing_while_the_coordinator_writes()
     assert suspects(sightings, stands, 0.1) == {A}
 
 
-def test_whom_the_coordinator_let_go_of_is_no_suspect() -> None:
+def test_a_backup_that_the_coordinator_removed_is_no_suspect() -> None:
     shard = ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B, C))
     sightings = Sightings(300.0, 4.0)
     suspects(sightings, job(shard), 0.0)

@@ -1,4 +1,4 @@
-"""Fixture of one connection, for the tests of this folder."""
+"""Fixture of the two ends of one connection."""
 
 import socket
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Frames that no reader waits for leave together: one message wakes the other end, not many."""
+"""Frames that no reader waits for are sent together, so that they wake the other end once."""
 
 import asyncio
 import socket
@@ -14,12 +14,12 @@ LARGE = bytes(8 * 1024 * 1024)
 
 
 async def read(end: socket.socket) -> bytes:
-    """Return the bytes that are there once any are."""
+    """Wait for bytes, and return those that have arrived."""
     async with asyncio.timeout(20):
         return await asyncio.get_running_loop().sock_recv(end, 1024)
 
 
-async def test_the_newest_about_each_shard_leaves_within_milliseconds(
+async def test_the_newest_frame_of_each_shard_is_sent_after_a_short_time(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, theirs = ends
@@ -33,10 +33,10 @@ async def test_the_newest_about_each_shard_leaves_within_milliseconds(
     assert await read(theirs) == b"0 at 2;1 at 1;place 0;"
 
 
-async def test_half_of_the_places_are_given_back_at_once_and_behind_what_was_received(
+async def test_slots_are_freed_together_and_after_earlier_frames(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sender drops a received record before its slot is freed; otherwise it would copy it."""
+    """The sender must drop a received record before its slot is freed; otherwise it copies it."""
     monkeypatch.setattr(late_frames, "WITHIN_S", 3600.0)
     ours, theirs = ends
     late = LateFrames(FrameConnection(ours), freed_together=2)
@@ -49,10 +49,10 @@ async def test_half_of_the_places_are_given_back_at_once_and_behind_what_was_rec
     late.close()
 
 
-async def test_nothing_that_somebody_waits_for_goes_past_it(
+async def test_an_urgent_frame_does_not_overtake_late_ones(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Late frames leave first, even if the kernel does not accept them at once."""
+    """Late frames are sent first, even if the kernel does not accept them at once."""
     monkeypatch.setattr(late_frames, "WITHIN_S", 3600.0)
     ours, theirs = ends
     wire = FrameConnection(ours)

@@ -1,4 +1,4 @@
-"""Pauses in reading: frames that no sender waits for stay unread for a while, others do not."""
+"""Pauses in reading: frames whose answer may wait stay unread for a time, others do not."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 class Reader:
-    """Reader of all frames; the sender waits for none of them."""
+    """Reader of frames whose answers may all wait."""
 
     def __init__(self, ours: socket.socket) -> None:
         self.wire = FrameConnection(ours)
@@ -41,7 +41,7 @@ class Reader:
 
 
 async def paused(reader: Reader, theirs: socket.socket) -> "asyncio.Task[Frame]":
-    """Start the reader: it has read one push, and another has arrived since."""
+    """Start the reader; return once it has read one push, and another has arrived."""
     reading = asyncio.create_task(reader.wire.next_frame())
     theirs.sendall(PUSH)
     async with asyncio.timeout(20):
@@ -54,12 +54,12 @@ async def paused(reader: Reader, theirs: socket.socket) -> "asyncio.Task[Frame]"
 
 
 @pytest.mark.parametrize("is_end_of_reading", [True, False])
-async def test_the_end_of_reading_and_of_sending_ends_a_pause(
+async def test_the_end_of_reading_or_sending_ends_a_pause(
     ends: tuple[socket.socket, socket.socket],
     monkeypatch: pytest.MonkeyPatch,
     is_end_of_reading: bool,
 ) -> None:
-    """The successor waits until all frames are read."""
+    """A successor waits until all frames are read."""
     monkeypatch.setattr(reading_pauses, "PAUSE_S", NEVER_S)
     reader = Reader(ends[0])
     reading = await paused(reader, ends[1])
@@ -74,7 +74,7 @@ async def test_the_end_of_reading_and_of_sending_ends_a_pause(
     assert reader.num_read == 2
 
 
-async def test_what_comes_in_a_pause_is_read_behind_it(
+async def test_frames_that_arrive_during_a_pause_are_read_after_it(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     reader = Reader(ends[0])
@@ -86,7 +86,7 @@ async def test_what_comes_in_a_pause_is_read_behind_it(
     assert reader.num_read == 2
 
 
-def test_no_pause_is_made_once_somebody_waits() -> None:
+def test_there_is_no_pause_after_a_frame_with_an_awaited_answer() -> None:
     pauses = ReadingPauses()
     pauses.read(may_wait=True, now_s=10.0)
     assert pauses.take(10.0) > 0.0
@@ -98,8 +98,8 @@ def test_no_pause_is_made_once_somebody_waits() -> None:
     assert pauses.take(11.0 + 2 * AWAITED_S) > 0.0
 
 
-def test_no_pause_is_made_for_who_sends_many_at_once() -> None:
-    """Many frames would fill the shared memory, and their sender would wait for it."""
+def test_there_is_no_pause_after_many_frames_at_once() -> None:
+    """They would fill the shared memory, for which their sender would then wait."""
     pauses = ReadingPauses()
     for _ in range(MANY + 1):
         pauses.read(may_wait=True, now_s=10.0)
@@ -108,7 +108,7 @@ def test_no_pause_is_made_for_who_sends_many_at_once() -> None:
     assert pauses.take(10.0 + AWAITED_S / 2) == 0.0
 
 
-def test_no_pause_is_made_behind_what_is_no_push() -> None:
+def test_there_is_no_second_pause_without_another_frame() -> None:
     pauses = ReadingPauses()
     pauses.read(may_wait=True, now_s=10.0)
     assert pauses.take(10.0) > 0.0

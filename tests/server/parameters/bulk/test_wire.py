@@ -1,4 +1,4 @@
-"""Frames leave whole and in order, whichever way they are sent."""
+"""Frames are sent whole and in order, by each of the methods that send."""
 
 import asyncio
 import socket
@@ -22,7 +22,7 @@ async def read(end: socket.socket, num_bytes: int) -> bytes:
     return bytes(parts)
 
 
-async def test_a_frame_that_finds_room_goes_at_once(
+async def test_a_frame_that_the_kernel_accepts_is_sent_at_once(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, theirs = ends
@@ -30,10 +30,10 @@ async def test_a_frame_that_finds_room_goes_at_once(
     assert theirs.recv(16) == b"frame"
 
 
-async def test_what_the_kernel_does_not_take_follows_before_all_else(
+async def test_the_rest_of_a_frame_is_sent_before_any_other_frame(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    """Other frames wait until it has gone."""
+    """The kernel accepts only a part of it at first."""
     ours, theirs = ends
     wire = FrameConnection(ours)
     assert wire.send_now(LARGE)
@@ -45,7 +45,7 @@ async def test_what_the_kernel_does_not_take_follows_before_all_else(
     assert await read(theirs, 5) == b"later"
 
 
-async def test_nothing_goes_between_the_parts_of_a_frame(
+async def test_no_frame_is_sent_between_the_parts_of_another(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, theirs = ends
@@ -57,10 +57,10 @@ async def test_nothing_goes_between_the_parts_of_a_frame(
     await sending
 
 
-async def test_a_connection_that_is_gone_takes_nothing(
+async def test_a_frame_is_not_sent_over_a_closed_connection(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    """Readers and senders of the connection find out."""
+    """The method returns False."""
     ours, theirs = ends
     theirs.close()
     assert not FrameConnection(ours).send_now(b"frame")
@@ -70,10 +70,10 @@ def free_slot(shard_id: int) -> bytes:
     return bulk.header(FrameKind.FREE_SLOT, shard_id=shard_id)
 
 
-async def test_frames_are_taken_when_they_come_and_only_the_others_wake_who_waits(
+async def test_only_frames_that_are_not_delivered_end_a_wait(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    """Frames stay in order, even if one comes in two parts, or before there is a reader."""
+    """Frames are delivered in order, even if one arrives in two parts, or before a reader waits."""
     ours, theirs = ends
     wire, taken, halfway = FrameConnection(ours), list[int](), asyncio.Event()
     theirs.send(free_slot(1))
@@ -101,10 +101,10 @@ async def test_frames_are_taken_when_they_come_and_only_the_others_wake_who_wait
     assert (await wire.next_frame()).shard_id == 1
 
 
-async def test_what_is_wrong_with_a_frame_is_told_to_who_waits(
+async def test_an_error_of_a_delivered_frame_is_raised_in_the_wait(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    """Errors are those raised where a frame is handled, and the end of the connection."""
+    """The end of the connection is raised in the wait as well."""
     ours, theirs = ends
     wire = FrameConnection(ours)
 
@@ -126,16 +126,16 @@ async def test_what_is_wrong_with_a_frame_is_told_to_who_waits(
             await waiting
 
 
-@pytest.mark.parametrize("is_gone", [False, True], ids=["it lives", "it is gone"])
-async def test_what_was_sent_on_one_machine_is_read_although_nothing_more_is_taken(
+@pytest.mark.parametrize("is_gone", [False, True], ids=["the sender lives", "the sender is gone"])
+async def test_frames_sent_on_one_machine_are_read_after_the_end_of_reading(
     ends: tuple[socket.socket, socket.socket], is_gone: bool
 ) -> None:
-    """Frames that the sender saw leave are not lost, and none leaves that is not read."""
+    """All frames that were sent before are read, and none can be sent afterwards."""
     ours, theirs = ends
     wire, other = FrameConnection(ours), FrameConnection(theirs)
     assert wire.is_local
     assert other.send_now(free_slot(1)) and other.send_now(free_slot(2)) and other.is_quiet
-    # The reply stays unread: the kernel then reports a reset when the connection is closed.
+    # This frame stays unread: when the connection is closed, the kernel reports a reset.
     assert wire.send_now(free_slot(9))
     if is_gone:
         theirs.close()
@@ -147,8 +147,8 @@ async def test_what_was_sent_on_one_machine_is_read_although_nothing_more_is_tak
             await wire.next_frame()
 
 
-async def test_what_was_sent_to_another_machine_may_be_lost() -> None:
-    """The data may still be in transit."""
+async def test_a_tcp_connection_is_not_local() -> None:
+    """Its data may be in transit, and lost when the sender ends."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         with ours:

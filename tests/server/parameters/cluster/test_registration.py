@@ -1,4 +1,4 @@
-"""A parameter server is listed in etcd exactly while it serves, and no two have one id."""
+"""Registration of parameter servers: each is in etcd while it serves, and no two have one id."""
 
 import asyncio
 import json
@@ -34,14 +34,14 @@ def identity(address: str = "127.0.0.1:1") -> ServerIdentity:
 
 
 def registration(store: MemoryStore, who: ServerIdentity, lease_ttl_s: float) -> Registration:
-    """Return a registration whose server ignores its notifications."""
+    """Return a registration whose callbacks do nothing."""
     return Registration(
         store, who, lease_ttl_s, on_renewed=lambda sent_s: None, on_end=lambda: None
     )
 
 
 async def registered(store: MemoryStore, start: Revision) -> bytes:
-    """Return the next record that is put at or after a revision."""
+    """Return the first record that is put at this revision or later."""
     async with asyncio.timeout(10), aclosing(store.watch(KEY, start)) as batches:  # type: ignore[type-var]
         async for batch in batches:
             for event in batch.events:
@@ -50,29 +50,29 @@ async def registered(store: MemoryStore, start: Revision) -> bytes:
     raise AssertionError("the watch ended")
 
 
-async def replica(store: MemoryStore) -> KeyValue:
+async def registration_record(store: MemoryStore) -> KeyValue:
     found = await store.get(KEY)
     assert found is not None
     return found
 
 
-async def test_known_while_it_serves(store: MemoryStore) -> None:
-    """The record has the advertised address, and is gone as soon as the server stops."""
+async def test_a_server_is_registered_while_it_serves(store: MemoryStore) -> None:
+    """The record has the advertised address, and is deleted when the server stops."""
     async with running(config("ps-0", advertise="127.0.0.7"), store) as server:
-        record = json.loads((await replica(store)).value)
+        record = json.loads((await registration_record(store)).value)
         assert record["address"] == server.address == f"127.0.0.7:{server.port}"
         assert record["started_unix_s"] > 0
     assert await store.get(KEY) is None
 
 
-async def test_registers_again_after_its_lease_was_lost(store: MemoryStore) -> None:
-    """A lease that ran out while etcd was unreachable is replaced."""
+async def test_a_server_registers_again_after_its_lease_was_lost(store: MemoryStore) -> None:
+    """A lease may expire while etcd is unreachable."""
     async with registration(store, identity(), 0.3):
-        first = await replica(store)
+        first = await registration_record(store)
         await store.revoke(first.lease)
         value = await registered(store, Revision(first.mod_revision + 1))
         assert value == first.value
-        assert (await replica(store)).lease != first.lease
+        assert (await registration_record(store)).lease != first.lease
 
 
 class SlowStore(MemoryStore):
@@ -82,40 +82,40 @@ class SlowStore(MemoryStore):
         super().__init__(min_ttl_s=0.01)
         self.is_reached = asyncio.Event()
         self.is_reached.set()
-        self.held_back = asyncio.Semaphore(0)
+        self.num_waiting = asyncio.Semaphore(0)
 
     async def transact(self, *what: Any, **how: Any) -> Any:
         if not self.is_reached.is_set():
-            self.held_back.release()
+            self.num_waiting.release()
         await self.is_reached.wait()
         return await super().transact(*what, **how)
 
 
-async def test_a_server_that_etcd_answers_late_goes_on() -> None:
-    """Regression: the server ended as if another had its id, though none had."""
+async def test_a_server_continues_if_etcd_answers_late() -> None:
+    """Regression: the server ended as if another server had its id."""
     store = SlowStore()
     async with registration(store, identity(), 0.1):
-        first = await replica(store)
+        first = await registration_record(store)
         store.is_reached.clear()
         await store.revoke(first.lease)
         try:
             async with asyncio.timeout(10):
                 for _ in range(2):
-                    await store.held_back.acquire()
+                    await store.num_waiting.acquire()
         finally:
             store.is_reached.set()
         assert await registered(store, Revision(first.mod_revision + 1)) == first.value
     await store.close()
 
 
-async def test_the_lease_is_kept(store: MemoryStore) -> None:
-    """A live server stays listed for longer than one lease lasts."""
+async def test_a_registration_outlasts_its_first_lease(store: MemoryStore) -> None:
+    """The lease is renewed, and the record is not written again."""
     async with registration(store, identity(), 0.2):
-        first = await replica(store)
+        first = await registration_record(store)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.7):
                 await registered(store, Revision(first.mod_revision + 1))
-        assert (await replica(store)).mod_revision == first.mod_revision
+        assert (await registration_record(store)).mod_revision == first.mod_revision
 
 
 async def test_a_second_server_of_that_id_is_refused(store: MemoryStore) -> None:
@@ -124,19 +124,21 @@ async def test_a_second_server_of_that_id_is_refused(store: MemoryStore) -> None
         with pytest.raises(AddressInUse, match=r"127\.0\.0\.1:1"):
             async with registration(store, identity("127.0.0.1:2"), 0.2):
                 pass
-        assert json.loads((await replica(store)).value)["address"] == "127.0.0.1:1"
+        assert json.loads((await registration_record(store)).value)["address"] == "127.0.0.1:1"
 
 
-async def test_a_successor_waits_for_the_lease_to_end(store: MemoryStore) -> None:
-    """A server that was killed is replaced under its id once its lease is over."""
+async def test_a_second_server_of_an_id_waits_for_the_lease_of_a_dead_one(
+    store: MemoryStore,
+) -> None:
+    """It registers once that lease has expired."""
     lease = await store.grant(0.3)
     await store.put(KEY, identity().record(), lease)
     async with registration(store, identity("127.0.0.1:2"), 1.0):
-        assert json.loads((await replica(store)).value)["address"] == "127.0.0.1:2"
+        assert json.loads((await registration_record(store)).value)["address"] == "127.0.0.1:2"
 
 
-async def test_a_busy_port_is_refused(store: MemoryStore) -> None:
-    """The error names the busy port, and nothing is left in etcd."""
+async def test_a_port_in_use_is_refused(store: MemoryStore) -> None:
+    """The error has the address, and the server is not registered."""
     async with running(config("ps-0"), store) as server:
         address = f"127.0.0.1:{server.port}"
         with pytest.raises(AddressInUse, match=address):
@@ -155,13 +157,13 @@ async def test_a_busy_port_is_refused(store: MemoryStore) -> None:
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, object], tmp_path: Path) -> None:
-    """Settings that cannot work are refused at construction."""
+    """They are refused at construction."""
     good = config("ps-0")
     with pytest.raises(InvalidSpec):
         ParameterServerConfig(**({"etcd": good.etcd} | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["num_threads", "max_unfinished_bytes", "max_bulk_connections"])
-def test_bounds_that_let_nothing_in_are_refused(name: str) -> None:
+def test_bounds_of_zero_are_refused(name: str) -> None:
     with pytest.raises(InvalidSpec, match=name.replace("_", "-")):
         WorkLimits(**{name: 0})

@@ -1,4 +1,4 @@
-"""Copies get compressed pushes as they came, and have the same values bit for bit."""
+"""Copies replay pushes in their compressed form, and have the same values bit for bit."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -40,15 +40,15 @@ OPTIMIZERS: Mapping[str, HyperParameters] = {
 }
 
 
-def anybody(session: str) -> bool:
+def any_session(session: str) -> bool:
     return True
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_a_copy_replays_what_came(name: str, kind: str, dtype: str) -> None:
-    """The copy gets no more bytes than were pushed."""
+def test_a_copy_replays_compressed_pushes(name: str, kind: str, dtype: str) -> None:
+    """Its records have the pushed bytes. A push that is not smaller than the values is refused."""
     blocks = [Block(parameter=n, num_elements=shape.numel()) for n, shape in SHAPES.items()]
     spec = Shard(shard_id=1, epoch=1, dtype=dtype, blocks=blocks)
     optimizer = OptimizerSpec(kind=kind, groups=[OPTIMIZERS[kind]])
@@ -81,7 +81,7 @@ def test_a_copy_replays_what_came(name: str, kind: str, dtype: str) -> None:
             codec=made.codec,
             batch=batch,
         )
-        shard.push(push, anybody)
+        shard.push(push, any_session)
         assert bytes(records[-1].data) == data
         copy.replay(records[-1])
     seen, wanted = loaded(copy).tensors, loaded(shard).tensors
@@ -107,7 +107,7 @@ class Overwritten:
         return values
 
 
-async def test_a_copy_replays_what_was_decoded_though_the_sender_changes_its_memory() -> None:
+async def test_a_copy_replays_the_decoded_bytes_of_a_changed_push() -> None:
     """The push comes through memory that the sender shares with the server."""
     shard = new_shard("sgd", "float32")
     records: list[UpdateRecord] = []
@@ -129,7 +129,7 @@ async def test_a_copy_replays_what_was_decoded_though_the_sender_changes_its_mem
         kind = DensePushKind(
             PushHeader(sequence=1, shards=[item]),
             "s",
-            anybody,
+            any_session,
             catalog=cast(Catalog, None),
             run=Workers(pool),
             reply_writer=cast(ReplyWriter, None),
@@ -169,8 +169,8 @@ def table_push(gradient: bytes, codec: GradientCodec | None, sequence: int = 1) 
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "int8"])
-def test_rows_step_on_what_their_gradients_stand_for(kind: str) -> None:
-    """Rows with the same numbers pushed without a codec give the same values, as does a copy."""
+def test_rows_step_on_their_decoded_gradients(kind: str) -> None:
+    """The values equal those of a push of the decoded gradients, and those of a copy."""
     assert shard_of(3, 1) == 0
     new = partial(new_table_shard, Shard(shard_id=2, epoch=1, table="t"), TABLE)
     shard, plain = new(), new()
@@ -179,7 +179,7 @@ def test_rows_step_on_what_their_gradients_stand_for(kind: str) -> None:
     codec = RowCodec(kind)
     values_rc = torch.randn(3, 16)
     data = codec.encode(values_rc)[0].contiguous().numpy().tobytes()
-    shard.push(table_push(data, codec.message), anybody)
+    shard.push(table_push(data, codec.message), any_session)
     assert len(records[0].data) == 3 * (20 if kind == "int8" else 32)
     copy.replay(records[0])
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -188,7 +188,7 @@ def test_rows_step_on_what_their_gradients_stand_for(kind: str) -> None:
         rounded = (values_rc / scales).round() * scales
     else:
         rounded = values_rc.to(half[kind]).float()
-    plain.push(table_push(rounded.numpy().tobytes(), None), anybody)
+    plain.push(table_push(rounded.numpy().tobytes(), None), any_session)
     ids = IDS.numpy().tobytes()
     found = [each.read(partial(each.body.look_up, ids)).values for each in (shard, copy, plain)]
     assert found[0] == found[1] == found[2]
@@ -201,10 +201,10 @@ def test_rows_step_on_what_their_gradients_stand_for(kind: str) -> None:
         ("int8", b"\x00\x00\xc0\x7f" + bytes([1]) * 16 + bytes(40), NonFiniteGradient, "row 3"),
     ],
 )
-def test_rows_that_are_wrong_change_nothing(
+def test_invalid_gradients_of_rows_change_nothing(
     kind: str, data: bytes, error: type[Exception], message: str
 ) -> None:
     shard = new_table_shard(Shard(shard_id=2, epoch=1, table="t"), TABLE)
     with pytest.raises(error, match=message):
-        shard.push(table_push(data, GradientCodec(kind=kind)), anybody)
+        shard.push(table_push(data, GradientCodec(kind=kind)), any_session)
     assert shard.version == 1

@@ -1,4 +1,4 @@
-"""A walk over a shard's pieces finds a copy that differs from its primary, and no other."""
+"""A comparison of a shard's pieces finds copies that differ from their primary, and no others."""
 
 from collections.abc import Callable, Iterator
 
@@ -24,7 +24,7 @@ SAME, DIFFERENT = Comparison.SAME, Comparison.DIFFERENT
 
 
 def walked(primary: AnyShard, copy: AnyShard, piece_bytes: int = PIECE_BYTES) -> set[Comparison]:
-    """Compare all pieces once, and return the outcomes."""
+    """Compare all pieces once, and return the kinds of outcomes."""
     walk, found = PieceWalk(piece_bytes), set()
     while walk.num_rounds == 0:
         found.add(compared(copy, walk.next(primary)))
@@ -35,7 +35,7 @@ def walked(primary: AnyShard, copy: AnyShard, piece_bytes: int = PIECE_BYTES) ->
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SPECS)
 def test_a_copy_that_replays_is_the_same_at_each_version(case: str, dtype: str) -> None:
-    """The walk has every optimizer and every piece, with a push between any two pieces."""
+    """This holds for every optimizer and every piece, with a push between any two pieces."""
     shard = new_shard(case, dtype)
     shard.push(push_to(shard, 1, dtype), is_live)
     records: list[UpdateRecord] = []
@@ -57,8 +57,8 @@ def tensors_of(case: str) -> list[str]:
 @pytest.mark.parametrize(
     ("case", "name"), [(case, name) for case in ("adam", "amsgrad") for name in tensors_of(case)]
 )
-def test_a_bit_that_is_another_is_found_in_any_tensor(case: str, name: str) -> None:
-    """The bit may be in a value or in the optimizer's state, at its beginning or at its end."""
+def test_a_different_bit_is_found_in_any_tensor(case: str, name: str) -> None:
+    """The bit is at the beginning or the end of the values or of the optimizer's state."""
     shard = new_shard(case, "float32")
     shard.push(push_to(shard, 1, "float32"), is_live)
     for at in (0, -1):
@@ -68,21 +68,23 @@ def test_a_bit_that_is_another_is_found_in_any_tensor(case: str, name: str) -> N
         assert walked(shard, copy) == {SAME, DIFFERENT}
 
 
-def forgets(shard: AnyShard) -> None:
+def forget_a_session(shard: AnyShard) -> None:
     shard.sessions.forget(["s1"])
 
 
-def remembers_more(shard: AnyShard) -> None:
+def remember_another_session(shard: AnyShard) -> None:
     shard.sessions.remember("z", 1, RememberedOutcome(2, 0))
 
 
-def answers_otherwise(shard: AnyShard) -> None:
+def remember_another_outcome(shard: AnyShard) -> None:
     shard.sessions.remember("s1", 1, RememberedOutcome(9, 0))
 
 
-@pytest.mark.parametrize("spoil", [forgets, remembers_more, answers_otherwise])
-def test_another_memory_of_pushes_is_found(spoil: Callable[[AnyShard], None]) -> None:
-    """A copy that would apply a push twice, or answer it differently, is not the same."""
+@pytest.mark.parametrize(
+    "spoil", [forget_a_session, remember_another_session, remember_another_outcome]
+)
+def test_different_sessions_are_found(spoil: Callable[[AnyShard], None]) -> None:
+    """Such a copy would apply a push twice, or answer it differently."""
     shard = new_shard("sgd", "float32")
     for number in range(3):
         shard.push(push_to(shard, number + 1, "float32", session=f"s{number}"), is_live)
@@ -93,8 +95,8 @@ def test_another_memory_of_pushes_is_found(spoil: Callable[[AnyShard], None]) ->
 
 
 def rows_pushed(optimizer: str, **changes: object) -> tuple[TableShard, TableShard]:
-    """Return a table's shard, and a copy begun after half of its pushes. Rows were made, evicted
-    and made again, so that their positions in the copy are others."""
+    """Return a table's shard, and a copy begun after half of its pushes. Rows are made, evicted and
+    made again, so that their positions in the copy differ."""
     spec = new_table(
         optimizer=table_specs.OPTIMIZERS[optimizer],
         eviction=Eviction(oldest_when_full=True),
@@ -119,7 +121,7 @@ def rows_pushed(optimizer: str, **changes: object) -> tuple[TableShard, TableSha
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("optimizer", table_specs.OPTIMIZERS)
-def test_a_copy_of_a_table_is_the_same_wherever_its_rows_lie(optimizer: str) -> None:
+def test_a_copy_of_a_table_is_the_same_at_other_positions_of_rows(optimizer: str) -> None:
     shard, copy = rows_pushed(optimizer, admission=Admission(kind="count", min_pushes=2))
     assert live_ids(shard).tolist() != live_ids(copy).tolist()
     assert walked(shard, copy, 4096) == {SAME}
@@ -170,15 +172,15 @@ SPOILT = [
 
 
 @pytest.mark.parametrize("spoil", SPOILT)
-def test_another_table_is_found(spoil: Callable[[TableShard], None]) -> None:
-    """Tables differ by one row, another life of a row, another state, or other counts."""
+def test_a_copy_of_a_table_that_differs_is_found(spoil: Callable[[TableShard], None]) -> None:
+    """It differs by a row, a birth, a row's state, a count of admission or a remembered fate."""
     shard, copy = rows_pushed("adagrad", admission=Admission(kind="count", min_pushes=2))
     spoil(copy)
     assert DIFFERENT in walked(shard, copy, 4096)
 
 
-def test_pieces_are_small_and_leave_nothing_out() -> None:
-    """Tensors of any size are cut so that each byte is in one piece of a round."""
+def test_each_byte_is_in_one_piece_of_a_round() -> None:
+    """No piece is larger than its bound."""
     shard = new_shard("adam", "float64")
     walk, seen = PieceWalk(PIECE_BYTES), dict.fromkeys(shard.body.flat_tensors(), 0)
     for digest in round_of(walk, shard):

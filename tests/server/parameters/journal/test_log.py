@@ -1,4 +1,4 @@
-"""Pushes reported as durable are there for the next process, and none is there twice."""
+"""The journal: the next process finds each push that was reported as durable, and finds it once."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ LIMIT_S = 20.0
 
 
 class Log:
-    """The smallest shard: the list of the pushes to it."""
+    """A minimal shard: the list of the pushes to it."""
 
     def __init__(self, shard_id: int, pushed: bytes = b"") -> None:
         self.shard_id = shard_id
@@ -77,7 +77,7 @@ def config(directory: Path, **changes: int) -> JournalConfig:
 
 
 def contents(directory: Path) -> dict[tuple[str, int], tuple[int, bytes]]:
-    """Return epoch and pushes of every shard that a new process finds."""
+    """Return epoch and pushes of every shard that a new process recovers."""
     with Journal(config(directory)) as journal:
         found = journal.recover(make)
     return {
@@ -89,7 +89,7 @@ def segments(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("segment-*"))
 
 
-def test_what_was_appended_is_there_for_the_next_process(tmp_path: Path) -> None:
+def test_the_next_process_recovers_all_pushes(tmp_path: Path) -> None:
     shards = [Log(shard_id) for shard_id in range(3)]
     with Journal(config(tmp_path)) as journal:
         for shard in shards:
@@ -99,7 +99,7 @@ def test_what_was_appended_is_there_for_the_next_process(tmp_path: Path) -> None
     assert contents(tmp_path) == {("job", s.shard_id): (1, bytes(s.pushed)) for s in shards}
 
 
-def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_a_journal_is_continued_over_restarts(tmp_path: Path) -> None:
     for start in (0, 10, 20):
         with Journal(config(tmp_path)) as journal:
             recovered = journal.recover(make)
@@ -111,7 +111,7 @@ def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
     assert contents(tmp_path) == {("job", 0): (1, bytes(range(30)))}
 
 
-def test_an_image_lets_go_of_what_it_replaces(tmp_path: Path) -> None:
+def test_an_image_removes_the_segments_that_it_replaces(tmp_path: Path) -> None:
     shard = Log(0)
     with Journal(config(tmp_path, segment_bytes=200)) as journal:
         journal.put_image("job", 1, shard.image())
@@ -140,7 +140,7 @@ def test_a_shard_without_new_pushes_does_not_keep_the_log(tmp_path: Path) -> Non
     assert contents(tmp_path) == {("job", 0): (1, b"\7"), ("job", 1): (1, bytes(range(200)))}
 
 
-def test_a_full_journal_says_so(tmp_path: Path) -> None:
+def test_a_full_journal_is_an_error_until_an_image(tmp_path: Path) -> None:
     shard = Log(0)
     with Journal(config(tmp_path, segment_bytes=200, max_bytes=1000)) as journal:
         journal.put_image("job", 1, shard.image())
@@ -154,8 +154,8 @@ def test_a_full_journal_says_so(tmp_path: Path) -> None:
     assert contents(tmp_path) == {("job", 0): (1, bytes(range(20)))}
 
 
-def test_a_forgotten_shard_is_not_found_again(tmp_path: Path) -> None:
-    """A shard that came back starts from the image with which it came back."""
+def test_a_forgotten_shard_is_not_recovered(tmp_path: Path) -> None:
+    """If the server gets the shard again, it starts from its new image."""
     first, other = Log(0), Log(1)
     with Journal(config(tmp_path)) as journal:
         for shard in (first, other):
@@ -172,36 +172,36 @@ def test_a_forgotten_shard_is_not_found_again(tmp_path: Path) -> None:
     assert contents(tmp_path) == {("job", 0): (3, b"\x09\x08"), ("job", 1): (1, bytes(range(5)))}
 
 
-def test_a_slow_disk_holds_pushes_back_with_a_reason(tmp_path: Path) -> None:
-    let_go = threading.Event()
-    let_go.set()
+def test_a_slow_disk_refuses_pushes_with_a_reason(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    go_on.set()
 
     def slow(descriptor: int) -> None:
-        assert let_go.wait(LIMIT_S)
+        assert go_on.wait(LIMIT_S)
         os.fsync(descriptor)
 
     shard = Log(0)
     with Journal(config(tmp_path, max_pending_bytes=2000), fsync=slow) as journal:
         journal.put_image("job", 1, shard.image())
-        let_go.clear()
+        go_on.clear()
         waiting = [journal.append("job", 0, 1, shard.push(value)) for value in range(20)]
         with pytest.raises(Overloaded, match="the disk of the journal is too slow"):
             journal.check_capacity()
         assert not any(done.done() for done in waiting)
-        let_go.set()
+        go_on.set()
         for done in waiting:
             done.result(LIMIT_S)
         journal.check_capacity()
     assert contents(tmp_path) == {("job", 0): (1, bytes(range(20)))}
 
 
-def test_what_comes_while_the_disk_is_busy_goes_with_one_sync(tmp_path: Path) -> None:
-    let_go, num_syncs = threading.Event(), 0
-    let_go.set()
+def test_pushes_during_a_sync_share_the_next_one(tmp_path: Path) -> None:
+    go_on, num_syncs = threading.Event(), 0
+    go_on.set()
 
     def counting(descriptor: int) -> None:
         nonlocal num_syncs
-        assert let_go.wait(LIMIT_S)
+        assert go_on.wait(LIMIT_S)
         num_syncs += 1
         os.fsync(descriptor)
 
@@ -209,9 +209,9 @@ def test_what_comes_while_the_disk_is_busy_goes_with_one_sync(tmp_path: Path) ->
     with Journal(config(tmp_path), fsync=counting) as journal:
         journal.put_image("job", 1, shard.image())
         before = num_syncs
-        let_go.clear()
+        go_on.clear()
         waiting = [journal.append("job", 0, 1, shard.push(value)) for value in range(200)]
-        let_go.set()
+        go_on.set()
         for done in waiting:
             done.result(LIMIT_S)
         assert num_syncs - before <= 2
@@ -239,9 +239,9 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_a_disk_that_fails_is_told_and_tried_again(tmp_path: Path, kind: str) -> None:
-    """Waiting callers get the error, new records are refused, and pushes that need no disk go on.
-    Once the disk works, it has the records accepted before, and those after the next image."""
+def test_a_failed_disk_is_reported_and_tried_again(tmp_path: Path, kind: str) -> None:
+    """Durable pushes get the error, and pushes that need no disk continue. Once the disk works and
+    after another image, the journal has all pushes."""
     error, expected = FAILURES[kind]
     disk, shard = Disk(), Log(0)
     with Journal(config(tmp_path), fsync=disk.fsync) as journal:
@@ -261,8 +261,10 @@ def test_a_disk_that_fails_is_told_and_tried_again(tmp_path: Path, kind: str) ->
     assert contents(tmp_path) == {("job", 0): (1, b"\1\2\3\4")}
 
 
-def test_a_process_that_ends_while_the_disk_fails_has_what_was_on_it(tmp_path: Path) -> None:
-    """The next process continues from the acknowledged pushes, or one more: nothing is torn."""
+def test_a_process_that_ends_while_the_disk_fails_loses_no_acknowledged_push(
+    tmp_path: Path,
+) -> None:
+    """The next process recovers these, and possibly the one that failed."""
     disk, shard = Disk(), Log(0)
     with Journal(config(tmp_path), fsync=disk.fsync) as journal:
         journal.put_image("job", 1, shard.image())
@@ -274,8 +276,8 @@ def test_a_process_that_ends_while_the_disk_fails_has_what_was_on_it(tmp_path: P
     assert pushed in (b"\1", b"\1\2")
 
 
-def test_a_shard_that_is_let_go_of_while_the_disk_fails_is_gone(tmp_path: Path) -> None:
-    """The shard is gone as soon as the disk works, without another call."""
+def test_a_shard_forgotten_while_the_disk_fails_is_not_recovered(tmp_path: Path) -> None:
+    """It is forgotten once the disk works, without another call."""
     disk, shard = Disk(), Log(0)
     with Journal(config(tmp_path), fsync=disk.fsync) as journal:
         journal.put_image("job", 1, shard.image())
@@ -289,15 +291,15 @@ def test_a_shard_that_is_let_go_of_while_the_disk_fails_is_gone(tmp_path: Path) 
 
 
 def test_a_segment_that_cannot_be_begun_leaves_the_last_one_in_use(tmp_path: Path) -> None:
-    """The disk has room for a push and none for a new file: pushes go on in a longer segment."""
+    """The disk has space for pushes but not for a new file: the segment grows beyond its size."""
     disk, shard = Disk(), Log(0)
-    is_begun = Path.open
+    opened = Path.open
 
     def full(path: Path, mode: str = "r", *options: Any, **more: Any) -> Any:
         if mode == "xb":
             disk.refused.set()
             raise OSError(errno.ENOSPC, "No space left on device")
-        return is_begun(path, mode, *options, **more)
+        return opened(path, mode, *options, **more)
 
     with Journal(config(tmp_path, segment_bytes=300)) as journal:
         journal.put_image("job", 1, shard.image())
@@ -327,7 +329,7 @@ def no_new_segments(error: int) -> Iterator[None]:
 
 
 def test_an_image_counts_although_old_segments_cannot_be_removed(tmp_path: Path) -> None:
-    """The shard's records go on after the image, and the next process finds all of them."""
+    """The next process recovers all pushes, before and after the image."""
 
     def refused(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EIO, "Input/output error", str(path))
@@ -346,8 +348,8 @@ def test_an_image_counts_although_old_segments_cannot_be_removed(tmp_path: Path)
 
 
 def test_no_segment_is_removed_before_an_older_one(tmp_path: Path) -> None:
-    """If the removal of the oldest segment fails, later ones stay until it succeeds: a journal
-    with a gap would not be opened again."""
+    """If the removal of the oldest segment fails, later ones stay until it succeeds: a journal with
+    a gap could not be opened again."""
     removed = Path.unlink
 
     def refused(path: Path, missing_ok: bool = False) -> None:
@@ -371,8 +373,8 @@ def test_no_segment_is_removed_before_an_older_one(tmp_path: Path) -> None:
     assert contents(tmp_path) == {("job", 0): (1, bytes(range(40)))}
 
 
-def test_a_server_that_is_started_on_a_full_disk_has_what_is_on_it(tmp_path: Path) -> None:
-    """Callers that wait for the disk get an error; journaling resumes once there is room."""
+def test_a_server_started_on_a_full_disk_recovers_its_journal(tmp_path: Path) -> None:
+    """Durable pushes get an error; journaling resumes once there is space."""
     shard = Log(0)
     with Journal(config(tmp_path)) as journal:
         journal.put_image("job", 1, shard.image())
@@ -388,15 +390,13 @@ def test_a_server_that_is_started_on_a_full_disk_has_what_is_on_it(tmp_path: Pat
         with pytest.raises(DiskFull):
             journal.append("job", 0, 1, shard.push(2)).result(LIMIT_S)
         full.close()
-        awaited(lambda: journal.failure is None, LIMIT_S, "there is room")
+        awaited(lambda: journal.failure is None, LIMIT_S, "there is space")
         journal.put_image("job", 1, shard.image())
         journal.append("job", 0, 1, shard.push(3)).result(LIMIT_S)
     assert contents(tmp_path) == {("job", 0): (1, b"\1\2\3")}
 
 
-def test_a_server_that_ends_before_there_is_room_leaves_the_journal_as_it_was(
-    tmp_path: Path,
-) -> None:
+def test_a_server_that_ends_on_a_full_disk_leaves_its_journal_unchanged(tmp_path: Path) -> None:
     shard = Log(0)
     with Journal(config(tmp_path)) as journal:
         journal.put_image("job", 1, shard.image())
@@ -406,13 +406,13 @@ def test_a_server_that_ends_before_there_is_room_leaves_the_journal_as_it_was(
     assert contents(tmp_path) == {("job", 0): (1, b"")}
 
 
-def test_a_disk_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
     with no_new_segments(errno.EROFS), pytest.raises(Unavailable, match="cannot be written"):
         Journal(config(tmp_path)).__enter__()
 
 
 class OnFullDisk:
-    """A file that can be overwritten, and cannot grow."""
+    """A file that can be overwritten but cannot grow."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -426,10 +426,11 @@ class OnFullDisk:
         return getattr(self._file, name)
 
 
-def test_whose_journal_it_is_stays_known_on_a_full_disk(
+def test_the_owner_of_a_journal_is_recorded_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name of the last process is overwritten in place: a page given back may be lost."""
+    """Its incarnation is overwritten in place, and so needs no more space. A longer one is
+    refused."""
     with Journal(config(tmp_path)) as journal:
         journal.own(Holder("ps-0", "one"))
     with Journal(config(tmp_path)) as journal:
@@ -447,8 +448,8 @@ def test_two_servers_do_not_share_a_directory(tmp_path: Path) -> None:
     assert contents(tmp_path) == {}
 
 
-def test_a_journal_of_another_server_is_left_as_it_is(tmp_path: Path) -> None:
-    """A server with the wrong id or directory would drop shards that no other server has."""
+def test_a_journal_of_another_server_is_refused(tmp_path: Path) -> None:
+    """The server has the wrong id or directory, and would drop shards that no other server has."""
     first, again = Holder("ps-0", "one"), Holder("ps-0", "two")
     shard = Log(0)
     with Journal(config(tmp_path)) as journal:
@@ -462,7 +463,7 @@ def test_a_journal_of_another_server_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_journal_whose_directory_is_gone_makes_nothing_durable(tmp_path: Path) -> None:
-    """Writes to a file that was removed succeed."""
+    """Writes to a removed file succeed, so that the journal has to check."""
     directory, shard = tmp_path / "journal", Log(0)
     with Journal(config(directory)) as journal:
         journal.put_image("job", 1, shard.image())
@@ -474,7 +475,7 @@ def test_a_journal_whose_directory_is_gone_makes_nothing_durable(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Two shards in several segments, in the order 0, 1, 0, 1 ..., each push synced separately."""
+    """Write two shards to several segments, with pushes to them in turn, each synced separately."""
     directory = tmp_path_factory.mktemp("journal")
     shards = [Log(0), Log(1)]
     with Journal(config(directory, segment_bytes=300)) as journal:
@@ -500,7 +501,7 @@ def pushed_of(directory: Path) -> list[int]:
     return sorted(found["job", 0][1] + found["job", 1][1])
 
 
-def test_the_last_segment_cut_at_any_byte_gives_what_was_pushed_before(
+def test_the_last_segment_cut_at_any_byte_has_the_pushes_before(
     written: Path, tmp_path: Path
 ) -> None:
     *_, last = segments(written)
@@ -519,7 +520,7 @@ def test_the_last_segment_cut_at_any_byte_gives_what_was_pushed_before(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_flipped_bit_loses_at_most_the_last_push_or_is_named(
+def test_a_flipped_bit_is_reported_or_loses_only_the_last_push(
     written: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     name = data.draw(st.sampled_from(segments(written)))
@@ -540,14 +541,14 @@ def test_a_flipped_bit_loses_at_most_the_last_push_or_is_named(
     assert name == segments(written)[-1] and pushed in (list(range(29)), list(range(30)))
 
 
-def test_a_missing_segment_is_named(written: Path, tmp_path: Path) -> None:
+def test_a_missing_segment_is_reported(written: Path, tmp_path: Path) -> None:
     second = segments(written)[1]
     directory = copied(written, tmp_path, lambda directory: (directory / second).unlink())
     with pytest.raises(JournalDamaged, match="records are missing in the journal"):
         contents(directory)
 
 
-def test_a_damaged_image_is_named(written: Path, tmp_path: Path) -> None:
+def test_a_damaged_image_is_reported_with_its_shard(written: Path, tmp_path: Path) -> None:
     def damage(directory: Path) -> None:
         path = min((directory / "images" / "job").iterdir())
         path.write_bytes(path.read_bytes()[:-1] + b"?")

@@ -1,4 +1,4 @@
-"""A torn or damaged segment gives a prefix of what was written, or an error, and nothing else."""
+"""Segments: a torn or damaged one has a prefix of the written entries, or is an error."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,8 @@ def entry(number: int) -> JournalEntry:
 
 
 def segment() -> tuple[bytes, list[int]]:
-    """Return the bytes and the end of each entry. Groups of entries were synced one by one."""
+    """Return the bytes of a segment, and the end of each entry in it. Groups were synced in
+    turn."""
     data, ends = start(1), []
     for first in range(1, NUM_ENTRIES + 1, GROUP):
         synced_bytes = len(data)
@@ -37,7 +38,7 @@ LAST_GROUP = ENDS[NUM_ENTRIES - GROUP - 1]
 WHOLE = scan(DATA, "whole", is_last=True)
 
 
-def test_every_entry_comes_back_with_its_number() -> None:
+def test_every_entry_is_read_with_its_number() -> None:
     assert WHOLE.first_number == 1 and WHOLE.num_bytes == len(DATA)
     assert [number for number, _ in WHOLE.entries] == list(range(1, NUM_ENTRIES + 1))
     assert [made for number, made in WHOLE.entries if number != 5] == [
@@ -46,7 +47,7 @@ def test_every_entry_comes_back_with_its_number() -> None:
     assert WHOLE.entries[4][1] == JournalEntry("job", 1, 0, None)
 
 
-def test_a_segment_cut_at_any_byte_gives_what_was_whole() -> None:
+def test_a_segment_cut_at_any_byte_has_the_whole_entries() -> None:
     for length in range(len(DATA)):
         found = scan(DATA[:length], "cut", is_last=True)
         whole = [end for end in (START_BYTES, *ENDS) if end <= length]
@@ -55,17 +56,17 @@ def test_a_segment_cut_at_any_byte_gives_what_was_whole() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 5, START_BYTES + 1, *[end - 1 for end in ENDS]])
-def test_a_segment_that_others_follow_may_not_be_cut(length: int) -> None:
+def test_a_cut_segment_before_others_is_damaged(length: int) -> None:
     with pytest.raises(JournalDamaged, match="early"):
         scan(DATA[:length], "early", is_last=False)
 
 
 def test_any_flipped_bit_is_damage_or_the_torn_end_of_the_last_group() -> None:
-    """The test flips each bit of the segment in turn."""
+    """Each bit is flipped in turn."""
     for bit in range(8 * len(DATA)):
         changed = bytearray(DATA)
         changed[bit // 8] ^= 1 << bit % 8
-        # The number of a segment's first entry is compared with the segment before it.
+        # The number of the first entry is checked elsewhere, against the segment before.
         is_number = 8 <= bit // 8 < START_BYTES
         if bit // 8 < LAST_GROUP:
             with pytest.raises(JournalDamaged) as raised:
@@ -81,7 +82,7 @@ def test_any_flipped_bit_is_damage_or_the_torn_end_of_the_last_group() -> None:
 
 
 @given(holes=st.lists(st.integers(LAST_GROUP, len(DATA) - 1), min_size=1, max_size=40))
-def test_a_group_that_reached_the_disk_in_parts_is_a_torn_end(holes: list[int]) -> None:
+def test_a_last_group_that_is_only_partly_on_disk_is_a_torn_end(holes: list[int]) -> None:
     changed = bytearray(DATA)
     for at in holes:
         changed[at] = 0
@@ -91,11 +92,11 @@ def test_a_group_that_reached_the_disk_in_parts_is_a_torn_end(holes: list[int]) 
 
 
 @given(garbage=st.binary(max_size=200))
-def test_garbage_behind_the_end_is_cut(garbage: bytes) -> None:
+def test_garbage_after_the_end_is_ignored(garbage: bytes) -> None:
     found = scan(DATA + garbage, "garbage", is_last=True)
     assert found.entries == WHOLE.entries and found.num_bytes == len(DATA)
 
 
 @given(data=st.binary(max_size=300))
-def test_a_file_of_anything_else_has_no_entries(data: bytes) -> None:
+def test_random_bytes_have_no_entries(data: bytes) -> None:
     assert scan(data, "other", is_last=True).entries == ()

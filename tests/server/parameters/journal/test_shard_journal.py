@@ -1,4 +1,4 @@
-"""The journal of the shards that one server leads, one after the other."""
+"""The shard journal: what one server writes to its disk about the shards that it leads."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ def new_led(epoch: int) -> ShardReplica:
 
 
 class HeldDisk:
-    """Disk that syncs nothing while it is held."""
+    """Disk on which a sync waits while `goes_on` is not set."""
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
@@ -39,8 +39,8 @@ class HeldDisk:
         os.fsync(descriptor)
 
 
-async def test_a_shard_of_another_run_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
-    """Epochs of the new run begin at 1 again, and the disk is slow to forget the old shard."""
+async def test_a_shard_of_a_new_run_replaces_that_of_the_last_run(tmp_path: Path) -> None:
+    """The new run's epoch is lower, and the disk is slow to forget the old shard."""
     loop, disk = asyncio.get_running_loop(), HeldDisk()
     on_disk: asyncio.Queue[int] = asyncio.Queue()
 
@@ -70,14 +70,14 @@ async def test_a_shard_of_another_run_takes_the_place_of_the_last_one(tmp_path: 
 
 
 def make_unreadable(directory: Path) -> None:
-    """Put a directory in place of the only image of a journal."""
+    """Replace the only image of a journal by a directory."""
     (path,) = directory.glob("images/job/*")
     path.unlink()
     path.mkdir()
 
 
 async def test_a_shard_whose_image_cannot_be_read_counts_as_missing(tmp_path: Path) -> None:
-    """An error would end the task that loads the shard, and nothing would report it as missing."""
+    """An error would end the task that loads the shard, which would not report it as missing."""
 
     async def take(replica: ShardReplica) -> ShardImage:
         return replica.image()

@@ -1,4 +1,4 @@
-"""Damping: how much slower an optimizer steps on a stale gradient."""
+"""Damping: how much smaller an optimizer's step on a stale gradient is."""
 
 import math
 from functools import partial
@@ -26,9 +26,9 @@ DAMP = StalenessPolicy(kind="damp")
     momentum=st.floats(0.0, 0.99),
     staleness=st.integers(0, 1000),
 )
-def test_sgds_effective_rate_is_divided(momentum: float, staleness: int) -> None:
-    """lr / (1 - momentum) is divided by 2 s + 1, for any momentum and staleness. Neither the rate
-    nor the momentum is raised."""
+def test_the_effective_rate_of_sgd_is_divided(momentum: float, staleness: int) -> None:
+    """The effective rate lr / (1 - momentum) is divided by 2 s + 1, for any momentum and staleness
+    s. Neither the rate nor the momentum is raised."""
     rate, left = damping("sgd", HyperParameters(momentum=momentum), staleness)
     assert rate <= 1
     assert left <= momentum
@@ -42,21 +42,21 @@ def test_sgds_effective_rate_is_divided(momentum: float, staleness: int) -> None
     momentum=st.floats(0.0, 0.99),
     staleness=st.integers(1, 1000),
 )
-def test_a_stale_round_goes_its_share_of_the_way(
+def test_a_stale_outer_step_moves_by_at_most_its_share(
     lr: float, momentum: float, staleness: int
 ) -> None:
-    """A round goes at most 1 / (s + 1) of its way, the share of one of s + 1 members. Undamped,
-    DiLoCo's settings would go 7 times the whole way."""
+    """The share is 1 / (s + 1) of the change, as of one of s + 1 members. Undamped, DiLoCo's
+    settings would move by 7 times the change."""
     rate, left = damping("outer", HyperParameters(lr=lr, momentum=momentum), staleness)
     assert rate <= 1 + 1e-5
     assert left <= momentum
-    asked = lr / (1 - momentum)
-    expected = min(asked / (2 * staleness + 1), 1 / (1 + staleness))
+    undamped = lr / (1 - momentum)
+    expected = min(undamped / (2 * staleness + 1), 1 / (1 + staleness))
     assert math.isclose(lr * rate / (1 - left), expected, rel_tol=1e-4)
 
 
 @given(momentum=st.floats(0.0, 0.99), staleness=st.integers(1, 1000))
-def test_a_round_at_a_rate_of_0_is_damped_as_at_a_rate_near_0(
+def test_an_outer_step_at_a_rate_of_0_is_damped_as_at_a_rate_near_0(
     momentum: float, staleness: int
 ) -> None:
     """A rate of 0 is allowed, as at the start of a warm-up."""
@@ -65,29 +65,29 @@ def test_a_round_at_a_rate_of_0_is_damped_as_at_a_rate_near_0(
     assert at_0 == pytest.approx(near_0, rel=1e-4)
 
 
-def test_a_fresh_round_has_the_step_that_was_asked_for() -> None:
-    """The outer step of one member is DiLoCo's."""
+def test_a_fresh_outer_step_is_not_damped() -> None:
+    """The outer step of a single member is DiLoCo's."""
     assert damping("outer", HyperParameters(lr=0.7, momentum=0.9), 0) == (1.0, 0.9)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("num_members", [2, 8])
-def test_rounds_that_overtake_each_other_converge(num_members: int, nesterov: bool) -> None:
-    """Members push in turn with DiLoCo's own settings, each from the values after its own push. The
-    values reach the point to which every round leads, and stay there."""
+def test_stale_outer_steps_of_several_members_converge(num_members: int, nesterov: bool) -> None:
+    """Members push in turn with DiLoCo's settings, each from the values after its own last push.
+    The values reach the point to which every step leads."""
     shard = new_shard(HyperParameters(lr=0.7, momentum=0.9, nesterov=nesterov), "outer")
-    began = [(shard.version, torch.zeros(SIZE))] * num_members
+    bases = [(shard.version, torch.zeros(SIZE))] * num_members
     for turn in range(20 * num_members):
-        base_version, base = began[turn % num_members]
+        base_version, base = bases[turn % num_members]
         push(shard, base_version, base - 1.0, turn + 1)
         values = loaded(shard).tensors["values"].clone()
-        began[turn % num_members] = shard.version, values
+        bases[turn % num_members] = shard.version, values
     torch.testing.assert_close(values, torch.ones(SIZE), atol=0.01, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "adagrad"])
-def test_rates_of_adaptive_steps_follow_the_root(kind: str) -> None:
-    """Adaptive steps do not grow with the gradient, so they need less damping."""
+def test_rates_of_adaptive_optimizers_are_divided_by_the_root_of_staleness(kind: str) -> None:
+    """Their steps do not grow with the gradient, so that they need less damping."""
     assert damping(kind, HyperParameters(), 8).rate == pytest.approx(1 / 3)
     assert damping(kind, HyperParameters(), 0).rate == 1.0
 
@@ -120,8 +120,8 @@ def push(shard: DenseShard, base_version: int, gradient: torch.Tensor, sequence:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_shard_steps_as_torch_does_with_less_momentum(nesterov: bool) -> None:
-    """A fresh push has the full momentum; a staleness of 2 gives 0.5 instead of 0.9; a staleness of
-    12 nearly none, at 10 / 25 of the rate."""
+    """A fresh push has the full momentum of 0.9. With a staleness of 2 it is 0.5; with one of 12 it
+    is nearly 0, and the rate is 10 / 25."""
     hyper = HyperParameters(lr=LR, momentum=0.9, nesterov=nesterov)
     shard = new_shard(hyper)
     ours = torch.nn.Parameter(torch.zeros(SIZE))

@@ -1,4 +1,5 @@
-"""Staleness policies: treatment of a gradient of values that other pushes have changed since."""
+"""Staleness policies: how a gradient is applied to values that have changed since it was
+computed."""
 
 import math
 from functools import partial
@@ -71,7 +72,7 @@ def now(shard: DenseShard) -> Tensor:
 
 
 def test_without_a_policy_staleness_changes_nothing() -> None:
-    """A stale gradient has the step of a fresh one."""
+    """A stale gradient has the same step as a fresh one."""
     shard = new_shard(StalenessPolicy())
     before = now(shard)
     push(shard, 0, drawn(2), base=drawn(0))
@@ -80,7 +81,7 @@ def test_without_a_policy_staleness_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("base_version", "divisor"), [(2, 1), (1, 1), (0, 2)])
 def test_the_rate_is_divided_by_the_staleness(base_version: int, divisor: int) -> None:
-    """The rate is divided from a staleness of 2 on; below that it is the full rate."""
+    """A staleness of 0 or 1 leaves the full rate."""
     shard = new_shard(StalenessPolicy(kind="scale"))
     before = now(shard)
     push(shard, base_version, drawn(2), base=drawn(0))
@@ -88,7 +89,7 @@ def test_the_rate_is_divided_by_the_staleness(base_version: int, divisor: int) -
 
 
 @pytest.mark.parametrize("kind", ["none", "scale", "compensate"])
-def test_beyond_the_bound_a_push_is_refused(kind: str) -> None:
+def test_a_push_beyond_the_staleness_bound_is_refused(kind: str) -> None:
     """The push changes nothing, the same gradient is refused again, and a fresh one is applied."""
     shard = new_shard(StalenessPolicy(kind=kind, bound=1))
     before = now(shard)
@@ -101,8 +102,8 @@ def test_beyond_the_bound_a_push_is_refused(kind: str) -> None:
     assert shard.version == 3
 
 
-def test_a_bound_of_0_takes_fresh_gradients_only() -> None:
-    """The bound 0 differs from no bound."""
+def test_a_bound_of_0_accepts_only_fresh_gradients() -> None:
+    """A bound of 0 is not the same as no bound."""
     shard = new_shard(StalenessPolicy(kind="none", bound=0))
     with pytest.raises(StalePush):
         push(shard, 1, drawn(2), base=drawn(0))
@@ -113,8 +114,8 @@ def test_a_bound_of_0_takes_fresh_gradients_only() -> None:
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_a_stale_gradient_is_compensated(dtype: torch.dtype, maximize: bool) -> None:
-    """The gradient becomes g + lambda g g (w_now - w_then), bit for bit, with a negative lambda if
-    `maximize` is set."""
+    """The gradient becomes g + lambda g g (w_now - w_base), bit for bit. With `maximize` lambda is
+    negative."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=0.04), dtype, maximize=maximize)
     before, g = now(shard), drawn(2, dtype)
     push(shard, 1, g, base=drawn(0, dtype))
@@ -128,8 +129,8 @@ def test_a_stale_gradient_is_compensated(dtype: torch.dtype, maximize: bool) -> 
     assert not torch.equal(corrected, g)
 
 
-def test_adaptive_compensation_follows_the_mean_square() -> None:
-    """lambda_0 / sqrt(m + 1e-7), where m is the mean over every applied push, fresh ones too."""
+def test_adaptive_compensation_divides_by_the_root_of_the_mean_square() -> None:
+    """lambda is lambda_0 / sqrt(m + 1e-7), where m is a decaying mean over all applied pushes."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=2.0, adaptive=True, decay=0.9))
     mean = 0.9 * torch.zeros(sum(SIZES)) + drawn(1) * drawn(1) * (1 - 0.9)
     mean = 0.9 * mean + drawn(2) * drawn(2) * (1 - 0.9)
@@ -143,7 +144,7 @@ def test_adaptive_compensation_follows_the_mean_square() -> None:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_fresh_gradient_needs_no_compensation(adaptive: bool) -> None:
-    """The result with one worker equals plain SGD, whatever base is sent."""
+    """The result equals plain SGD, whatever base is sent."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=1.0, adaptive=adaptive))
     before = now(shard)
     push(shard, 2, drawn(2), base=drawn(3))
@@ -151,8 +152,8 @@ def test_a_fresh_gradient_needs_no_compensation(adaptive: bool) -> None:
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_what_cannot_be_compensated_stays_as_it_came(adaptive: bool) -> None:
-    """A gradient whose square overflows poisons neither the values nor the mean."""
+def test_a_gradient_whose_compensation_overflows_is_applied_as_it_is(adaptive: bool) -> None:
+    """Neither the values nor the mean become infinite."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=1.0, adaptive=adaptive))
     before, g = now(shard), drawn(2)
     g[3] = 1e30
@@ -162,8 +163,8 @@ def test_what_cannot_be_compensated_stays_as_it_came(adaptive: bool) -> None:
     assert all(tensor.isfinite().all() for tensor in loaded(shard).tensors.values())
 
 
-def test_what_is_wrong_with_the_base_is_refused() -> None:
-    """A base that is missing, torn or not finite changes nothing."""
+def test_an_invalid_base_is_refused() -> None:
+    """A push whose base is missing, incomplete or not finite changes nothing."""
     shard = new_shard(StalenessPolicy(kind="compensate", strength=1.0))
     base = drawn(0)
     with pytest.raises(ShapeMismatch):
@@ -181,8 +182,8 @@ SHAPES = ((64, 64), (64,), (64, 10), (10,))
 
 
 def accuracy_of(policy: StalenessPolicy, num_members: int) -> float:
-    """Return the accuracy on test digits of a small network trained by so many members, a push each
-    in turn: every gradient is `num_members` - 1 updates stale."""
+    """Return the accuracy on test digits of a small network. Its members push in turn, so that
+    every gradient has a staleness of `num_members` - 1."""
     digits = load()
     images, targets = digits.train.tensors
     generator = torch.Generator().manual_seed(0)
@@ -226,9 +227,8 @@ def scores(weights: Tensor, images: Tensor) -> Tensor:
 
 
 @pytest.mark.long
-def test_compensation_saves_what_delay_ruins() -> None:
-    """Eight members train nothing with a rate that suits one; with adaptive compensation they train
-    as well as one."""
+def test_compensation_lets_eight_members_train_as_well_as_one() -> None:
+    """Without it, eight members fail to train at a rate that suits one."""
     adaptive = StalenessPolicy(kind="compensate", strength=2.0, adaptive=True, decay=0.95)
     alone = accuracy_of(StalenessPolicy(), 1)
     assert alone > 0.9
@@ -246,7 +246,7 @@ def test_compensation_saves_what_delay_ruins() -> None:
     ],
 )
 def test_a_policy_out_of_range_is_refused(policy: StalenessPolicy) -> None:
-    """The refusal comes before any shard is created with it."""
+    """The refusal comes before a shard is created."""
     spec = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)], staleness=policy)
     with pytest.raises(InvalidSpec):
         check_spec(spec, 1)

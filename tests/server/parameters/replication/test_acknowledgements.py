@@ -1,4 +1,4 @@
-"""Waits for an acknowledgement are answered for the replica to which the push was applied."""
+"""Waits for an acknowledgement are answered only for the replica to which the push was applied."""
 
 from typing import cast
 
@@ -38,8 +38,8 @@ def led() -> ShardReplica:
     return replica
 
 
-async def test_a_push_to_a_shard_that_is_let_go_of_is_not_acknowledged_by_its_successor() -> None:
-    """A job that is started over has shards with the same names and epochs."""
+async def test_a_push_to_a_dropped_replica_is_not_acknowledged() -> None:
+    """The next run of a job has shards with the same numbers and epochs."""
     driver = Agreeing()
     acknowledgements = driver.acknowledgements = Acknowledgements(cast(CoreDriver, driver), ME)
     replica = led()

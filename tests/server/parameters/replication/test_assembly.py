@@ -1,4 +1,4 @@
-"""Requests of other servers never take more memory than the limit, whatever they announce."""
+"""Requests of other servers take no more memory than the limit, whatever sizes they announce."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ PIECE = bytes(1 << 20)
 
 
 def memory() -> Memory:
-    """Return the memory of a server that holds nothing."""
+    """Return the memory of a server without shards."""
     return Memory(LIMIT_BYTES, SimpleNamespace(shards=list), Budget(1))  # type: ignore[arg-type]
 
 
@@ -33,7 +33,7 @@ def pieces(num_bytes: int) -> Iterator[pb.FollowRequest]:
         yield pb.FollowRequest(bytes=Piece(data=PIECE, checksum=crc32(PIECE)))
 
 
-def test_what_fits_is_counted_until_it_is_whole() -> None:
+def test_the_pieces_of_a_record_count_until_it_is_whole() -> None:
     mine = memory()
     assembly = RequestAssembler(mine, lambda key, image: True)
     assert assembly.take(record(4 << 20)) is None
@@ -47,12 +47,12 @@ def test_what_fits_is_counted_until_it_is_whole() -> None:
     assert mine.held_bytes == 0
 
 
-def test_a_record_beyond_the_memory_is_let_go_by() -> None:
-    """The record's pieces are not kept; the request after it is read."""
+def test_a_record_beyond_the_memory_is_dropped() -> None:
+    """Its pieces are not kept; the request after it is read."""
     mine = memory()
     assembly = RequestAssembler(mine, lambda key, image: True)
     assert assembly.take(record(64 << 20)) is None
-    assert mine.held_bytes == 0, "what is announced and not sent takes nothing"
+    assert mine.held_bytes == 0, "an announced size takes no memory"
     most_bytes = 0
     for piece in pieces(64 << 20):
         whole = assembly.take(piece)
@@ -67,8 +67,8 @@ def test_a_record_beyond_the_memory_is_let_go_by() -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", [100, 5000, INLINE_BYTES])
-def test_pieces_count_however_small_they_are(piece_bytes: int) -> None:
-    """The uncounted bytes of one stream are fewer than a piece of the usual size."""
+def test_small_pieces_count_as_well(piece_bytes: int) -> None:
+    """A stream never has more uncounted bytes than one piece of the usual size."""
     mine = memory()
     assembly = RequestAssembler(mine, lambda key, image: True)
     assert assembly.take(record(8 << 30)) is None
@@ -83,7 +83,7 @@ def test_pieces_count_however_small_they_are(piece_bytes: int) -> None:
     assert mine.held_bytes == 0
 
 
-def test_what_comes_with_the_start_counts_too() -> None:
+def test_bytes_in_the_start_of_a_record_count_as_well() -> None:
     mine = memory()
     streams = [RequestAssembler(mine, lambda key, image: True) for _ in range(8)]
     for stream in streams:
@@ -97,7 +97,7 @@ def test_what_comes_with_the_start_counts_too() -> None:
     assert mine.held_bytes == 0
 
 
-def test_a_stream_that_breaks_off_gives_back_what_it_held() -> None:
+def test_a_stream_that_ends_frees_its_memory() -> None:
     mine = memory()
     assembly = RequestAssembler(mine, lambda key, image: True)
     assembly.take(record(4 << 20))
@@ -107,7 +107,7 @@ def test_a_stream_that_breaks_off_gives_back_what_it_held() -> None:
     assert mine.held_bytes == 0
 
 
-def test_chunks_of_an_image_that_nobody_receives_are_not_kept() -> None:
+def test_chunks_of_an_unexpected_image_are_not_kept() -> None:
     wanted = {("j", 1): 7}
     assembly = RequestAssembler(memory(), lambda key, image: wanted.get(key) == image)
     for image, kept in ((6, 0), (7, 2 << 20)):
@@ -118,18 +118,18 @@ def test_chunks_of_an_image_that_nobody_receives_are_not_kept() -> None:
         assert whole is not None and sum(map(len, whole.parts)) == kept
 
 
-def test_a_size_that_no_record_has_is_refused() -> None:
-    """The refusal comes before anything is allocated."""
+def test_a_record_of_an_impossible_size_is_refused() -> None:
+    """The refusal comes before memory is allocated."""
     with pytest.raises(MalformedMessage, match="too large"):
         RequestAssembler(memory(), lambda key, image: True).take(record(2**53 - 1))
 
 
 def lent(data: bytearray, *, offset_bytes: int = 0) -> OnlyPiece:
-    """Return a piece in memory that its sender will soon use again."""
+    """Return a piece in memory that its sender may reuse."""
     return OnlyPiece(ReadPiece(0, offset_bytes, memoryview(data), None, is_shared=True))
 
 
-def test_a_record_in_one_lent_piece_is_told_to_be_borrowed_and_can_be_kept() -> None:
+def test_a_record_in_one_lent_piece_is_borrowed_and_can_be_copied() -> None:
     shared = bytearray(PIECE)
     assembly = RequestAssembler(memory(), lambda key, image: True)
     assembly.take(record(len(shared)))
@@ -141,8 +141,9 @@ def test_a_record_in_one_lent_piece_is_told_to_be_borrowed_and_can_be_kept() -> 
     assert not own.is_borrowed
 
 
-def test_lent_pieces_of_what_comes_in_several_are_copied() -> None:
-    """The first piece's memory is used again before the last has come; and chunks are kept."""
+def test_lent_pieces_of_a_longer_record_or_of_a_chunk_are_copied() -> None:
+    """The sender may reuse the first piece's memory before the last one arrives; chunks are
+    kept."""
     shared = bytearray(PIECE)
     assembly = RequestAssembler(memory(), lambda key, image: True)
     assembly.take(record(2 * len(shared)))

@@ -1,4 +1,4 @@
-"""The comparison of primaries with their backups goes on as long as the server runs."""
+"""The comparison of primaries with their backups continues while the server runs."""
 
 import asyncio
 

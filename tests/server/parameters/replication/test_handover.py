@@ -1,4 +1,5 @@
-"""Planned moves of shards: pushes follow at once, and pause no longer than they must."""
+"""Planned moves of shards: workers find the new primary, and shards that move together pause
+once."""
 
 import asyncio
 import time
@@ -70,7 +71,7 @@ def assert_pushed(client: ParameterClient, num_pushes: int) -> None:
 
 
 async def name_successors(servers: ParameterServers) -> int:
-    """Have each server hand over all its shards, so that the coordinator has nothing to rebalance.
+    """Name each shard's backup as its successor, so that all shards move and loads stay even.
     Return the revision of the change."""
     entry = await records.read(servers.store, JOB)
     assert entry is not None
@@ -84,7 +85,7 @@ async def name_successors(servers: ParameterServers) -> int:
 
 
 async def first_move(servers: ParameterServers, since: int) -> dict[int, ShardAssignment]:
-    """Return the shards that moved in the first change of the records which moved any."""
+    """Return the shards that moved in the first revision in which any shard moved."""
     epochs: dict[int, int] = {}
     moved: dict[int, dict[int, ShardAssignment]] = defaultdict(dict)
     watch = servers.store.watch(keys.assignments(JOB), Revision(since))
@@ -102,7 +103,7 @@ async def first_move(servers: ParameterServers, since: int) -> dict[int, ShardAs
 
 
 async def all_moved(servers: ParameterServers) -> None:
-    """Return once no shard has a successor that has not taken over."""
+    """Wait until every named successor has taken over."""
     entry = await records.read(servers.store, JOB)
     assert entry is not None
     waits = {h.shard_id for h in entry.assignments.shards if h.successor is not None}
@@ -116,8 +117,8 @@ async def all_moved(servers: ParameterServers) -> None:
 
 
 async def evened_out(servers: ParameterServers) -> dict[str, set[int]]:
-    """Return each server's shards, once both lead several and none is being moved. If a server was
-    slow to answer when shards were placed, it gets its own only then."""
+    """Return each server's shards once both lead several and none is moving. A server that was slow
+    to answer when shards were placed gets some only later."""
     watch = servers.store.watch(keys.assignments(JOB), Revision(1))
     async with aclosing(watch) as batches, asyncio.timeout(LIMIT_S):
         async for _ in batches:
@@ -133,15 +134,15 @@ async def evened_out(servers: ParameterServers) -> dict[str, set[int]]:
 
 
 def swap_all(servers: ParameterServers) -> None:
-    """Have the two servers swap all their shards."""
+    """Let the two servers swap all their shards."""
     servers.run(name_successors(servers))
     servers.run(all_moved(servers))
 
 
 def swap(servers: ParameterServers) -> dict[int, ShardAssignment]:
-    """Have the two servers swap their shards, and return those that moved first."""
-    told_at = servers.run(name_successors(servers))
-    return servers.run(first_move(servers, told_at))
+    """Let the two servers swap their shards, and return those that moved first."""
+    revision = servers.run(name_successors(servers))
+    return servers.run(first_move(servers, revision))
 
 
 def test_a_push_follows_a_shard_without_the_coordinator(
@@ -156,10 +157,10 @@ def test_a_push_follows_a_shard_without_the_coordinator(
     assert_pushed(client, 2)
 
 
-def test_a_push_is_told_where_the_next_one_may_have_to_go(
+def test_a_push_is_answered_with_the_successors_address(
     servers: ParameterServers, client: ParameterClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reply has the successor's address before pushes are refused: the client connects."""
+    """The client connects to it before pushes are refused."""
     addresses: set[str] = set()
 
     def connect_ahead(job: JobShards[Any], address: str, connect: object) -> None:
@@ -179,17 +180,17 @@ def test_a_push_is_told_where_the_next_one_may_have_to_go(
 def test_a_pull_follows_a_shard_without_the_coordinator(
     servers: ParameterServers, client: ParameterClient
 ) -> None:
-    """Pulls follow as pushes do."""
+    """The server that refuses a pull names the new primary."""
     client.push(filled(-1.0))
     servers.run(servers.coordinator_server.stop(None))
     swap_all(servers)
     assert_pushed(client, 1)
 
 
-def test_shards_that_move_together_move_at_once(
+def test_shards_that_move_together_move_in_one_revision(
     servers: ParameterServers, client: ParameterClient
 ) -> None:
-    """A single change of the records moves them all: one pause for a worker that pushes to all."""
+    """A worker that pushes to all of them pauses once."""
     led = servers.run(evened_out(servers))
     servers.stop(REBALANCING)
     assert set(swap(servers)) in led.values()
@@ -198,8 +199,8 @@ def test_shards_that_move_together_move_at_once(
 
 
 @pytest.mark.parametrize("part", ["joining", "successor"])
-async def test_who_is_to_lead_is_connected_to_its_backup_before(part: str) -> None:
-    """The first push to a new primary waits for its backup, and not for a stream to it."""
+async def test_a_future_primary_has_a_link_to_its_backup(part: str) -> None:
+    """The first push to the new primary then need not wait for a link."""
     store = MemoryStore()
     async with running(config("ps-0"), store) as last, running(config("ps-1"), store) as next_:
         me = next_.replicas.me

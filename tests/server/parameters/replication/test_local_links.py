@@ -34,7 +34,7 @@ SILENCE_S = 0.3
 
 
 class Shards:
-    """A shard of a server that does not exist, and the frames that describe it."""
+    """A shard of a server that does not run, and the frames that replicate it."""
 
     def __init__(self) -> None:
         block = Block(parameter="p", num_elements=4)
@@ -70,7 +70,7 @@ class Shards:
 
 @dataclass
 class World:
-    """A server, and a primary on the same machine whose shard the server copies."""
+    """A server, and its fake primary, whose shard the server copies."""
 
     server: RunningServer
     store: MemoryStore
@@ -107,7 +107,7 @@ class World:
         return self.server.replicas.me
 
     async def follow(self, stream: PeerStream) -> None:
-        """Have the server follow in step, over this link."""
+        """Make the server a backup in step, over this stream."""
         assert isinstance(stream, BulkStream)
         assert stream.is_in_memory
         await self.write(PRIMARY)
@@ -134,11 +134,11 @@ async def world() -> AsyncIterator[World]:
     await store.close()
 
 
-async def test_who_cannot_read_all_that_was_sent_does_not_lead(
+async def test_a_backup_that_cannot_read_an_update_does_not_lead(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The unreadable push comes after a readable one, and may have been acknowledged. The shard is
-    lost by name, rather than led without that push."""
+    """The unreadable update follows a readable one, and may have been acknowledged. The shard is
+    recorded as lost, rather than led without that update."""
     go_on = asyncio.Event()
     reached = asyncio.Event()
 
@@ -162,7 +162,7 @@ async def test_who_cannot_read_all_that_was_sent_does_not_lead(
     assert (world.record().content, world.version) == (ShardContent.LOST, 0)
 
 
-async def test_who_leads_next_reads_at_once_what_lies_unread_for_a_while(
+async def test_a_backup_that_takes_over_reads_unread_updates_at_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading_pauses, "PAUSE_S", 3600.0)
@@ -173,14 +173,14 @@ async def test_who_leads_next_reads_at_once_what_lies_unread_for_a_while(
             push.record.answer_may_wait = True
             await stream.write(push)
             await world.until(lambda: world.version >= 2)
-        assert world.version == 2, "the second one is to lie unread"
+        assert world.version == 2, "the second update is unread"
         await world.write(world.me, epoch=EPOCH + 1)
         await world.until(lambda: world.version == 3)
     assert world.record().primary == world.me
 
 
-async def test_a_primary_that_is_halted_and_reads_nothing_is_succeeded(world: World) -> None:
-    """The backup has more to send to the primary than the kernel accepts."""
+async def test_a_halted_primary_is_succeeded_although_the_socket_is_full(world: World) -> None:
+    """The backup has more replies for the primary than the kernel accepts."""
     async with world.stream as stream:
         await world.follow(stream)
         for _ in range(2_000):

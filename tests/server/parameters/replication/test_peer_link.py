@@ -1,4 +1,4 @@
-"""A link to another server ends in one way: its owner is notified that it broke."""
+"""Links to other servers: the owner of a link is notified when it breaks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -39,7 +39,7 @@ class Refused:
     """Owner that cannot find out the other server's address."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[LinkOpened | LinkBroken | RecordDelivered | ReplyReceived] = (
+        self.events: asyncio.Queue[LinkOpened | LinkBroken | RecordDelivered | ReplyReceived] = (
             asyncio.Queue()
         )
 
@@ -55,25 +55,25 @@ class Refused:
     def submit_event(
         self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived
     ) -> None:
-        self.told.put_nowait(event)
+        self.events.put_nowait(event)
 
 
-def test_a_link_that_fails_for_whatever_reason_is_told_to_be_broken() -> None:
-    """The owner would wait for the link for ever, and so would pushes to each shard on it."""
+def test_a_link_that_fails_for_any_reason_is_reported_as_broken() -> None:
+    """Otherwise its owner, and pushes to the shards on it, would wait for ever."""
 
     async def run() -> None:
         owner = Refused()
         link = PeerLink(ME, PEER, 3, owner, PeerTimeouts())
         link.start()
         async with asyncio.timeout(WITHIN_S):
-            assert await owner.told.get() == LinkBroken(PEER, 3, is_gone=False)
+            assert await owner.events.get() == LinkBroken(PEER, 3, is_gone=False)
         await link.close()
 
     asyncio.run(run())
 
 
 class Etcd(MemoryStore):
-    """An etcd that can be cut off once all servers have been listed."""
+    """An etcd whose `get` can be made to fail."""
 
     is_cut_off = False
 
@@ -84,7 +84,7 @@ class Etcd(MemoryStore):
 
 
 class Following(Refused):
-    """Owner that looks the other server up in etcd."""
+    """Owner that looks up the other server in etcd."""
 
     def __init__(self, directory: ServerDirectory) -> None:
         super().__init__()
@@ -95,28 +95,28 @@ class Following(Refused):
 
 
 @pytest.mark.parametrize("is_cut_off", [False, True])
-async def test_an_unknown_peer_is_gone_only_if_etcd_says_so(is_cut_off: bool) -> None:
-    """While etcd cannot be asked, the peer may live: its copies are not to be given up at once."""
+async def test_an_unknown_peer_is_gone_only_if_etcd_answers(is_cut_off: bool) -> None:
+    """While etcd does not answer, the peer may live, and its copies must not be given up."""
     store = Etcd()
     async with ServerDirectory(store, lambda: None) as directory, asyncio.timeout(WITHIN_S):
         store.is_cut_off = is_cut_off
         owner = Following(directory)
         link = PeerLink(ME, PEER, 3, owner, PeerTimeouts())
         link.start()
-        assert await owner.told.get() == LinkBroken(PEER, 3, is_gone=not is_cut_off)
+        assert await owner.events.get() == LinkBroken(PEER, 3, is_gone=not is_cut_off)
         await link.close()
     await store.close()
 
 
 class Open(Refused):
-    """The owner of a link that can be opened."""
+    """Owner that knows the other server's address."""
 
     async def reach(self, holder: Holder) -> str | None:
         return "127.0.0.1:1"
 
 
 class Stream:
-    """A stream without any answers."""
+    """A stream that accepts frames and has no replies."""
 
     inline_bytes = 4096
     is_in_memory = False
@@ -141,10 +141,10 @@ class Stream:
         """Do nothing."""
 
 
-async def test_a_push_that_no_backup_needs_any_more_is_not_sent(
+async def test_an_update_that_no_backup_needs_any_more_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The follower was dropped while the push waited for a link that other shards use too."""
+    """The log dropped it while it waited for the link."""
     stream = Stream()
 
     @asynccontextmanager

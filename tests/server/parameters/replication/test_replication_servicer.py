@@ -67,7 +67,7 @@ OFFER = frames.of_offer(Offer(KEY, EPOCH, 1))
 
 
 class Primary:
-    """A shard of a server that does not exist, and the frames that describe it."""
+    """A shard of a server that does not run, and the frames that replicate it."""
 
     def __init__(self) -> None:
         block = Block(parameter="p", num_elements=NUM_ELEMENTS)
@@ -94,7 +94,7 @@ class Primary:
         return self._records[-1]
 
     def image(self, epoch: int = EPOCH, job: str = JOB, begin: int = 0) -> Frames:
-        """Return a new image, or the chunks from `begin` on of an interrupted one."""
+        """Return the frames of a new image, or those from chunk `begin` on of the last one."""
         self._image += not begin
         with self.shard.image() as image:
             key, number = (job, 0), self._image
@@ -105,7 +105,7 @@ class Primary:
                 requests += map(as_message, chunk)
         return requests
 
-    def told(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:
+    def frames_of(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:
         return [as_message(f) for f in frames.of_record(JOB, 0, epoch, record)]
 
 
@@ -125,7 +125,7 @@ class World:
 
     @property
     def version(self) -> int:
-        """Version of the server's copy; 0: it has none."""
+        """Version of the server's copy; 0 without one."""
         replica = self.catalog.find(JOB, 0)
         return 0 if replica is None else replica.state.version
 
@@ -147,7 +147,7 @@ class World:
             assert torch.equal(copy.tensors[name], tensor), name
 
     async def write(self, assignment: ShardAssignment) -> None:
-        """Write the record, and let the server read it."""
+        """Write the record, and make the server read it."""
         record = JobAssignments(job=JOB, copies=2, shards=(assignment,))
         await write_assignments(self.store, record)
         await self.server.replicas.refresh(JOB)
@@ -172,7 +172,7 @@ async def world() -> AsyncIterator[World]:
 
 
 class Link:
-    """Link of the primary to the server."""
+    """Link from the primary to the server; with `images_of`, the stream for images of that link."""
 
     def __init__(self, world: World, *, images_of: int = 0) -> None:
         world.links += not images_of
@@ -203,7 +203,8 @@ class Link:
             return reply
 
     async def answers(self, num: int) -> list[Reply]:
-        """Return the next answers but those to heartbeats and chunks. Raises the call's error."""
+        """Return the next replies, without those to heartbeats and chunks. Raises the call's
+        error."""
         found: list[Reply] = []
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -216,13 +217,13 @@ class Link:
             raise from_rpc_error(error, "ps-0") from None
         return found
 
-    async def ask(self, requests: Iterable[pb.FollowRequest], num: int = 1) -> list[Reply]:
+    async def request(self, requests: Iterable[pb.FollowRequest], num: int = 1) -> list[Reply]:
         await self.write(requests)
         return await self.answers(num)
 
 
-def told(answers: Sequence[Reply]) -> list[int | BackupRefusalReason]:
-    """Return each answer's version, or the reason of its refusal."""
+def results(answers: Sequence[Reply]) -> list[int | BackupRefusalReason]:
+    """Return the version of each answer, or the reason of a refusal."""
     return [
         answer.why if isinstance(answer, BackupRefused) else answer.version
         for answer in answers
@@ -230,61 +231,64 @@ def told(answers: Sequence[Reply]) -> list[int | BackupRefusalReason]:
     ]
 
 
-async def test_a_copy_is_the_same_to_the_last_bit(world: World) -> None:
-    """An image, and the pushes since then: each acknowledged with its version, in order."""
+async def test_a_copy_is_the_same_bit_for_bit(world: World) -> None:
+    """The image and each later update are acknowledged with their versions, in order."""
     world.primary.push()
     async with Link(world) as link:
-        assert await link.ask([OFFER]) == [BackupState(KEY, EPOCH)]
-        assert told(await link.ask(world.primary.image())) == [2]
+        assert await link.request([OFFER]) == [BackupState(KEY, EPOCH)]
+        assert results(await link.request(world.primary.image())) == [2]
         for version in (3, 4, 5):
-            assert told(await link.ask(world.primary.told(world.primary.push()))) == [version]
+            assert results(await link.request(world.primary.frames_of(world.primary.push()))) == [
+                version
+            ]
     await world.assert_same()
 
 
-async def test_a_beat_is_answered(world: World) -> None:
-    """The answer is an empty reply, by which the primary knows that the backup is there."""
+async def test_a_heartbeat_is_answered(world: World) -> None:
+    """The answer is an empty reply."""
     async with Link(world) as link:
         assert str(await link.beat()) == str(pb.FollowReply())
 
 
-async def test_an_image_goes_on_where_its_link_broke(world: World) -> None:
-    """The new link continues with the first chunk that has not arrived."""
+async def test_an_image_is_continued_over_a_new_link(world: World) -> None:
+    """It continues with the first chunk that has not arrived."""
     image = world.primary.image()
     starts = [i for i, frame in enumerate(image) if frame.HasField("chunk")]
     assert len(starts) > 2
     async with Link(world) as link:
         await link.write(image[: starts[2]])
         # Requests are read in order: the offer is answered after two chunks.
-        (holds,) = await link.ask([OFFER])
+        (holds,) = await link.request([OFFER])
     assert isinstance(holds, BackupState)
     assert (holds.version, holds.image, holds.next_chunk) == (0, 1, 2)
     async with Link(world) as link:
-        assert await link.ask([OFFER]) == [holds]
-        assert told(await link.ask(world.primary.image(begin=2))) == [1]
+        assert await link.request([OFFER]) == [holds]
+        assert results(await link.request(world.primary.image(begin=2))) == [1]
     await world.assert_same()
 
 
-async def test_a_copy_goes_on_behind_a_link_that_broke(world: World) -> None:
-    """Updates that the copy has are not sent again."""
+async def test_a_copy_is_continued_over_a_new_link(world: World) -> None:
+    """The answer to the offer has the copy's version, so that earlier updates need not be sent
+    again."""
     async with Link(world) as link:
-        assert told(await link.ask(world.primary.image())) == [1]
-        assert told(await link.ask(world.primary.told(world.primary.push()))) == [2]
+        assert results(await link.request(world.primary.image())) == [1]
+        assert results(await link.request(world.primary.frames_of(world.primary.push()))) == [2]
     async with Link(world) as link:
-        (holds,) = await link.ask([OFFER])
+        (holds,) = await link.request([OFFER])
         assert holds == BackupState(KEY, EPOCH, EPOCH, 1, 2)
-        assert told(await link.ask(world.primary.told(world.primary.push()))) == [3]
+        assert results(await link.request(world.primary.frames_of(world.primary.push()))) == [3]
     await world.assert_same()
 
 
-async def test_a_copy_that_differs_is_dropped_and_made_anew(world: World) -> None:
-    """The primary sends digests of pieces; a copy that is equal stays."""
+async def test_a_copy_that_differs_is_dropped_and_replaced_by_an_image(world: World) -> None:
+    """The primary sends digests of pieces. A copy that equals them stays."""
     walk = PieceWalk()
     async with Link(world) as link:
-        assert told(await link.ask(world.primary.image())) == [1]
+        assert results(await link.request(world.primary.image())) == [1]
         for _ in range(3):
             digest = frames.of_digest(KEY, EPOCH, walk.next(world.primary.shard))
             await link.write([digest])
-        assert told(await link.ask(world.primary.told(world.primary.push()))) == [2]
+        assert results(await link.request(world.primary.frames_of(world.primary.push()))) == [2]
         await world.settle()
         received = world.server.replicas.received
         assert (received.num_compared, received.num_different) == (3, 0)
@@ -295,16 +299,16 @@ async def test_a_copy_that_differs_is_dropped_and_made_anew(world: World) -> Non
         for _ in range(9):
             digest = frames.of_digest(KEY, EPOCH, walk.next(world.primary.shard))
             await link.write([digest])
-        assert told(await link.answers(1)) == [BackupRefusalReason.NO_COPY]
+        assert results(await link.answers(1)) == [BackupRefusalReason.NO_COPY]
         assert (received.num_different, world.version) == (1, 0)
-        assert told(await link.ask(world.primary.image())) == [2]
+        assert results(await link.request(world.primary.image())) == [2]
     await world.assert_same()
 
 
 @pytest.mark.long
-async def test_many_followers_that_never_end_and_never_read_take_bounded_memory() -> None:
-    """The streams each begin a record of gigabytes, send as much of it as they can in small pieces,
-    and read no answer. Together they hold no more than the limit, and a little for each stream."""
+async def test_many_streams_that_never_end_and_never_read_take_bounded_memory() -> None:
+    """Each stream begins a record of gigabytes, sends 8 MiB of it in small pieces, and reads no
+    reply. Their pieces take no more than the limit."""
     limit_bytes, num_streams, sent_bytes = 16 << 20, 64, 8 << 20
     data = bytes(frames.INLINE_BYTES)
     piece = pb.FollowRequest(bytes=Piece(data=data, checksum=crc32(data)))
@@ -340,45 +344,45 @@ async def test_many_followers_that_never_end_and_never_read_take_bounded_memory(
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, in which the server runs."""
+    """Return the resident memory of this process, in which the server runs."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def corrupted(requests: Frames) -> Frames:
-    """Flip one bit in the last bytes."""
+    """Return the frames with one bit of the last one flipped."""
     changed = [pb.FollowRequest.FromString(frame.SerializeToString()) for frame in requests]
     last = changed[-1].bytes
     last.data = last.data[:-1] + bytes([last.data[-1] ^ 1])
     return changed
 
 
-# Each ends with the message that should be refused.
+# Each case ends with the message that must be refused.
 BAD_FRAMES: dict[str, tuple[Callable[[Frames], Frames], type[ShoalError]]] = {
     "corrupted": (corrupted, ChecksumMismatch),
-    "bytes twice": (lambda told: [*told, told[-1]], MalformedMessage),
-    "bytes of nothing": (lambda told: told[-1:], MalformedMessage),
-    "another within it": (lambda told: [*told[:-1], told[0]], MalformedMessage),
-    "hello twice": (lambda told: [pb.FollowRequest(hello=pb.Hello())], MalformedMessage),
-    "nothing at all": (lambda told: [pb.FollowRequest()], MalformedMessage),
+    "bytes twice": (lambda sent: [*sent, sent[-1]], MalformedMessage),
+    "bytes of nothing": (lambda sent: sent[-1:], MalformedMessage),
+    "another within it": (lambda sent: [*sent[:-1], sent[0]], MalformedMessage),
+    "hello twice": (lambda sent: [pb.FollowRequest(hello=pb.Hello())], MalformedMessage),
+    "nothing at all": (lambda sent: [pb.FollowRequest()], MalformedMessage),
 }
 
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("name", BAD_FRAMES)
-async def test_no_bad_record_is_applied(world: World, name: str) -> None:
-    """The link ends with the error, the copy stays as it was, and the next link continues."""
+async def test_a_bad_record_is_not_applied(world: World, name: str) -> None:
+    """The link ends with the error. The next link continues, and the copy is the same."""
     spoil, kind = BAD_FRAMES[name]
     async with Link(world) as link:
-        assert told(await link.ask(world.primary.image())) == [1]
-        record = world.primary.told(world.primary.push())
+        assert results(await link.request(world.primary.image())) == [1]
+        record = world.primary.frames_of(world.primary.push())
         await link.write(spoil(record))
         with pytest.raises(kind):
             await link.answers(2)
     await world.settle()
     assert world.version == (2 if name == "bytes twice" else 1)
     async with Link(world) as link:
-        assert told(await link.ask(record)) == [2]
+        assert results(await link.request(record)) == [2]
     await world.assert_same()
 
 
@@ -400,33 +404,34 @@ def no_kind(start: pb.ImageStart) -> None:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("spoil", [another_dtype, another_shape, huge_rest, no_kind])
-async def test_no_bad_image_is_kept(world: World, spoil: Callable[[pb.ImageStart], None]) -> None:
-    """The image is refused by name, and a good one is accepted over the same link."""
+async def test_a_bad_image_is_refused(world: World, spoil: Callable[[pb.ImageStart], None]) -> None:
+    """A good one is then accepted over the same link."""
     image = world.primary.image()
     spoil(image[0].image)
     async with Link(world) as link:
-        (refused,) = told(await link.ask(image))
+        (refused,) = results(await link.request(image))
         assert refused in (BackupRefusalReason.FAILED, BackupRefusalReason.FULL)
         assert world.version == 0
-        assert told(await link.ask(world.primary.image())) == [1]
+        assert results(await link.request(world.primary.image())) == [1]
     await world.assert_same()
 
 
-async def test_records_are_taken_in_order_or_not_at_all(world: World) -> None:
-    """A record that comes too early or before its image is refused; a repeated one is confirmed."""
+async def test_records_are_accepted_only_in_order(world: World) -> None:
+    """A record that arrives too early, or before its image, is refused; a repeated one is
+    acknowledged."""
     image = world.primary.image()
-    first, second, third = (world.primary.told(world.primary.push()) for _ in range(3))
+    first, second, third = (world.primary.frames_of(world.primary.push()) for _ in range(3))
     no_copy = BackupRefusalReason.NO_COPY
     async with Link(world) as link:
-        assert told(await link.ask(first)) == [no_copy]
-        assert told(await link.ask(image)) == [1]
-        assert told(await link.ask([*second, *first, *first], 3)) == [no_copy, 2, 2]
-        assert told(await link.ask([*third, *second, *third], 3)) == [no_copy, 3, 4]
+        assert results(await link.request(first)) == [no_copy]
+        assert results(await link.request(image)) == [1]
+        assert results(await link.request([*second, *first, *first], 3)) == [no_copy, 2, 2]
+        assert results(await link.request([*third, *second, *third], 3)) == [no_copy, 3, 4]
     await world.assert_same()
 
 
-async def test_only_the_primary_of_the_record_is_believed(world: World) -> None:
-    """Requests for another epoch, primary, shard or job change nothing."""
+async def test_only_requests_of_the_recorded_primary_are_accepted(world: World) -> None:
+    """Requests with another epoch, of a deposed primary or for another job change nothing."""
     other = BackupRefusalReason.OTHER_HOLDERS
     async with Link(world) as link:
         for image in (
@@ -434,11 +439,11 @@ async def test_only_the_primary_of_the_record_is_believed(world: World) -> None:
             world.primary.image(EPOCH + 1),
             world.primary.image(job="another"),
         ):
-            assert told(await link.ask(image[:1])) == [other]
+            assert results(await link.request(image[:1])) == [other]
         assert world.version == 0
-        assert told(await link.ask(world.primary.image())) == [1]
+        assert results(await link.request(world.primary.image())) == [1]
         record = world.primary.push()
-        assert told(await link.ask(world.primary.told(record, EPOCH - 1))) == [other]
+        assert results(await link.request(world.primary.frames_of(record, EPOCH - 1))) == [other]
         deposed = ShardAssignment(
             shard_id=0,
             epoch=EPOCH + 1,
@@ -447,12 +452,12 @@ async def test_only_the_primary_of_the_record_is_believed(world: World) -> None:
             content=Content.PRESENT,
         )
         await world.write(deposed)
-        assert told(await link.ask(world.primary.told(record))) == [other]
-        assert told(await link.ask([OFFER])) == [other]
+        assert results(await link.request(world.primary.frames_of(record))) == [other]
+        assert results(await link.request([OFFER])) == [other]
 
 
 async def test_a_stream_without_a_hello_is_refused(world: World) -> None:
-    """A stream has to begin with the sender's identity."""
+    """A stream must begin with the sender's identity."""
     call = world.stub.Follow()
     await call.write(OFFER)
     with pytest.raises(grpc.aio.AioRpcError) as failed:
@@ -460,16 +465,16 @@ async def test_a_stream_without_a_hello_is_refused(world: World) -> None:
     assert isinstance(from_rpc_error(failed.value, "ps-0"), MalformedMessage)
 
 
-async def test_a_stream_of_images_belongs_to_a_link(world: World) -> None:
-    """A stream of no link is refused; the end of one ends its link, as half of it is useless."""
+async def test_a_stream_for_images_needs_a_link_and_ends_with_it(world: World) -> None:
+    """The end of the stream for images ends its link as well."""
     async with Link(world, images_of=7) as images:
         with pytest.raises(MalformedMessage, match="belongs to no link"):
             await images.answers(1)
     async with Link(world) as link:
-        assert await link.ask([OFFER]) == [BackupState(KEY, EPOCH)]
+        assert await link.request([OFFER]) == [BackupState(KEY, EPOCH)]
         async with Link(world, images_of=world.links) as images:
             await images.write(world.primary.image())
-            assert told(await link.answers(1)) == [1]
+            assert results(await link.answers(1)) == [1]
         message = grpc.aio.EOF
         async with asyncio.timeout(ANSWER_S):
             while message is not grpc.aio.EOF:
@@ -478,7 +483,7 @@ async def test_a_stream_of_images_belongs_to_a_link(world: World) -> None:
 
 
 class Gate:
-    """Work of a server that waits until the test lets it go on."""
+    """Replacement of a server's work, which waits for `go_on`."""
 
     def __init__(self, run: "Callable[[int, Callable[[], T]], object]") -> None:
         self.reached = asyncio.Event()
@@ -498,7 +503,7 @@ def led_by(world: World) -> ShardAssignment:
 
 
 async def led(world: World) -> ShardReplica:
-    """Return the shard once the server leads it."""
+    """Wait until the server leads the shard, and return its replica."""
     async with asyncio.timeout(ANSWER_S):
         await world.catalog.wait_for(JOB, [0], ANSWER_S)
     assert world.copy().role is ReplicaRole.PRIMARY
@@ -506,8 +511,8 @@ async def led(world: World) -> ShardReplica:
 
 
 async def in_step(world: World, link: Link) -> None:
-    """Give the server a copy, and have the record list it as in step."""
-    assert told(await link.ask(world.primary.image())) == [1]
+    """Give the server a copy, and name it as backup in the record."""
+    assert results(await link.request(world.primary.image())) == [1]
     me = world.server.replicas.me
     await world.write(
         ShardAssignment(
@@ -516,11 +521,11 @@ async def in_step(world: World, link: Link) -> None:
     )
 
 
-async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
+async def test_an_image_of_a_deposed_primary_does_not_replace_the_leading_replica(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server takes over while it restores an image of the last primary, and acknowledges pushes
-    of its own: these stay, and it leads on."""
+    """The server takes over while it restores an image of the last primary, and acknowledges
+    pushes, which stay."""
     async with Link(world) as link:
         await in_step(world, link)
         images = world.server.replicas._images
@@ -538,7 +543,7 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
             push = new(sequence=sequence, blocks=[0], gradient=gradient)
             replica.state.push(push, lambda session: True)
         gate.go_on.set()
-        assert told(await link.ask([OFFER])) == [BackupRefusalReason.OTHER_HOLDERS]
+        assert results(await link.request([OFFER])) == [BackupRefusalReason.OTHER_HOLDERS]
     assert world.copy() is replica
     assert (replica.role, replica.epoch, replica.state.version) == (
         ReplicaRole.PRIMARY,
@@ -551,8 +556,8 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
 async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record came while there was no room for it, and once there is, the server leads the
-    shard. The last primary must not report the push as safe, and the shard stays."""
+    """The record waits for memory, and meanwhile the server takes over. The last primary must not
+    report its push as replicated."""
     received = world.server.replicas.received
     reached, go_on = asyncio.Event(), asyncio.Event()
     wait_for = received._capacity.wait_for
@@ -565,27 +570,27 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
     async with Link(world) as link:
         await in_step(world, link)
         monkeypatch.setattr(received._capacity, "wait_for", held_up)
-        await link.write(world.primary.told(world.primary.push()))
+        await link.write(world.primary.frames_of(world.primary.push()))
         async with asyncio.timeout(ANSWER_S):
             await reached.wait()
         await world.write(led_by(world))
         replica = await led(world)
         go_on.set()
-        assert told(await link.answers(1)) == [BackupRefusalReason.OTHER_HOLDERS]
+        assert results(await link.answers(1)) == [BackupRefusalReason.OTHER_HOLDERS]
     assert world.copy() is replica
     assert (replica.role, replica.state.version) == (ReplicaRole.PRIMARY, 1)
 
 
-async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
+async def test_acknowledged_updates_are_applied_before_the_copy_leads(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The primary's link may be gone by then."""
+    """The primary's link has ended by then."""
     received = world.server.replicas.received
     async with Link(world) as link:
         await in_step(world, link)
         gate = Gate(received._run)
         monkeypatch.setattr(received, "_run", gate)
-        assert told(await link.ask(world.primary.told(world.primary.push()))) == [2]
+        assert results(await link.request(world.primary.frames_of(world.primary.push()))) == [2]
         async with asyncio.timeout(ANSWER_S):
             await gate.reached.wait()
         await world.write(led_by(world))
@@ -597,10 +602,10 @@ async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
 
 
 async def test_an_image_that_is_older_than_the_copy_is_refused(world: World) -> None:
-    """The primary knows the copy's version, which an overtaken image must not lower."""
+    """The primary knows the copy's version, which a late image must not lower."""
     older = world.primary.image()
     world.primary.push()
     async with Link(world) as link:
-        assert told(await link.ask(world.primary.image())) == [2]
-        assert told(await link.ask(older)) == [BackupRefusalReason.FAILED]
+        assert results(await link.request(world.primary.image())) == [2]
+        assert results(await link.request(older)) == [BackupRefusalReason.FAILED]
     await world.assert_same()

@@ -1,4 +1,4 @@
-"""Work on large shards rests for as long as the event loop is late for others."""
+"""Work on large shards pauses in proportion to the delay of the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def took_s(late_s: float) -> float:
-    """Return the time of a piece of work whose end the loop notices so late."""
+    """Return the time that a piece of work takes if the loop notices its end `late_s` later."""
 
     async def run(num_bytes: int, work: Callable[[], T]) -> T:
         result = work()
@@ -23,6 +23,6 @@ async def took_s(late_s: float) -> float:
     return loop.time() - began_s
 
 
-async def test_the_rest_is_in_proportion_and_bounded() -> None:
+async def test_the_pause_is_in_proportion_and_bounded() -> None:
     assert await took_s(0.002) >= (1 + RESTS) * 0.002
     assert await took_s(0.1) >= 0.1 + MAX_REST_S

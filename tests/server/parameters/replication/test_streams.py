@@ -1,4 +1,4 @@
-"""Replication over shared memory, sockets and gRPC: the backup gets the same."""
+"""Replication over shared memory, sockets and gRPC: the backup has the same values."""
 
 import asyncio
 import mmap
@@ -39,45 +39,45 @@ def by_port(offer: OpenBulkReply, address: str) -> socket.socket:
     return bulk_opening.reach(offer, address)
 
 
-def nowhere(offer: OpenBulkReply, address: str) -> socket.socket:
-    raise ConnectionRefusedError("no way there")
+def refused(offer: OpenBulkReply, address: str) -> socket.socket:
+    raise ConnectionRefusedError("not reachable")
 
 
-WAYS = {"shared memory": bulk_opening.reach, "tcp": by_port, "grpc": nowhere}
+TRANSPORTS = {"shared memory": bulk_opening.reach, "tcp": by_port, "grpc": refused}
 
 
 def filled(value: float) -> dict[str, memoryview]:
     return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_backup_has_every_push(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backup leads the shards once the primary is gone, with the same values and momentum."""
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_backup_has_every_push(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the primary is gone, its backup leads the shards with the same values and momentum."""
     written: list[str] = []
     for kind in (BulkStream, GrpcStream):
         write = kind.write
 
         async def noted(self, frame, *, write=write, name=kind.__name__):  # type: ignore[no-untyped-def]
             shared = getattr(self, "_slots", None) is not None
-            written.append(f"{name}{' with places' if shared else ''}")
+            written.append(f"{name}{' with slots' if shared else ''}")
             await write(self, frame)
 
         monkeypatch.setattr(kind, "write", noted)
-    monkeypatch.setattr(streams, "reach", WAYS[way])
+    monkeypatch.setattr(streams, "reach", TRANSPORTS[transport])
     values, expected = led_on_by_the_backup()
     assert values == {expected}
     assert set(written) == {
         {
-            "shared memory": "BulkStream with places",
+            "shared memory": "BulkStream with slots",
             "tcp": "BulkStream",
             "grpc": "GrpcStream",
-        }[way]
+        }[transport]
     }
 
 
 @contextmanager
-def that_has_pushed(servers: ParameterServers) -> Iterator[ParameterClient]:
-    """Run a worker that has made its pushes."""
+def worker_that_has_pushed(servers: ParameterServers) -> Iterator[ParameterClient]:
+    """Run a worker that has made `NUM_PUSHES` pushes."""
     token = servers.admit("w0")
     with closing(ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)) as client:
         client.place(SCHEMA)
@@ -89,9 +89,9 @@ def that_has_pushed(servers: ParameterServers) -> Iterator[ParameterClient]:
 
 
 def led_on_by_the_backup() -> tuple[set[float], float]:
-    """Return the values after pushes, the primary's end and one more push; and the expected."""
+    """Return the values, and the expected value, after pushes, a server's end and one more push."""
     with ParameterServers(2) as servers:
-        with that_has_pushed(servers) as client:
+        with worker_that_has_pushed(servers) as client:
             servers.stop("ps-0")
             values = filled(9.0)
             client.push(filled(-1.0), into=values)
@@ -102,11 +102,11 @@ def led_on_by_the_backup() -> tuple[set[float], float]:
         return set(values["w"].cast("f")), expected
 
 
-def test_a_push_that_counts_once_it_is_sent_is_answered_together_with_others(
+def test_replies_to_updates_in_shared_memory_are_sent_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Workers do not wait for these answers; the primary gets them all the same, and drops records
-    that its backup has."""
+    """Workers do not wait for these replies. The primary needs them to drop records that its backup
+    has."""
     together: list[FollowReply] = []
     put = _BulkCall.send_soon
 
@@ -115,7 +115,7 @@ def test_a_push_that_counts_once_it_is_sent_is_answered_together_with_others(
         return put(call, reply)
 
     monkeypatch.setattr(_BulkCall, "send_soon", noted)
-    with ParameterServers(2) as servers, that_has_pushed(servers):
+    with ParameterServers(2) as servers, worker_that_has_pushed(servers):
         assert {reply.WhichOneof("answer") for reply in together} == {"received"}
         wait_until_all_is_replicated(servers)
 
@@ -129,7 +129,7 @@ def wait_until_all_is_replicated(servers: ParameterServers, within_s: float = 20
                 time.sleep(0.001)
 
 
-async def test_a_place_is_filled_again_only_once_it_is_free() -> None:
+async def test_a_slot_is_reused_only_once_it_is_free() -> None:
 
     with mmap.mmap(-1, 2 * arena_slots.SLOT_BYTES) as mapped:
         own = arena_slots.ArenaSlots(mapped)
@@ -145,9 +145,9 @@ async def test_a_place_is_filled_again_only_once_it_is_free() -> None:
         del own
 
 
-async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free() -> None:
-    """The stream computes no checksum, and sends no byte through the socket. The log shares the
-    slot until the slot is free, and then has a copy of its own."""
+async def test_an_update_is_sent_at_once_while_a_slot_is_free() -> None:
+    """Its data is in the slot, without a checksum, and not in the socket. The log refers to the
+    slot until it is freed, and then has a copy of its own."""
     data = bytes(range(256)) * 64
     record = UpdateRecord(PushRecord(session="s", sequence=1, version=2), data)
     ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""A shard with a backup in step and a joiner: both get the same, however far one of them lags."""
+"""A shard with a backup in step and a joining server: both get the same, however far one lags."""
 
 import asyncio
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.gradient = bytearray(4 * NUM_ELEMENTS)
-        """Memory of a worker, which uses it for one push after another."""
+        """Memory of a worker, which reuses it for each push."""
         self.expected = torch.zeros(NUM_ELEMENTS)
 
     def create(self) -> None:
@@ -62,7 +62,7 @@ class World:
         return copy.state.body.flat_tensors()["values"]
 
     def push(self) -> None:
-        """Apply a push that no worker waits for; the worker reuses its memory meanwhile."""
+        """Apply a push; the worker reuses its memory as soon as it is applied."""
         led = self.copy_at(self.primary)
         assert led is not None
         gradient = torch.frombuffer(self.gradient, dtype=torch.float32)
@@ -97,11 +97,11 @@ class World:
                 await asyncio.sleep(0.001)
 
 
-async def test_a_push_that_waits_for_one_follower_is_not_overwritten_by_what_another_is_told(
+async def test_an_update_that_waits_for_one_follower_is_not_overwritten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The joiner reads nothing for a while, and the memory that it shares with the primary is full.
-    The update that waits for it is in memory that the backup has read and other pushes reuse."""
+    """The joining server reads nothing, and the memory that it shares with the primary is full. The
+    update that waits for it is in memory that the backup has read and later pushes reuse."""
     store = MemoryStore()
     async with AsyncExitStack() as stack:
         servers = [

@@ -22,10 +22,10 @@ from shoal_server.parameters.shard.memory import Memory
 LIMIT_S = 30.0
 
 
-async def test_memory_that_the_system_does_not_have_is_not_reserved(
+async def test_memory_that_cannot_be_allocated_is_not_reserved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The client goes on without shared memory, and nothing counts for it."""
+    """The client continues without shared memory, and no memory is counted for it."""
 
     def refuse(num_bytes: int) -> SharedArena:
         raise OSError(errno.EMFILE, "too many open files")

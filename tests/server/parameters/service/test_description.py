@@ -1,4 +1,4 @@
-"""Description of a server: what was refused, what is queued, and how far its copies are."""
+"""Description of a server: refused pushes, and the versions of its copies."""
 
 from array import array
 from collections.abc import Iterator
@@ -37,9 +37,8 @@ def created(servers: ParameterServers) -> tuple[ParameterClient, ShardMap]:
     return client, shard_map
 
 
-def test_a_push_by_an_outdated_map_is_counted(servers: ParameterServers) -> None:
-    """Parts refused for their epoch are counted, and the push is partial if another part was
-    applied."""
+def test_a_push_with_an_outdated_epoch_is_counted(servers: ParameterServers) -> None:
+    """The push counts as refused for its epoch, and as partial if another part was applied."""
     client, shard_map = created(servers)
     one, other = shard_map.shards
     token = servers.admit("w1", incarnation="two")
@@ -73,8 +72,8 @@ def test_a_push_by_an_outdated_map_is_counted(servers: ParameterServers) -> None
 
 
 def answered(servers: ParameterServers) -> list[pb.DescribeReply] | None:
-    """Return both servers' descriptions once all is replicated, else None: backups answer some
-    milliseconds after an update counts as received."""
+    """Return the servers' descriptions if all updates are replicated, else None: backups answer
+    some milliseconds after an update counts as received."""
     replies = []
     for server in servers.servers.values():
         with grpc.insecure_channel(server.address) as channel:
@@ -86,8 +85,8 @@ def answered(servers: ParameterServers) -> list[pb.DescribeReply] | None:
     return replies if are_answered else None
 
 
-def test_a_server_tells_how_far_its_copies_are(servers: ParameterServers) -> None:
-    """The shards name their holders and versions; the other server counts each as a copy."""
+def test_a_description_has_the_versions_of_copies(servers: ParameterServers) -> None:
+    """Each shard has one copy at its version, which counts as a copy at the other server."""
     servers.add("ps-1")
     client, _ = created(servers)
     gradients = {name: memoryview(array("f", [1.0]) * 8).cast("B") for name in "ab"}

@@ -1,4 +1,4 @@
-"""Shards that a server holds, and those that it is about to lead."""
+"""The catalog: shards that a server holds, and those that it is about to lead."""
 
 import asyncio
 
@@ -41,8 +41,8 @@ def catalog() -> Catalog:
     return Catalog(MemoryStore(), Holder("ps-0", "one"))
 
 
-async def test_who_comes_ahead_of_a_hand_over_waits_for_it(catalog: Catalog) -> None:
-    """The last primary redirects pushes before this server has read that it leads the shard."""
+async def test_a_call_that_arrives_before_a_handover_waits_for_it(catalog: Catalog) -> None:
+    """The last primary may redirect pushes before this server has read that it leads the shard."""
     copy = replica(ReplicaRole.BACKUP, 4)
     catalog.add(copy)
     asked = asyncio.create_task(catalog.look_up("job", [(0, 5)]))
@@ -53,8 +53,8 @@ async def test_who_comes_ahead_of_a_hand_over_waits_for_it(catalog: Catalog) -> 
     assert await asked == [copy]
 
 
-async def test_who_comes_too_late_is_told_where_to_go(catalog: Catalog) -> None:
-    """Refusals name the newer epoch and its primary, and never an older one."""
+async def test_a_call_after_a_handover_is_refused_with_the_new_primary(catalog: Catalog) -> None:
+    """A redirection names only a newer epoch than the caller's."""
     catalog.add(replica(ReplicaRole.BACKUP, 5))
     catalog.whereabouts = Elsewhere()
     (refused,) = await catalog.look_up("job", [(0, 4)])
@@ -63,8 +63,8 @@ async def test_who_comes_too_late_is_told_where_to_go(catalog: Catalog) -> None:
     assert catalog.redirect("job", 0, 5) is None
 
 
-def test_what_reads_as_no_route_is_passed_over() -> None:
-    """Details of other kinds, and of later versions, are no route."""
+def test_details_that_are_no_routes_are_ignored() -> None:
+    """They may be of other kinds, or of later releases."""
     route = Route(3, 6, "ps-2", "[::1]:7710")
     details = {"shard 1": "soon", "shard x": "1 a b", "job": "1 a b", "shard 2": "1 a "}
     error = WrongEpoch("elsewhere", details=details | routes.as_details([route]))

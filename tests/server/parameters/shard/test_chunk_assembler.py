@@ -1,4 +1,4 @@
-"""Pieces become a shard again, or are refused; never more is held than the shard has."""
+"""The assembler of pieces: they are joined to a shard's bytes, or refused."""
 
 import zlib
 
@@ -29,7 +29,7 @@ def piece(start: int, stop: int, data: bytes = DATA) -> Piece:
 
 
 def test_pieces_in_order_make_the_shard() -> None:
-    """The shard's bytes come out for any cut; only the last piece completes it."""
+    """Only the last piece completes it."""
     assembler = ChunkAssembler(SHARD)
     for start, stop in ((0, 1), (1, 50), (50, 119)):
         assembler.take(piece(start, stop))
@@ -40,7 +40,7 @@ def test_pieces_in_order_make_the_shard() -> None:
 
 
 def test_nothing_is_expected_for_absent_blocks() -> None:
-    """The pieces skip blocks that have no gradient, and the bytes come out without them."""
+    """The pieces skip blocks without a gradient, and the result does not have these."""
     assembler = ChunkAssembler(SHARD, absent_blocks=(1,))
     assert assembler.blocks == [0, 2]
     assembler.take(piece(0, 40))
@@ -52,8 +52,8 @@ def test_nothing_is_expected_for_absent_blocks() -> None:
         ChunkAssembler(SHARD, absent_blocks=(3,))
 
 
-def test_what_a_gradient_was_computed_on_follows_it() -> None:
-    """The base comes at offsets beyond the shard, for the present blocks again; both are joined."""
+def test_a_gradient_may_be_followed_by_its_base() -> None:
+    """The base has offsets beyond the shard, for the same blocks; both are joined."""
     assembler = ChunkAssembler(SHARD, absent_blocks=(1,), with_base=True)
     assert assembler.expected_bytes == 160
     twice = DATA + DATA
@@ -77,10 +77,10 @@ def test_what_a_gradient_was_computed_on_follows_it() -> None:
         (Piece(shard_id=1, offset_bytes=10, data=b"x", checksum=1), ChecksumMismatch, "CRC-32"),
     ],
 )
-def test_what_is_not_the_next_piece_is_refused(
+def test_a_piece_that_is_not_the_next_one_is_refused(
     bad: Piece, kind: type[ShoalError], fragment: str
 ) -> None:
-    """Gaps, repeats, empty, overlong and corrupted pieces are refused by name."""
+    """It may leave a gap, repeat, be empty, too long or corrupted."""
     assembler = ChunkAssembler(SHARD)
     assembler.take(piece(0, 10))
     with pytest.raises(kind, match=fragment):
@@ -88,22 +88,22 @@ def test_what_is_not_the_next_piece_is_refused(
     assert not assembler.is_complete
 
 
-def test_a_piece_may_not_run_into_an_absent_block() -> None:
-    """Bytes for a block that was declared absent are too many bytes."""
+def test_a_piece_with_bytes_of_an_absent_block_is_refused() -> None:
+    """The error has the number of bytes that were expected."""
     assembler = ChunkAssembler(SHARD, absent_blocks=(1,))
     with pytest.raises(ShapeMismatch, match="at most 40"):
         assembler.take(piece(0, 80))
 
 
-def test_a_truncated_shard_is_told_with_its_lengths() -> None:
-    """The error says how much came and how much was expected."""
+def test_the_error_for_a_truncated_shard_has_both_lengths() -> None:
+    """They are the bytes received and the bytes expected."""
     assembler = ChunkAssembler(SHARD)
     assembler.take(piece(0, 100))
     assert "saw 100 bytes; expected 120" in str(assembler.truncated())
 
 
-def test_the_budget_is_shared_and_given_back() -> None:
-    """Calls beyond the budget are refused; an ended call returns its share; one always fits."""
+def test_a_reservation_is_returned_to_the_budget() -> None:
+    """A call beyond the budget is refused, unless no other has a reservation."""
     budget = Budget(100)
     with Reservation(budget) as first:
         first.reserve(1, 400)

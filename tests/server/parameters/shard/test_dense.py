@@ -1,4 +1,4 @@
-"""A shard changes as a whole or not at all, and never twice for one push."""
+"""Dense shards: a push is applied as a whole or not at all, and never twice."""
 
 import threading
 from functools import partial
@@ -30,7 +30,8 @@ NUM_ELEMENTS = 1000
 
 
 def new_shard(num_elements: int = NUM_ELEMENTS, dtype: str = "float32") -> DenseShard:
-    """Zeros in two parameters, plain SGD with learning rate 1: a push of -1 counts up by one."""
+    """Return a shard of zeros in two parameters, with plain SGD: a push of -1 adds 1 to each
+    value."""
     half = num_elements // 2
     blocks = [
         Block(parameter="left", num_elements=half),
@@ -64,7 +65,7 @@ def is_live(session: str) -> bool:
 
 
 REPLIES = {3 << 3 | 2: PushReply, 2 << 3 | 2: ShardData}
-"""Type of a reply by the tag of the piece in it."""
+"""Type of a reply, by the tag of the piece in it."""
 
 
 def read(values: DenseValues) -> torch.Tensor:
@@ -72,8 +73,9 @@ def read(values: DenseValues) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.float32)
 
 
-def test_a_push_moves_values_and_version() -> None:
-    """The version belongs to the values; staleness counts the updates since the base version."""
+def test_a_push_changes_values_and_version() -> None:
+    """The returned values have the new version; staleness counts the updates since the base
+    version."""
     shard = new_shard()
     outcome = shard.push(a_push(1), is_live, read=partial(shard.body.values, writer=TO_REPLIES))
     assert (outcome.version, outcome.staleness, outcome.is_duplicate) == (2, 0, False)
@@ -87,7 +89,7 @@ def test_a_push_moves_values_and_version() -> None:
 
 
 def test_a_repeated_push_is_applied_once() -> None:
-    """A repeat gets the first outcome, and the present values, even after other pushes."""
+    """The repetition gets the first outcome, and the current values, even after other pushes."""
     shard = new_shard()
     shard.push(a_push(1), is_live)
     shard.push(a_push(1, session="other"), is_live)
@@ -100,8 +102,8 @@ def test_a_repeated_push_is_applied_once() -> None:
     assert shard.describe("j").pushes == 2
 
 
-def test_a_push_from_before_the_memory_is_refused() -> None:
-    """A push that cannot be told from a repeat is not applied."""
+def test_a_push_older_than_the_remembered_ones_is_refused() -> None:
+    """It may be a repetition, and so is not applied."""
     shard = new_shard()
     for sequence in range(1, MAX_OUTCOMES + 3):
         shard.push(a_push(sequence), is_live)
@@ -127,11 +129,11 @@ def test_a_push_from_before_the_memory_is_refused() -> None:
         ),
     ],
 )
-def test_what_is_refused_changes_nothing(
+def test_a_refused_push_changes_nothing(
     push: DensePush, kind: type[ShoalError], fragment: str
 ) -> None:
-    """A refused push leaves values and version alone, and its sequence may be used again. It is
-    counted here unless it was refused for its epoch, which the service counts."""
+    """Its sequence may be used again. The shard counts it, unless it was refused for its epoch,
+    which the service counts."""
     shard = new_shard()
     with pytest.raises(kind, match=fragment):
         shard.push(push, is_live, read=partial(shard.body.values, writer=TO_REPLIES))
@@ -143,14 +145,14 @@ def test_what_is_refused_changes_nothing(
 
 
 def test_large_finite_gradients_pass() -> None:
-    """Numbers whose sum overflows are finite all the same."""
+    """Their sum overflows, but each number is finite."""
     shard = new_shard()
     shard.push(a_push(gradient=gradient(3e38), lr=1e-38), is_live)
     assert torch.allclose(read(shard.read(shard.body.values)), torch.full((NUM_ELEMENTS,), -3.0))
 
 
 def test_absent_blocks_are_left_alone() -> None:
-    """A block without gradient keeps its values; the others move."""
+    """A block without a gradient keeps its values; the others change."""
     shard = new_shard()
     push = a_push(blocks=(1,), gradient=gradient(-1.0, 500))
     values = shard.push(push, is_live, read=partial(shard.body.values, writer=TO_REPLIES)).values
@@ -159,22 +161,22 @@ def test_absent_blocks_are_left_alone() -> None:
     assert torch.equal(read(values)[500:], torch.ones(500))
 
 
-def test_the_learning_rate_of_the_push_counts() -> None:
-    """A schedule lives with the worker: the push brings the rate."""
+def test_the_learning_rate_of_a_push_is_used() -> None:
+    """With a schedule on the worker, each push carries its rate."""
     shard = new_shard()
     shard.push(a_push(lr=0.25), is_live)
     assert torch.equal(read(shard.read(shard.body.values)), torch.full((NUM_ELEMENTS,), 0.25))
 
 
 def test_reading_a_known_version_sends_nothing() -> None:
-    """A reader that has the newest values is not sent them again."""
+    """A reader that has another version gets the values."""
     shard = new_shard()
     assert shard.read(partial(shard.body.values, known_version=1)).messages == ()
     assert shard.read(partial(shard.body.values, known_version=2)).messages
 
 
 def test_staleness_beyond_the_last_bucket_is_counted_there() -> None:
-    """Counters stay bounded and add up, for any staleness."""
+    """The number of counters is bounded, and their sum is the number of pushes."""
     shard = new_shard()
     for sequence in range(1, STALENESS_BUCKETS + 11):
         shard.push(a_push(sequence), is_live)
@@ -185,7 +187,7 @@ def test_staleness_beyond_the_last_bucket_is_counted_there() -> None:
 
 
 def test_concurrent_pushes_are_serialised_and_reads_are_whole() -> None:
-    """Many threads push; no update is lost, and no reader ever sees a part of one."""
+    """Four threads push; no update is lost, and no reader sees a part of one."""
     num_elements, num_threads, num_pushes = 300_000, 4, 15
     shard = new_shard(num_elements)
     data = gradient(-1.0, num_elements)
@@ -219,8 +221,8 @@ def test_concurrent_pushes_are_serialised_and_reads_are_whole() -> None:
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_a_borrowed_gradient_is_copied_only_for_who_keeps_it(is_kept: bool) -> None:
-    """The sender uses this memory again once the push is answered."""
+def test_a_borrowed_gradient_is_copied_only_if_the_subscriber_keeps_it(is_kept: bool) -> None:
+    """The sender reuses its memory once the push is answered."""
     records: list[UpdateRecord] = []
     shard, lent = new_shard(), bytearray(gradient(-1.0))
     shard.subscribe(records.append, bytes if is_kept else as_given)
@@ -230,8 +232,8 @@ def test_a_borrowed_gradient_is_copied_only_for_who_keeps_it(is_kept: bool) -> N
     assert records[0].is_lent is not is_kept
 
 
-def test_what_is_kept_of_a_gradient_is_what_was_applied() -> None:
-    """The sender may change the memory that it lends."""
+def test_the_kept_gradient_is_the_one_that_was_applied() -> None:
+    """The sender may change its memory meanwhile."""
     records: list[UpdateRecord] = []
     primary, copy = new_shard(), new_shard()
     lent = bytearray(gradient(-1.0))
@@ -247,23 +249,23 @@ def test_what_is_kept_of_a_gradient_is_what_was_applied() -> None:
     assert torch.equal(read(copy.read(copy.body.values)), read(primary.read(primary.body.values)))
 
 
-def test_a_push_is_told_of_before_its_values_are_read() -> None:
-    """Backups work on the push meanwhile."""
-    happened: list[str] = []
+def test_a_push_is_reported_before_its_values_are_read() -> None:
+    """Backups can apply it meanwhile."""
+    order: list[str] = []
     shard = new_shard()
-    shard.subscribe(lambda record: happened.append("applied"))
+    shard.subscribe(lambda record: order.append("applied"))
     shard.push(
         a_push(gradient=gradient(-1.0)),
         is_live,
-        on_applied=lambda: happened.append("told"),
-        read=lambda version: happened.append("read"),
+        on_applied=lambda: order.append("reported"),
+        read=lambda version: order.append("read"),
     )
-    assert happened == ["applied", "told", "read"]
+    assert order == ["applied", "reported", "read"]
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_a_borrowed_record_is_copied_only_for_who_keeps_it(is_kept: bool) -> None:
-    """A copy replays the record from the memory into which its primary wrote it."""
+def test_a_borrowed_record_is_copied_only_if_the_subscriber_keeps_it(is_kept: bool) -> None:
+    """A copy replays a record from memory that its primary reuses."""
     records: list[UpdateRecord] = []
     primary, copy = new_shard(), new_shard()
     primary.subscribe(records.append)

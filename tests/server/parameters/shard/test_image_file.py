@@ -1,4 +1,4 @@
-"""An image read from its file equals the written one bit for bit, or is refused."""
+"""Image files: an image that is read equals the written one bit for bit, or is refused."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def read(data: bytes, *, sha256: str = SHA256, shard_id: int = 7) -> object:
     return image_file.from_bytes(data, sha256=sha256, file="a.safetensors", shard_id=shard_id)
 
 
-def test_an_image_comes_back_as_it_was() -> None:
+def test_an_image_is_read_as_it_was_written() -> None:
     written = image(7)
     back = image_file.from_bytes(DATA, sha256=SHA256, file="a", shard_id=7)
     assert (back.kind, back.shard_id, back.version, back.spec) == ("dense", 7, 3, written.spec)
@@ -42,7 +42,7 @@ def test_a_short_file_is_noticed(length: int) -> None:
     with pytest.raises(SnapshotDamaged):
         read(DATA[:length])
     with pytest.raises(SnapshotDamaged):
-        # the checksum may even be that of the short file
+        # Here the checksum is that of the short file.
         read(DATA[:length], sha256=image_file.digest(DATA[:length]))
 
 
@@ -51,7 +51,7 @@ def test_another_shards_file_is_refused() -> None:
         read(DATA, shard_id=8)
 
 
-def test_a_file_of_something_else_is_refused() -> None:
+def test_a_file_that_is_no_image_is_refused() -> None:
     other = b"\x02\x00\x00\x00\x00\x00\x00\x00{}"
     with pytest.raises(SnapshotDamaged):
         read(other, sha256=image_file.digest(other))

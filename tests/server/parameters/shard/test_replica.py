@@ -1,4 +1,4 @@
-"""Work on a shard never keeps the event loop waiting for the shard's lock."""
+"""Work on a shard: the event loop never waits for the shard's lock."""
 
 import asyncio
 import threading
@@ -30,14 +30,14 @@ def new_replica() -> ShardReplica:
 
 
 async def test_small_work_is_done_at_once(run: Workers) -> None:
-    """The shard has no other work at that time."""
+    """It runs in the caller's thread if the shard has no other work."""
     done = new_replica().work(run, 1, threading.get_ident)
     assert isinstance(done, asyncio.Future) and done.done()
     assert await done == threading.get_ident()
 
 
 async def test_small_work_does_not_wait_for_the_lock(run: Workers) -> None:
-    """The loop goes on while another thread has the lock; later a thread does the work."""
+    """While another thread has the lock, the loop continues; a thread does the work later."""
     replica, entered, leave = new_replica(), threading.Event(), threading.Event()
 
     def hold(version: int) -> None:
@@ -55,7 +55,7 @@ async def test_small_work_does_not_wait_for_the_lock(run: Workers) -> None:
     holder.join()
 
 
-async def test_work_is_done_in_the_order_in_which_it_came(run: Workers) -> None:
+async def test_work_is_done_in_the_order_of_its_calls(run: Workers) -> None:
     """Small work does not overtake large work."""
     replica, order, go_on = new_replica(), list[int](), threading.Event()
 

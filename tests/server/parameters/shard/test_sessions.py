@@ -1,4 +1,4 @@
-"""Sessions: no push is ever applied twice, and the remembered outcomes stay within bounds."""
+"""Sessions: no push is applied twice, and the number of remembered outcomes is bounded."""
 
 import random
 
@@ -10,8 +10,8 @@ from shoal_server.parameters.shard.sessions import RememberedOutcome, SessionTab
 from shoal_server.parameters.shard.step_scope import Scope
 
 
-def test_a_repeat_gets_the_first_outcome() -> None:
-    """The first answer is repeated, whatever happened since."""
+def test_a_repeated_push_gets_the_first_outcome() -> None:
+    """Later pushes do not change the answer."""
     table = SessionTable()
     table.remember("a", 1, RememberedOutcome(2, 0))
     table.remember("a", 2, RememberedOutcome(5, 1))
@@ -23,8 +23,8 @@ def test_a_repeat_gets_the_first_outcome() -> None:
     assert table.recall("c", 1) is None
 
 
-def test_what_is_older_than_the_memory_is_refused() -> None:
-    """A push whose outcome was forgotten does not count as new."""
+def test_a_push_older_than_the_remembered_ones_is_refused() -> None:
+    """Its outcome was forgotten, so that it may have been applied."""
     table = SessionTable(max_outcomes=3)
     for sequence in range(1, 6):
         table.remember("a", sequence, RememberedOutcome(sequence + 1, 0))
@@ -34,8 +34,8 @@ def test_what_is_older_than_the_memory_is_refused() -> None:
     assert table.recall("a", 3) == RememberedOutcome(4, 0)
 
 
-def test_only_ended_sessions_make_room() -> None:
-    """Live sessions are never forgotten for others; if all are live, the new one has to wait."""
+def test_only_ended_sessions_are_evicted() -> None:
+    """If all sessions are live, a new one is refused as Overloaded."""
     table = SessionTable(max_sessions=2)
     table.remember("dead", 1, RememberedOutcome(2, 0))
     table.remember("live", 1, RememberedOutcome(3, 0))
@@ -48,8 +48,8 @@ def test_only_ended_sessions_make_room() -> None:
     table.evict_for("live", lambda session: True)
 
 
-def test_how_many_sessions_there_may_be_is_a_setting() -> None:
-    """The refusal names the setting."""
+def test_the_number_of_sessions_is_an_option() -> None:
+    """The refusal names it."""
     table = SessionTable(max_sessions=1)
     table.remember("a", 1, RememberedOutcome(2, 0))
     with pytest.raises(Overloaded, match="--max-sessions"):
@@ -58,8 +58,8 @@ def test_how_many_sessions_there_may_be_is_a_setting() -> None:
     assert table.evict_for("b", lambda session: True) == ()
 
 
-def test_what_is_remembered_counts_as_memory() -> None:
-    """The size includes the bits of the scopes, and is the same after a restart."""
+def test_remembered_outcomes_count_as_memory() -> None:
+    """The size includes the bits of scopes, and is the same after a restore."""
     table = SessionTable(max_sessions=4)
     assert table.num_bytes == 0
     scope = Scope.of(range(5000))
@@ -75,9 +75,9 @@ def test_what_is_remembered_counts_as_memory() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_order_repeats_and_gaps(seed: int) -> None:
-    """Compared with unbounded memory, no sequence is admitted twice in any order of pushes and
-    repeats, and the table stays small."""
+def test_no_sequence_is_accepted_twice_in_any_order(seed: int) -> None:
+    """Pushes arrive in random order, with repetitions and gaps; the table remembers four
+    outcomes."""
     rng = random.Random(seed)
     table = SessionTable(max_outcomes=4)
     applied: dict[int, RememberedOutcome] = {}
@@ -95,8 +95,8 @@ def test_random_order_repeats_and_gaps(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_exported_is_restored(seed: int) -> None:
-    """A table made from another's export answers as that one does, floors included."""
+def test_a_restored_table_equals_the_exported_one(seed: int) -> None:
+    """It gives the same answers, also for forgotten sequences."""
     rng = random.Random(seed)
     table = SessionTable(max_outcomes=4)
     for version in range(2, 60):
@@ -120,8 +120,8 @@ def answer(table: SessionTable, session: str, sequence: int) -> RememberedOutcom
         return str(error)
 
 
-def test_a_torn_memory_is_refused() -> None:
-    """Half of the outcomes would admit a push twice."""
+def test_an_incomplete_export_is_refused() -> None:
+    """With only some outcomes, a push would be accepted twice."""
     table = SessionTable()
     table.remember("a", 1, RememberedOutcome(2, 0))
     with pytest.raises(InternalError, match="session a is torn"):
@@ -129,8 +129,8 @@ def test_a_torn_memory_is_refused() -> None:
     assert table.recall("a", 1) == RememberedOutcome(2, 0)
 
 
-def test_the_steps_of_pushes_are_remembered_with_them() -> None:
-    """Steps are remembered as long as outcomes, and in a copy of the table too."""
+def test_scopes_of_steps_are_remembered_with_outcomes() -> None:
+    """They are remembered as long as the outcomes, also in a restored table."""
     table = SessionTable(max_outcomes=3)
     scopes = [None, Scope.of([1, 20]), None, Scope.of([2], of_tables=True)]
     for sequence, scope in enumerate(scopes, 1):

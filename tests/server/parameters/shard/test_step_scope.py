@@ -1,4 +1,4 @@
-"""Scope of a push's step as a shard keeps it: the shards of the step, within bounds."""
+"""Scope of a push's step: the ids of the shards that the step pushes to."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from shoal_server.parameters.shard.step_scope import MAX_SHARD_IDS, Scope, to_me
 
 
 @pytest.mark.parametrize("of_tables", [False, True])
-def test_a_scope_comes_back_from_its_message(of_tables: bool) -> None:
+def test_a_scope_is_restored_from_its_message(of_tables: bool) -> None:
     scope = Scope.of([3, 70, 9], of_tables=of_tables)
     assert scope is not None and scope.shards == {3, 9, 70}
     message = to_message(scope)
@@ -17,11 +17,11 @@ def test_a_scope_comes_back_from_its_message(of_tables: bool) -> None:
 
 
 def test_no_ids_are_no_scope() -> None:
-    """A step without ids means all dense shards, however many there are."""
+    """A step without ids pushes to all dense shards."""
     assert Scope.of([]) is None and to_message(None) is None
 
 
-def test_an_id_that_no_job_has_is_refused() -> None:
-    """The id would take memory for every lower id."""
+def test_an_id_above_the_bound_is_refused() -> None:
+    """It would take a bit of memory for every lower id."""
     with pytest.raises(MalformedMessage, match=f"saw shard {MAX_SHARD_IDS}"):
         Scope.of([1, MAX_SHARD_IDS])

@@ -1,4 +1,5 @@
-"""The barrier of a snapshot: in any order of events, a cut has each step whole, or not at all."""
+"""The barrier of a snapshot: in any order of events, a cut has each step as a whole or not at
+all."""
 
 import random
 from collections.abc import Sequence
@@ -35,14 +36,14 @@ def passed(barrier: SnapshotBarrier, step: StepId) -> None:
     barrier.leave(step, applied_are(step))
 
 
-def test_an_open_gate_lets_everything_in() -> None:
+def test_an_open_barrier_admits_all_steps() -> None:
     barrier = SnapshotBarrier()
     for step in (A1, A2, B1, A3):
         passed(barrier, step)
     assert barrier.phase is BarrierPhase.OPEN and barrier.num_sessions == 2
 
 
-def test_a_closed_gate_lets_in_what_has_begun_here() -> None:
+def test_a_closed_barrier_admits_only_steps_that_have_begun_here() -> None:
     barrier = SnapshotBarrier()
     passed(barrier, A1)
     assert barrier.close("cut") == {A1: None}
@@ -50,7 +51,7 @@ def test_a_closed_gate_lets_in_what_has_begun_here() -> None:
     assert not barrier.may_enter(A2) and not barrier.may_enter(B1)
 
 
-def test_a_draining_gate_lets_in_what_has_begun_elsewhere_and_waits_for_it() -> None:
+def test_a_draining_barrier_admits_and_awaits_steps_that_have_begun_elsewhere() -> None:
     barrier = SnapshotBarrier()
     passed(barrier, A1)
     barrier.close("cut")
@@ -63,15 +64,15 @@ def test_a_draining_gate_lets_in_what_has_begun_elsewhere_and_waits_for_it() -> 
     assert barrier.open("cut") and barrier.may_enter(A3)
 
 
-def test_a_step_that_touches_nothing_here_is_not_waited_for() -> None:
+def test_a_step_without_shards_here_is_not_waited_for() -> None:
     barrier = SnapshotBarrier()
     barrier.close("cut")
     barrier.drain("cut", {A1: frozenset({7})})
     assert barrier.waits_for(lambda step, shards: () if shards == {7} else (1,), always) == []
 
 
-def test_a_part_that_came_in_and_is_not_applied_is_waited_for() -> None:
-    """The shard had moved, for example, and the client tries again."""
+def test_a_part_that_was_admitted_and_not_applied_is_waited_for() -> None:
+    """The shard may have moved, and the client repeats the call."""
     barrier = SnapshotBarrier()
     barrier.enter(A1, None)
     barrier.leave(A1, applied_are())
@@ -90,7 +91,7 @@ def test_a_part_that_was_refused_for_good_is_not_waited_for() -> None:
     assert barrier.waits_for(applied_are(), always) == [] == barrier.torn(applied_are())
 
 
-def test_nobody_waits_for_the_steps_of_the_dead_but_they_are_told() -> None:
+def test_steps_of_lost_members_are_reported_and_not_waited_for() -> None:
     barrier = SnapshotBarrier()
     barrier.enter(A1, None)
     barrier.drain("cut", barrier.close("cut"))
@@ -98,7 +99,7 @@ def test_nobody_waits_for_the_steps_of_the_dead_but_they_are_told() -> None:
     assert barrier.torn(applied_are()) == [A1]
 
 
-def test_what_was_given_up_once_is_not_waited_for_again_unless_it_comes() -> None:
+def test_a_step_given_up_by_one_cut_is_awaited_again_only_once_it_continues() -> None:
     barrier = SnapshotBarrier()
     barrier.enter(A1, None)
     barrier.leave(A1, applied_are())
@@ -112,7 +113,7 @@ def test_what_was_given_up_once_is_not_waited_for_again_unless_it_comes() -> Non
     assert barrier.waits_for(applied_are(), always) == [A1]
 
 
-def test_a_shard_that_arrives_is_asked_for_every_step() -> None:
+def test_steps_of_a_shard_that_arrived_are_waited_for() -> None:
     barrier = SnapshotBarrier()
     passed(barrier, A2)
     barrier.learn({A1: None})
@@ -120,7 +121,7 @@ def test_a_shard_that_arrives_is_asked_for_every_step() -> None:
     assert barrier.waits_for(applied_are(A1), always) == [A2]
 
 
-def test_one_cut_at_a_time() -> None:
+def test_only_one_cut_is_taken_at_a_time() -> None:
     barrier = SnapshotBarrier()
     barrier.close("first")
     with pytest.raises(SnapshotFailed, match="another snapshot is being taken"):
@@ -133,27 +134,27 @@ def test_one_cut_at_a_time() -> None:
     barrier.close("second")
 
 
-def test_memory_is_bounded_and_the_newest_steps_stay() -> None:
+def test_only_the_newest_steps_are_remembered() -> None:
     barrier = SnapshotBarrier()
     for number in range(1, 100):
         passed(barrier, StepId("a", number))
     begun = barrier.close("cut")
     assert sorted(step.sequence for step in begun) == list(range(100 - MAX_STEPS, 100))
-    # A retry of a forgotten step changes nothing: its shards remember it.
+    # A repetition of a forgotten step is admitted: its shards do not apply it again.
     assert barrier.may_enter(StepId("a", 3)) and not barrier.may_enter(StepId("a", 100))
     barrier.open("cut")
     barrier.forget(lambda session: False)
     assert barrier.num_sessions == 0
 
 
-def test_what_touches_every_shard_anywhere_touches_every_shard() -> None:
+def test_a_step_of_all_shards_on_one_server_is_merged_as_one_of_all_shards() -> None:
     assert merged([{A1: frozenset({1}), A2: None}, {A1: frozenset({2}), A2: frozenset({1})}]) == {
         A1: frozenset({1, 2}),
         A2: None,
     }
 
 
-# Many interleavings, against servers that only keep what was pushed.
+# Many interleavings, with servers that only record the steps pushed to each shard.
 
 
 @dataclass
@@ -182,7 +183,8 @@ class Server:
 
 @dataclass
 class Part:
-    """Part of a step on one server: it enters, its shards apply it one by one, it leaves."""
+    """Part of a step on one server: it enters, its shards apply it one after the other, it
+    leaves."""
 
     step: StepId
     shards: Shards
@@ -191,7 +193,7 @@ class Part:
     inside: bool = False
 
     def advance(self, breaks: bool) -> bool:
-        """Advance by one turn; return True if the part is done."""
+        """Take one turn; return True if the part is done."""
         barrier = self.server.barrier
         if not self.inside:
             if barrier.may_enter(self.step):
@@ -222,8 +224,7 @@ class Client:
         if self.next <= self.num_steps and len(in_flight) < self.window and pick % 3 == 0:
             self.begin()
         elif self.parts:
-            # The part and the break are drawn separately: one of seven parts would otherwise always
-            # break.
+            # Part and break are drawn independently: otherwise some part might break every time.
             turn, at = divmod(pick, len(self.parts))
             part = self.parts[at]
             if part.advance(breaks=turn % 7 == 0):
@@ -247,7 +248,7 @@ class Client:
 
 @dataclass
 class Coordinator:
-    """Coordinator that calls the servers one by one, in any order."""
+    """Coordinator that calls the servers one after the other, in any order."""
 
     servers: Sequence[Server]
     reports: dict[int, Begun] = field(default_factory=dict)
@@ -290,7 +291,7 @@ class Coordinator:
     warm_up=st.lists(st.integers(0, 1000), max_size=60),
     picks=st.lists(st.integers(0, 1000), min_size=1, max_size=150),
 )
-def test_no_interleaving_tears_a_step(
+def test_each_step_is_whole_in_any_interleaving(
     num_servers: int, windows: list[tuple[int, bool]], warm_up: list[int], picks: list[int]
 ) -> None:
     servers = [Server(range(3 * i, 3 * i + 1 + i)) for i in range(num_servers)]
@@ -304,8 +305,8 @@ def test_no_interleaving_tears_a_step(
     actors: list[Client | Coordinator] = [*clients, coordinator]
     for pick in picks:
         actors[pick % len(actors)].advance(pick // len(actors))
-    # All actors go on until all is done: the cut ends, and so does every step. The order is random:
-    # in turn, a part might be the seventh at each of its turns, and break every time.
+    # All actors continue until the cut and every step are done, in random order: in a fixed one, a
+    # part might break at each of its turns.
     chance = random.Random(0)
     for _ in range(20_000):
         if coordinator.done and all(client.done for client in clients):

@@ -24,8 +24,8 @@ def new_replica(shard_id: int) -> ShardReplica:
     return ShardReplica("job", new_dense_shard(spec, SGD, bytearray(16)), ReplicaRole.PRIMARY, 1)
 
 
-async def test_a_cut_that_fails_leaves_no_image_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pushes would go on copying old values for an open image."""
+async def test_a_failed_cut_leaves_no_image_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushes would continue to copy old values for an open image."""
     catalog = Catalog(MemoryStore(), Holder("ps-0", "one"))
     whole, failing = new_replica(1), new_replica(2)
     for each in (whole, failing):

@@ -1,7 +1,6 @@
-"""Images of shards: an image is the shard at one time, whatever is pushed, evicted or read
-meanwhile.
+"""Images of shards: an image has the shard's content at one version, whatever is pushed meanwhile.
 
-A shard built from its chunks is this shard, bit for bit.
+A shard built from its chunks equals that content, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ SMALL_CHUNK_BYTES = 512
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make chunks small, so that a small shard has many."""
+    """Make chunks small, so that a small shard has many of them."""
     for module in (shard_image, flat_image, row_image):
         monkeypatch.setattr(module, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
     monkeypatch.setattr(builder, "LEAST_CHUNK_BYTES", SMALL_CHUNK_BYTES)
@@ -132,11 +131,11 @@ def built(image: ShardImage, header: CutHeader | None = None) -> AnyShard:
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize(("world", "kind"), WORLDS)
-def test_what_is_built_from_a_cut_is_the_shard_as_it_was(
+def test_a_shard_built_from_an_image_equals_the_shard_at_its_version(
     world: type[Table | Dense], kind: str, seed: int
 ) -> None:
-    """Several images are open at a time; chunks are read twice, between pushes, and some are
-    released once they are taken."""
+    """Three images are open at a time. Each chunk is read twice, with pushes in between, and some
+    are released after that."""
     run = world(kind, seed)
     for _ in range(10):
         run.push()
@@ -170,8 +169,8 @@ def test_what_is_built_from_a_cut_is_the_shard_as_it_was(
 
 
 @pytest.mark.parametrize("world", [Table("adam", 3), Dense("adam", 3)])
-def test_a_built_shard_goes_on_as_the_first_one_does(world: Table | Dense) -> None:
-    """Rows made, evicted and found again, and retries, have the same result in both."""
+def test_a_built_shard_replays_later_pushes(world: Table | Dense) -> None:
+    """It then equals the first shard, bit for bit."""
     for _ in range(30):
         world.push()
     records = []
@@ -189,8 +188,8 @@ def test_a_built_shard_goes_on_as_the_first_one_does(world: Table | Dense) -> No
 
 
 @pytest.mark.parametrize("world", [Table("adam", 5), Dense("adam", 5)])
-def test_a_file_is_of_the_shard_as_it_was(world: Table | Dense) -> None:
-    """A push comes between any two of the file's pieces."""
+def test_an_image_file_equals_the_shard_at_its_version(world: Table | Dense) -> None:
+    """The shard gets a push between any two of the file's pieces."""
     for _ in range(30):
         world.push()
     wanted = bits(loaded(world.shard))
@@ -205,8 +204,8 @@ def test_a_file_is_of_the_shard_as_it_was(world: Table | Dense) -> None:
     assert bits(loaded(restore(image))) == wanted
 
 
-def test_only_what_a_push_touches_is_copied_aside() -> None:
-    """Released chunks are not copied, and neither is anything once all images are closed."""
+def test_only_data_that_a_push_changes_is_copied_for_an_image() -> None:
+    """Released chunks are not copied, and nothing is once all images are closed."""
     table = Table("adam", 1)
     for _ in range(60):
         table.push()
@@ -226,8 +225,8 @@ def test_only_what_a_push_touches_is_copied_aside() -> None:
     assert shard.body.images.held_bytes == 0
 
 
-def test_a_chunk_that_was_let_go_of_is_refused() -> None:
-    """The memory may have other bytes by now."""
+def test_a_released_chunk_cannot_be_read() -> None:
+    """The shard may have changed since. The same holds for a closed image."""
     table = Table("sgd", 1)
     for _ in range(10):
         table.push()
@@ -243,8 +242,8 @@ def test_a_chunk_that_was_let_go_of_is_refused() -> None:
             image.chunk(index)
 
 
-def test_a_builder_takes_what_it_expects_and_nothing_else() -> None:
-    """The builder is unchanged after a refusal, and goes on with the right chunk."""
+def test_a_builder_accepts_only_the_next_chunk() -> None:
+    """It is unchanged after a refusal, and continues with the right chunk."""
     table = Table("adagrad", 1)
     for _ in range(10):
         table.push()
@@ -275,8 +274,8 @@ def test_a_builder_takes_what_it_expects_and_nothing_else() -> None:
         lambda header: setattr(header, "spec", b"\xff"),
     ],
 )
-def test_a_header_of_something_else_is_refused(spoil: object) -> None:
-    """The error has what was seen, and comes before memory is allocated."""
+def test_an_invalid_header_is_refused(spoil: object) -> None:
+    """The error comes before memory is allocated."""
     for world in (Table("adam", 1), Dense("adam", 1)):
         world.push()
         with world.shard.image() as image:

@@ -1,4 +1,4 @@
-"""Initial values depend on seed, table name, id and column alone, and are distributed as asked."""
+"""Initial rows depend only on seed, table name, id and column, and are distributed as specified."""
 
 import hashlib
 
@@ -22,8 +22,8 @@ def make(
 
 
 @pytest.mark.parametrize("initialiser", [NORMAL, UNIFORM], ids=lambda i: i.kind)
-def test_a_row_is_the_same_whenever_it_is_made(initialiser: Initialiser) -> None:
-    """A row is the same alone or among others, in any process, and differs by seed and table."""
+def test_a_row_has_the_same_initial_values_whenever_it_is_made(initialiser: Initialiser) -> None:
+    """It is the same alone or among others, and differs between seeds and tables."""
     many = make(initialiser, range(-5, 100))
     assert torch.equal(make(initialiser, range(40, 41))[0], many[45])
     for other in (
@@ -34,9 +34,9 @@ def test_a_row_is_the_same_whenever_it_is_made(initialiser: Initialiser) -> None
     assert many.unique(dim=0).shape == many.shape
 
 
-def test_values_are_as_they_always_were() -> None:
-    """Rows that were never pushed are computed again, by later versions too: this is the
-    definition, in whole numbers."""
+def test_initial_values_never_change_between_releases() -> None:
+    """Rows without a push are computed again at each lookup, also by later releases. The test has
+    the definition in integers."""
     key = int.from_bytes(hashlib.sha256(b"7 users").digest()[:8], "little")
     for row_id in (0, 5):
         words = [mix64((mix64(row_id ^ key) + c * 0xD1342543DE82EF95) % 2**64) for c in range(1, 9)]
@@ -51,8 +51,8 @@ def test_values_are_as_they_always_were() -> None:
         assert torch.equal(make(NORMAL, rows)[0], torch.tensor(normal, dtype=torch.float32))
 
 
-def test_moments() -> None:
-    """Mean and deviation are those asked for; uniform values keep within their bounds."""
+def test_initial_values_have_the_specified_distribution() -> None:
+    """Mean, deviation and bounds are the specified ones, and columns are not correlated."""
     normal, uniform = make(NORMAL, range(20_000)), make(UNIFORM, range(20_000))
     assert normal.mean().item() == pytest.approx(0.5, abs=0.002)
     assert normal.std().item() == pytest.approx(0.1, rel=0.01)

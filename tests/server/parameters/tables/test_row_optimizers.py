@@ -1,4 +1,4 @@
-"""Rows are trained as by torch.optim with sparse gradients."""
+"""Row optimizers: their results, compared with torch.optim for those that torch has."""
 
 from collections.abc import Callable
 
@@ -22,8 +22,8 @@ TORCH: dict[str, Callable[[nn.Parameter], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("kind", TORCH)
-def test_as_torch_with_sparse_gradients(kind: str) -> None:
-    """Values are equal bit for bit, with rows that come and stay away."""
+def test_rows_equal_those_of_torch_with_sparse_gradients(kind: str) -> None:
+    """Values are equal bit for bit; each step pushes to some of the rows."""
     spec = RowOptimizer()
     spec.CopyFrom(OPTIMIZERS[kind])
     spec.weight_decay = 0.0
@@ -56,7 +56,7 @@ def states(rule_columns: dict[str, StateColumn], num_rows: int) -> dict[str, tor
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
-    """A row trained alone or among others becomes the same, to within rounding."""
+    """Trained alone or among others it has the same values, up to rounding."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(NUM_ROWS, DIM, generator=generator)
     gradients = torch.randn(3, NUM_ROWS, DIM, generator=generator)
@@ -76,7 +76,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
 
 
 def test_adam_counts_the_steps_of_each_row() -> None:
-    """A row's first step is as long as the learning rate, however late it comes."""
+    """The first step of a row is as long as the learning rate, however late it is."""
     shard = new_shard(new_table(optimizer=OPTIMIZERS["adam"]))
     for step in range(1, 6):
         births, _ = look_up(shard, [1])
@@ -86,8 +86,8 @@ def test_adam_counts_the_steps_of_each_row() -> None:
     np.testing.assert_allclose(values, [[0.01, -0.01]], rtol=1e-5)
 
 
-def test_rowwise_adagrad_has_one_accumulator_a_row() -> None:
-    """The accumulator has the mean of the squares: the first step has length lr * sqrt(dim)."""
+def test_rowwise_adagrad_has_one_accumulator_for_each_row() -> None:
+    """It is the mean of the squares: the first step has length lr * sqrt(dim)."""
     shard = new_shard(new_table(optimizer=OPTIMIZERS["rowwise_adagrad"]))
     shard.push(new_push([5], [[3.0, 4.0]]), live)
     _, values = look_up(shard, [5])
@@ -96,8 +96,8 @@ def test_rowwise_adagrad_has_one_accumulator_a_row() -> None:
     assert image.tensors["optimizer/sum"].tolist() == [12.5]
 
 
-def test_rows_of_16_bits_have_state_of_32() -> None:
-    """An average in 16 bits would stand still."""
+def test_rows_of_16_bits_have_optimizer_state_of_32() -> None:
+    """In 16 bits, small changes of an average would be rounded away."""
     shard = new_shard(new_table(dtype="float16", optimizer=OPTIMIZERS["adam"]))
     for step in range(1, 4):
         births, _ = look_up(shard, [1])

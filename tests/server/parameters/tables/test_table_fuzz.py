@@ -1,7 +1,7 @@
-"""Tables under random pushes, evictions and retries, beside a dict that does the same slowly.
+"""Tables under random pushes, evictions and repetitions, compared with a slow twin.
 
-Gradients are whole numbers and rows begin with zeros, so the sums are exact, and a gradient applied
-to a wrong row would show.
+Gradients are whole numbers and rows begin with zeros: sums are exact, so that a gradient applied to
+a wrong row is found.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Row:
 
 @dataclass
 class Twin:
-    """The rules of docs/tables.md, applied to one id after the other."""
+    """The rules of docs/tables.md, applied to each id in turn."""
 
     table: TableSpec
     max_rows: int
@@ -124,7 +124,7 @@ SCRIPTS: st.SearchStrategy[list[Step]] = st.lists(
 
 @dataclass
 class Pusher:
-    """Worker that keeps what it looked up, however old, and pushes for it."""
+    """Worker that keeps the births of rows that it looked up, however old, and pushes with them."""
 
     name: str
     births: dict[int, int] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class World:
         self.copy = table_from_image(loaded(self.shard, self.records.append))
 
     def copy_again(self) -> None:
-        """Begin the copy again from a new image."""
+        """Begin the copy anew from another image."""
         self.records.clear()
         self.copy = table_from_image(loaded(self.shard))
 
@@ -193,9 +193,9 @@ class World:
 @pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(TABLES, SCRIPTS)
-def test_no_row_gets_what_is_not_its_own(table: TableSpec, script: list[Step]) -> None:
-    """Values, births and fates equal the twin's after any mixture of pushes of many workers, old
-    lookups, retries, evictions and admissions. A copy begun halfway equals the shard once it has
+def test_a_table_equals_its_slow_twin(table: TableSpec, script: list[Step]) -> None:
+    """Values, births and fates are equal after any pushes of two workers, with old lookups,
+    repetitions, evictions and admissions. A copy begun halfway equals the shard once it has
     replayed the rest."""
     world = World(table)
     for number, (what, who, ids, pause_s) in enumerate(script):
@@ -220,8 +220,8 @@ def test_no_row_gets_what_is_not_its_own(table: TableSpec, script: list[Step]) -
 
 @settings(max_examples=15, deadline=None)
 @given(kind=st.sampled_from(sorted(OPTIMIZERS)), seed=st.integers(0, 2**32 - 1))
-def test_a_replayed_copy_is_the_same_to_the_last_bit(kind: str, seed: int) -> None:
-    """Copies with every optimizer, begun at different times, see evictions and admissions."""
+def test_a_replayed_copy_is_the_same_bit_for_bit(kind: str, seed: int) -> None:
+    """Copies are begun at different times, with every optimizer; rows are evicted and admitted."""
     table = new_table(
         dim=5,
         initialiser=Initialiser(kind="normal", spread=0.1),
@@ -253,7 +253,7 @@ def test_a_replayed_copy_is_the_same_to_the_last_bit(kind: str, seed: int) -> No
 
 
 def assert_same(seen: TableShard, expected: TableShard) -> None:
-    """Check that both are equal bit for bit, the sessions included."""
+    """Check that both are equal bit for bit, including sessions."""
     one, other = loaded(seen), loaded(expected)
     assert one.version == other.version
     assert one.spec == other.spec

@@ -1,4 +1,4 @@
-"""A table's shard keeps its promises one by one: rows, fates, memory, order."""
+"""Shards of tables, case by case: rows, fates, memory and order."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def ones(count: int) -> list[list[float]]:
 
 
 def test_a_lookup_changes_nothing() -> None:
-    """Rows have their initial values before they are made, and take no memory when looked up."""
+    """A row has its initial values before it is made, and takes no memory until then."""
     shard = new_shard(new_table(initialiser=Initialiser(kind="normal", spread=1.0)))
     before = shard.memory_bytes
     births, first = look_up(shard, range(10_000))
@@ -44,8 +44,8 @@ def test_a_lookup_changes_nothing() -> None:
     np.testing.assert_array_equal(values, first[4:6] - np.float32([[0, 0], [1, 2]]))
 
 
-def test_ids_that_come_twice_are_added_up() -> None:
-    """Gradients are added in the order of the push; each id gets the row's fate."""
+def test_gradients_of_repeated_ids_are_added() -> None:
+    """Each position of the push gets its row's fate."""
     shard = new_shard(new_table())
     gradients = [[1.0, 0.0], [10.0, 0.0], [100.0, 0.0], [1000.0, 0.0]]
     outcome = shard.push(new_push([7, 3, 7, -2], gradients), live)
@@ -54,8 +54,8 @@ def test_ids_that_come_twice_are_added_up() -> None:
     assert len(shard.body.content) == 3
 
 
-def test_the_order_of_a_push_decides_how_its_sums_round() -> None:
-    """Floating-point sums depend on their order: the same push always has the same one."""
+def test_gradients_of_repeated_ids_are_added_in_order() -> None:
+    """Rounding depends on the order: the same push always has the same result."""
     numbers = np.random.default_rng(3).standard_normal((1000, 2)).astype(np.float32)
     total = np.zeros(2, np.float32)
     for number in numbers:
@@ -65,8 +65,8 @@ def test_the_order_of_a_push_decides_how_its_sums_round() -> None:
     assert look_up(shard, [9])[1][0].tolist() == (-total).tolist()
 
 
-def test_a_row_that_was_made_anew_does_not_get_what_was_meant_for_the_old_one() -> None:
-    """The same holds if another worker has made the row again meanwhile."""
+def test_a_row_made_anew_does_not_get_gradients_of_the_evicted_one() -> None:
+    """The push is answered with the fate EVICTED, whether the row was made anew or not."""
     table = new_table(max_rows=2, eviction=Eviction(oldest_when_full=True))
     shard = new_shard(table)
     shard.push(new_push([1], ones(1), sequence=1, at_unix_s=1.0), live)
@@ -83,8 +83,8 @@ def test_a_row_that_was_made_anew_does_not_get_what_was_meant_for_the_old_one() 
     assert values.tolist() == [[-1.0, -1.0]]
 
 
-def test_idle_rows_are_taken_out_by_the_clock_of_the_pushes() -> None:
-    """Eviction is late by an eighth of the time at most; a clock set back evicts nothing."""
+def test_idle_rows_are_evicted_by_the_times_of_pushes() -> None:
+    """A push with an earlier time evicts no row."""
     shard = new_shard(new_table(eviction=Eviction(max_idle_s=80.0)))
     shard.push(new_push([1, 2], ones(2), sequence=1, at_unix_s=1000.0), live)
     births, _ = look_up(shard, [1])
@@ -97,8 +97,8 @@ def test_idle_rows_are_taken_out_by_the_clock_of_the_pushes() -> None:
     assert shard.body.content.counts.evicted == 1
 
 
-def test_a_clock_that_jumps_makes_no_row_idle_that_is_in_use() -> None:
-    """The push advances the time by at most half of the idle time, whatever its clock."""
+def test_a_push_with_a_far_later_time_evicts_no_row_in_use() -> None:
+    """A push advances the shard's time by at most half of the idle time."""
     shard = new_shard(new_table(eviction=Eviction(max_idle_s=80.0)))
     shard.push(new_push([1, 2], ones(2), sequence=1, at_unix_s=1000.0), live)
     shard.push(new_push([3], ones(1), sequence=2, at_unix_s=1e9), live)
@@ -106,9 +106,9 @@ def test_a_clock_that_jumps_makes_no_row_idle_that_is_in_use() -> None:
     assert shard.body.content.now_s == 1040.0
 
 
-def test_time_goes_on_from_the_newest_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time advances with the monotonic clock. Neither a clock that is set, nor a copy that leads
-    with another clock, makes rows older than they are."""
+def test_the_shards_time_continues_from_the_newest_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It advances with the monotonic clock. Neither a wall clock that is set, nor a copy on a
+    machine with another clock, makes rows older."""
     wall_s, steady_s = 5000.0, 70.0
     monkeypatch.setattr("time.time", lambda: wall_s)
     monkeypatch.setattr("time.monotonic", lambda: steady_s)
@@ -126,7 +126,7 @@ def test_time_goes_on_from_the_newest_push(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_full_shard_without_eviction_makes_no_rows() -> None:
-    """Existing rows are trained on; for others the fate says that there is no room."""
+    """Existing rows are trained; others get the fate FULL."""
     table = new_table(max_rows=2, eviction=Eviction(oldest_when_full=False))
     shard = new_shard(table)
     assert shard.push(new_push([5, 1, 3], ones(3)), live).fates == bytes([FULL, MADE, MADE])
@@ -135,8 +135,8 @@ def test_a_full_shard_without_eviction_makes_no_rows() -> None:
     assert outcome.fates == bytes([APPLIED, FULL])
 
 
-def test_memory_is_bounded_by_bytes() -> None:
-    """The oldest rows are evicted, for any number of ids."""
+def test_the_memory_of_a_shard_is_bounded() -> None:
+    """The oldest rows are evicted."""
     table = new_table(dim=16, max_shard_bytes=100_000, eviction=Eviction(oldest_when_full=True))
     shard = new_shard(table)
     for step in range(1, 30):
@@ -147,7 +147,7 @@ def test_memory_is_bounded_by_bytes() -> None:
 
 
 def test_an_id_is_admitted_at_its_nth_push() -> None:
-    """Earlier gradients are dropped, and the fates say so."""
+    """Earlier gradients are dropped, with the fate NOT_ADMITTED."""
     shard = new_shard(new_table(admission=Admission(kind="count", min_pushes=3)))
     fates = [
         shard.push(new_push([8], ones(1), sequence=step), live).fates[0] for step in range(1, 4)
@@ -156,8 +156,9 @@ def test_an_id_is_admitted_at_its_nth_push() -> None:
     assert look_up(shard, [8])[1].tolist() == [[-1.0, -1.0]]
 
 
-def test_what_is_pushed_once_in_a_long_while_is_not_admitted() -> None:
-    """Counts age, so that among many ids few are admitted because of pushes of other ids."""
+def test_ids_that_are_pushed_only_once_are_rarely_admitted() -> None:
+    """The counts of admission are shared between ids and age, so that few ids are admitted because
+    of others."""
     shard = new_shard(new_table(dim=1, admission=Admission(kind="count", min_pushes=4)))
     for step in range(1, 9):
         ids = np.arange(step * 30_000, step * 30_000 + 30_000)
@@ -166,8 +167,8 @@ def test_what_is_pushed_once_in_a_long_while_is_not_admitted() -> None:
     assert shard.body.content.counts.not_admitted == 240_000 - len(shard.body.content)
 
 
-def test_ids_are_admitted_with_the_probability_asked_for() -> None:
-    """Ids are drawn again at each push: the same share of the rest is admitted at the next."""
+def test_ids_are_admitted_with_the_specified_probability() -> None:
+    """Each push draws again: the same share of the remaining ids is admitted."""
     table = new_table(admission=Admission(kind="probability", probability=0.25))
     shard = new_shard(table)
     ids = np.arange(8000)
@@ -177,8 +178,8 @@ def test_ids_are_admitted_with_the_probability_asked_for() -> None:
         assert abs(len(shard.body.content) - expected) < 200
 
 
-def test_a_retry_is_told_what_became_of_each_row_at_first() -> None:
-    """The primary repeats the fates, and so does a copy that has become primary."""
+def test_a_repeated_push_gets_the_first_fates() -> None:
+    """A copy made from an image repeats them as well."""
     shard = new_shard(new_table(admission=Admission(kind="count", min_pushes=2)))
     first = shard.push(new_push([1, 2], ones(2)), live)
     shard.push(new_push([1, 2], ones(2), sequence=2), live)
@@ -191,8 +192,8 @@ def test_a_retry_is_told_what_became_of_each_row_at_first() -> None:
         assert holder.version == 3
 
 
-def test_what_is_older_than_the_memory_of_pushes_is_refused() -> None:
-    """The shard cannot know if the push was applied."""
+def test_a_push_older_than_the_remembered_ones_is_refused() -> None:
+    """The shard does not know if it was applied."""
     shard = new_shard(new_table())
     for step in range(1, MAX_OUTCOMES + 2):
         births, _ = look_up(shard, [1])
@@ -201,8 +202,9 @@ def test_what_is_older_than_the_memory_of_pushes_is_refused() -> None:
         shard.push(new_push([1], ones(1), sequence=1), live)
 
 
-def test_staleness_is_told_and_counted() -> None:
-    """Staleness counts the shard's updates since the rows were looked up."""
+def test_staleness_is_returned_and_counted() -> None:
+    """It is the number of the shard's updates since the lookup; 0 for a version lost with its
+    epoch."""
     shard = new_shard(new_table())
     for step in range(1, 4):
         shard.push(new_push([step], ones(1), sequence=step), live)
@@ -215,11 +217,11 @@ def test_staleness_is_told_and_counted() -> None:
     assert list(described.staleness_counts[:4]) == [2, 1, 2, 0]
 
 
-def test_what_is_no_push_of_this_shard_changes_nothing() -> None:
-    """Pushes with a wrong epoch, length, shard or base, with NaN, or with two births of a row."""
+def test_an_invalid_push_changes_nothing() -> None:
+    """It has a wrong epoch, length, shard or base, an infinity, or two births of a row."""
     table = new_table(num_shards=2)
     shard = new_shard(table)
-    here, there = (int(np.flatnonzero(shards_of(np.arange(50), 2) == i)[0]) for i in (0, 1))
+    here, elsewhere = (int(np.flatnonzero(shards_of(np.arange(50), 2) == i)[0]) for i in (0, 1))
     good = [1.0, 1.0]
     with pytest.raises(WrongEpoch):
         shard.push(new_push([here], [good], epoch=2), live)
@@ -227,8 +229,8 @@ def test_what_is_no_push_of_this_shard_changes_nothing() -> None:
         shard.push(new_push([here], [[1.0] * 3]), live)
     with pytest.raises(ShapeMismatch, match="0 bytes of births"):
         shard.push(new_push([here], [good], births=[]), live)
-    with pytest.raises(MalformedMessage, match=f"row {there}"):
-        shard.push(new_push([there], [good]), live)
+    with pytest.raises(MalformedMessage, match=f"row {elsewhere}"):
+        shard.push(new_push([elsewhere], [good]), live)
     with pytest.raises(MalformedMessage, match="cut off"):
         shard.push(new_push([here], [good], row_ids=b"1234"), live)
     with pytest.raises(MalformedMessage, match="base version 7"):
@@ -245,15 +247,15 @@ def test_what_is_no_push_of_this_shard_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(NUMPY))
-def test_every_dtype_is_kept_as_it_is(dtype: str) -> None:
-    """Values come back in the table's own dtype."""
+def test_values_have_the_dtype_of_the_table(dtype: str) -> None:
+    """Values that the dtype can represent are exact."""
     shard = new_shard(new_table(dtype=dtype))
     shard.push(new_push([1], [[0.5, -0.25]], dtype=NUMPY[dtype]), live)
     assert look_up(shard, [1, 2])[1].tolist() == [[-0.5, 0.25], [0.0, 0.0]]
 
 
-def test_records_must_come_in_order_and_images_whole() -> None:
-    """A copy refuses records and images that may be incomplete."""
+def test_a_copy_refuses_records_out_of_order_and_incomplete_images() -> None:
+    """An image of another kind is refused as well."""
     shard = new_shard(new_table())
     records: list[UpdateRecord] = []
     image = loaded(shard, records.append)

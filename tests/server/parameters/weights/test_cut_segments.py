@@ -1,4 +1,4 @@
-"""Segments that a server makes of its shards: their sizes, and what happens without memory."""
+"""Segments that a server makes of its shards: their sizes, and their memory."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ from shoal_server.parameters.weights.store import SegmentOrigin
 LIMIT_BYTES = 1 << 20
 
 
-def test_positions_rise_in_steps_of_an_eighth_at_most() -> None:
+def test_numbers_of_positions_rise_by_an_eighth_at_most() -> None:
     before = 0
     for num_rows in range(5000):
         count = num_positions(num_rows)
@@ -27,7 +27,7 @@ def test_positions_rise_in_steps_of_an_eighth_at_most() -> None:
     assert len({num_positions(each) for each in range(5000)}) < 60
 
 
-async def test_a_segment_for_which_there_is_no_memory_is_refused_and_takes_none() -> None:
+async def test_a_segment_without_memory_is_refused_and_takes_none() -> None:
     memory = Memory(LIMIT_BYTES, SimpleNamespace(shards=list), Budget(1))  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as threads:
         holdings = WeightHoldings(memory, threads, WeightPeers(threads))

@@ -1,4 +1,4 @@
-"""Differences that a server makes for readers, as far as it has memory for them."""
+"""Differences between segments that a server makes for readers, if it has memory for them."""
 
 import asyncio
 import threading
@@ -22,8 +22,9 @@ def sealed(data: bytes) -> Segment:
     return writer.seal()
 
 
-async def test_a_reader_gets_the_whole_segment_if_there_is_no_memory_for_the_difference() -> None:
-    """Memory that was left when the difference was begun may be in use once it is made."""
+async def test_there_is_no_difference_if_memory_runs_out_meanwhile() -> None:
+    """The memory was free when the difference was begun. The reader then fetches the whole
+    segment."""
     base, target = sealed(bytes(NUM_BYTES)), sealed(bytes(NUM_BYTES - 4) + b"\1\2\3\4")
     received = Budget(NUM_BYTES)
     memory = Memory(NUM_BYTES, Catalog(MemoryStore(), Holder("ps-0", "one")), received)

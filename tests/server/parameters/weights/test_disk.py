@@ -1,4 +1,4 @@
-"""Segments on disk: whole or absent, verified when they are read, private."""
+"""Segments on disk: they are whole or absent, verified when they are read, and private."""
 
 import os
 import stat
@@ -18,7 +18,7 @@ def sealed(data: bytes) -> Segment:
     return writer.seal()
 
 
-def test_a_segment_comes_back_in_the_next_process(tmp_path: Path) -> None:
+def test_the_next_process_reads_a_segment(tmp_path: Path) -> None:
     segment = sealed(os.urandom(20_000_000))
     WeightDisk(tmp_path / "weights").write(SERIES, segment)
     disk = WeightDisk(tmp_path / "weights")
@@ -32,7 +32,7 @@ def test_a_segment_comes_back_in_the_next_process(tmp_path: Path) -> None:
     assert WeightDisk(tmp_path / "weights").all() == []
 
 
-def test_what_was_half_written_counts_for_nothing(tmp_path: Path) -> None:
+def test_an_unfinished_file_is_removed(tmp_path: Path) -> None:
     disk, segment = WeightDisk(tmp_path), sealed(b"weights")
     disk.write(SERIES, segment)
     (path,) = tmp_path.glob("*/*/*")
@@ -42,8 +42,8 @@ def test_what_was_half_written_counts_for_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 32, "AB" * 16, "ab " * 10 + "ab"])
-def test_a_file_that_is_not_named_after_a_digest_is_left_alone(tmp_path: Path, name: str) -> None:
-    """A stray file does not keep a server from its start."""
+def test_a_file_with_another_name_than_a_digest_is_ignored(tmp_path: Path, name: str) -> None:
+    """It does not prevent the server from starting."""
     disk, segment = WeightDisk(tmp_path), sealed(b"weights")
     disk.write(SERIES, segment)
     stray = tmp_path / SERIES / name
@@ -64,7 +64,7 @@ def test_a_damaged_file_is_removed_and_not_served(tmp_path: Path, damage: str) -
     assert not path.exists()
 
 
-def test_other_users_read_nothing(tmp_path: Path) -> None:
+def test_other_users_cannot_read_segments(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         WeightDisk(tmp_path / "weights").write(SERIES, sealed(b"weights"))
@@ -75,11 +75,11 @@ def test_other_users_read_nothing(tmp_path: Path) -> None:
     assert not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in found)
 
 
-def test_a_segment_that_counts_is_durable_with_its_folders(
+def test_a_durable_segment_has_durable_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power loss, a new folder may be gone with all that is in it, unless the folder above
-    is on the disk too."""
+    """After a power loss, a new folder and its content may be lost, unless the folder above is on
+    the disk, too."""
     synchronized, fsync = set[Path](), os.fsync
 
     def note(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Answers of a server to questions about its segments."""
+"""The WeightStore service's answer about the segments that a server holds."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +22,10 @@ SERIES = "job/policy"
 
 
 @pytest.mark.parametrize("has_disk", [False, True])
-async def test_a_server_with_a_disk_says_that_a_segment_will_be_on_it(
+async def test_a_server_reports_if_it_writes_segments_to_disk(
     tmp_path: Path, has_disk: bool
 ) -> None:
-    """The coordinator asks again only such a server about a segment that is not on disk yet."""
+    """Only such a server is asked again about a segment that is not on disk yet."""
     unused = cast("Any", None)
     disk = WeightDisk(tmp_path) if has_disk else None
     memory = Memory(1000, Catalog(MemoryStore(), Holder("ps-0", "one")), Budget(1000))

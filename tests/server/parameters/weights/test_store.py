@@ -1,4 +1,4 @@
-"""Segments that a server holds: those named by a version, and for a while those not named yet."""
+"""Segments that a server holds: those of versions, and others for a grace period."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def held(store: SegmentStore) -> list[Segment]:
     return [each.segment for each in store.held()]
 
 
-def test_what_no_version_names_goes_after_the_grace_period() -> None:
+def test_a_segment_of_no_version_is_dropped_after_the_grace_period() -> None:
     store = SegmentStore()
     put(store, A, 1)
     assert store.sweep(GRACE_S - 1) == []
@@ -51,7 +51,7 @@ def test_a_repeated_put_begins_the_grace_period_anew() -> None:
     assert store.sweep(GRACE_S) == []
 
 
-def test_what_a_version_names_stays_until_none_does() -> None:
+def test_a_segment_stays_as_long_as_a_version_names_it() -> None:
     store = SegmentStore()
     put(store, A, 1)
     assert store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0) == []
@@ -60,7 +60,8 @@ def test_what_a_version_names_stays_until_none_does() -> None:
 
 
 def test_a_segment_of_the_next_publication_survives_the_version_before() -> None:
-    """The same bytes are published again: the older version goes before the newer one is known."""
+    """The same bytes are published again, and the older version is dropped before the newer is
+    known."""
     store = SegmentStore()
     put(store, A, 1)
     store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
@@ -71,7 +72,7 @@ def test_a_segment_of_the_next_publication_survives_the_version_before() -> None
     assert store.follow(SERIES, (1, 3), {}, 6.0) == [A]
 
 
-def test_publications_are_committed_in_order_so_an_older_one_goes_at_once() -> None:
+def test_a_segment_of_a_publication_before_a_version_is_dropped_at_once() -> None:
     store = SegmentStore()
     put(store, A, 1, rank=2)
     put(store, B, 2)
@@ -80,7 +81,7 @@ def test_publications_are_committed_in_order_so_an_older_one_goes_at_once() -> N
     assert held(store) == [B, C]
 
 
-def test_a_later_epoch_refuses_and_frees_what_is_of_an_earlier_one() -> None:
+def test_segments_of_an_earlier_epoch_are_dropped_and_refused() -> None:
     store = SegmentStore()
     put(store, A, 5, epoch=1)
     assert store.follow(SERIES, (2, 0), {}, 1.0) == [A]
@@ -89,7 +90,7 @@ def test_a_later_epoch_refuses_and_frees_what_is_of_an_earlier_one() -> None:
     put(store, B, 1, epoch=2)
 
 
-def test_a_rank_has_few_undecided_segments() -> None:
+def test_the_segments_of_a_rank_without_a_version_are_bounded() -> None:
     store, further = SegmentStore(), sealed(b"d")
     put(store, A, 1)
     put(store, B, 2)
@@ -98,12 +99,12 @@ def test_a_rank_has_few_undecided_segments() -> None:
             put(store, further, publication)
     put(store, A, 1)
     put(store, C, 3, rank=1)
-    # Once one is committed, there is room.
+    # Once one of them is in a version, another one is accepted.
     store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
     put(store, further, 3)
 
 
-def test_what_its_publisher_gave_up_goes_at_once() -> None:
+def test_an_abandoned_segment_is_dropped_at_once() -> None:
     store = SegmentStore()
     put(store, A, 1)
     assert store.abandon(SERIES, 1, 1, frozenset({1})) == []
@@ -111,14 +112,14 @@ def test_what_its_publisher_gave_up_goes_at_once() -> None:
     assert store.abandon(SERIES, 0, 1, frozenset({1})) == [A]
 
 
-def test_a_named_segment_cannot_be_given_up() -> None:
+def test_a_segment_of_a_version_cannot_be_abandoned() -> None:
     store = SegmentStore()
     put(store, A, 1)
     store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
     assert store.abandon(SERIES, 0, 1, frozenset({1})) == []
 
 
-def test_a_series_that_is_removed_leaves_nothing_but_what_was_just_put() -> None:
+def test_a_removed_series_keeps_only_segments_of_no_version() -> None:
     store = SegmentStore()
     put(store, A, 1)
     store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
@@ -127,14 +128,14 @@ def test_a_series_that_is_removed_leaves_nothing_but_what_was_just_put() -> None
     assert [each.segment for each in store.sweep(GRACE_S + 1)] == [B]
 
 
-def test_a_copy_made_on_order_stays_for_the_grace_period() -> None:
+def test_a_copy_fetched_from_a_peer_stays_for_the_grace_period() -> None:
     store = SegmentStore()
     store.insert(SERIES, A, None, 0.0)
     assert store.follow(SERIES, (9, 9), {}, 1.0) == []
     assert [each.segment for each in store.sweep(GRACE_S)] == [A]
 
 
-def test_what_a_version_names_stays_if_a_later_publication_of_the_same_bytes_is_given_up() -> None:
+def test_a_segment_of_a_version_stays_if_its_next_publication_is_abandoned() -> None:
     store = SegmentStore()
     put(store, A, 1)
     store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)

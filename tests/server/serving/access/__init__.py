@@ -1,1 +1,1 @@
-"""Tests of access, which share one cluster with TLS."""
+"""Tests of access; they share one cluster with TLS."""

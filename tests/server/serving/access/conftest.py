@@ -1,4 +1,4 @@
-"""The cluster with TLS for all tests of this package, and a member that trains in it."""
+"""Fixtures of this package: a cluster with TLS, and a member that trains in it."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsWorld]:
 
 @pytest.fixture(scope="package")
 def member(world: TlsWorld) -> Iterator[ScriptedMember]:
-    """A member that trains in job j as long as the tests run."""
+    """Start a member that trains in job j until the package's tests end."""
     with identity.using(world.files(CertificateRole.WORKER)):
         joined = ScriptedMember(
             [world.cluster.coordinator], Script(job="j", member_id="a", desired=1)

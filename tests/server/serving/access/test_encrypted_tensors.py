@@ -1,4 +1,5 @@
-"""Tensors travel to other machines over TLS, and only to holders of a certificate for their job."""
+"""Tensors are sent to other machines over TLS, and only to callers with a certificate for the
+job."""
 
 import asyncio
 import socket
@@ -37,10 +38,10 @@ def buffer(value: float) -> dict[str, memoryview]:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("transport", ["tcp", "auto", "grpc"])
-def test_pushes_and_pulls_by_each_way(
+def test_pushes_and_pulls_work_over_each_transport(
     world: TlsWorld, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The values are the same; on a socket to another machine they are encrypted."""
+    """Only the socket of the transport for other machines is encrypted by the client itself."""
     reached: list[socket.socket] = []
 
     def noted(connected: socket.socket) -> socket.socket:
@@ -67,7 +68,7 @@ def test_pushes_and_pulls_by_each_way(
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto", "grpc"])
-def test_no_tensor_of_another_job_is_read(
+def test_a_worker_of_another_job_is_refused(
     world: TlsWorld, member: ScriptedMember, transport: str
 ) -> None:
     """The token of a member is not enough without a certificate for its job."""
@@ -80,17 +81,17 @@ def test_no_tensor_of_another_job_is_read(
             client.place(SCHEMA)
 
 
-def test_a_plain_connection_to_the_port_is_not_taken(world: TlsWorld) -> None:
+def test_a_plain_connection_to_the_bulk_port_gets_no_frame(world: TlsWorld) -> None:
     port = _bulk_port(world)
     with socket.create_connection(("127.0.0.1", port), 5.0) as plain:
         plain.sendall(bulk.message(FrameKind.HELLO, b"k" * bulk.KEY_BYTES))
         plain.settimeout(10.0)
-        # at most an alert of TLS, and no frame
+        # At most an alert of TLS, which is shorter than a frame.
         assert len(_rest_of(plain)) < bulk.HEADER_BYTES
 
 
 def _rest_of(connected: socket.socket) -> bytes:
-    """Return everything that the server sends until it hangs up."""
+    """Return the bytes that the server sends until it closes the connection."""
     received = b""
     try:
         while data := connected.recv(4096):
@@ -101,7 +102,7 @@ def _rest_of(connected: socket.socket) -> bytes:
 
 
 def _bulk_port(world: TlsWorld) -> int:
-    """Return the port, other than gRPC's, on which the parameter server listens."""
+    """Return the parameter server's port that is not that of gRPC."""
     pid = world.cluster.processes["ps-0"].pid
     inodes = {
         str(each.readlink())[8:-1]
@@ -119,8 +120,8 @@ def _bulk_port(world: TlsWorld) -> int:
     return port
 
 
-async def test_frames_arrive_whole_in_both_directions_at_once(tmp_path: Path) -> None:
-    """Frames are larger than socket buffers, so that each side has to wait for the other."""
+async def test_encrypted_frames_arrive_in_both_directions_at_once(tmp_path: Path) -> None:
+    """Frames are larger than socket buffers, so that each side has to read while it sends."""
     folder = CertificateFolder(tmp_path / "certs")
     folder.init()
     calling = TlsIdentity(in_folder(folder.path, CertificateRole.SERVER)).material.client

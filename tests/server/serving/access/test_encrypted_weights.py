@@ -1,4 +1,4 @@
-"""Published weights travel to other machines over TLS, and each series only to its readers."""
+"""Published weights are sent to other machines over TLS, and each series only to its readers."""
 
 import os
 import socket
@@ -55,10 +55,10 @@ def sealed(data: bytes) -> Segment:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("may_be_local", [True, False], ids=["descriptor", "tls"])
-def test_a_reader_gets_its_series(
+def test_a_reader_fetches_its_series(
     world: TlsWorld, may_be_local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes on a socket to another machine are encrypted, in both directions."""
+    """A socket for other machines is encrypted, of the publisher and of the reader."""
     reached: list[socket.socket] = []
 
     def noted(connected: socket.socket, name: str) -> socket.socket:
@@ -79,7 +79,7 @@ def test_a_reader_gets_its_series(
     assert {isinstance(each, ssl.SSLSocket) for each in reached} == {not may_be_local}
 
 
-def test_a_reader_of_another_series_gets_nothing(world: TlsWorld) -> None:
+def test_a_reader_of_another_series_is_refused(world: TlsWorld) -> None:
     data = published(world, "svc/secret")
     digest = sealed(data).digest
     servers = [
@@ -91,7 +91,7 @@ def test_a_reader_of_another_series_gets_nothing(world: TlsWorld) -> None:
         for series in ("svc/secret", "svc/open"):
             with closing(WeightStores(series)) as stores, pytest.raises(Exception) as refused:
                 stores.fetch(servers, StagedSegment(digest), LIMIT_S)
-            # The reader may ask for its own series, which has no such segment.
+            # The reader may make the call for its own series, which has no such segment.
             assert isinstance(refused.value, AccessDenied) == (series == "svc/secret")
         with (
             closing(SeriesReader([world.cluster.coordinator], "svc/secret", "r")) as reader,
@@ -100,7 +100,7 @@ def test_a_reader_of_another_series_gets_nothing(world: TlsWorld) -> None:
             reader.wait(0, LIMIT_S)
 
 
-def test_a_reader_puts_nothing(world: TlsWorld) -> None:
+def test_a_reader_cannot_store_segments(world: TlsWorld) -> None:
     segment = sealed(b"forged")
     described = pb.Segment(digest=segment.digest, num_bytes=segment.num_bytes)
     request = pb.PutSegmentRequest(series="svc/open", epoch=1, segment=described)
@@ -119,10 +119,10 @@ def relaying(world: TlsWorld, series: str, name: str) -> SeriesReader:
     )
 
 
-def test_a_relay_serves_readers_of_its_series_alone(
+def test_a_relay_serves_only_readers_of_its_series(
     world: TlsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relay's connections use TLS, in both directions."""
+    """The connections from and to the relay use TLS."""
     series = "svc/relayed"
     data = published(world, series)
     digest = sealed(data).digest
@@ -156,7 +156,7 @@ def test_a_relay_serves_readers_of_its_series_alone(
             stores.fetch([server], StagedSegment(digest), LIMIT_S)
 
 
-def test_a_relay_needs_a_readers_certificate(world: TlsWorld) -> None:
+def test_a_relay_without_a_readers_certificate_is_refused(world: TlsWorld) -> None:
     with (
         identity.using(world.files(CertificateRole.WORKER)),
         pytest.raises(CertificateRefused, match="a reader's certificate"),

@@ -1,4 +1,4 @@
-"""Owners of the processes at the other end of local connections, as the kernel reports them."""
+"""Users of the processes at the other end of local connections, as the kernel reports them."""
 
 import os
 import socket
@@ -26,8 +26,8 @@ def connection(host: str = "127.0.0.1") -> Iterator[tuple[socket.socket, socket.
 
 
 @pytest.fixture(params=["sock_diag", "/proc"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Ways to ask the kernel: the table in /proc serves kernels without sock_diag."""
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Choose how the kernel is asked: by sock_diag, or without it by the table in /proc."""
     if request.param == "/proc":
 
         def none(*ends: object) -> int:
@@ -38,20 +38,20 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_the_user_of_who_connects_is_known(way: str, host: str) -> None:
+def test_the_user_of_a_caller_is_known(method: str, host: str) -> None:
     with connection(host) as (_, taken):
         assert user_of_peer(taken) == os.geteuid()
 
 
-def test_a_connection_that_its_owner_closed_is_nobodys(way: str) -> None:
-    """The kernel shows such a socket as root's."""
+def test_a_closed_connection_has_no_user(method: str) -> None:
+    """The kernel reports such a socket as root's."""
     with connection() as (caller, taken):
         caller.close()
         assert taken.recv(1) == b""
         assert user_of_peer(taken) is None
 
 
-def test_a_connection_that_was_reset_is_nobodys(way: str) -> None:
+def test_a_reset_connection_has_no_user(method: str) -> None:
     with connection() as (caller, taken):
         # Closing such a socket resets the connection.
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -61,22 +61,22 @@ def test_a_connection_that_was_reset_is_nobodys(way: str) -> None:
         assert user_of_peer(taken) is None
 
 
-def test_another_kind_of_socket_is_nobodys(way: str) -> None:
+def test_another_kind_of_socket_has_no_user(method: str) -> None:
     one, other = socket.socketpair()
     with one, other:
         assert user_of_peer(one) is None
 
 
-def test_a_user_without_an_id_here_is_nobody(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container with users of its own shows all others as one user id, which a process of the
-    container may have too."""
+def test_an_unmapped_user_is_no_user(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with a user namespace shows all users of the host as one id, which a process of
+    the container may have as well."""
     monkeypatch.setattr(local_users, "_unmapped", os.geteuid)
     with connection() as (_, taken):
         assert user_of_peer(taken) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes sockets of other users")
-def test_another_user_is_told_apart(way: str) -> None:
+def test_another_user_is_reported(method: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         os.seteuid(12345)
         try:

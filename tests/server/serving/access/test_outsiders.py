@@ -1,8 +1,8 @@
-"""Callers that may not make a call are refused by name, and change nothing.
+"""Callers that may not make a call are refused, and change nothing.
 
 Each call of each service is made over gRPC: without a certificate, with one of another authority,
-with one that has expired, in each role that may not make it, and by a worker of another job. The
-requests are those of a training member, with its incarnation: only the certificate is wrong.
+with an expired one, in each role that may not make it, and by a worker of another job. The requests
+have the token of a training member: only the certificate is wrong.
 """
 
 import time
@@ -79,7 +79,7 @@ def is_on_a_server(method: str) -> bool:
 
 
 def filled(kind: Descriptor, token: Token, depth: int = 3) -> Message:
-    """Return a request about the job of the member with that token."""
+    """Return a request with the member's token, and for its job."""
     message: Any = message_factory.GetMessageClass(kind)()
     for field in kind.fields:
         if field.message_type is None:
@@ -96,7 +96,7 @@ def filled(kind: Descriptor, token: Token, depth: int = 3) -> Message:
     return message  # type: ignore[no-any-return]
 
 
-class Caught:
+class RawCaller:
     """Caller with a channel to the coordinator and one to the parameter server."""
 
     def __init__(
@@ -152,14 +152,14 @@ def _serialized(message: Message) -> bytes:
 
 
 def state(world: TlsWorld) -> dict[bytes, bytes]:
-    """Return all keys in etcd of the cluster and job j; jobs of other tests may change."""
+    """Return all keys in etcd without those of jobs and series of other tests."""
     with grpc.insecure_channel(world.cluster.etcd) as channel:
         found = KVStub(channel).Range(etcd_pb2.RangeRequest(key=b"\0", range_end=b"\0"))
         return {item.key: item.value for item in found.kvs if b"/by-" not in item.key}
 
 
 def standing(world: TlsWorld) -> str:
-    """Return the coordinator's answer about the job."""
+    """Return the coordinator's answer about job j."""
     with identity.using(world.files(CertificateRole.OPERATOR)):
         coordinators = Coordinators([world.cluster.coordinator])
         try:
@@ -171,23 +171,23 @@ def standing(world: TlsWorld) -> str:
             coordinators.close()
 
 
-def test_the_table_has_every_call() -> None:
+def test_the_table_of_roles_has_every_call() -> None:
     assert set(MAY_CALL) == set(METHODS) - set(NOT_SERVED)
 
 
-def test_the_documented_table_is_the_one_in_the_code() -> None:
+def test_the_documented_table_of_roles_is_that_of_the_code() -> None:
     """docs/security.md shows the table as `as_markdown` writes it."""
     assert as_markdown() in (ROOT / "docs" / "security.md").read_text()
 
 
 @pytest.mark.long
-def test_each_call_is_refused_to_each_role_that_it_is_not_for(
+def test_each_call_is_refused_to_each_role_without_permission(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
     before, token, standing_before = state(world), member.token(), standing(world)
     answered = []
     for role in CertificateRole:
-        with closing(Caught(world, credentials(world.files(role)))) as caller:
+        with closing(RawCaller(world, credentials(world.files(role)))) as caller:
             for method, roles in MAY_CALL.items():
                 if role in roles:
                     continue
@@ -207,7 +207,7 @@ def test_each_call_is_refused_to_a_worker_of_another_job(
     before, token, standing_before = state(world), member.token(), standing(world)
     other = Caller(CertificateRole.WORKER, "worker-of-another", "other")
     answered = []
-    with closing(Caught(world, credentials(world.issued(other)))) as caller:
+    with closing(RawCaller(world, credentials(world.issued(other)))) as caller:
         for method, roles in MAY_CALL.items():
             if CertificateRole.WORKER not in roles or method in OF_NO_JOB:
                 continue
@@ -220,14 +220,12 @@ def test_each_call_is_refused_to_a_worker_of_another_job(
     assert state(world) == before and standing(world) == standing_before and member.failure is None
 
 
-def test_a_reader_reads_its_series_and_nothing_else(
-    world: TlsWorld, member: ScriptedMember
-) -> None:
-    """The calls that the role may make are refused for another series. Segments are put over a bulk
-    connection, to which the table of calls does not apply."""
+def test_a_reader_may_only_read_its_series(world: TlsWorld, member: ScriptedMember) -> None:
+    """Its calls are refused for another series. Over a bulk connection, where requests are checked
+    on their own, it may only fetch segments."""
     before, reader = state(world), Caller(CertificateRole.READER, "engine", series="j/policy")
     other = Token(job="other")
-    with closing(Caught(world, credentials(world.issued(reader)))) as caller:
+    with closing(RawCaller(world, credentials(world.issued(reader)))) as caller:
         assert caller.call("/shoal.v1.WeightSeries/Watch", member.token()) is None
         for method, roles in MAY_CALL.items():
             if CertificateRole.READER in roles and "WeightS" in method:
@@ -243,10 +241,10 @@ def test_a_reader_reads_its_series_and_nothing_else(
     assert state(world) == before and member.failure is None
 
 
-def test_a_worker_drains_nobody_but_itself(world: TlsWorld, member: ScriptedMember) -> None:
-    """The worker knows another member's public id, but not its incarnation."""
+def test_a_worker_cannot_drain_another_member(world: TlsWorld, member: ScriptedMember) -> None:
+    """Its request lacks the member's incarnation."""
     standing_before = standing(world)
-    with closing(Caught(world, credentials(world.files(CertificateRole.WORKER)))) as caller:
+    with closing(RawCaller(world, credentials(world.files(CertificateRole.WORKER)))) as caller:
         token = member.token()
         token.incarnation = ""
         error = caller.call("/shoal.v1.Membership/Drain", token)
@@ -254,11 +252,11 @@ def test_a_worker_drains_nobody_but_itself(world: TlsWorld, member: ScriptedMemb
     assert standing(world) == standing_before and member.failure is None
 
 
-def test_a_member_drops_the_shards_of_its_own_job_and_nobody_else(
+def test_only_a_member_can_drop_the_shards_of_its_job(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
-    """A worker's certificate is not enough: the server asks for the incarnation of a member."""
-    with closing(Caught(world, credentials(world.files(CertificateRole.WORKER)))) as caller:
+    """A worker's certificate is not enough: the call needs the incarnation of a member."""
+    with closing(RawCaller(world, credentials(world.files(CertificateRole.WORKER)))) as caller:
         assert caller.call("/shoal.v1.Parameters/Drop", member.token()) is None
         stranger = member.token()
         stranger.incarnation = new_incarnation()
@@ -269,7 +267,7 @@ def test_a_member_drops_the_shards_of_its_own_job_and_nobody_else(
 def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
-    """The member named no launcher: no worker's report on it counts."""
+    """The member has no launcher's secret: every report of a worker is refused."""
     standing_before, script = standing(world), member.script
     report = membership_pb2.ReportExitRequest(
         job="j", member_id="a", pid=script.pid, host=HOST, exit_code=-9, launch_secret="guess"
@@ -285,12 +283,13 @@ def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
 
 
 @pytest.mark.parametrize("role", list(CertificateRole))
-def test_what_members_print_is_for_operators_and_viewers(
+def test_only_operators_and_viewers_can_read_output(
     world: TlsWorld, member: ScriptedMember, role: CertificateRole
 ) -> None:
-    """The certificate used over HTTP decides. The member here was not started by a launcher."""
+    """The certificate used over HTTP decides. The member has no launcher, so that those who may
+    read get UnknownMember."""
     refusal = UnknownMember if role in READS_OUTPUT else AccessDenied
-    # The identity belongs to the process: the member must not reconnect with this one.
+    # The identity is that of the process: the member must not connect with this one.
     with identity.using(world.files(role)):
         client = StatusClient(world.cluster.http_url)
     with client, pytest.raises(refusal):
@@ -302,7 +301,7 @@ def test_what_members_print_is_for_operators_and_viewers(
 
 
 @pytest.mark.parametrize("who", ["no TLS", "no certificate", "another authority", "expired"])
-def test_nobody_gets_in_without_a_certificate_that_counts(
+def test_no_call_passes_without_a_valid_certificate(
     world: TlsWorld, member: ScriptedMember, who: str
 ) -> None:
     before, token, standing_before = state(world), member.token(), standing(world)
@@ -315,7 +314,7 @@ def test_nobody_gets_in_without_a_certificate_that_counts(
         "expired": lambda: credentials(expired(world)),
     }[who]()
     answered = []
-    with closing(Caught(world, using)) as caller:
+    with closing(RawCaller(world, using)) as caller:
         for method in MAY_CALL:
             error = caller.call(method, token)
             if error is None or error.code() is not grpc.StatusCode.UNAVAILABLE:
@@ -325,17 +324,17 @@ def test_nobody_gets_in_without_a_certificate_that_counts(
 
 
 def test_a_session_ticket_is_no_certificate(world: TlsWorld, member: ScriptedMember) -> None:
-    """gRPC issues tickets that outlive the certificate, which it does not check again."""
+    """gRPC issues tickets, and does not check the certificate again when a session is resumed."""
     before, token, standing_before = state(world), member.token(), standing(world)
     # With a cache, gRPC's client resumes the session of an earlier connection to that name.
     cache = (("grpc.ssl_session_cache", ssl_session_cache_lru(16)),)
     using = credentials(world.files(CertificateRole.OPERATOR))
     asked = ("/shoal.v1.Membership/GetCluster", "/shoal.v1.Parameters/Describe")
-    with closing(Caught(world, using, cache)) as caller:
+    with closing(RawCaller(world, using, cache)) as caller:
         first = [caller.call(method, token) for method in asked]
     assert [error for error in first if error and error.code() in REFUSED] == []
     taken = []
-    with closing(Caught(world, using, cache)) as caller:
+    with closing(RawCaller(world, using, cache)) as caller:
         for method in MAY_CALL:
             error = caller.call(method, token)
             if error is None or not isinstance(from_rpc_error(error, method), CertificateRefused):
@@ -349,11 +348,11 @@ def expired(world: TlsWorld) -> TlsFiles:
 
 
 @pytest.mark.parametrize("name", [COORDINATOR_NAME, SERVER_NAME])
-def test_a_refused_certificate_is_told_from_an_absent_server(
+def test_a_refused_certificate_is_distinguished_from_an_absent_server(
     world: TlsWorld, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error comes at once and by name: the call is not repeated until its timeout."""
-    # This process may have called a cluster without TLS at the address of this one.
+    """The call fails with CertificateRefused, and is not repeated until its timeout."""
+    # This process may have called another cluster without TLS at the same address before.
     monkeypatch.setattr(tls_refusals, "_answered", set())
     cluster = world.cluster
     address = cluster.coordinator if name == COORDINATOR_NAME else cluster.parameter_servers[0]
@@ -378,8 +377,8 @@ def test_a_refused_certificate_is_told_from_an_absent_server(
         assert why_refused("127.0.0.1:1", name) is None
 
 
-def test_a_worker_cannot_pose_as_a_coordinator(world: TlsWorld) -> None:
-    """A parameter server cannot either: its certificate lacks the name that callers ask for."""
+def test_a_certificate_of_another_role_is_not_accepted_as_a_coordinators(world: TlsWorld) -> None:
+    """Nor can a parameter server: its certificate does not have the name that callers require."""
     with identity.using(world.files(CertificateRole.WORKER)):
         refused = why_refused(world.cluster.parameter_servers[0], COORDINATOR_NAME)
     assert refused is not None and "not accepted here" in refused.seen
@@ -388,12 +387,12 @@ def test_a_worker_cannot_pose_as_a_coordinator(world: TlsWorld) -> None:
 @pytest.mark.parametrize(
     "role", [CertificateRole.OPERATOR, CertificateRole.VIEWER, CertificateRole.WORKER]
 )
-def test_each_call_is_let_through_to_the_roles_that_it_is_for(
+def test_each_call_passes_for_the_roles_with_permission(
     world: TlsWorld, role: CertificateRole
 ) -> None:
-    """The refusal has another reason: there is no such job."""
+    """It may still be refused for another reason: the job does not exist."""
     token = Token(job="nobody-trains-this", member_id="x", incarnation="1")
-    with closing(Caught(world, credentials(world.files(role)))) as caller:
+    with closing(RawCaller(world, credentials(world.files(role)))) as caller:
         for method, roles in MAY_CALL.items():
             if role in roles:
                 error = caller.call(method, token, within_s=1.0)

@@ -1,4 +1,4 @@
-"""Renewed certificates are used for the next connection, without a restart."""
+"""Renewed certificates are used for new connections, without a restart."""
 
 import socket
 import ssl
@@ -19,7 +19,7 @@ WITHIN_S = 30.0
 
 
 def serial(world: TlsWorld, address: str, name: str) -> int:
-    """Return the serial number of the certificate at that address, checked with the authority."""
+    """Return the serial number of the certificate at an address, verified with the authority."""
     files = world.files(CertificateRole.OPERATOR)
     context = ssl.create_default_context(cafile=str(files.ca))
     context.load_cert_chain(files.cert, files.key)
@@ -33,8 +33,8 @@ def serial(world: TlsWorld, address: str, name: str) -> int:
     return load_der_x509_certificate(shown).serial_number
 
 
-def test_each_port_shows_the_renewed_certificate(world: TlsWorld, member: ScriptedMember) -> None:
-    """The ports are of gRPC and HTTP; existing connections stay."""
+def test_each_port_uses_the_renewed_certificate(world: TlsWorld, member: ScriptedMember) -> None:
+    """These are the ports of gRPC and HTTP; existing connections stay."""
     cluster = world.cluster
     ports = {
         cluster.coordinator: COORDINATOR_NAME,
@@ -53,16 +53,16 @@ def test_each_port_shows_the_renewed_certificate(world: TlsWorld, member: Script
     assert member.generation == generation and member.failure is None
 
 
-def test_a_command_that_goes_on_takes_the_renewed_certificate(
+def test_a_running_command_uses_the_renewed_certificate(
     world: TlsWorld, member: ScriptedMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`shoal top` runs for days, for instance."""
+    """`shoal top`, for example, may run for days."""
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
     operator = world.files(CertificateRole.OPERATOR)
     with identity.using(operator), StatusClient(world.cluster.http_url) as status:
         assert "j" in [job["job"] for job in status.jobs()]
         CertificateFolder(world.certificates).renew()
-        # The earlier certificate is not used any more.
+        # The earlier certificate is no longer used.
         before = status._context
         assert "j" in [job["job"] for job in status.jobs()]
         assert status._context is not before

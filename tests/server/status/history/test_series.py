@@ -1,4 +1,4 @@
-"""Series of a job's figures: bounded, and the same after a change of leaders."""
+"""Series of a job's figures: their number of points is bounded, and a new leader continues them."""
 
 import math
 
@@ -31,7 +31,7 @@ def filled(seconds: int) -> Series:
     return series
 
 
-def test_a_reading_is_kept_by_the_second_at_first() -> None:
+def test_at_first_each_second_has_a_point() -> None:
     view = filled(3).view()
     assert view.interval_s == 1.0
     assert view.step == (0, 1, 2)
@@ -41,8 +41,8 @@ def test_a_reading_is_kept_by_the_second_at_first() -> None:
     assert view.step_s_by_rank == ((0.01,) * 3, (0.03,) * 3)
 
 
-def test_a_job_of_a_day_takes_no_more_room_than_one_of_minutes() -> None:
-    """Means stay means, and the whole time is covered."""
+def test_a_long_job_has_a_bounded_number_of_points() -> None:
+    """Each point is the mean of its interval, and the whole time is covered."""
     view = filled(86_400 // 8).view()
     assert len(view.unix_s) <= MAX_POINTS
     assert view.interval_s * len(view.unix_s) >= 86_400 // 8
@@ -53,8 +53,8 @@ def test_a_job_of_a_day_takes_no_more_room_than_one_of_minutes() -> None:
 
 
 def test_the_newest_part_has_as_many_intervals_as_the_whole() -> None:
-    """Of three hours, the last 15 minutes alone have a hundred, with the values of that time; what
-    is kept grows with the logarithm of the job's age."""
+    """The last 15 minutes of three hours alone have a hundred. The number of points that are kept
+    grows with the logarithm of the job's age."""
     seconds = 86_400 // 8
     series = filled(seconds)
     view = series.view(900.0)
@@ -70,8 +70,8 @@ def test_the_newest_part_has_as_many_intervals_as_the_whole() -> None:
     assert series.steps_per_s() == pytest.approx(1.0)
 
 
-def test_readings_that_come_seldom_are_bounded_too() -> None:
-    """No two of them are in one interval before those are long."""
+def test_points_of_rare_readings_are_bounded() -> None:
+    """At first no two of them are in one interval."""
     series = Series()
     for second in range(0, 86_400, 20):
         series.add(reading(second), 1_000_000.0 + second)
@@ -80,7 +80,7 @@ def test_readings_that_come_seldom_are_bounded_too() -> None:
 
 
 def test_logged_values_are_dense_in_their_newest_part() -> None:
-    """The mean of each interval; also after another leader has gone on from what was kept."""
+    """Values are means of intervals, also after a new leader has continued the series."""
     series = LoggedSeries()
     for step in range(10_000):
         series.add(step, float(step))
@@ -95,7 +95,7 @@ def test_logged_values_are_dense_in_their_newest_part() -> None:
     assert (again.view("x").newest_step, again.view("x").newest) == (10_000, 7.0)
 
 
-def test_what_is_not_said_is_a_gap_and_not_a_zero() -> None:
+def test_missing_figures_are_gaps_and_not_zeros() -> None:
     series = Series()
     series.add(reading(1, losses=(), samples_per_s=(), step_s={}), 10.0)
     series.add(reading(2, losses=(math.nan,), staleness=(2.0, 4.0)), 11.0)
@@ -105,7 +105,7 @@ def test_what_is_not_said_is_a_gap_and_not_a_zero() -> None:
     assert view.staleness == (None, 3.0)
 
 
-def test_of_a_thousand_members_the_first_ranks_have_lines_of_their_own() -> None:
+def test_only_the_first_ranks_have_their_own_step_times() -> None:
     series = Series()
     times = dict.fromkeys(range(1000), 0.01) | {777: 0.5}
     series.add(reading(1, step_s=times), 10.0)
@@ -114,8 +114,8 @@ def test_of_a_thousand_members_the_first_ranks_have_lines_of_their_own() -> None
     assert (view.step_s[0], view.slowest_step_s[0]) == (0.01, 0.5)
 
 
-def test_another_leader_goes_on_from_what_was_kept() -> None:
-    """The series is restored from JSON, as stored in etcd; newer readings come after it."""
+def test_a_new_leader_continues_the_series() -> None:
+    """It is restored from JSON, as stored in etcd; newer readings follow."""
     kept = VIEW.dump_json(filled(500).view())
     series = Series()
     series.add(reading(600), 1_000_600.0)
@@ -127,7 +127,7 @@ def test_another_leader_goes_on_from_what_was_kept() -> None:
     assert len(view.unix_s) <= MAX_POINTS
 
 
-def test_a_clock_that_was_set_back_loses_nothing() -> None:
+def test_a_reading_of_a_clock_that_was_set_back_is_kept() -> None:
     series = Series()
     series.add(reading(1), 100.0)
     series.add(reading(2), 40.0)

@@ -1,4 +1,4 @@
-"""The line that describes a change of generations, from reports of coordinator and members."""
+"""The line that describes a change of generations, made of reports of coordinator and members."""
 
 from shoal_server.core.generations.roster import Generation, Step
 from shoal_server.core.membership.changes import ChangeSummary, Departure
@@ -34,16 +34,16 @@ def pause(member_id: str = "vm-0", paused_s: float = 0.06, **fields: int) -> Cha
     return ChangeReport(member_id=member_id, paused_s=paused_s, **{**known, **fields})
 
 
-def test_the_story_is_told_once_a_member_has_said_how_long_it_paused() -> None:
+def test_a_change_is_described_once_a_member_has_reported_its_pause() -> None:
     stories = ChangeReports()
     assert stories.runs(story(), 100.0) == []
     (change,) = stories.paused(pause())
     assert change.line == "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
-    assert stories.paused(pause("vm-1", 0.05)) == [], "it is told once"
+    assert stories.paused(pause("vm-1", 0.05)) == [], "it is described once"
 
 
 def test_the_longest_pause_and_the_most_steps_count() -> None:
-    """Later reports are kept with the change, though the line was logged."""
+    """Reports after the line was logged are kept with the change."""
     stories = ChangeReports()
     stories.runs(story(), 100.0)
     stories.paused(pause())
@@ -53,14 +53,14 @@ def test_the_longest_pause_and_the_most_steps_count() -> None:
     assert change.line.endswith("; paused 0.25 s; 3 steps lost")
 
 
-def test_only_those_who_trained_before_know_of_a_pause() -> None:
+def test_only_reports_of_members_that_trained_before_count() -> None:
     stories = ChangeReports()
     stories.runs(story(joined=("vm-9",)), 100.0)
     assert stories.paused(pause("vm-9")) == []
-    assert stories.paused(pause(generation=3)) == [], "it speaks of an earlier one"
+    assert stories.paused(pause(generation=3)) == [], "the report is of an earlier change"
 
 
-def test_a_story_of_which_nobody_says_anything_is_told_all_the_same() -> None:
+def test_a_change_without_reports_is_described_after_a_time() -> None:
     stories = ChangeReports()
     stories.runs(story(), 100.0)
     assert stories.due(100.0 + REPORTED_WITHIN_S - 0.1) == []
@@ -69,21 +69,21 @@ def test_a_story_of_which_nobody_says_anything_is_told_all_the_same() -> None:
     assert stories.due(1000.0) == []
 
 
-def test_a_story_that_another_follows_is_told_before_it() -> None:
+def test_a_change_is_described_before_the_next_one() -> None:
     stories = ChangeReports()
     stories.runs(story(4), 100.0)
     changes = stories.runs(story(5, cause="vm-2 joined; 4 train", stayed=()), 101.0)
     assert [each.generation for each in changes] == [4, 5]
 
 
-def test_who_goes_at_its_own_pace_pauses_for_nobody() -> None:
-    """The line is logged at once, without a pause: nothing waits."""
+def test_a_change_of_an_asynchronous_job_has_no_pause() -> None:
+    """It is described at once."""
     (change,) = ChangeReports().runs(story(synchronous=False, down_s=0.0), 100.0)
     assert change.line == "generation 4: lost vm-2 (SIGKILL); 3 go on"
 
 
-def test_pauses_beyond_the_time_that_no_generation_ran_are_counted() -> None:
-    """The coordinator already knows of the rest."""
+def test_pauses_beyond_the_time_without_a_generation_are_counted() -> None:
+    """The coordinator counts the time without a generation itself."""
     stories = ChangeReports()
     stories.runs(story(down_s=0.05), 100.0)
     stories.paused(pause(paused_s=0.25))
@@ -91,7 +91,7 @@ def test_pauses_beyond_the_time_that_no_generation_ran_are_counted() -> None:
     assert abs(stories.extra_s - 0.25) < 1e-9
 
 
-def test_events_have_the_line_and_the_steps_on_the_way_are_details() -> None:
+def test_the_line_is_an_event_and_other_events_are_details() -> None:
     board = StatusBoard(clock=lambda: 50.0)
     board.event("j", "phase_collect", "vm-2: its launcher saw it end (SIGKILL)")
     board.runs("j", story(stayed=()))
@@ -100,6 +100,6 @@ def test_events_have_the_line_and_the_steps_on_the_way_are_details() -> None:
     assert line.reason.startswith("generation 4: lost vm-2 (SIGKILL); 3 go on")
 
 
-def test_times_are_written_as_people_read_them() -> None:
+def test_times_have_two_digits_at_most() -> None:
     texts = [seconds(value) for value in (0.001, 0.064, 2.34, 54.4)]
     assert texts == ["0 s", "0.06 s", "2.3 s", "54 s"]
