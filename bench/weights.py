@@ -438,7 +438,9 @@ def with_readers(
             if PEERS_PYTHON.exists():
                 for name in ("ray", "torchstore"):
                     try:
-                        entrants[name] = Peer(stack, name, mb, count).turn
+                        peer = Peer(stack, name, mb, count)
+                        peer.turn(0)
+                        entrants[name] = peer.turn
                     except PeerEnded as why:
                         limit.leave_out(f"{name} with {count} readers: {why}")
         spent_s: dict[str, list[float]] = {}

@@ -21,12 +21,13 @@ def end_iteration(iterator: Any) -> None:
     """Return once the loader processes of an iterator have ended. Processes that do not end within
     seconds are killed: multiprocessing would wait for them when the trainer exits."""
     if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
-        if iterator._workers_done_event._cond.acquire(timeout=LOCK_S):
-            iterator._workers_done_event._cond.release()
+        is_over: Any = iterator._workers_done_event
+        if is_over._cond.acquire(timeout=LOCK_S):
+            is_over._cond.release()
         else:
             # A process that was killed or stopped holds the event's lock, and torch would wait.
             kill_processes(iterator)
-            iterator._workers_done_event = threading.Event()
+            iterator._workers_done_event = threading.Event()  # type: ignore[assignment]
         iterator._shutdown_workers()
         kill_processes(iterator)
 
