@@ -35,10 +35,10 @@ LIGHTNING = (
     "tests/worker/integrations/test_lightning.py"
     "::test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint"
 )
-LIGHTNING_SESSION = "tests/worker/integrations/test_lightning.py::test_the_example_of_a_session"
+LIGHTNING_SESSION = "tests/worker/integrations/test_lightning.py::test_the_lightning_example_trains_with_two_workers"
 ACCELERATE = (
     "tests/worker/integrations/test_accelerate.py"
-    "::test_a_lost_node_costs_what_came_after_the_checkpoint"
+    "::test_a_lost_node_costs_only_the_epochs_after_the_newest_checkpoint"
 )
 KERAS = "tests/worker/integrations/test_keras.py"
 NOT_RUN = "not run: "
@@ -118,7 +118,7 @@ TABLE = {
         "tests/worker/integrations/test_keras_session.py::test_fit_goes_on_without_a_lost_member"
     ),
     ("docs/integrations.md", "from shoal.integrations.keras import KerasModule"): (
-        f"{KERAS}::test_as_a_module_it_trains_under_any_strategy"
+        f"{KERAS}::test_a_keras_module_under_sharded_strategies_equals_one_process"
     ),
     ("docs/integrations.md", "from shoal.integrations.keras import GlobalBatches"): (
         f"{KERAS}::test_fit_equals_one_process_and_ranks_hold_parts"

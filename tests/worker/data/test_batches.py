@@ -212,7 +212,7 @@ def test_torchs_own_collate_goes_by_the_type_of_a_sample(
 
 
 def test_a_void_batch_of_a_dataset_that_loads_whole_batches_is_not_loaded() -> None:
-    """Its begin is reported all the same, as that of a sample is."""
+    """The callback at its beginning is called all the same, as for a single sample."""
     loaded: list[int] = []
     answers = [False]
     dataset = Described(loaded.append, is_loaded_together=True)

@@ -116,7 +116,7 @@ def test_a_callback_ends_the_job(session: shoal.Session) -> None:
 
 @pytest.mark.long
 def test_metrics_of_predictions_stop_the_training(session: shoal.Session) -> None:
-    """The state of callbacks that export it is part of the job's state."""
+    """The metric never improves, so training stops after the second evaluation."""
 
     def accuracy(predicted: Any) -> dict[str, float]:
         assert predicted.predictions.shape[:2] == (10, 8)
@@ -213,7 +213,7 @@ def test_a_smoothed_mean_of_each_part_is_refused(session: shoal.Session) -> None
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ],
 )
-def test_what_a_session_cannot_keep_exact_is_refused(
+def test_settings_that_a_session_cannot_keep_exact_are_refused(
     session: shoal.Session, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidSpec, match=message):

@@ -111,7 +111,7 @@ def test_stages_hold_the_whole_model_under_its_own_names_and_nothing_twice(make)
     assert set(buffers) == {name for name, _ in model.named_buffers()}
 
 
-def test_what_nothing_uses_stays_with_the_first_stage():
+def test_a_parameter_that_nothing_uses_stays_in_the_first_stage():
     first, second = stages_of(models.Counted(), 2)
     assert "idle" in first.parameters
     assert "idle" not in second.parameters
