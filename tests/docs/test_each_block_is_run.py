@@ -35,7 +35,10 @@ LIGHTNING = (
     "tests/worker/integrations/test_lightning.py"
     "::test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint"
 )
-LIGHTNING_SESSION = "tests/worker/integrations/test_lightning.py::test_the_lightning_example_trains_with_two_workers"
+LIGHTNING_SESSION = (
+    "tests/worker/integrations/test_lightning.py"
+    "::test_the_lightning_example_trains_with_two_workers"
+)
 ACCELERATE = (
     "tests/worker/integrations/test_accelerate.py"
     "::test_a_lost_node_costs_only_the_epochs_after_the_newest_checkpoint"

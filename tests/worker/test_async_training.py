@@ -66,7 +66,7 @@ def test_the_readmes_settings_train_by_default(servers: ParameterServers, num_me
     assert warning == ""
 
 
-def test_a_loss_that_does_not_fall_is_told(servers: ParameterServers) -> None:
+def test_a_loss_that_does_not_fall_is_warned_of(servers: ParameterServers) -> None:
     """Staleness is not handled here: the log has a line that says what to do, and the page shows
     it."""
     with capture_logs() as logs:

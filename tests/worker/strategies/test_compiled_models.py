@@ -244,7 +244,7 @@ def test_a_wrapper_around_a_distributed_model_of_stages_is_refused_in_its_first_
     run_in_memory(body, 1)
 
 
-def test_dropout_of_a_compiled_model_draws_by_place() -> None:
+def test_dropout_of_a_compiled_model_draws_by_position() -> None:
     """Masks change with the step and are those of the uncompiled model; nothing is compiled for
     them."""
     torch.manual_seed(0)
