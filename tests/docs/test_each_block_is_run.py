@@ -30,7 +30,10 @@ DRAIN = "tests/client/commands/test_drain_command.py::test_one_of_two_leaves_and
 SNAPSHOTS = "tests/e2e/test_snapshots.py::test_a_job_goes_on_in_another_cluster"
 COMPOSE = "tests/deploy/test_compose.py::test_trains_through_the_loss_of_a_worker"
 TLS = "tests/e2e/test_tls.py::test_jobs_train_and_recover_within_tls"
-TORCHRUN = "tests/worker/torchrun/test_torchrun_nodes.py::test_a_lost_node_and_one_that_comes"
+TORCHRUN = (
+    "tests/worker/torchrun/test_torchrun_nodes.py"
+    "::test_training_goes_on_after_a_lost_node_and_with_a_new_one"
+)
 LIGHTNING = (
     "tests/worker/integrations/test_lightning.py"
     "::test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint"

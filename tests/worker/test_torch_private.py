@@ -69,7 +69,7 @@ def is_private(name: str) -> bool:
     return any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
 
 
-def test_only_one_room_names_what_is_private_to_torch() -> None:
+def test_only_torch_private_uses_private_names_of_torch() -> None:
     files = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(PRIVATE)]
     found = {
         f"{path.relative_to(ROOT)}: {name}"
@@ -79,7 +79,7 @@ def test_only_one_room_names_what_is_private_to_torch() -> None:
     assert not found
 
 
-def test_nor_does_another_room_reach_into_objects_of_torch() -> None:
+def test_only_torch_private_accesses_private_attributes_of_torchs_objects() -> None:
     files = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(PRIVATE)]
     found = {
         f"{path.relative_to(ROOT)}:{line}: {name}"
@@ -136,7 +136,7 @@ def is_own(node: ast.expr) -> bool:
         "class A:\n    def f(self):\n        self._state._training_state = 0",
     ],
 )
-def test_what_reaches_into_an_object_is_found(code: str) -> None:
+def test_access_to_a_private_attribute_is_found(code: str) -> None:
     assert list(reached_into(ast.parse(code)))
 
 

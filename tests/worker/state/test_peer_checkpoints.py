@@ -127,7 +127,7 @@ def test_a_leaving_member_and_a_loss_right_after_it_lose_no_state() -> None:
             assert set().union(*left) == {f"model.{rank}" for rank in range(4)}
     usual = run_in_memory(held_after_a_drain, 4, ())
     assert [len(held) for held in usual] == [2] * 4, (
-        "without a leaving member no further copies are made"
+        "without a leaving member there are no further copies"
     )
 
 
