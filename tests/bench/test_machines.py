@@ -94,7 +94,7 @@ def test_a_notice_comes_before_the_kill(machines: Any, tmp_path: Path) -> None:
         os.kill(worker, 9)
 
 
-def test_a_worker_that_is_dropped_is_read_no_more(tmp_path: Path) -> None:
+def test_the_steps_of_a_dropped_worker_are_no_longer_read(tmp_path: Path) -> None:
     from training.steps import Steps  # noqa: PLC0415
 
     line = '{"at_s": 1.0, "pid": 7, "agent": 1, "formation": 1, "world_size": 1, "step": 3}\n'

@@ -253,7 +253,7 @@ def certificate(stack: Stack, service: str) -> x509.Certificate:
     )
 
 
-def test_each_service_has_its_own_files_alone(stack: Stack) -> None:
+def test_each_service_has_only_its_own_files(stack: Stack) -> None:
     """Services hold no key of another part or of an authority; none runs as root or can write to
     its image."""
     common, client = {"ca.crt"}, {"etcd-ca.crt", "etcd-client.crt", "etcd-client.key"}
@@ -272,7 +272,7 @@ def test_each_service_has_its_own_files_alone(stack: Stack) -> None:
         assert "refused" in stack.compose(*shell, "touch /usr/x 2>/dev/null || echo refused")
 
 
-def test_strangers_get_nothing(stack: Stack) -> None:
+def test_callers_without_token_or_certificate_are_refused(stack: Stack) -> None:
     """The page asks for a token; gRPC and etcd ask for a certificate of their own authority."""
     assert httpx.get(f"{stack.url}/api/v1/jobs", verify=False).status_code == 401
     with pytest.raises(httpx.HTTPError):

@@ -100,7 +100,7 @@ TABLE = {
     (
         "docs/extending.md",
         "# average_every.py",
-    ): f"{EXTENDING}::test_a_kill_within_a_round_costs_it",
+    ): f"{EXTENDING}::test_averaging_survives_a_kill_within_a_round",
     ("docs/extending.md", "# second_network.py"): f"{EXTENDING}::test_the_backend_carries_a_step",
     ("docs/extending.md", "# shoal_names.py"): f"{EXTENDING}::test_the_command_is_found",
     ("docs/extending.md", "# tokenizer_field.py"): f"{EXTENDING}::test_a_field_is_proposed",
@@ -273,7 +273,7 @@ def test_every_block_is_run_or_has_a_reason_not_to_be() -> None:
     assert missing == []
 
 
-def test_every_line_of_the_table_is_of_a_block() -> None:
+def test_every_entry_of_the_table_matches_a_block() -> None:
     firsts = [(page, text.strip().splitlines()[0].strip()) for page, _, text in executable()]
     unused = [
         key
@@ -283,7 +283,7 @@ def test_every_line_of_the_table_is_of_a_block() -> None:
     assert unused == []
 
 
-def test_every_test_of_the_table_is_there() -> None:
+def test_every_test_of_the_table_exists() -> None:
     wrong = []
     for reason in {*TABLE.values(), FRAGMENT, TUTORIAL}:
         if reason.startswith(NOT_RUN):

@@ -30,7 +30,7 @@ from shoal_proto.errors import InvalidSpec, SampleFailed
 
 TOLERANCE = 1e-6
 MAX_MARGIN_STEPS = 2000
-"""Steps of about a second, on any machine."""
+"""Limit of the stop's margin: more steps than by default, as float64 rounds little."""
 
 
 class Counted:
