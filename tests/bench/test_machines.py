@@ -41,7 +41,7 @@ def workers(place: Path) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """True unless the process is gone or is a zombie that nobody has reaped yet."""
+    """True unless the process is gone or is a zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

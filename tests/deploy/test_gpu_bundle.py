@@ -286,7 +286,7 @@ def test_a_folder_with_other_files_is_not_unpacked_to(folder: Path, tmp_path: Pa
 
 
 def test_a_folder_with_other_files_is_not_overwritten_by_a_bundle(tmp_path: Path) -> None:
-    """The refusal comes before anything is resolved or removed. An NCCL may be there before."""
+    """The refusal comes before anything is resolved or removed. An NCCL may exist before."""
     (tmp_path / gpu_bundle.NCCL).touch()
     gpu_bundle.check_out(tmp_path)
     (tmp_path / "thesis.tex").touch()

@@ -560,7 +560,7 @@ def test_pods_declare_resources_and_time_to_stop(resources: list[Resource]) -> N
         on_spot = "nodeAffinity" in pod.get("affinity", {})
         assert on_spot or pod["terminationGracePeriodSeconds"] >= 30
         if workload["metadata"]["name"] == "credentials":
-            continue  # one pod, that nobody asks anything
+            continue  # one pod without clients
         assert pod["affinity"]["podAntiAffinity"]
         for container in pod["containers"]:
             assert set(container["resources"]["requests"]) == {"cpu", "memory"}
