@@ -19,7 +19,7 @@ def line(*samples: int) -> str:
     return json.dumps(samples) + "\n"
 
 
-def test_updates_that_are_all_there_are_counted_once(async_trace: Any) -> None:
+def test_updates_that_all_arrived_are_counted_once(async_trace: Any) -> None:
     """The weights of the worker that left last contain the pushes of all workers."""
     left = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0, 1.0, 1.0])]
     found = async_trace.counted(left, [[line(0, 1)], [line(0, 2)]])

@@ -52,7 +52,7 @@ def test_steps_that_a_restart_took_back_count_once(effective: Any, step: Any) ->
     assert found.effective == pytest.approx(0.8, abs=0.02)
 
 
-def test_a_job_that_began_anew_has_only_what_it_trained_since(effective: Any, step: Any) -> None:
+def test_a_job_that_began_again_counts_only_its_later_steps(effective: Any, step: Any) -> None:
     steps = [step(at / 10, at) for at in range(80)]
     steps += [step(8.0 + at / 10, at, formation=2) for at in range(20)]
     found = effective.effective(steps, 0.0, 10.0)

@@ -61,8 +61,8 @@ def num_starts(place: Path) -> int:
     return len(path.read_text().split()) if path.exists() else 0
 
 
-def test_a_lost_machine_takes_its_worker_with_it(machines: Any, tmp_path: Path) -> None:
-    """A session of its own does not save the worker, and nothing starts the machine again."""
+def test_the_worker_of_a_lost_machine_ends(machines: Any, tmp_path: Path) -> None:
+    """The worker ends although it has a session of its own, and nothing starts the machine again."""
     machines.join("machine-0")
     await_true(lambda: num_starts(tmp_path) == 1)
     (worker,) = workers(tmp_path)

@@ -139,7 +139,7 @@ def test_the_chart_is_valid_with_other_values(tmp_path: Path) -> None:
     assert etcd.count("https://") == 5
 
 
-def test_monitors_are_those_beside_the_kustomization() -> None:
+def test_monitors_equal_those_of_the_kustomization() -> None:
     """Monitors are rendered only if the values say that the operator is installed."""
     path = DEPLOY / "kubernetes" / "pod-monitor.yaml"
     theirs = {each["metadata"]["name"]: each for each in yaml.safe_load_all(path.read_text())}

@@ -101,7 +101,7 @@ def test_survivors_of_a_kill_go_on_in_their_processes_and_end_as_one_process_wou
 
 
 @pytest.mark.long
-def test_a_stopped_member_is_left_behind_and_fenced_when_it_wakes(cluster: LocalCluster) -> None:
+def test_a_stopped_member_is_removed_and_fenced_once_it_continues(cluster: LocalCluster) -> None:
     """SIGSTOP breaks no connection; the lease runs out."""
     with Ranks() as ranks:
         run = run_of(cluster, "stopped")

@@ -44,7 +44,7 @@ def test_the_exports_are_those_of_the_stub() -> None:
     assert all(f"{name} as {name}" in stub for name in shoal.__all__)
 
 
-def test_dir_shows_what_is_public_and_nothing_else() -> None:
+def test_dir_shows_only_public_names() -> None:
     """The list has no `Path` and no `Any`: tab completion shows only names for users."""
     assert set(dir(shoal)) == {*shoal.__all__, "__all__", "__version__"}
     assert shoal.__version__ == version("shoal")

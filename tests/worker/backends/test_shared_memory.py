@@ -150,7 +150,7 @@ def test_a_stranger_gets_no_memory(
     assert len(handed) == 1
 
 
-def test_a_semaphore_lets_as_many_through_as_were_posted() -> None:
+def test_a_semaphore_admits_as_many_waits_as_posts() -> None:
     """Holds for a rank that sleeps on the semaphore, and for one that polls."""
     mapped = mmap.mmap(-1, SEMAPHORE_BYTES)
     semaphore = Semaphore(ctypes.addressof(ctypes.c_char.from_buffer(mapped)))

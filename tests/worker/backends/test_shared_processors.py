@@ -125,7 +125,7 @@ def crowded() -> Processors:
     return Processors(notes, OWN)
 
 
-def test_a_rank_that_has_moved_may_use_what_its_cpuset_gets_later(kernel: Kernel) -> None:
+def test_a_moved_rank_may_use_processors_that_its_cpuset_gets_later(kernel: Kernel) -> None:
     """A cpuset grows with `docker update --cpuset-cpus`, or when a pod with processors of its own
     has ended."""
     crowded().part()

@@ -39,7 +39,7 @@ def test_a_region_is_deserted_while_it_has_no_other_user() -> None:
     region.close()
 
 
-def test_a_region_suits_sizes_from_half_of_it_to_all_of_it() -> None:
+def test_a_region_suits_sizes_from_half_to_all_of_its_size() -> None:
     region = MemoryRegion.made(8192)
     suited = [size for size in (4095, 4096, 8192, 8193) if region.suits(size)]
     region.close()

@@ -150,7 +150,7 @@ def test_the_only_complete_checkpoint_stays_when_the_next_fails(tmp_path):
     assert checkpoints.newest() == tmp_path / "step-00000010"
 
 
-def test_a_failure_is_raised_by_the_next_offer_and_the_one_after_tries_anew(tmp_path):
+def test_a_failure_is_raised_by_the_next_offer_and_the_one_after_tries_again(tmp_path):
     in_the_way = tmp_path / "checkpoints"
     in_the_way.touch()
     checkpoints = Checkpoints(in_the_way, every_steps=1)

@@ -241,7 +241,7 @@ def test_a_file_url_is_a_directory(tmp_path: Any) -> None:
     assert Checkpoints(f"file://{tmp_path}/runs", every_steps=1).directory == tmp_path / "runs"
 
 
-def test_storage_that_goes_away_is_a_failed_checkpoint(
+def test_a_checkpoint_fails_if_its_storage_is_unavailable(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is handled like a full disk: training goes on, and the next checkpoint is tried."""

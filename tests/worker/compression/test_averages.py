@@ -64,7 +64,7 @@ def test_nothing_is_lost_though_the_order_of_parameters_changes(world_size: int)
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_a_step_that_fails_leaves_nothing_behind(world_size: int) -> None:
+def test_a_failed_step_leaves_no_residual(world_size: int) -> None:
     for seen in shoal.run_in_memory(bodies.redo_each, world_size):
         for name, (failed, again, following) in seen.items():
             assert failed == again, name

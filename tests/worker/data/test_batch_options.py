@@ -70,7 +70,7 @@ def test_settings_that_the_call_leaves_out_are_those_of_the_data_loader(
     assert (order.global_batch_size, order.shuffle, order.seed, order.num_epochs) == (2, True, 7, 3)
 
 
-def test_a_batch_of_one_process_of_several_is_not_taken_for_that_of_all() -> None:
+def test_the_batch_size_of_one_process_of_several_is_refused() -> None:
     """The script would train with a third of its batch."""
     loader = DataLoader(DATASET, 4, sampler=DistributedSampler(DATASET, 3, 1, seed=3))
     with pytest.raises(InvalidSpec, match=r"batch_size=4 of each of 3.*global_batch_size=12"):

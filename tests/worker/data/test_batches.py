@@ -29,7 +29,7 @@ orders = st.builds(
 
 
 @given(orders, st.lists(st.integers(1, 7), min_size=1, max_size=40))
-def test_each_sample_comes_once_an_epoch_whatever_the_world_does(
+def test_each_sample_comes_once_an_epoch_over_all_changes_of_members(
     order: Order, world_sizes: list[int]
 ) -> None:
     """The world size changes in each step."""

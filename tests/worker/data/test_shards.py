@@ -79,7 +79,7 @@ streams_of_shards = st.fixed_dictionaries(
     st.integers(1, 40),
     st.lists(st.integers(1, 7), min_size=1, max_size=9),
 )
-def test_each_sample_comes_once_an_epoch_whatever_the_world_does(
+def test_each_sample_comes_once_an_epoch_over_all_changes_of_members(
     lengths: list[int], options: dict[str, int], batch_size: int, world_sizes: list[int]
 ) -> None:
     """Indices name the samples that are delivered."""

@@ -850,7 +850,9 @@ def test_torchruns_options_for_the_number_of_workers_are_accepted(shoal_run: Run
     assert "the script never calls shoal.join(), and ran 2 times, each time by itself" in output
 
 
-def test_as_many_workers_as_the_host_has_cores_or_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_gets_as_many_workers_as_it_has_cores_or_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     arguments = ["run", "-n", "auto", "train.py"]
     cores = len(os.sched_getaffinity(0))

@@ -190,7 +190,7 @@ def test_names_are_quoted_and_an_empty_url_waits(board: Board) -> None:
     assert board.reports == []
 
 
-def test_no_thread_is_left_behind() -> None:
+def test_no_thread_is_left_after_close() -> None:
     """Close ends the thread even if nothing was ever reported."""
     before = threading.active_count()
     reporter("http://127.0.0.1:1").close()

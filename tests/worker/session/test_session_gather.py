@@ -153,7 +153,7 @@ FAULTS = ["forward", "backward"]
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
-def test_a_step_is_taken_anew_when_a_member_is_killed_in_it(
+def test_a_step_is_taken_again_when_a_member_is_killed_in_it(
     cluster: LocalCluster, strategy: str, fault: str
 ) -> None:
     """The kill comes while the others wait for its rows, or for its gradients of their rows. The

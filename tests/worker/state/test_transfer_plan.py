@@ -202,6 +202,6 @@ def anyhow(draw: st.DrawFn) -> World:
 
 @given(anyhow(), st.integers(1, 200))
 @settings(max_examples=150, deadline=None)
-def test_each_gets_every_element_once_from_one_that_has_it(given: World, stripe: int) -> None:
+def test_each_rank_gets_every_element_once_from_one_holder(given: World, stripe: int) -> None:
     """Elements are checked one by one, for chunks that overlap in any way."""
     check(given, given.plans(stripe))

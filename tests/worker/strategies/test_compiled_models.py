@@ -130,7 +130,7 @@ CASES = [("ddp", "behind"), ("fsdp", "before"), ("pipeline", "before")]
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_changes_of_members_compile_nothing_anew(
+def test_changes_of_members_compile_nothing_again(
     cluster: LocalCluster, tmp_path: Path, case: tuple[str, str]
 ) -> None:
     """Once both numbers of members have been seen, kills and joins compile nothing in the members

@@ -56,7 +56,7 @@ def check_equal_to_the_twin(
 @pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("num_more", [0, 2])
 @pytest.mark.parametrize(("strategy", "optimizer"), [("local-sgd", "sgd"), ("diloco", "adamw")])
-def test_changes_leave_no_trace_but_who_trained_which_round(
+def test_changes_affect_only_which_members_train_each_round(
     cluster: LocalCluster, tmp_path: Path, strategy: str, optimizer: str, num_more: int
 ) -> None:
     """Kills, joins and drains are drawn from a seed. The twin knows only the members of each round.

@@ -58,7 +58,7 @@ def only(runs: dict[str, Logged]) -> Logged:
 
 
 @TRACKERS
-def test_each_step_is_there_once_after_kills_a_join_and_a_drain(
+def test_each_step_is_logged_once_after_kills_joins_and_a_drain(
     cluster: LocalCluster, tmp_path: Path, name: str
 ) -> None:
     run = logging(cluster, tmp_path, trackers=(name,))

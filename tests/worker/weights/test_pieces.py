@@ -195,7 +195,7 @@ def held(rank: int, world_size: int, tensors: dict[str, Tensor], **tied_names: s
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_each_row_of_what_all_hold_is_published_once(world_size: int) -> None:
+def test_each_row_that_all_ranks_hold_is_published_once(world_size: int) -> None:
     """Shapes are indivisible, without dimensions, without rows, or of one row."""
     generator = torch.Generator().manual_seed(world_size)
     shapes = [(), (1,), (7,), (1, 9), (3, 5), (0, 4), (1, 1, 6), (2, 3, 4), (100, 3)]

@@ -46,7 +46,7 @@ class Scales(nn.Module):
         return outputs
 
 
-def test_a_model_is_traced_in_time_that_grows_with_its_parameters_alone(
+def test_the_time_to_trace_a_model_grows_only_with_its_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: the time grew with the square of their number, since all were searched for each.

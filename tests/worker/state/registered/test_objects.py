@@ -59,7 +59,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_goes_on_with_another_member_as_if_it_had_counted_there(name: str) -> None:
+def test_a_transferred_schedule_gives_the_same_later_rates(name: str) -> None:
     """Rates depend only on the transferred state, which includes the settings of groups."""
     crew = []
     for _ in range(2):

@@ -16,13 +16,13 @@ def paced(samples_per_s: float, *, share: int = NUM_SAMPLES) -> SampleReserve:
     return reserve
 
 
-def test_a_member_wants_what_it_trains_on_in_a_long_outage() -> None:
+def test_a_reserve_lasts_for_a_long_outage() -> None:
     """The reserve has whole steps, and two of them while the pace is unknown."""
     assert SampleReserve(STEP, NUM_SAMPLES).lacking == 2 * STEP
     assert paced(100.0).lacking == 100.0 * AHEAD_S
 
 
-def test_more_is_asked_for_when_a_quarter_is_used_up() -> None:
+def test_more_samples_are_requested_once_a_quarter_is_used() -> None:
     """Samples are held in few ranges this way."""
     reserve = paced(1.0)
     reserve.leased(SampleRange(0, 0, int(AHEAD_S)))
