@@ -62,7 +62,7 @@ def num_starts(place: Path) -> int:
 
 
 def test_the_worker_of_a_lost_machine_ends(machines: Any, tmp_path: Path) -> None:
-    """The worker ends although it has a session of its own, and nothing starts the machine again."""
+    """The worker ends although it has its own session, and nothing starts the machine again."""
     machines.join("machine-0")
     await_true(lambda: num_starts(tmp_path) == 1)
     (worker,) = workers(tmp_path)
