@@ -34,8 +34,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_etcd_serves_on_without_one_of_three_members(images: str, secrets: Path) -> None:
     """Three pods find each other by their names; if one is stopped, the other two stay ready. The
-    last one by itself is alive, and not ready.
-    """
+    last one by itself is alive, and not ready."""
     with started(render(KUBERNETES / "base"), {"etcd"}, images, secrets) as pods:
         wait_until_ready(pods, 60)
         run("docker", "stop", pods["etcd-1"].docker_name)

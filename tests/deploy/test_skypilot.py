@@ -59,8 +59,7 @@ def test_a_node_has_the_keys_that_it_uses(
     group: tuple[dict[str, Any], dict[str, dict[str, Any]]],
 ) -> None:
     """Mounted files have the names of the certificates' files, no node gets the authority's key,
-    and all workers are alike.
-    """
+    and all workers are alike."""
     header, tasks = group
     workers = [name for name in tasks if name != "cluster"]
     assert header["execution"] == "parallel" and header["primary_tasks"] == workers
@@ -190,8 +189,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 @pytest.mark.long
 def test_spot_nodes_train_over_tls_and_drain_at_sigterm(tmp_path: Path) -> None:
     """A node that gets SIGTERM leaves the job and ends with 143, and the other one trains to the
-    end; the cluster ends with 143 when SkyPilot stops it.
-    """
+    end; the cluster ends with 143 when SkyPilot stops it."""
     given = environment(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT_OF_A_USER.format(epochs=400))
     with (

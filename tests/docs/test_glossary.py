@@ -26,8 +26,7 @@ def entries() -> list[str]:
 @cache
 def used() -> str:
     """The text of the source and of the other docs, in lower case, with single spaces between
-    words.
-    """
+    words."""
     docs = (path for path in ROOT.glob("docs/**/*.md") if path != GLOSSARY)
     text = " ".join(path.read_text() for path in chain(docs, modules().values()))
     return re.sub(r"[\s_-]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)).lower()

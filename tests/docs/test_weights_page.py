@@ -46,8 +46,7 @@ def test_the_toy_example_learns_while_a_worker_is_killed(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
     """Two rollouts continue after a worker of the trainer is killed, and get higher rewards from
-    later versions. A rollout that starts after the trainer has ended gets its last version.
-    """
+    later versions. A rollout that starts after the trainer has ended gets its last version."""
     example = str(Path(__file__).parents[2] / "examples" / "rl_policy.py")
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
         to_cluster = {

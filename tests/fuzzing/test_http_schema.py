@@ -17,8 +17,7 @@ from support.network import http
 SEED = 20261123
 EXAMPLES = 150
 """Maximum number of examples for each operation that the schema allows, and of those that it does
-not.
-"""
+not."""
 ALL = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
     *("response_schema_conformance", "response_headers_conformance"),

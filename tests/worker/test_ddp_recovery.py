@@ -174,7 +174,7 @@ def test_sigterm_drains_a_member_and_breaks_no_generation(cluster: LocalCluster)
 
 
 def test_sigterm_to_the_only_member_ends_it_at_its_next_step(cluster: LocalCluster) -> None:
-    """The state is gone, as no other member can take it over, and no member begins anew."""
+    """The state is lost, as no other member can receive it; a later member is refused."""
     with Ranks() as ranks:
         run = run_of(cluster, "drain-alone", desired_members=1, epochs=1000)
         alone = start(ranks, run, "a")[0]

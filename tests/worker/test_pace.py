@@ -135,7 +135,7 @@ def await_reason(servers: ParameterServers) -> None:
 def test_a_member_alone_trains_as_without_a_bound(
     servers: ParameterServers, strategy: AsyncSGD
 ) -> None:
-    """The weights are equal bit for bit, and the member waits for nobody."""
+    """The weights are equal bit for bit, and the member waits for no other."""
     model, free = new_model(), new_model()
     bounded = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
     plain = start(servers, free, torch.optim.SGD(free.parameters(), lr=0.1), job="plain")

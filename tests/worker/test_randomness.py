@@ -315,7 +315,7 @@ def test_torch_draws_the_same_when_a_step_is_redone() -> None:
 
 
 def test_a_sample_has_a_generator_of_its_own() -> None:
-    """The generator is the same on whichever rank has the sample."""
+    """The generator of a sample is the same on all ranks."""
     with at(seed=1, step=2, first=0, count=8):
         expected = torch.rand(3, generator=sample_generator(5, "noise"))
         other = torch.rand(3, generator=sample_generator(5, "crop"))
@@ -401,7 +401,7 @@ def compiled_twice(backend: str, make: Callable[[], nn.Module], dim: int | None)
 @pytest.mark.sampled()
 @pytest.mark.parametrize("case", ODD)
 def test_a_compiled_graph_draws_what_the_layer_draws(case: str) -> None:
-    """The graph has no break, and is not compiled anew for another step or share."""
+    """The graph has no break, and is not compiled again for another step or share."""
     make, shape, dim = ODD[case]
     graphs: list[object] = []
 

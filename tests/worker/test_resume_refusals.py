@@ -262,7 +262,7 @@ class Metric:
 def test_a_checkpoint_with_a_registered_object_of_another_class_is_refused(
     tmp_path: Path, strategy: str
 ) -> None:
-    """torch's schedules take any state, and would begin anew."""
+    """torch's schedules accept any state, and would begin from step 0."""
     step_of(tmp_path, strategy, net(), schedule=Metric)
     with pytest.raises(InvalidSpec, match=r"another class; saw Metric; expected ExponentialLR"):
         step_of(tmp_path, strategy, net(), schedule=lambda each: ExponentialLR(each, 0.5))

@@ -96,8 +96,7 @@ def _steps(world: SimWorld) -> dict[str, int]:
 
 def simulate(seed: int, *, mixed_releases: bool | None = None) -> None:
     """Run one seed. Raises AssertionError with the log of the run. `mixed_releases`: processes are
-    of two releases; None: in every fourth seed.
-    """
+    of two releases; None: in every fourth seed."""
     if mixed_releases is None:
         mixed_releases = seed % 4 == 3
     chance = random.Random(f"bounds {seed}")

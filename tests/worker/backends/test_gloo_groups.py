@@ -23,8 +23,7 @@ def test_a_collective_that_waits_for_a_lost_peer_raises_as_soon_as_it_is_cut(
     tmp_path: Path, how: str
 ) -> None:
     """The error comes within seconds, not at Gloo's timeout of 60 s. Connections outside the group
-    keep working.
-    """
+    keep working."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(rank_bodies.stuck_collective, path, r, 3, how) for r in range(3)]

@@ -79,8 +79,7 @@ def test_a_thread_is_a_rank_of_one_generation_after_the_other() -> None:
 
 def test_a_collective_under_way_raises_as_soon_as_its_group_is_cut() -> None:
     """The collective's limit is ten minutes away. The backend distinguishes this error from one of
-    the user.
-    """
+    the user."""
     store, waiting = SharedStore(), threading.Event()
 
     def member(rank: int) -> BaseException | None:
@@ -226,8 +225,7 @@ def overtaken(turns: dict[str, threading.Event]) -> None:
 
 def test_torch_has_no_active_forward_pass_once_all_ranks_have_ended() -> None:
     """Regression: torch split models compiled afterwards as for the DDP of an ended rank, or failed
-    ("First bucket should be smaller").
-    """
+    ("First bucket should be smaller")."""
     turns = {name: threading.Event() for name in ("first", "entered", "left")}
     shoal.run_in_memory(overtaken, 2, turns)
     assert DistributedDataParallel._get_active_ddp_module() is None

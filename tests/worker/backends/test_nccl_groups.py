@@ -157,7 +157,7 @@ def test_each_group_is_aborted_though_the_abort_of_another_hangs_or_fails() -> N
 
 @pytest.mark.parametrize("body", ["in_a_collective", "in_a_subgroup"])
 def test_a_cut_ends_a_wait_on_the_host_for_a_stopped_peer(tmp_path: Path, body: str) -> None:
-    """Gloo's part of the group is cut like a group on CPUs: a stopped peer delays nobody."""
+    """Gloo's part of the group is cut like a group on CPUs: a stopped peer delays no other rank."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(nccl_bodies.cut, path, rank, body) for rank in range(2)]

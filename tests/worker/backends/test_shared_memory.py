@@ -31,7 +31,7 @@ def test_values_written_before_a_meeting_are_read_after_it(world_size: int) -> N
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_messages_reach_all_ranks_through_shared_memory(world_size: int) -> None:
-    """Messages of a round that some rank did not receive are never taken for those of the next
+    """Messages of a round that some rank did not receive are never received as those of the next
     round."""
     ended = run_on_gloo(world_size, functools.partial(words_told, shares=True), 200)
     assert all("ranks no longer share memory" in each for each in ended)
@@ -42,7 +42,8 @@ def test_messages_that_all_ranks_have_sent_are_received_though_the_meeting_is_cu
     world_size: int,
 ) -> None:
     """A rank that received the messages may have committed a step because of them and left: the
-    others see that as a cut. If one rank has not sent its message, nobody receives the messages."""
+    others see that as a cut. If one rank has not sent its message, no rank receives the messages.
+    """
     body = shared_memory_bodies.words_told_before_a_cut
     for received, then in run_on_gloo(world_size, functools.partial(body, all_tell=True)):
         assert received == [[10 + rank] for rank in range(world_size)]

@@ -81,8 +81,7 @@ class Interrupt(Exception):
 
 class Kernel:
     """Model of the processors on which Linux (6.2 or newer) lets a thread run: those requested for
-    it, as far as they are in its cpuset. The request is kept when the cpuset changes.
-    """
+    it, as far as they are in its cpuset. The request is kept when the cpuset changes."""
 
     def __init__(self, cpuset: Iterable[int], asked: set[int] | None = None) -> None:
         self.cpuset = set(cpuset)

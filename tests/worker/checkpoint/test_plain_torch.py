@@ -13,8 +13,7 @@ from support.oracles import plain_torch
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """Return the directory in which a process without Shoal saved what it read from checkpoints of
-    three ranks.
-    """
+    three ranks."""
     place = tmp_path_factory.mktemp("plain")
     for name in plain_torch.OPTIMIZERS:
         state_shards = [cut(trained(name, 3), 0, rank, 3) for rank in range(3)]

@@ -1,5 +1,5 @@
-"""Gradients of a lone member are averaged with nobody, but checked like those of several. Gradients
-on a GPU are checked once all of them are there."""
+"""Gradients of a lone member are not averaged, but checked like those of several. Gradients on a
+GPU are checked once all of them are computed."""
 
 import copy
 from typing import Any

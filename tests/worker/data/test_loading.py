@@ -219,8 +219,7 @@ def test_a_killed_process_counts_as_ended_before_it_can_be_reaped(
 
 def test_batches_end_although_a_killed_process_held_their_lock() -> None:
     """Each process takes, for a moment, the lock of the event that asks processes to end. A process
-    killed in that moment never releases it.
-    """
+    killed in that moment never releases it."""
     with loader_of(Drawn(), 2) as loader:
         taken(loader, [1])
         assert loader._samples is not None
@@ -270,7 +269,7 @@ def test_a_dataset_that_changes_its_length_is_refused() -> None:
 
 
 def test_closing_does_not_wait_for_batches_loaded_ahead() -> None:
-    """Closing ends the processes, whatever they have loaded."""
+    """A loader that was closed, even twice, can be used again."""
     with loader_of(Drawn(), 2, prefetch_factor=8) as loader:
         loader.synchronous(0, 0, 1)
         loader.close()

@@ -123,8 +123,7 @@ def test_gradients_of_several_passes_are_added_up() -> None:
 
 def test_a_gradient_for_an_earlier_birth_of_a_row_is_left_out() -> None:
     """Row 1 was removed and made again between two passes of one step. The gradient on a row's
-    initial values counts, though the row was made between the passes.
-    """
+    initial values counts, though the row was made between the passes."""
     rows = new_rows()
     rows.begin_step()
     first = use(rows, {1: 3, 2: 0}, version=5)

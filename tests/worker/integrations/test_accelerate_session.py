@@ -31,10 +31,6 @@ from shoal_proto.errors import InvalidSpec
 TOLERANCE = 1e-6
 
 
-def told_nothing(kind: str, /, **_: Any) -> None:
-    """Discard the report."""
-
-
 @pytest.fixture(autouse=True)
 def state() -> Iterator[None]:
     """Reset the state that all Accelerators of a process share."""

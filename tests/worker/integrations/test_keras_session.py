@@ -47,8 +47,7 @@ def test_fit_goes_on_without_a_lost_member(
 ) -> None:
     """Member b of two is killed in the midst of step 6, and a standby replaces it. Training
     continues with that step, or with the first step that no copy contains. Keras counts each step
-    once.
-    """
+    once."""
     run = Fit(
         coordinator=cluster.coordinator,
         job=f"keras-{strategy}",
@@ -105,8 +104,7 @@ def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:
 @pytest.mark.parametrize("name", ["sgd", "adamw", "nadam", "adagrad", "scheduled"])
 def test_steps_equal_the_optimizers_also_once_its_state_moves_to_another_member(name: str) -> None:
     """The first member takes half of the steps, and a second one, which gets its state, takes the
-    rest.
-    """
+    rest."""
     model = bodies.new_model()
     plain, ours = bodies.new_optimizer(name), parameters_of(model)
     steps = KerasSteps(bodies.new_optimizer(name), ours)

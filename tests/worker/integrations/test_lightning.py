@@ -101,8 +101,7 @@ def test_a_session_goes_on_without_a_lost_member(
 ) -> None:
     """Member b of two is killed in the midst of step 6, and a standby replaces it. Training
     continues with that step, or with the first step that no copy contains. Lightning counts the
-    job's steps and epochs on both members, and the weights are those of a plain loop.
-    """
+    job's steps and epochs on both members, and the weights are those of a plain loop."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"lightning-{strategy}",
@@ -299,8 +298,7 @@ def test_schedules_and_parts_are_those_of_one_process(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     """Schedulers change the rate after each step and after each epoch; batches have two parts; a
-    member is lost and replaced.
-    """
+    member is lost and replaced."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"lightning-schedules-{strategy}",

@@ -546,8 +546,7 @@ def test_a_worker_with_a_final_refusal_is_not_started_again(
 @pytest.mark.parametrize("restart_on", ["signal", "failure"])
 def test_a_drained_worker_is_no_failure(shoal_run: Run, restart_on: str) -> None:
     """A worker with exit code 143 is not started again, and the run succeeds if the other completes
-    the job.
-    """
+    the job."""
     script = "import os, sys; sys.exit(143 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else 0)"
     code, output = finish(shoal_run(script, "-n", "2", "--restart-on", restart_on))
     assert code == 0, output

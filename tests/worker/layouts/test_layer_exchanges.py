@@ -51,8 +51,7 @@ def test_ranks_with_the_same_layers_never_differ_however_far_each_has_come(seed:
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_that_wait_at_different_layers_of_one_pass_differ(seed: int) -> None:
     """A rank that left out a layer waits at the end of its passes, while the other one waits for it
-    in one more layer.
-    """
+    in one more layer."""
     drawn = random.Random(seed)
     layers = drawn.choices(range(len(LAYERS)), k=drawn.randrange(2, 3 * MAX_RECORDED))
     without = [*layers]

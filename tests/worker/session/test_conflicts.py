@@ -75,8 +75,7 @@ def test_the_first_entry_that_differs_is_named(
     request: pytest.FixtureRequest,
 ) -> None:
     """The entries differ in order, as from a set, in a name, in a buffer's shape, or in a setting
-    of one group of many.
-    """
+    of one group of many."""
     job = f"differ-{request.node.callspec.id}"
     with shoal.join(job, coordinator=cluster.coordinator, member_id="one") as session:
         session.distribute(*one())

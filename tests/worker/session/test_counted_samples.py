@@ -89,8 +89,7 @@ def test_a_member_without_samples_counts_none(
     cluster: LocalCluster, strategy: str, in_one_call: bool
 ) -> None:
     """The member repeats the first sample of the step, with the same random numbers. Its loss of
-    the step is NaN, and it logs nothing.
-    """
+    the step is NaN, and it logs nothing."""
 
     def made() -> Any:
         if strategy == "ddp":

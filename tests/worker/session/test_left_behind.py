@@ -62,7 +62,7 @@ def test_a_model_that_was_never_laid_out_trains_in_the_next_session(place: str) 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 @pytest.mark.usefixtures("alone")
 def test_a_model_whose_weights_a_session_has_taken_is_refused_by_name(strategy: str) -> None:
-    """The model would be trained from initial values that its modules draw anew."""
+    """The model would be trained from new initial values, which its modules draw."""
     model, optimizer = failing_sessions.model_and_optimizer()
     with pytest.raises(Planned):
         train(model, optimizer, "zero1", "between")

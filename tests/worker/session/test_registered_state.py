@@ -140,7 +140,8 @@ def test_a_schedule_stepped_within_the_block_acts_after_the_step(
 def test_a_schedule_or_average_that_is_not_registered_is_refused_by_its_name(
     cluster: LocalCluster,
 ) -> None:
-    """An unregistered object would count a step that did not happen, and begin anew on a joiner."""
+    """An unregistered object would count a step that did not happen, and begin from zero on a
+    joiner."""
     model, optimizer = build("sgd", "layers")
     other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
     schedule, elsewhere = ExponentialLR(optimizer, 0.9), ExponentialLR(other, 0.9)

@@ -217,7 +217,7 @@ def test_a_second_loop_over_the_batches_is_refused_with_the_remedy(cluster: Loca
     with shoal.join(f"guard-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
         model, optimizer = session.distribute(model, optimizer)
         batches = session.batches(data(), global_batch_size=24, epochs=1)
-        for batch in batches:  # a loop that was left did not come to its end
+        for batch in batches:  # the loop was left before its end
             with session.step():
                 session.backward(loss_of(session, model, batch))
             break

@@ -17,8 +17,7 @@ def interface(root: Path, name: str, received: int, sent: int, *, is_device: boo
 
 def test_bytes_that_pass_through_several_interfaces_count_once(tmp_path: Path) -> None:
     """Interfaces of devices count, and not bridges, which pass the same bytes. Without devices, as
-    in a container, all but loopback count.
-    """
+    in a container, all but loopback count."""
     interface(tmp_path, "lo", 1 << 40, 1 << 40, is_device=False)
     interface(tmp_path, "veth1", 100, 10, is_device=False)
     assert host_traffic(tmp_path) == TrafficCounts(received=100, sent=10)

@@ -219,7 +219,7 @@ def test_stages_are_compiled_once(name: str, compiled: str, make: Callable[[], n
     original = make()
     runs = run_in_memory(_piped, 2, original, name, compiled)
     assert any(found[0] > 0 for found, _ in runs)
-    # torch 2.9 compiles a part of a stage anew in each generation: slower, with the same results.
+    # torch 2.9 compiles a part of a stage again in each generation: slower, with the same results.
     anew = compiled == "part" and TorchVersion(torch.__version__) < "2.10"
     for found, _ in runs:
         assert anew or found == [found[0]] * 3

@@ -132,7 +132,7 @@ def test_a_short_wait_for_a_layer_writes_nothing() -> None:
 
 
 def test_a_wait_in_vain_is_found_before_a_short_limit_ends_the_generation() -> None:
-    """Regression: with a limit of 4 s some members learned of it, and others began anew without
+    """Regression: with a limit of 4 s some members learned of it, and others started again without
     it."""
     store, limit_s = dist.HashStore(), 4.0
     members = [

@@ -132,7 +132,7 @@ def test_a_node_that_is_cut_off_from_an_agreed_generation_times_out(join: Join, 
 
 @pytest.mark.long
 def test_a_node_that_gave_up_can_join_again(join: Join, wire: Wire) -> None:
-    """A node that gave up joins anew at its next call."""
+    """A node that gave up joins again at its next call."""
     node = join(**options(wire, last_call_timeout="0.2"))
     together(node)
     wire.cut()

@@ -333,8 +333,7 @@ def test_a_message_of_another_size_is_refused() -> None:
 
 def test_a_sender_with_too_many_undelivered_messages_waits() -> None:
     """The number of messages sent and not yet received is bounded; here rank 1 ends without
-    receiving any.
-    """
+    receiving any."""
 
     def body() -> None:
         if dist.get_rank() == 0:

@@ -231,7 +231,7 @@ def test_a_registered_tensor_that_changes_its_shape_is_refused() -> None:
 
 
 def test_a_state_without_what_is_registered_is_refused_by_name() -> None:
-    """Otherwise a schedule would begin anew in the middle of the training."""
+    """Otherwise a schedule would begin from step 0 in the middle of the training."""
     registered = RegisteredState()
     registered.add("schedule", Counter(last=0))
     with pytest.raises(InvalidSpec, match="nothing under 'schedule'"):
@@ -299,7 +299,7 @@ class Mean(nn.Module):
 
 
 def test_a_module_of_which_nothing_would_be_carried_is_refused() -> None:
-    """A member that joins would begin to count anew."""
+    """A member that joins would count from zero."""
     with pytest.raises(InvalidSpec, match=r"'loss'.*Mean.*metric\.persistent\(True\)"):
         RegisteredState().add("loss", Mean(persistent=False))
     RegisteredState().add("loss", Mean(persistent=True))

@@ -106,7 +106,7 @@ def monitored(losses: Sequence[float]) -> LossMonitor:
 
 
 def test_the_warning_keeps_its_text_while_nothing_changes() -> None:
-    """The log has one line, and the page shows the same text. Another fault is reported anew."""
+    """The log has one line, and the page shows the same text. Another fault is reported again."""
     with capture_logs() as logs:
         assert monitored([2.3] * 9).warning == (
             "the loss has not fallen: 2.3 at first, 2.3 after 300 updates"

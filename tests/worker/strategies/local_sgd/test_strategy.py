@@ -167,8 +167,8 @@ def test_a_step_a_round_with_plain_sgd_is_data_parallel() -> None:
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_members_without_a_sample_stay_where_they_are(strategy: str) -> None:
-    """Batches of two samples for three members: members without samples count for nothing, and
-    their momentum does not change."""
+    """Batches of two samples for three members: members without samples have no part in the
+    average, and their momentum does not change."""
     members = members_of("abc", strategy, "sgd", 4)
     together(members, 10, batch_size=2)
     twin = twin_of("abc", strategy, "sgd", batch_size=2)
