@@ -148,7 +148,7 @@ def to_folders(options: argparse.Namespace) -> None:
     for part, files in parts().items():
         folder = options.to / part
         folder.mkdir(mode=0o700, exist_ok=True)
-        # The certificate last: it shows that all files are there (see --wait of the compose file).
+        # The certificate last: it shows that all files exist (see the health check of `certs`).
         for name, source in sorted(files.items(), key=lambda item: item[0].endswith(".crt")):
             data = (authority / source).read_bytes()
             target = folder / name

@@ -107,7 +107,7 @@ def test_losses_come_as_often_as_asked_and_each_is_replaced(changes: Any) -> Non
     assert [change.at_s for change in found] == sorted(change.at_s for change in found)
 
 
-def test_machines_of_the_start_are_told_from_those_that_join(changes: Any) -> None:
+def test_machines_of_the_start_are_separated_from_those_that_join(changes: Any) -> None:
     first, later = changes.starting(
         changes.poisson(seed=1, mtbf_s=5.0, replaced_after_s=2.0, num_machines=3, length_s=60.0)
     )

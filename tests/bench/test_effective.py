@@ -52,7 +52,7 @@ def test_steps_that_a_restart_took_back_count_once(effective: Any, step: Any) ->
     assert found.effective == pytest.approx(0.8, abs=0.02)
 
 
-def test_a_job_that_began_anew_has_only_what_it_trained_since(effective: Any, step: Any) -> None:
+def test_a_job_that_began_again_counts_only_its_later_steps(effective: Any, step: Any) -> None:
     steps = [step(at / 10, at) for at in range(80)]
     steps += [step(8.0 + at / 10, at, formation=2) for at in range(20)]
     found = effective.effective(steps, 0.0, 10.0)
@@ -60,7 +60,7 @@ def test_a_job_that_began_anew_has_only_what_it_trained_since(effective: Any, st
     assert found.steps_twice == 20
 
 
-def test_steps_that_nobody_trained_are_lost(effective: Any, step: Any) -> None:
+def test_steps_that_no_worker_trained_are_lost(effective: Any, step: Any) -> None:
     steps = [step(at / 10, at) for at in range(100) if at not in (40, 41)]
     assert effective.effective(steps, 0.0, 10.0).steps_lost == 2
 

@@ -53,7 +53,7 @@ def test_constants_come_from_entries_of_long_runs(model: Any) -> None:
     ]
 
 
-def test_what_is_computed_is_told_from_what_others_published(model: Any) -> None:
+def test_computed_figures_are_marked_apart_from_published_ones(model: Any) -> None:
     kinds = {entry["what"] for entry in [*model.curves(model.PUBLISHED), *model.points()]}
     assert kinds == {"computed", "published"}
     assert all(entry["source"] for entry in [*model.curves(model.PUBLISHED), *model.points()])

@@ -41,7 +41,7 @@ def workers(place: Path) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """True unless the process is gone or is a zombie that nobody has reaped yet."""
+    """True unless the process is gone or is a zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -61,8 +61,8 @@ def num_starts(place: Path) -> int:
     return len(path.read_text().split()) if path.exists() else 0
 
 
-def test_a_lost_machine_takes_its_worker_with_it(machines: Any, tmp_path: Path) -> None:
-    """A session of its own does not save the worker, and nothing starts the machine again."""
+def test_the_worker_of_a_lost_machine_ends(machines: Any, tmp_path: Path) -> None:
+    """The worker ends although it has its own session, and nothing starts the machine again."""
     machines.join("machine-0")
     await_true(lambda: num_starts(tmp_path) == 1)
     (worker,) = workers(tmp_path)
@@ -94,7 +94,7 @@ def test_a_notice_comes_before_the_kill(machines: Any, tmp_path: Path) -> None:
         os.kill(worker, 9)
 
 
-def test_a_worker_that_is_dropped_is_read_no_more(tmp_path: Path) -> None:
+def test_the_steps_of_a_dropped_worker_are_no_longer_read(tmp_path: Path) -> None:
     from training.steps import Steps  # noqa: PLC0415
 
     line = '{"at_s": 1.0, "pid": 7, "agent": 1, "formation": 1, "world_size": 1, "step": 3}\n'

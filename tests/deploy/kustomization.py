@@ -112,7 +112,7 @@ def _apply(resource: Resource, operation: dict[str, Any]) -> None:
             raise LookupError(f"{operation['path']} is {place[key]!r}")
         return
     if operation["op"] == "replace":
-        place[key]  # has to be there
+        place[key]  # raises an error if it is missing
     place[key] = operation["value"]
 
 

@@ -155,7 +155,7 @@ def lost(case: Case) -> None:
     code = case.await_end()
     assert code == 0, f"{code}: {case.output}"
     missing = set(range(LAST_STEP + 1)) - case.steps(3) - case.steps(2)
-    assert not missing, f"steps that nobody has committed: {missing}"
+    assert not missing, f"steps that no member has committed: {missing}"
     case.hosts.await_quiet(("a", "b"), 60)
     case.facts |= {"exit code": code, "steps lost": 0}
 

@@ -115,7 +115,7 @@ class Stack:
         while time.monotonic() < give_up_s:
             try:
                 found = see()
-            except httpx.HTTPError as error:  # the coordinator is not there yet, or knows no job
+            except httpx.HTTPError as error:  # no coordinator serves yet, or it has no job
                 last = error
             else:
                 if found is not None:

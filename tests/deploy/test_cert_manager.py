@@ -64,7 +64,9 @@ def of_kind(resources: list[Resource], kind: str) -> dict[str, dict[str, Any]]:
     return {r["metadata"]["name"]: r["spec"] for r in resources if r["kind"] == kind}
 
 
-def test_schema(resources: list[Resource], tmp_path: Path) -> None:
+def test_resources_are_valid_by_kubernetes_schemas(
+    resources: list[Resource], tmp_path: Path
+) -> None:
     """Kubernetes' own resources are valid by its schemas, cert-manager's have only known fields."""
     theirs = [r for r in resources if r["apiVersion"] == "cert-manager.io/v1"]
     path = tmp_path / "all.yaml"
@@ -98,7 +100,7 @@ def sources_of(workload: Resource) -> dict[str, tuple[str, str]]:
     }
 
 
-def test_each_part_gets_the_files_that_it_gets_otherwise(resources: list[Resource]) -> None:
+def test_each_part_gets_the_same_files_as_in_the_base(resources: list[Resource]) -> None:
     """Files have the same names; their Secrets are filled by a Certificate, or hold the tokens."""
     made = {spec["secretName"] for spec in of_kind(resources, "Certificate").values()}
     base = render(KUBERNETES / "base")

@@ -165,7 +165,7 @@ def test_trains_through_the_loss_of_the_coordinator(stack: Stack) -> None:
 def test_a_stopped_worker_drains(stack: Stack) -> None:
     """Scaled down, the worker to be removed hands over: the others stop at an agreed step.
 
-    When all are told to stop, no worker can take over: they end as drained, and none waits.
+    When all get SIGTERM, no worker can take over: they end as drained, and none waits.
     """
     training = Training(stack, "ddp", "digits-drained", epochs=100_000)
     training.start()
@@ -182,7 +182,7 @@ def test_a_stopped_worker_drains(stack: Stack) -> None:
     rest = stack.containers("worker")
     [gone] = set(incarnations) - set(rest)
     after = training.committed(job["summary"]["generation"])[0]
-    assert after["planned"], "nobody broke off"
+    assert after["planned"], "no member broke off"
     assert roster(after) == {member: incarnations[member] for member in rest}
     assert training.removed() == {gone: "drained: SIGTERM"}
     step = training.job()["summary"]["step"]
@@ -212,7 +212,7 @@ def test_a_cluster_outlives_its_certificates(stack: Stack) -> None:
         assert new.serial_number != old.serial_number
         assert new.not_valid_after_utc > datetime.now(UTC)
     now = training.job()
-    assert now["summary"]["generation"] == job["summary"]["generation"], "nobody was lost"
+    assert now["summary"]["generation"] == job["summary"]["generation"], "no member was lost"
     assert now["summary"]["step"] > job["summary"]["step"]
 
     # New connections use the current files: in a process that began with others, and in a new
@@ -253,7 +253,7 @@ def certificate(stack: Stack, service: str) -> x509.Certificate:
     )
 
 
-def test_each_service_has_its_own_files_alone(stack: Stack) -> None:
+def test_each_service_has_only_its_own_files(stack: Stack) -> None:
     """Services hold no key of another part or of an authority; none runs as root or can write to
     its image."""
     common, client = {"ca.crt"}, {"etcd-ca.crt", "etcd-client.crt", "etcd-client.key"}
@@ -272,7 +272,7 @@ def test_each_service_has_its_own_files_alone(stack: Stack) -> None:
         assert "refused" in stack.compose(*shell, "touch /usr/x 2>/dev/null || echo refused")
 
 
-def test_strangers_get_nothing(stack: Stack) -> None:
+def test_callers_without_token_or_certificate_are_refused(stack: Stack) -> None:
     """The page asks for a token; gRPC and etcd ask for a certificate of their own authority."""
     assert httpx.get(f"{stack.url}/api/v1/jobs", verify=False).status_code == 401
     with pytest.raises(httpx.HTTPError):

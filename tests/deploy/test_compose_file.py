@@ -23,7 +23,7 @@ def compose() -> dict[str, Any]:
     return loaded
 
 
-def test_parts_are_there(compose: dict[str, Any]) -> None:
+def test_all_parts_are_present(compose: dict[str, Any]) -> None:
     """etcd, a coordinator, two parameter servers, three workers, and the service that makes
     certificates."""
     services = compose["services"]
@@ -60,7 +60,7 @@ def test_every_service_is_checked(compose: dict[str, Any]) -> None:
     assert set(compose["services"]["worker"]["depends_on"]) == {"coordinator", "ps-0", "ps-1"}
 
 
-def test_workers_come_back_when_they_fail_only(compose: dict[str, Any]) -> None:
+def test_workers_are_restarted_only_if_they_fail(compose: dict[str, Any]) -> None:
     """A worker that finished is not started again; all others are; all have time to stop."""
     for name, service in compose["services"].items():
         restarts = {"worker": "on-failure:3", "shoal": "no"}
@@ -93,7 +93,7 @@ def _by_default(setting: str) -> str:
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(setting))
 
 
-def test_an_image_a_role_and_no_privileges(compose: dict[str, Any]) -> None:
+def test_each_role_has_one_image_and_no_privileges(compose: dict[str, Any]) -> None:
     """Images are built by one service each, from the lock of their role, and services have no
     privileges."""
     built = {s["image"]: s["build"] for s in compose["services"].values() if "build" in s}
@@ -115,7 +115,7 @@ def test_an_image_a_role_and_no_privileges(compose: dict[str, Any]) -> None:
 
 
 def test_the_page_is_for_this_machine_only(compose: dict[str, Any]) -> None:
-    """The status page alone is published, and only on the loopback address."""
+    """Only the status page is published, and only on the loopback address."""
     published = {
         name: service["ports"]
         for name, service in compose["services"].items()
@@ -130,7 +130,7 @@ def mounts(service: dict[str, Any]) -> dict[str, str]:
     return {volume: ":".join(rest) for volume, *rest in split}
 
 
-def test_tls_is_what_one_gets(compose: dict[str, Any]) -> None:
+def test_every_part_uses_tls_with_its_own_files(compose: dict[str, Any]) -> None:
     """Parts never use --insecure. Each mounts only the certificates of its role, read-only. The
     authority's key is only in `certs`, which has no network."""
     services = compose["services"]
@@ -156,7 +156,7 @@ def test_tls_is_what_one_gets(compose: dict[str, Any]) -> None:
     }
 
 
-def test_what_is_given_out_is_what_parts_take(compose: dict[str, Any], tmp_path: Path) -> None:
+def test_each_part_uses_the_files_that_it_is_given(compose: dict[str, Any], tmp_path: Path) -> None:
     """Files that a command names, and the certificate that it uses, belong to its part."""
     command = [_by_default(word) for word in compose["services"]["certs"]["command"]]
     once = [word for word in command if "--to" not in word and "--every" not in word]
@@ -183,7 +183,7 @@ def test_what_is_given_out_is_what_parts_take(compose: dict[str, Any], tmp_path:
         assert {path.stat().st_mode & 0o777 for path in found} == {0o600}
 
 
-def test_ignored_by_the_build(compose: dict[str, Any]) -> None:
+def test_the_build_gets_only_the_files_that_it_copies(compose: dict[str, Any]) -> None:
     """Files that the Dockerfile copies from the checkout enter the build; those of git do not."""
     admitted = {
         line.removeprefix("!")

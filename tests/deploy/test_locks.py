@@ -55,7 +55,7 @@ def test_a_lock_agrees_with_the_constraints(name: str, machine: str) -> None:
 
 @pytest.mark.parametrize("machine", lock.MACHINES)
 @pytest.mark.parametrize("name", lock.LOCKS)
-def test_a_lock_has_what_its_extra_asks_for(name: str, machine: str) -> None:
+def test_a_lock_has_the_packages_of_its_extra(name: str, machine: str) -> None:
     extra, _ = lock.LOCKS[name]
     direct = {normal(re.split(r"[\s<>=!~;\[]", each)[0]) for each in lock.wanted(extra)}
     assert direct <= set(locked(name, machine)), "run `make locks`"
@@ -67,7 +67,7 @@ def test_a_coordinator_has_no_torch_and_a_worker_no_server(machine: str) -> None
     assert not {"fastapi", "uvicorn"} & set(locked("worker", machine))
 
 
-def test_torch_is_the_one_without_cuda_where_there_is_one() -> None:
+def test_torch_without_cuda_is_locked_if_there_is_such_a_build() -> None:
     assert locked("worker")["torch"][0].endswith("+cpu")
     assert "+" not in locked("worker", "aarch64")["torch"][0]
 
@@ -79,7 +79,7 @@ def test_no_lock_is_for_a_machine_or_an_image_that_nothing_names() -> None:
 
 
 @pytest.mark.parametrize("machine", lock.MACHINES)
-def test_what_builds_is_locked_too(machine: str) -> None:
+def test_build_tools_are_locked_too(machine: str) -> None:
     """The build's own tools are not part of an image."""
     found = locked("build", machine)
     assert {"hatchling", "cyclonedx-bom", "pip"} <= set(found)
@@ -88,7 +88,7 @@ def test_what_builds_is_locked_too(machine: str) -> None:
     assert project["build-system"]["build-backend"].startswith("hatchling")
 
 
-def test_a_dockerfile_takes_nothing_without_a_hash() -> None:
+def test_the_dockerfile_installs_nothing_without_a_hash() -> None:
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     assert "PIP_REQUIRE_HASHES=1" in text
     installs = [

@@ -119,14 +119,14 @@ async def test_changes_are_counted_from_zero() -> None:
     assert after["shoal_coordinator_call_duration_seconds_count{method=Propose,outcome=OK}"] == 1
 
 
-def test_a_launcher_tells_how_its_workers_ended() -> None:
+def test_a_launcher_counts_exits_of_workers_by_cause() -> None:
     found = samples(launched())
     assert found["shoal_launcher_worker_exits_total{cause=SIGKILL}"] == 1
     assert found["shoal_launcher_worker_exits_total{cause=completed}"] == 1
     assert found["shoal_launcher_worker_restarts_total{}"] == 1
 
 
-def test_a_restart_that_is_still_to_come_is_not_counted() -> None:
+def test_a_pending_restart_is_not_counted() -> None:
     waits = WorkerSlot(index=0, member_id="w0", start_at_s=1.0)
     waits.exits = [Exit(code=1, ending=MembershipEnding.PASSING)]
     families = _Collector([waits]).collect()
@@ -134,7 +134,7 @@ def test_a_restart_that_is_still_to_come_is_not_counted() -> None:
     assert [each.value for each in restarts.samples] == [0]
 
 
-def test_a_histogram_counts_what_took_no_longer_than_each_bound() -> None:
+def test_a_histogram_counts_durations_up_to_each_bound() -> None:
     durations = Durations(("what",))
     for seconds in (0.0005, 0.02, 1000.0):
         durations.observe(seconds, "x")
@@ -186,7 +186,7 @@ async def test_board_and_alerts_name_metrics_that_are_served() -> None:
 
 
 @pytest.mark.nightly
-async def test_promtool_finds_nothing(tmp_path: Path) -> None:
+async def test_promtool_accepts_metrics_rules_and_configuration(tmp_path: Path) -> None:
     """The test needs promtool; on Debian: apt-get install prometheus."""
     promtool = shutil.which("promtool")
     if promtool is None:
@@ -242,7 +242,7 @@ def answer(http: httpx.Client, path: str, kind: str, **query: str) -> list[Any]:
             reply = http.get(path, params=query)
         except httpx.ConnectError:
             return None
-        if reply.status_code == 503:  # it starts
+        if reply.status_code == 503:  # it is starting
             return None
         assert reply.status_code == 200, reply.text
         found: list[Any] = reply.json()["data"][kind]

@@ -1,4 +1,4 @@
-"""The pods of the Kubernetes manifests do their work, run as plain containers."""
+"""The pods of the Kubernetes manifests, run as plain containers."""
 
 import time
 from collections.abc import Iterator
@@ -32,8 +32,9 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_etcd_loses_a_member_and_serves_on(images: str, secrets: Path) -> None:
-    """Three pods find each other by their names; when one is stopped, the other two stay ready."""
+def test_etcd_serves_on_without_one_of_three_members(images: str, secrets: Path) -> None:
+    """Three pods find each other by their names; if one is stopped, the other two stay ready. The
+    last one by itself is alive, and not ready."""
     with started(render(KUBERNETES / "base"), {"etcd"}, images, secrets) as pods:
         wait_until_ready(pods, 60)
         run("docker", "stop", pods["etcd-1"].docker_name)
@@ -48,12 +49,12 @@ def test_etcd_loses_a_member_and_serves_on(images: str, secrets: Path) -> None:
 def test_every_role_becomes_ready_and_a_worker_drains(images: str, secrets: Path) -> None:
     """Pods started all at once pass their probes in any order, and the job trains.
 
-    A worker that is told to stop leaves the job in order, well within its grace period.
+    A worker that gets SIGTERM leaves the job in order, within half its grace period.
     """
     resources = render(KUBERNETES / "overlays/dev")
     worker = find(resources, kinds={"Deployment"}, name="worker")["spec"]["template"]["spec"]
     [container] = worker["containers"]
-    container["args"] = ["--epochs=1000"]  # so that it still trains when we look
+    container["args"] = ["--epochs=1000"]  # still trains during the checks
     with started(resources, {"etcd", "coordinator", "ps", "worker"}, images, secrets) as pods:
         wait_until_ready(pods, 180)
         url = "/api/v1/jobs/digits"

@@ -71,7 +71,7 @@ def test_tcp_probe(address: str) -> None:
     assert probe("tcp", "127.0.0.1:1").returncode == 1
 
 
-def test_over_tls_it_asks_a_coordinator_and_nobody_else(tmp_path: Path) -> None:
+def test_over_tls_the_probe_calls_only_a_coordinator(tmp_path: Path) -> None:
     """Probe with the authority and the token named in the environment; a part that only has a
     server's certificate does not receive the token."""
     assert credentials.main(["files", f"--to={tmp_path}"]) == 0
@@ -96,7 +96,9 @@ def test_over_tls_it_asks_a_coordinator_and_nobody_else(tmp_path: Path) -> None:
             done = probe("http", f"https://127.0.0.1:1,{url}", "--path=/readyz", **environment)
             assert done.returncode == expected, done.stderr
     assert seen == [f"Bearer {(worker / 'token').read_text()}"]
-    assert "SHOAL_TLS" in probe("http", "https://127.0.0.1:1").stderr, "says what is missing"
+    assert "SHOAL_TLS" in probe("http", "https://127.0.0.1:1").stderr, (
+        "the message names the variable"
+    )
 
 
 def requirements(extra: str, *arguments: str) -> list[str]:

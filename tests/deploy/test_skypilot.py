@@ -58,7 +58,8 @@ def test_skypilot_reads_the_job_group() -> None:
 def test_a_node_has_the_keys_that_it_uses(
     group: tuple[dict[str, Any], dict[str, dict[str, Any]]],
 ) -> None:
-    """Files that are mounted exist, no node gets the authority's key, and all workers are alike."""
+    """Mounted files have the names of the certificates' files, no node gets the authority's key,
+    and all workers are alike."""
     header, tasks = group
     workers = [name for name in tasks if name != "cluster"]
     assert header["execution"] == "parallel" and header["primary_tasks"] == workers
@@ -105,10 +106,10 @@ def test_a_node_gets_the_etcd_of_its_machine(
     assert installed in lines
 
 
-def test_shellcheck_finds_nothing() -> None:
+def test_shellcheck_accepts_the_script() -> None:
     program = shutil.which("shellcheck")
     if program is None:
-        pytest.skip("no shellcheck here")
+        pytest.skip("no shellcheck on PATH")
     done = subprocess.run([program, SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
@@ -187,8 +188,8 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 @pytest.mark.long
 def test_spot_nodes_train_over_tls_and_drain_at_sigterm(tmp_path: Path) -> None:
-    """A node that is taken away hands over and ends with 143, and the other one trains to the end;
-    the cluster ends in order when SkyPilot stops it."""
+    """A node that gets SIGTERM leaves the job and ends with 143, and the other one trains to the
+    end; the cluster ends with 143 when SkyPilot stops it."""
     given = environment(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT_OF_A_USER.format(epochs=400))
     with (
@@ -209,7 +210,7 @@ def test_spot_nodes_train_over_tls_and_drain_at_sigterm(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_cluster_whose_part_ends_is_not_waited_for(tmp_path: Path) -> None:
+def test_the_task_of_a_cluster_ends_with_any_of_its_parts(tmp_path: Path) -> None:
     """The task ends, so that SkyPilot starts it again."""
     given = environment(tmp_path)
     with (
@@ -222,7 +223,7 @@ def test_a_cluster_whose_part_ends_is_not_waited_for(tmp_path: Path) -> None:
     assert "cannot listen" in text
 
 
-def test_without_a_command_it_says_so(tmp_path: Path) -> None:
+def test_the_node_script_reports_missing_arguments_and_variables(tmp_path: Path) -> None:
     given = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     named = {"SHOAL_TLS": str(tmp_path), "SHOAL_HEAD": "localhost"}
     for arguments, also, message in (

@@ -30,10 +30,10 @@ exit $code
 """
 
 
-def test_shellcheck_finds_nothing() -> None:
+def test_shellcheck_accepts_the_script() -> None:
     program = shutil.which("shellcheck")
     if program is None:
-        pytest.skip("no shellcheck here")
+        pytest.skip("no shellcheck on PATH")
     done = subprocess.run([program, SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
@@ -64,7 +64,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_it_trains_over_tls_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_script_trains_over_tls_and_leaves_only_logs(tmp_path: Path) -> None:
     given = environment(tmp_path)
     done = subprocess.run(
         ["bash", SCRIPT, "-m", "shoal.demo.digits", "--strategy=ddp"],
@@ -86,10 +86,10 @@ def test_it_trains_over_tls_and_leaves_nothing_behind(tmp_path: Path) -> None:
         try:
             assert str(tmp_path / "shoal") not in name.read_bytes().decode(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
+            continue  # it has ended meanwhile
 
 
-def test_without_slurm_or_a_script_it_says_so(tmp_path: Path) -> None:
+def test_the_batch_script_reports_a_missing_script_or_slurm(tmp_path: Path) -> None:
     for arguments, given, message in (
         ([], {"SLURM_JOB_ID": "7"}, "usage: sbatch"),
         (["train.py"], {}, "run it by sbatch"),

@@ -28,7 +28,7 @@ def job_set() -> dict[str, Any]:
     return loaded
 
 
-def test_the_job_set_is_of_the_same_job(job: dict[str, Any], job_set: dict[str, Any]) -> None:
+def test_the_job_set_has_the_same_job(job: dict[str, Any], job_set: dict[str, Any]) -> None:
     """Schemas of JobSet are not available: only its Job is validated, and the other fields are
     compared with those of `jobset.x-k8s.io/v1alpha2` by name."""
     assert job_set["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
@@ -41,7 +41,7 @@ def test_the_job_set_is_of_the_same_job(job: dict[str, Any], job_set: dict[str, 
     assert job_set["metadata"] == job["metadata"]
 
 
-def test_it_has_a_workers_certificate_and_token(job: dict[str, Any]) -> None:
+def test_the_job_has_a_workers_certificate_and_token(job: dict[str, Any]) -> None:
     pod = job["spec"]["template"]["spec"]
     [secret] = [v["secret"] for v in pod["volumes"] if "secret" in v]
     assert secret["secretName"] == "shoal-worker"
@@ -51,14 +51,14 @@ def test_it_has_a_workers_certificate_and_token(job: dict[str, Any]) -> None:
     assert {"name": "SHOAL_TLS", "value": path} in container["env"]
 
 
-def test_it_is_valid() -> None:
+def test_the_job_is_valid() -> None:
     """The schemas are Kubernetes' own, with no unknown field allowed."""
     program = Path(sys.executable).with_name("kubernetes-validate")
     done = subprocess.run([program, "--strict", FILE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_it_ends_with_the_training(job: dict[str, Any]) -> None:
+def test_the_job_ends_with_the_training(job: dict[str, Any]) -> None:
     """A completed pod is not started again; a drain and an eviction do not count as failures."""
     spec = job["spec"]
     assert spec["completionMode"] == "Indexed"
@@ -70,7 +70,7 @@ def test_it_ends_with_the_training(job: dict[str, Any]) -> None:
     assert spec["podReplacementPolicy"] == "Failed", "the one that goes with a failure policy"
 
 
-def test_its_command_parses(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_jobs_command_parses(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds fit the number of pods; a pod's index is the id of its member."""
     [container] = job["spec"]["template"]["spec"]["containers"]
     variables = {each["name"]: each for each in container["env"]}

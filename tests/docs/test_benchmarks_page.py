@@ -49,7 +49,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-def test_a_run_on_a_gpu_is_told_with_its_device_and_versions(
+def test_a_run_on_a_gpu_is_shown_with_its_device_and_versions(
     report: ModuleType, tmp_path: Path
 ) -> None:
     """The rest of the page stays; a failed case is shown, too."""

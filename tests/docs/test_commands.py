@@ -49,7 +49,7 @@ def test_commands_in_blocks_parse(page: Path) -> None:
     assert wrong == []
 
 
-def test_blocks_have_commands_at_all() -> None:
+def test_blocks_have_many_commands() -> None:
     assert sum(len(list(typed(page))) for page in pages()) > 30
 
 
@@ -78,6 +78,6 @@ def test_commands_and_options_in_the_text_are_known() -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
-def test_python_in_blocks_is_python(page: Path) -> None:
+def test_python_blocks_parse(page: Path) -> None:
     for block in blocks(page, "python"):
         ast.parse(textwrap.dedent(block))

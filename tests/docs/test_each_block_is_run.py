@@ -31,16 +31,22 @@ DRAIN = (
 )
 SNAPSHOTS = "tests/e2e/test_snapshots.py::test_a_job_continues_in_another_cluster"
 COMPOSE = "tests/deploy/test_compose.py::test_trains_through_the_loss_of_a_worker"
-TLS = "tests/e2e/test_tls.py::test_jobs_train_and_recover_with_tls"
-TORCHRUN = "tests/worker/torchrun/test_torchrun_nodes.py::test_a_lost_node_and_one_that_comes"
+TLS = "tests/e2e/test_tls.py::test_jobs_train_and_recover_within_tls"
+TORCHRUN = (
+    "tests/worker/torchrun/test_torchrun_nodes.py"
+    "::test_training_goes_on_after_a_lost_node_and_with_a_new_one"
+)
 LIGHTNING = (
     "tests/worker/integrations/test_lightning.py"
     "::test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint"
 )
-LIGHTNING_SESSION = "tests/worker/integrations/test_lightning.py::test_the_example_of_a_session"
+LIGHTNING_SESSION = (
+    "tests/worker/integrations/test_lightning.py"
+    "::test_the_lightning_example_trains_with_two_workers"
+)
 ACCELERATE = (
     "tests/worker/integrations/test_accelerate.py"
-    "::test_a_lost_node_costs_what_came_after_the_checkpoint"
+    "::test_a_lost_node_costs_only_the_epochs_after_the_newest_checkpoint"
 )
 KERAS = "tests/worker/integrations/test_keras.py"
 NOT_RUN = "not run: "
@@ -96,7 +102,7 @@ TABLE = {
     (
         "docs/extending.md",
         "# average_every.py",
-    ): f"{EXTENDING}::test_a_kill_within_a_round_costs_it",
+    ): f"{EXTENDING}::test_averaging_survives_a_kill_within_a_round",
     ("docs/extending.md", "# second_network.py"): f"{EXTENDING}::test_the_backend_carries_a_step",
     ("docs/extending.md", "# shoal_names.py"): f"{EXTENDING}::test_the_command_is_found",
     ("docs/extending.md", "# tokenizer_field.py"): f"{EXTENDING}::test_a_field_is_proposed",
@@ -120,7 +126,7 @@ TABLE = {
         "tests/worker/integrations/test_keras_session.py::test_fit_goes_on_without_a_lost_member"
     ),
     ("docs/integrations.md", "from shoal.integrations.keras import KerasModule"): (
-        f"{KERAS}::test_as_a_module_it_trains_under_any_strategy"
+        f"{KERAS}::test_a_keras_module_under_sharded_strategies_equals_one_process"
     ),
     ("docs/integrations.md", "from shoal.integrations.keras import GlobalBatches"): (
         f"{KERAS}::test_fit_equals_one_process_and_ranks_hold_parts"
@@ -269,7 +275,7 @@ def test_every_block_is_run_or_has_a_reason_not_to_be() -> None:
     assert missing == []
 
 
-def test_every_line_of_the_table_is_of_a_block() -> None:
+def test_every_entry_of_the_table_matches_a_block() -> None:
     firsts = [(page, text.strip().splitlines()[0].strip()) for page, _, text in executable()]
     unused = [
         key
@@ -279,7 +285,7 @@ def test_every_line_of_the_table_is_of_a_block() -> None:
     assert unused == []
 
 
-def test_every_test_of_the_table_is_there() -> None:
+def test_every_test_of_the_table_exists() -> None:
     wrong = []
     for reason in {*TABLE.values(), FRAGMENT, TUTORIAL}:
         if reason.startswith(NOT_RUN):

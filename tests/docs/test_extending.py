@@ -106,8 +106,8 @@ def test_the_strategy_survives_a_kill(shoal_command: Shoal, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_a_kill_within_a_round_costs_it(shoal_command: Shoal, tmp_path: Path) -> None:
-    """The survivors go back to the last average, and take the round's steps again."""
+def test_averaging_survives_a_kill_within_a_round(shoal_command: Shoal, tmp_path: Path) -> None:
+    """The survivors take all steps, and end with one model."""
     (tmp_path / "average_every.py").write_text(FILES["average_every.py"])
     script = FILES["train_majority.py"].replace("MajoritySign()", "AverageEvery(8)")
     script = script.replace("lr=0.002", "lr=0.1")

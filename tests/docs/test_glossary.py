@@ -1,4 +1,4 @@
-"""The glossary has the words of the docs and the code, each once."""
+"""Words of the glossary occur in the docs or the code, and each has one row."""
 
 import re
 from collections import Counter
@@ -25,7 +25,8 @@ def entries() -> list[str]:
 
 @cache
 def used() -> str:
-    """The text of the source and of the other docs, in lower case, with one space for a gap."""
+    """The text of the source and of the other docs, in lower case, with single spaces between
+    words."""
     docs = (path for path in ROOT.glob("docs/**/*.md") if path != GLOSSARY)
     text = " ".join(path.read_text() for path in chain(docs, modules().values()))
     return re.sub(r"[\s_-]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)).lower()

@@ -1,4 +1,4 @@
-"""Links within the documentation lead somewhere."""
+"""Links within the documentation lead to existing files and headings."""
 
 import re
 

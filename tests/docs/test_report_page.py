@@ -79,7 +79,7 @@ def test_a_run_in_which_nothing_trained_at_the_end_is_counted(peer_report: Any) 
     assert alone.endswith("| (1 had stopped) |")
 
 
-def test_what_was_not_measured_is_absent(peer_report: Any) -> None:
+def test_systems_without_results_are_absent(peer_report: Any) -> None:
     empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in peer_report.BLOCKS)
     assert peer_report.page_with(empty, {}) == empty
     entries = [{**OF_TRACE, "system": "torchft", "seed": 1, "effective": 0.5}]
@@ -94,7 +94,7 @@ def test_a_page_without_one_of_the_blocks_is_refused(peer_report: Any) -> None:
         peer_report.page_with("# A page\n", {})
 
 
-def test_each_process_that_lived_through_the_kills_has_a_row(peer_report: Any) -> None:
+def test_each_process_of_a_run_with_kills_has_a_row(peer_report: Any) -> None:
     usage = {"memory_kib": 1000, "threads": 8, "files": 30}
     entry = {
         **STAMP,

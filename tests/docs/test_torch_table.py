@@ -44,7 +44,7 @@ def test_a_report_is_counted_by_strategy(tmp_path: Path) -> None:
     assert counts_of(report, further) == {**of_one, "async-diloco": [1, 0], "fsdp": [1, 0]}
 
 
-def test_a_strategy_of_two_names_has_one_row() -> None:
+def test_a_strategy_with_two_names_has_one_row() -> None:
     lines = table({"2.13.0": {"fsdp": [6, 0]}}).splitlines()
     assert "| `fsdp`, `zero3` | 6 passed |" in lines
     assert not any(line.startswith("| `zero3`") for line in lines)

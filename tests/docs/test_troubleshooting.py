@@ -45,7 +45,7 @@ def test_every_error_has_a_section_under_its_name() -> None:
     assert set(sections) == names | {shoal.Drained.__name__}
 
 
-def test_a_section_says_more_than_the_name() -> None:
+def test_a_section_has_more_than_the_name() -> None:
     parts = PAGE.read_text().split("\n### ")[1:]
     short = [part.splitlines()[0] for part in parts if len(part.partition("\n## ")[0]) < 40]
     assert short == []

@@ -42,7 +42,8 @@ with shoal.join() as session:
                         print(time.monotonic_ns(), os.getpid(), sys.argv[0], "killed", file=file)
                     os.kill(os.getpid(), signal.SIGKILL)
                 waits.touch()
-                # Else the broken connection might tell this member before the coordinator does.
+                # Else this member might notice the broken connection before the coordinator's
+                # notice.
                 while " GlooGroup.cut\\n" not in stamps.read_text():
                     time.sleep(0.01)
             loss = torch.nn.functional.cross_entropy(model(batch.inputs), batch.targets)
@@ -82,8 +83,9 @@ def step_of(passage: Passage, number: int, *, alone: bool = False) -> Passage:
 
 
 def check(passage: Passage, walk: Sequence[Place]) -> None:
-    """The walk is passed, and would not be if two neighbours were exchanged. Exempt is a pair whose
-    first place is entered more than once, which may be both before and after the second."""
+    """Check that the run passes the walk, and would not if two neighbours were exchanged. A pair is
+    exempt if its first place is entered more than once: it may be both before and after the second.
+    """
     assert passage.missed(walk) == ""
     entered = Counter(each.place for each in passage.stamps)
     loose = [
@@ -91,7 +93,7 @@ def check(passage: Passage, walk: Sequence[Place]) -> None:
         for i, (first, second) in enumerate(pairwise(walk))
         if entered[first] == 1 and not passage.missed([*walk[:i], second, first, *walk[i + 2 :]])
     ]
-    assert loose == [], "the run passes these in either order: the walk says nothing by it"
+    assert loose == [], "the run passes these in either order, so their order says nothing"
 
 
 def test_the_page_has_these_walks() -> None:
@@ -103,7 +105,7 @@ def test_the_page_has_these_walks() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_is_there(page: Path) -> None:
+def test_the_code_that_a_page_names_exists(page: Path) -> None:
     """Files and the functions, classes or constants that a page names in them."""
     assert [str(place) for place in named(page) if not exists(place)] == []
 

@@ -45,8 +45,8 @@ def test_the_scripts_of_the_page_publish_and_read(shoal_command: Shoal, tmp_path
 def test_the_toy_example_learns_while_a_worker_is_killed(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:
-    """Two rollouts outlive a worker of the trainer, and earn more with later versions. A rollout
-    that starts after the trainer has ended plays with its last version."""
+    """Two rollouts continue after a worker of the trainer is killed, and get higher rewards from
+    later versions. A rollout that starts after the trainer has ended gets its last version."""
     example = str(Path(__file__).parents[2] / "examples" / "rl_policy.py")
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
         to_cluster = {

@@ -111,7 +111,6 @@ def test_a_job_right_after_a_kill_is_placed_on_living_servers(tmp_path: Path) ->
 
 
 @pytest.mark.long
-@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("num_servers", "coming_back"),

@@ -119,7 +119,7 @@ class FuzzedCluster:
         self.member.close()
 
     def renew(self) -> None:
-        """Replace the member, whatever became of the last one. If its job is over by now, start
+        """Replace the member, even if the last one was removed. If its job is over by now, start
         another job."""
         self.member.close()
         try:

@@ -1,4 +1,4 @@
-"""Frames of the bulk transport, as an admitted client may send them, and as an unknown one."""
+"""Frames of the bulk transport, from an admitted client and from an unknown one."""
 
 import asyncio
 import random

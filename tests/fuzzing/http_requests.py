@@ -16,7 +16,7 @@ ANSWER_S = 2.0
 STREAM = "/api/v1/stream"
 ANYWHERE = (400, 403, 408, 413, 414, 421, 431, 503)
 """Status codes that any request may get, documented or not: 403 if its `Origin` is another site,
-before the request itself is examined."""
+before the request itself is checked."""
 
 HEADERS = ("origin", "cookie", "authorization")
 """Headers that the server reads."""

@@ -15,11 +15,11 @@ from shoal_proto.etcd.etcd_pb2_grpc import KVStub
 
 PREFIX = "/shoal/v1/"
 OWN = ("leader", "quarantine/")
-"""Keys that decide who leads: no reader can be robust against another writer of these."""
+"""Keys that get no spoilt copies: the leader's, and those of quarantined records."""
 
 
 class RecordFuzzer:
-    """Puts spoilt copies of etcd's records there, for jobs and servers of other names."""
+    """Puts spoilt copies of etcd's records into etcd, under other names of jobs and servers."""
 
     def __init__(self, draw: random.Random, endpoint: str) -> None:
         self._draw = draw

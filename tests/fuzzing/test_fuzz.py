@@ -34,7 +34,7 @@ SEED = 20261123
 NIGHTLY_S = 300.0
 
 
-def test_what_a_seed_draws_is_always_the_same() -> None:
+def test_a_seed_always_draws_the_same_inputs() -> None:
     """A finding could not be reproduced otherwise."""
 
     def draw(seed: int) -> list[bytes]:
@@ -47,7 +47,7 @@ def test_what_a_seed_draws_is_always_the_same() -> None:
     assert draw(7) != draw(8)
 
 
-def test_messages_are_of_every_call_and_many_pass_the_bounds() -> None:
+def test_messages_are_made_for_every_call_and_many_pass_the_bounds() -> None:
     """Inputs that the first check refuses test no code after it."""
     maker, bounds = MessageMaker(random.Random(SEED), {"job": ["digits"]}), MessageBounds()
     passed = 0
@@ -62,7 +62,7 @@ def test_messages_are_of_every_call_and_many_pass_the_bounds() -> None:
     assert passed > 3 * len(all_calls())
 
 
-def test_files_that_were_found_before_are_refused(tmp_path: Path) -> None:
+def test_spoilt_files_cause_no_unhandled_error(tmp_path: Path) -> None:
     fuzzer, findings = FileFuzzer(random.Random(SEED), tmp_path), Findings()
     for sent in corpus("files"):
         fuzzer.read(sent, findings)
@@ -91,7 +91,7 @@ def _of_another_optimizer(spec: DenseSpec) -> None:
         (_of_another_optimizer, "does not know"),
     ],
 )
-def test_an_image_of_what_no_server_makes_is_refused_by_name(
+def test_an_image_that_no_server_makes_is_refused_with_its_fault(
     tmp_path: Path, spoil: Callable[[DenseSpec], None], named: str
 ) -> None:
     """Images with a correct checksum may come from another program or a later release; they are
@@ -131,7 +131,7 @@ def test_an_image_of_what_no_server_makes_is_refused_by_name(
         pass
 
 
-def test_a_manifest_of_a_time_that_no_real_number_holds_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_with_a_time_beyond_a_float_is_refused(tmp_path: Path) -> None:
     outer = json.loads(FileFuzzer(random.Random(SEED), tmp_path).manifest)
     outer["snapshot"]["taken_unix_s"] = 10**400
     text = json.dumps(outer["snapshot"], sort_keys=True, separators=(",", ":"))
@@ -141,8 +141,8 @@ def test_a_manifest_of_a_time_that_no_real_number_holds_is_refused(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_nothing_unforeseen_comes_of_any_input(tmp_path: Path) -> None:
-    """A cluster of real processes gets inputs of each surface, and the earlier findings."""
+def test_no_input_causes_an_unhandled_error(tmp_path: Path) -> None:
+    """A cluster of real processes gets inputs of each surface, and the earlier findings of gRPC."""
     outcome = run(SEED, seconds=0, size=0.3, directory=tmp_path, before=replay)
     tell(outcome)
     assert outcome.findings.unhandled == []
@@ -167,7 +167,7 @@ def replay(cluster: FuzzedCluster, findings: Findings) -> None:
     asyncio.run(send())
 
 
-def test_an_input_is_kept_as_it_was(tmp_path: Path) -> None:
+def test_a_kept_input_is_read_back_unchanged(tmp_path: Path) -> None:
     sent, findings = Input(surface="grpc", to="/x/Y", parts=[b"\x00\xff", b""]), Findings()
     findings.found(sent, "why")
     findings.keep(tmp_path)
@@ -177,7 +177,7 @@ def test_an_input_is_kept_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_nothing_unforeseen_comes_of_five_minutes(tmp_path: Path) -> None:
+def test_five_minutes_of_inputs_cause_no_unhandled_error(tmp_path: Path) -> None:
     """The seed is drawn and printed."""
     seed = secrets.randbits(32)
     print(f"seed {seed}")

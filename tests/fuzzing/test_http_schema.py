@@ -16,7 +16,8 @@ from support.network import http
 
 SEED = 20261123
 EXAMPLES = 150
-"""Examples for each operation: so many that the schema allows, and as many that it does not."""
+"""Maximum number of examples for each operation that the schema allows, and of those that it does
+not."""
 ALL = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
     *("response_schema_conformance", "response_headers_conformance"),
@@ -31,7 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedCluster]
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
-def test_answers_are_as_the_schema_says(
+def test_answers_follow_the_schema(
     cluster: FuzzedCluster, mode: schemathesis.GenerationMode
 ) -> None:
     """Operations are checked except the stream, which has no end. No answer is a 500, or has a

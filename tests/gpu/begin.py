@@ -1,7 +1,5 @@
-"""Runs a case in this process: begin.py NAME SETTINGS.json, once a line arrives on stdin.
-
-Meanwhile it imports what the case needs, while the case before it runs.
-"""
+"""Runs a case in this process once a line arrives on stdin: begin.py NAME SETTINGS.json. Until then
+it imports what the case needs, while the case before it runs."""
 
 import sys
 from multiprocessing import forkserver

@@ -35,7 +35,7 @@ ON_CPU_SECONDS = 1500.0
 ON_CPU = 3.0
 """Factor of the cases' limits on a CPU: two cores do the work of a GPU and its host."""
 LEAST_S = 5.0
-"""Least remaining time with which a case is begun."""
+"""Minimum remaining time for which a case is begun."""
 END_S = 10.0
 """Time that the processes of a case may take to end after it."""
 ERROR_BYTES = 4000
@@ -230,11 +230,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     titles = "\n".join(f"  {name:3} {entry.title}" for name, entry in CASES.items())
     parser.add_argument("--only", default="", help=f"names with commas between them, of\n{titles}")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="by itself cuda")
-    parser.add_argument("--backend", choices=["nccl", "gloo"], help="by itself that of the device")
-    parser.add_argument("--sizes", choices=["full", "small"], help="by itself small on a CPU")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], help="default: that of the device")
+    parser.add_argument("--sizes", choices=["full", "small"], help="default: small on a CPU")
     parser.add_argument(
-        "--seconds", type=float, help="for all cases, by itself 480, or 1500 on a CPU"
+        "--seconds", type=float, help="for all cases; default: 480, or 1500 on a CPU"
     )
     parser.add_argument("--out", type=Path, default=Path("build/gpu-test"), metavar="DIRECTORY")
     given = parser.parse_args(arguments)

@@ -20,7 +20,7 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 LIMITS = {"--heartbeat-s": 0.5, "--collective-s": 8.0, "--join-s": 40.0}
 EXACT = 1e-5
-"""fp32; only the order of additions differs."""
+"""Tolerance of fp32 weights if only the order of additions differs."""
 
 
 @dataclass(kw_only=True)

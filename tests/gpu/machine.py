@@ -40,8 +40,7 @@ class Machine:
         return every[rank % len(every)]
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """The environment of each case's processes, without the variables that Shoal itself has to
-        set."""
+        """The environment of each case's processes, without the caller's variables of Shoal."""
         own = {name: value for name, value in given.items() if not name.startswith("SHOAL_")}
         own |= {
             "SHOAL_BACKEND": self.backend,

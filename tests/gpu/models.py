@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     # A rate with which a loss falls visibly in some tens of steps.
     "fast sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.3),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
-    # A gradient of nothing but rounding makes no steps so.
+    # With this epsilon, gradients that are only rounding errors make no steps.
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5),
     "fused adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
 }

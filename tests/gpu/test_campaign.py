@@ -113,7 +113,7 @@ def test_an_interrupt_leaves_no_process_of_a_case(
     assert not any(mark.await_none(5.0) for mark in marks)
 
 
-def test_cases_are_chosen_by_name_in_the_order_of_their_value() -> None:
+def test_cases_are_chosen_by_name_and_run_by_importance() -> None:
     assert list(campaign.chosen("L, K1")) == ["K1", "L"]
     assert list(campaign.chosen("")) == list(CASES)
     with pytest.raises(SystemExit, match="no such case: K9; there are: N, O1"):
@@ -121,7 +121,7 @@ def test_cases_are_chosen_by_name_in_the_order_of_their_value() -> None:
 
 
 @pytest.mark.long
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+def test_a_campaign_without_a_gpu_ends_with_the_reason(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "gpu.campaign", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -144,7 +144,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_run_is_refused_before_a_case_begins(
+def test_invalid_options_are_refused_before_a_case_begins(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -169,8 +169,8 @@ def test_ranks_take_gpus_in_turn() -> None:
     assert two.shares_gpus and not ON_CPU.shares_gpus
 
 
-def test_nccl_is_told_of_shared_gpus_and_of_nothing_else() -> None:
-    """Variables that Shoal itself sets are not set here, whatever an image exports."""
+def test_variables_of_nccl_are_set_only_for_shared_gpus() -> None:
+    """An image's variables of torch are passed on; those of Shoal are not."""
     image = {"NCCL_NVLS_ENABLE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "SHOAL_JOB": "x"}
     one = Machine(device="cuda", backend="nccl", num_gpus=1, full=True).environment(image)
     assert one["NCCL_MULTI_RANK_GPU_ENABLE"] == "1" and "NCCL_NVLS_ENABLE" not in one

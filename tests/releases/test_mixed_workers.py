@@ -20,7 +20,6 @@ __all__ = ["shoal_command"]
 
 
 @pytest.mark.long
-@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize("coordinator", ["now", "next"])

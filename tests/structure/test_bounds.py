@@ -12,7 +12,7 @@ from shoal_proto.v1.weights_pb2 import FetchSegmentRequest, PutSegmentRequest
 from shoal_server.serving import bounds
 
 WITHOUT = (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_ENUM)
-"""Types whose values are bounded in themselves."""
+"""Types that have few values, and need no bound."""
 TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 SENT_IN_BULK = (FetchSegmentRequest, PutSegmentRequest)
 """Messages that open calls of the bulk transport, which no gRPC service has."""
@@ -57,7 +57,7 @@ def test_every_field_of_every_request_has_a_bound() -> None:
     assert missing == []
 
 
-def test_each_bound_is_of_its_fields_kind() -> None:
+def test_each_bound_fits_the_kind_of_its_field() -> None:
     """A bound of a text has a length; one of seconds belongs to a real number whose name ends in
     `_s`."""
     wrong = []
@@ -73,7 +73,7 @@ def test_each_bound_is_of_its_fields_kind() -> None:
     assert wrong == []
 
 
-def test_no_bound_is_of_a_field_that_is_not_there() -> None:
+def test_no_bound_names_a_missing_field() -> None:
     names = {(m.name, f.name) for m in requests() for f in m.fields}
     assert set(bounds.NAMED) <= {field for _, field in names}
     assert set(bounds.OF_MESSAGE) <= {f"{message}.{field}" for message, field in names}

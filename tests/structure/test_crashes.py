@@ -13,7 +13,7 @@ OPTIONS = ["-q", "-n", "1", "--max-worker-restart", "0", "-p", "no:cacheprovider
 
 
 @pytest.mark.parametrize(("body", "expected"), [("os._exit(3)", 3), ("assert False", 1)])
-def test_a_run_in_which_a_process_ends_does_not_end_as_one_with_a_failed_test(
+def test_the_exit_code_differs_for_an_ended_process_and_a_failed_test(
     tmp_path: Path, body: str, expected: int
 ) -> None:
     """CI runs failed tests again; it would miss a test that was never run."""

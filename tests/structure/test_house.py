@@ -64,7 +64,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
     }
 
 
-def test_packages_import_each_other_in_no_circle() -> None:
+def test_packages_have_no_import_cycle() -> None:
     """Imports within functions count, too."""
     known: dict[str, set[str]] = defaultdict(set)
     for name, path in modules().items():
@@ -76,7 +76,7 @@ def test_packages_import_each_other_in_no_circle() -> None:
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
+def test_modules_have_no_import_cycle() -> None:
     known = {name: {*imported(path)} - {name} for name, path in modules().items()}
     try:
         TopologicalSorter(known).prepare()
@@ -88,7 +88,7 @@ MAX_RADIUS_MODULES, MAX_RADIUS_LINES = 87, 14_050
 """Reading radius of the strategy "ddp": lower it when the radius shrinks, and never raise it."""
 
 
-def test_what_a_reader_of_ddp_may_have_to_open_does_not_grow() -> None:
+def test_the_reading_radius_of_ddp_does_not_grow() -> None:
     found = radius("shoal.strategies.synchronous.ddp")
     assert len(found.modules) <= MAX_RADIUS_MODULES
     assert found.num_lines <= MAX_RADIUS_LINES
@@ -144,7 +144,7 @@ def test_nothing_private_of_argparse_is_used() -> None:
     assert found == []
 
 
-def test_what_benches_and_examples_import_of_the_source_is_there() -> None:
+def test_names_that_benches_and_examples_import_of_the_source_exist() -> None:
     """mypy reads neither folder, and most of these scripts run only by hand."""
     found = [
         f"{path.relative_to(ROOT)}: {module}.{name}"
@@ -157,7 +157,7 @@ def test_what_benches_and_examples_import_of_the_source_is_there() -> None:
     assert found == []
 
 
-def test_what_benches_import_of_each_other_is_there() -> None:
+def test_names_that_benches_import_of_each_other_exist() -> None:
     """A script's own folder is searched first, then `bench`."""
     bench = ROOT / "bench"
     found = []

@@ -35,12 +35,12 @@ PHRASES = (
     "behind a step",
 )
 MESSAGE_PHRASES = (*PHRASES, "of which", "whom", "whoever", "behind", "heard of", "stands by")
-"""Phrases that no message may contain: the first have plain words, the last ones lack a subject."""
+"""Phrases that no message may contain: PHRASES, and those that leave out the subject."""
 MAX_PRONOUNS, MIN_WORDS = 0.25, 8
 """The largest part of a docstring's words that may be pronouns, and the length from which this is
 checked."""
 LEFT_PHRASES: dict[str, int] = {}
-"""Lines that contain each phrase today."""
+"""Number of lines that may contain each phrase."""
 LEFT_MESSAGES: dict[str, str] = {}
 """Messages that contain one of these phrases, each with the reason."""
 

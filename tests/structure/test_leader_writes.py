@@ -46,7 +46,7 @@ def test_readers_write_nothing() -> None:
     assert calls and not any("Put" in ast.unparse(call) for call in calls)
 
 
-def test_what_is_written_for_a_job_goes_through_the_comparison() -> None:
+def test_modules_that_write_for_a_job_have_a_leader_store() -> None:
     """A module of the coordinator that calls `transact` has a LeaderStore."""
     for path in COORDINATOR.rglob("*.py"):
         name = str(path.relative_to(COORDINATOR))

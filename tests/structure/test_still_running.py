@@ -15,7 +15,7 @@ def _wait_for_nobody(report: Report) -> None:
 
 
 @pytest.mark.long
-def test_a_process_that_does_not_end_is_told_of_with_its_stacks() -> None:
+def test_a_process_that_does_not_end_is_reported_with_its_stacks() -> None:
     """The report shows the stacks of all its threads, from Python and from the kernel."""
     with Ranks() as ranks:
         rank = ranks.start(_wait_for_nobody)

@@ -91,7 +91,7 @@ def assert_equal(model: nn.Module, wanted: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_servers_step_on_what_the_gradients_stand_for(shared: ParameterServers, name: str) -> None:
+def test_servers_step_on_the_decoded_gradients(shared: ParameterServers, name: str) -> None:
     """The model has a part that is not always used: its residual waits."""
     model = new_model()
     alone = copy.deepcopy(model)
@@ -141,10 +141,10 @@ def test_rounds_are_compressed_too(shared: ParameterServers) -> None:
     small.close()
 
 
-def test_it_is_read_by_a_worker_thread(
+def test_pushes_are_decoded_by_a_worker_thread(
     shared: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small shards are decoded there, too: the event loop serves all clients."""
+    """Small shards, too, are not decoded by the event loop, which serves all clients."""
     threads: list[str] = []
     decode = DenseBody.decode
 
@@ -161,7 +161,7 @@ def test_it_is_read_by_a_worker_thread(
     assert "servers" not in threads
 
 
-def test_a_server_that_does_not_read_it_is_named(
+def test_a_server_that_cannot_decode_pushes_is_named(
     shared: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parameters_servicer, "CODECS", ())
@@ -172,7 +172,7 @@ def test_a_server_that_does_not_read_it_is_named(
     strategy.close()
 
 
-def test_it_is_not_combined_with_delay_compensation() -> None:
+def test_compression_with_delay_compensation_is_refused() -> None:
     with pytest.raises(InvalidSpec, match="corrected for delay"):
         AsyncSGD(compression="int8", staleness="compensate")
 
@@ -189,7 +189,7 @@ def encode(compressor: PushCompressor, value: float = 1.0) -> bytes:
 
 
 def test_a_residual_counts_once() -> None:
-    """A push of zero gradients sends the rest; the next one sends nothing."""
+    """A push of zero gradients sends the rest."""
     compressor = PushCompressor(find_compression("int8"))
     push = compressor.encode(W_MAP, GRADIENTS)
     sent = torch.from_numpy(read_push(push.shards[0].codec, bytes(push.shards[0].data), [64]))
@@ -202,7 +202,7 @@ def test_a_residual_counts_once() -> None:
     assert not torch.equal(sent, GRADIENTS["w"])
 
 
-def test_what_was_refused_leaves_the_residual_as_it_was() -> None:
+def test_a_refused_push_leaves_the_residual_unchanged() -> None:
     compressor = PushCompressor(find_compression("one-bit"))
     compressor.encode(W_MAP, GRADIENTS).applied(0)
     first = encode(compressor, 2.0)
@@ -210,7 +210,7 @@ def test_what_was_refused_leaves_the_residual_as_it_was() -> None:
     assert encode(compressor, 2.0) == first
 
 
-def test_of_a_push_with_an_unknown_end_nothing_is_left() -> None:
+def test_a_push_with_an_unknown_outcome_leaves_no_residual() -> None:
     """The push may have been applied, including its residual."""
     compressor = PushCompressor(find_compression("one-bit"))
     compressor.encode(W_MAP, GRADIENTS).applied(0)
@@ -218,7 +218,7 @@ def test_of_a_push_with_an_unknown_end_nothing_is_left() -> None:
     assert encode(compressor) == encode(PushCompressor(find_compression("one-bit")))
 
 
-def test_what_fp16_cannot_hold_is_told_by_name() -> None:
+def test_a_gradient_beyond_fp16_is_refused_by_name() -> None:
     compressor = PushCompressor(find_compression("fp16"))
     with pytest.raises(NonFiniteGradient, match="parameter w is beyond what fp16") as raised:
         encode(compressor, 1e6)
@@ -304,7 +304,7 @@ def client() -> Iterator[ParameterClient]:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_told_and_changes_nothing(
+def test_malformed_pushes_are_refused_and_change_nothing(
     client: ParameterClient, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -110,7 +110,7 @@ def test_rounds_of_all_members_count(servers: ParameterServers) -> None:
         strategy.close()
 
 
-def test_a_loss_that_rises_is_told_after_few_rounds(servers: ParameterServers) -> None:
+def test_a_loss_that_rises_is_warned_of_after_few_rounds(servers: ParameterServers) -> None:
     """A run has few rounds of many steps each: steps count, not rounds."""
     model = new_model()
     strategy = AsyncDiLoCo(every_steps=100)
@@ -141,7 +141,7 @@ def test_a_step_that_is_not_finite_stops_the_member(servers: ParameterServers) -
     "options",
     [{"every_steps": 0}, {"staleness": "compensate"}, {"outer_momentum": 1.0}, {"outer_lr": 0.0}],
 )
-def test_what_is_out_of_range_is_refused(options: dict[str, object]) -> None:
+def test_options_of_async_diloco_out_of_range_are_refused(options: dict[str, object]) -> None:
     """The refusal comes at construction, with the value seen."""
     with pytest.raises(InvalidSpec, match="saw "):
         AsyncDiLoCo(**options)  # type: ignore[arg-type]

@@ -58,9 +58,9 @@ FOLLOWED: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 
 
 @pytest.mark.long
-def test_schedules_travel_with_the_job(servers: ParameterServers) -> None:
+def test_servers_apply_the_schedules_of_a_job(servers: ParameterServers) -> None:
     """The result is bit for bit that of one torch worker that steps the schedule itself, in groups
-    with rates of their own. Here nobody steps it."""
+    with rates of their own. Here the servers apply it."""
     for job, make in (SCHEDULES | FOLLOWED).items():
         model = new_model()
         alone = copy.deepcopy(model)
@@ -79,7 +79,7 @@ def test_schedules_travel_with_the_job(servers: ParameterServers) -> None:
         strategy.close()
 
 
-def test_a_schedule_goes_on_where_a_server_went(servers: ParameterServers) -> None:
+def test_a_schedule_continues_after_the_loss_of_a_server(servers: ParameterServers) -> None:
     """A server is killed. The other one has the rates and the optimizer's state of that moment: no
     bit differs from training alone."""
     model = new_model()
@@ -215,7 +215,7 @@ def test_a_stale_step_is_compensated(servers: ParameterServers, adaptive: bool) 
     fast.close()
 
 
-def test_alone_nothing_is_stale(servers: ParameterServers) -> None:
+def test_pushes_of_a_lone_member_are_never_stale(servers: ParameterServers) -> None:
     """A lone member with delay compensation trains as torch alone, to the last bit. The model has a
     parameter that is not contiguous, and one without a gradient."""
     model = new_model()
@@ -234,8 +234,8 @@ def test_alone_nothing_is_stale(servers: ParameterServers) -> None:
     strategy.close()
 
 
-def test_what_is_too_stale_is_computed_anew(servers: ParameterServers) -> None:
-    """The step did not happen, fresh values are there, and the next attempt succeeds."""
+def test_a_step_that_is_too_stale_is_computed_again(servers: ParameterServers) -> None:
+    """The step did not happen, fresh values are pulled, and the next attempt succeeds."""
     (slow, model), (fast, other) = two(
         servers, lambda: AsyncSGD(staleness="reject", reject_above=1)
     )
@@ -256,7 +256,7 @@ def test_what_is_too_stale_is_computed_anew(servers: ParameterServers) -> None:
     fast.close()
 
 
-def test_what_is_computed_anew_leaves_no_trace_in_what_is_the_members_own(
+def test_a_refused_step_leaves_no_trace_in_a_members_own_buffers_and_weights(
     servers: ParameterServers,
 ) -> None:
     """A replaced buffer and following weights each change once, with the step that is taken."""
@@ -285,7 +285,7 @@ def test_what_is_computed_anew_leaves_no_trace_in_what_is_the_members_own(
     fast.close()
 
 
-def test_only_what_was_refused_is_pushed_again(servers: ParameterServers) -> None:
+def test_only_refused_shards_are_pushed_again(servers: ParameterServers) -> None:
     """Shards each get the step once, even if one shard was too far ahead and another was not."""
     (slow, model), (fast, other) = two(
         servers, lambda: AsyncSGD(staleness="reject", reject_above=0)
@@ -355,7 +355,7 @@ def test_members_must_have_the_same_policy_and_schedule() -> None:
     assert differing == {"staleness", "schedule"}
 
 
-def test_schedules_that_the_servers_do_not_have_are_refused() -> None:
+def test_schedules_that_the_servers_cannot_apply_are_refused() -> None:
     """The refusal comes before anything is sent, for a schedule that follows a metric, belongs to
     another optimizer, or was stepped."""
     model = new_model()

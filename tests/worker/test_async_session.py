@@ -50,7 +50,7 @@ def test_members_share_out_each_sample_once_an_epoch(cluster: LocalCluster, stra
 
 
 @pytest.mark.long
-def test_what_a_killed_member_held_is_trained_on_by_the_other(cluster: LocalCluster) -> None:
+def test_samples_of_a_killed_member_are_trained_on_by_the_other(cluster: LocalCluster) -> None:
     """A single batch may count twice: the one whose completion was being reported."""
     with Ranks() as ranks:
         survivor = start(ranks, cluster, "async-kill", "a")
@@ -64,7 +64,9 @@ def test_what_a_killed_member_held_is_trained_on_by_the_other(cluster: LocalClus
 
 
 @pytest.mark.long
-def test_a_drained_member_gives_back_what_it_did_not_train_on(cluster: LocalCluster) -> None:
+def test_a_drained_member_returns_the_samples_that_it_has_not_trained_on(
+    cluster: LocalCluster,
+) -> None:
     """The member leaves after its step and ends with 143; each sample still counts once."""
     epochs = 40
     with Ranks() as ranks:
@@ -80,7 +82,7 @@ def test_a_drained_member_gives_back_what_it_did_not_train_on(cluster: LocalClus
     assert set(found.values()) == {1}
 
 
-def test_a_step_that_was_too_stale_comes_again(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_step_that_was_too_stale_is_taken_again(cluster: LocalCluster, tmp_path: Path) -> None:
     """The same member takes the step again with the same samples; each sample counts once all the
     same."""
     gate = tmp_path / "gate"

@@ -99,7 +99,7 @@ def test_a_member_waits_for_the_first_server() -> None:
     assert logs_named(logs, "parameter_servers_found")
 
 
-def test_a_member_that_is_to_leave_waits_for_no_server() -> None:
+def test_a_member_that_is_to_leave_stops_waiting_for_a_server() -> None:
     """SIGTERM arrives while there is no server yet: the wait ends with the membership, not at its
     limit."""
     model = new_model()
@@ -139,7 +139,7 @@ def test_all_members_start_from_the_values_of_rank_0(servers: ParameterServers) 
     two.close()
 
 
-def test_another_member_creates_when_rank_0_does_not(servers: ParameterServers) -> None:
+def test_another_member_creates_the_shards_if_rank_0_does_not(servers: ParameterServers) -> None:
     """Rank 0 may die before it has created anything: training starts all the same."""
     model = new_model()
     limits = Limits(collective_s=20.0, bring_up_s=2.0)
@@ -220,7 +220,7 @@ def test_a_layer_of_sparse_gradients_is_refused_at_once(
         AsyncSGD().distribute(model, optimizer(model.parameters(), lr=0.1))
 
 
-def test_parameters_that_do_not_lie_flat_train_too(servers: ParameterServers) -> None:
+def test_parameters_of_any_layout_dtype_and_storage_train(servers: ParameterServers) -> None:
     """Layout, dtype and storage are the user's: channels_last, bfloat16, a scalar, moved data."""
     model = nn.Module()
     model.conv = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
@@ -257,7 +257,7 @@ def test_another_model_or_optimizer_is_refused(servers: ParameterServers) -> Non
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_what_a_schedule_changes_beside_the_rate_is_refused(
+def test_a_schedule_that_changes_momentum_or_betas_is_refused(
     servers: ParameterServers, kind: str
 ) -> None:
     """Momentum and betas are not sent with pushes: the step before is the last that trains."""
@@ -285,7 +285,7 @@ def test_an_optimizer_that_has_stepped_is_refused(kind: str) -> None:
         AsyncSGD().distribute(model, optimizer)
 
 
-def test_what_the_servers_cannot_run_is_refused_at_once() -> None:
+def test_optimizers_and_parameters_that_servers_cannot_handle_are_refused_at_once() -> None:
     """The refusal of an optimizer or parameter comes before anything is sent, with the kind seen
     and the kinds expected."""
     model = new_model()

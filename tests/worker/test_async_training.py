@@ -68,7 +68,7 @@ def test_the_readmes_settings_train_by_default(servers: ParameterServers, num_me
 
 
 @pytest.mark.long
-def test_a_loss_that_does_not_fall_is_told(servers: ParameterServers) -> None:
+def test_a_loss_that_does_not_fall_is_warned_of(servers: ParameterServers) -> None:
     """Staleness is not handled here: the log has a line that says what to do, and the page shows
     it."""
     with capture_logs() as logs:
@@ -81,7 +81,7 @@ def test_a_loss_that_does_not_fall_is_told(servers: ParameterServers) -> None:
     assert "Lower the learning rate or the momentum" in logged[0]["fix"]
 
 
-def test_what_is_done_about_staleness_is_told(servers: ParameterServers) -> None:
+def test_the_staleness_policy_is_logged(servers: ParameterServers) -> None:
     """Members log it once each, as they distribute their models."""
     model = nn.Linear(2, 2)
     with capture_logs() as logs:

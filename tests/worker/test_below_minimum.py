@@ -107,7 +107,7 @@ def test_a_survivor_waits_on_when_the_coordinator_is_started_again(
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("how", ["SIGTERM", "stop"])
-def test_a_survivor_that_waits_ends_when_it_is_told_to(
+def test_a_survivor_that_waits_ends_on_sigterm_and_on_stop(
     cluster: LocalCluster, tmp_path: Path, how: str
 ) -> None:
     """The survivor ends at once, with the exit code of a drain."""

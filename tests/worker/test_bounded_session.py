@@ -19,7 +19,7 @@ and one being reported when it was killed."""
 
 
 @pytest.mark.parametrize("strategy", ["ssp", pytest.param("bsp", marks=pytest.mark.long)])
-def test_a_killed_member_holds_nobody_up_and_costs_no_sample(
+def test_a_killed_member_delays_no_other_and_costs_no_sample(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     """Two members are killed, one of which comes back. The others continue at once, and every

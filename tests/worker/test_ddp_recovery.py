@@ -102,7 +102,7 @@ def test_survivors_of_a_kill_go_on_in_their_processes_and_end_as_one_process_wou
 
 
 @pytest.mark.long
-def test_a_stopped_member_is_left_behind_and_fenced_when_it_wakes(cluster: LocalCluster) -> None:
+def test_a_stopped_member_is_removed_and_fenced_once_it_continues(cluster: LocalCluster) -> None:
     """SIGSTOP breaks no connection; the lease runs out."""
     with Ranks() as ranks:
         run = run_of(cluster, "stopped")
@@ -135,7 +135,7 @@ def test_a_joiner_gets_the_state_and_takes_its_share(cluster: LocalCluster, tmp_
 @pytest.mark.parametrize(
     ("fault", "error"), [("nan", "NonFiniteGradient"), ("raise", "ValueError")]
 )
-def test_a_member_whose_own_fault_it_is_leaves_with_it_and_the_others_go_on(
+def test_a_member_with_a_fault_of_its_own_leaves_and_the_others_go_on(
     cluster: LocalCluster, fault: str, error: str
 ) -> None:
     """A NaN in a gradient names parameter and step; a user's exception arrives unchanged."""
@@ -153,7 +153,7 @@ def test_a_member_whose_own_fault_it_is_leaves_with_it_and_the_others_go_on(
 
 
 @pytest.mark.long
-def test_sigterm_drains_a_member_and_breaks_nobodys_generation(cluster: LocalCluster) -> None:
+def test_sigterm_drains_a_member_and_breaks_no_generation(cluster: LocalCluster) -> None:
     """The member ends with 143, at a step from which on the others train without it; no step is
     repeated."""
     epochs = 60
@@ -176,7 +176,7 @@ def test_sigterm_drains_a_member_and_breaks_nobodys_generation(cluster: LocalClu
 
 
 def test_sigterm_to_the_only_member_ends_it_at_its_next_step(cluster: LocalCluster) -> None:
-    """The state is gone, as no other member can take it over, and no member begins anew."""
+    """The state is lost, as no other member can receive it; a later member is refused."""
     with Ranks() as ranks:
         run = run_of(cluster, "drain-alone", desired_members=1, epochs=1000)
         alone = start(ranks, run, "a")[0]
@@ -197,7 +197,7 @@ def test_members_without_a_sample_in_a_step_do_not_change_it(cluster: LocalClust
 
 
 @pytest.mark.long
-def test_a_joiner_that_dies_while_it_is_taken_in_costs_the_others_nothing(
+def test_a_joiner_that_dies_during_its_admission_costs_no_step(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """The others had stopped for it; they continue from the same step without it."""
@@ -215,7 +215,9 @@ def test_a_joiner_that_dies_while_it_is_taken_in_costs_the_others_nothing(
 
 
 @pytest.mark.long
-def test_kills_at_random_moments_and_members_that_take_their_places(cluster: LocalCluster) -> None:
+def test_members_replaced_after_kills_at_random_moments_end_as_one_process(
+    cluster: LocalCluster,
+) -> None:
     """Three members are killed; a failure shows the seed."""
     seed = secrets.randbelow(1000)
     print(f"seed {seed}")

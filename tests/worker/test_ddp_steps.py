@@ -35,7 +35,7 @@ def session(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[S
         yield session
 
 
-def test_a_parameter_without_gradient_is_named_instead_of_trained_apart(session: Session) -> None:
+def test_a_parameter_without_gradient_is_refused_by_name(session: Session) -> None:
     """The parameter's bucket was not averaged; a step would let the members drift apart."""
     model = HalfUsed()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -47,7 +47,7 @@ def test_a_parameter_without_gradient_is_named_instead_of_trained_apart(session:
         assert torch.equal(value, before[name])
 
 
-def test_a_loss_of_the_plain_model_is_told(session: Session) -> None:
+def test_a_loss_of_the_plain_model_is_refused(session: Session) -> None:
     """The gradients of the plain model are this member's alone."""
     model = nn.Linear(3, 1)
     session.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -56,7 +56,7 @@ def test_a_loss_of_the_plain_model_is_told(session: Session) -> None:
         train(session, model, batch)
 
 
-def test_a_model_may_leave_parameters_out_if_it_says_so(session: Session) -> None:
+def test_a_model_may_leave_parameters_out_with_find_unused_parameters(session: Session) -> None:
     """A parameter without a gradient stays unchanged."""
     model = HalfUsed()
     unused = model.unused.weight.detach().clone()

@@ -23,7 +23,7 @@ def test_a_factorisation_machine_learns_on_real_servers(cluster: LocalCluster) -
     assert message["num_samples"] == 2 * NUM_CLICKS
 
 
-def test_a_member_that_is_killed_takes_no_row_with_it(cluster: LocalCluster) -> None:
+def test_a_killed_member_costs_no_row(cluster: LocalCluster) -> None:
     """The other member trains on with the rows of both."""
     with Ranks() as ranks:
         crew = [

@@ -25,7 +25,7 @@ def start(ranks: Ranks, run: Run, names: str) -> list[Rank]:
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_others_train_on_and_it_hears_its_own_error(
+def test_the_others_train_on_and_the_member_gets_its_own_error(
     cluster: LocalCluster, strategy: str
 ) -> None:
     """The member has three tries, reported under its own name. No other member is blamed, and no
@@ -62,7 +62,6 @@ def failures_of(cluster: LocalCluster, run: Run) -> list[str]:
     return [each["reason"] for each in events]
 
 
-@pytest.mark.long
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("low", [1, 2])
@@ -108,7 +107,7 @@ def test_a_member_that_cannot_hand_on_its_state_goes_on_with_it(
         assert "raised" not in a.kinds()
 
 
-def test_one_that_gets_through_at_the_second_try_trains_with_the_others(
+def test_a_member_whose_second_bring_up_succeeds_trains_with_the_others(
     cluster: LocalCluster,
 ) -> None:
     """The second try runs in the same process."""
@@ -121,7 +120,9 @@ def test_one_that_gets_through_at_the_second_try_trains_with_the_others(
 
 
 @pytest.mark.long
-def test_one_that_stops_amid_the_exchange_of_state_holds_nobody_up(cluster: LocalCluster) -> None:
+def test_a_member_that_stops_during_the_exchange_of_state_delays_no_other(
+    cluster: LocalCluster,
+) -> None:
     """The others wait in shared memory, where no connection of the group ends; they continue
     without the stopped member."""
     run = Run(coordinator=cluster.coordinator, job="stops-amid", strategy="fsdp", exchange="shared")

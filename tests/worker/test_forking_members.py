@@ -12,7 +12,7 @@ from shoal_client.local.cluster import LocalCluster
 
 @pytest.mark.parametrize("way", ["fork", pytest.param("pool", marks=pytest.mark.long)])
 def test_a_script_may_have_processes_of_its_own(cluster: LocalCluster, way: str) -> None:
-    """Forked processes end when they are told to. Their end does not make a member leave, and
+    """Forked processes end on SIGTERM. Their end does not make a member leave, and
     breaks nothing. Regression: a pool waited forever for processes that took SIGTERM as a request
     to drain."""
     job = f"forks-{secrets.token_hex(4)}"

@@ -13,7 +13,7 @@ from shoal_client.local.cluster import LocalCluster
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.long)])
 @pytest.mark.parametrize("then", ["leaves", pytest.param("kill", marks=pytest.mark.long)])
-def test_a_member_that_has_not_heard_of_a_step_yet_takes_it_with_one_that_is_gone(
+def test_a_member_that_learns_late_of_a_committed_step_commits_it_too(
     cluster: LocalCluster, transport: str, then: str
 ) -> None:
     """Otherwise the late member would take the step again, alone: equal up to rounding, but not to

@@ -249,7 +249,7 @@ def outline(thing: object, depth: int = 5) -> str:
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS, ids=str)
-def test_numbers_of_other_libraries_are_what_pythons_are(argument: Argument) -> None:
+def test_numbers_of_other_libraries_work_like_pythons(argument: Argument) -> None:
     """Objects are equal to the last attribute: nothing of NumPy or torch is kept, sent or
     compared."""
     value = argument.value
@@ -263,7 +263,7 @@ def test_numbers_of_other_libraries_are_what_pythons_are(argument: Argument) -> 
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS, ids=str)
-def test_what_is_no_number_is_refused_by_the_arguments_name(argument: Argument) -> None:
+def test_values_that_are_no_numbers_are_refused_by_the_arguments_name(argument: Argument) -> None:
     """True is no batch size, NaN no time limit, and an array no number."""
     no_numbers = [True, np.bool_(True), torch.tensor(True), "2.5", [2], np.ones(2), 1j]
     no_numbers += [2.5, np.float32(2.5)] if isinstance(argument.value, int) else [np.nan]
@@ -301,12 +301,12 @@ def _numeric(owner: str, call: Any) -> Iterator[tuple[str, str]]:
             yield owner, name
 
 
-def test_the_table_has_all_numbers_that_are_given() -> None:
+def test_the_table_has_all_numeric_arguments() -> None:
     known = {(each.owner, each.name) for each in ARGUMENTS}
     assert set(numeric_parameters()) - known == set()
 
 
-def test_a_number_is_converted_once_and_for_all() -> None:
+def test_numbers_are_converted_to_pythons_types() -> None:
     assert type(as_index("n", np.int8(3))) is int
     assert type(as_index("n", torch.tensor(3, dtype=torch.uint8))) is int
     assert type(as_number("x", np.float16(0.5))) is float

@@ -53,7 +53,7 @@ def begin(servers: ParameterServers, rank: int, strategy: AsyncSGD) -> tuple[Asy
     return start(servers, model, optimizer, rank=rank, strategy=strategy), model
 
 
-def test_in_bulk_all_members_compute_each_round_on_the_same_values(
+def test_under_bsp_all_members_compute_each_round_on_the_same_values(
     servers: ParameterServers,
 ) -> None:
     """Values include every push of earlier rounds, and none of this round."""
@@ -87,9 +87,8 @@ def test_in_bulk_all_members_compute_each_round_on_the_same_values(
 
 
 @pytest.mark.parametrize("end", ["steps", "dies", "rests"])
-def test_nobody_gets_further_ahead_than_the_bound(servers: ParameterServers, end: str) -> None:
-    """The bound holds only while the slow member is there and has work. After that, the fast one
-    gets its results."""
+def test_no_member_gets_further_ahead_than_the_bound(servers: ParameterServers, end: str) -> None:
+    """Once the slow member has stepped, died or run out of samples, the fast one goes on."""
     bound = 2
     fast, model = begin(servers, 0, SSP(staleness_bound=bound, staleness="none"))
     slow, other = begin(servers, 1, SSP(staleness_bound=bound, staleness="none"))
@@ -136,7 +135,7 @@ def await_reason(servers: ParameterServers) -> None:
 def test_a_member_alone_trains_as_without_a_bound(
     servers: ParameterServers, strategy: AsyncSGD
 ) -> None:
-    """The weights are equal bit for bit, and the member waits for nobody."""
+    """The weights are equal bit for bit, and the member waits for no other."""
     model, free = new_model(), new_model()
     bounded = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
     plain = start(servers, free, torch.optim.SGD(free.parameters(), lr=0.1), job="plain")

@@ -98,7 +98,7 @@ def generations(rank: Rank) -> set[int]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
+def test_the_others_wait_for_a_paused_member_and_none_is_expelled(
     quick: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     """The pause takes twice as long as a collective may take, and longer than the detection of a
@@ -113,7 +113,7 @@ def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
         while time.monotonic() < until_s:
             reason = play.why("b")
             assert "(a) is paused: validation, for " in reason
-            time.sleep(0.05)  # the answer must be the same throughout; the calls cost both of them
+            time.sleep(0.05)  # the answer must be the same throughout; fewer calls are enough
         assert reason.endswith(" s of 600 s")
         assert "its own pause: validation" in play.why("a")
         play.come_back()
@@ -124,7 +124,7 @@ def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
 
 
 @pytest.mark.long
-def test_who_is_away_without_a_pause_is_found_and_told_of_it(
+def test_a_member_that_is_away_without_a_pause_is_expelled_with_the_remedy(
     quick: LocalCluster, tmp_path: Path
 ) -> None:
     """The error has the member's time and the remedy; the others continue without it."""
@@ -173,7 +173,7 @@ def test_a_killed_waiter_is_noticed_during_the_pause_and_the_rest_go_on_after_it
         assert in_generation(crew[0], 2)["world_size"] == 2
 
 
-def test_a_killed_member_that_was_paused_is_waited_for_no_longer(
+def test_the_others_stop_waiting_for_a_paused_member_that_is_killed(
     quick: LocalCluster, tmp_path: Path
 ) -> None:
     with Ranks() as ranks:
@@ -188,7 +188,7 @@ def test_a_killed_member_that_was_paused_is_waited_for_no_longer(
 
 
 @pytest.mark.long
-def test_who_joins_or_is_to_leave_during_a_pause_waits_for_its_end(
+def test_members_that_join_or_drain_during_a_pause_wait_for_its_end(
     quick: LocalCluster, tmp_path: Path
 ) -> None:
     """The joiner's reason names the pause. After it, one change admits the joiner and drains the

@@ -24,8 +24,8 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert completed.stdout.strip() == "False"
 
 
-def test_a_launcher_has_no_torch() -> None:
-    """torch would take 150 MB of each host, and its exit half a core from those that train on."""
+def test_the_launcher_imports_neither_torch_nor_numpy() -> None:
+    """torch would take 150 MB of memory on each host, and CPU time from workers at its exit."""
     code = "import sys, shoal.launcher.command; print({'torch', 'numpy'} & set(sys.modules))"
     completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -44,7 +44,7 @@ def test_the_exports_are_those_of_the_stub() -> None:
     assert all(f"{name} as {name}" in stub for name in shoal.__all__)
 
 
-def test_dir_shows_what_is_public_and_nothing_else() -> None:
+def test_dir_shows_only_public_names() -> None:
     """The list has no `Path` and no `Any`: tab completion shows only names for users."""
     assert set(dir(shoal)) == {*shoal.__all__, "__all__", "__version__"}
     assert shoal.__version__ == version("shoal")

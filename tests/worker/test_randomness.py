@@ -114,7 +114,7 @@ def test_transformer_layers_are_known_to_have_words_first(batch_first: bool) -> 
 
 
 @pytest.mark.parametrize("dim", [0, None])
-def test_what_has_no_samples_gets_one_mask_on_all_ranks(dim: int | None) -> None:
+def test_values_without_samples_get_one_mask_on_all_ranks(dim: int | None) -> None:
     """Embeddings of positions are an example. The layer is declared to have no samples, or it is
     detected: the first dimension is no multiple of the number of samples."""
     module, value = keyed(nn.Dropout()), torch.randn(1, 50)
@@ -248,7 +248,7 @@ def test_a_forward_pass_that_is_computed_again_draws_the_same(reentrant: bool) -
     assert torch.equal(gradients(False), gradients(True))
 
 
-def test_evaluation_and_what_is_outside_a_place_stay_as_they_were() -> None:
+def test_evaluation_and_layers_outside_of_at_behave_as_in_torch() -> None:
     """Outside of `at`, layers draw from torch's own generator; in evaluation they drop nothing."""
     module, value = keyed(nn.Dropout()), torch.randn(NUM_SAMPLES, 7)
     torch.manual_seed(4)
@@ -289,7 +289,7 @@ def test_a_module_of_the_users_own_kind_is_left_alone_but_may_draw() -> None:
     assert type(module) is Own
 
 
-def test_places_nest_and_end_with_their_block() -> None:
+def test_contexts_of_samples_nest_and_end_with_their_block() -> None:
     """A block that ends by an exception restores the earlier samples, too."""
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(ValueError, match="stop"))
@@ -315,7 +315,7 @@ def test_torch_draws_the_same_when_a_step_is_redone() -> None:
 
 
 def test_a_sample_has_a_generator_of_its_own() -> None:
-    """The generator is the same on whichever rank has the sample."""
+    """The generator of a sample is the same on all ranks."""
     with at(seed=1, step=2, first=0, count=8):
         expected = torch.rand(3, generator=sample_generator(5, "noise"))
         other = torch.rand(3, generator=sample_generator(5, "crop"))
@@ -401,7 +401,7 @@ def compiled_twice(backend: str, make: Callable[[], nn.Module], dim: int | None)
 @pytest.mark.sampled()
 @pytest.mark.parametrize("case", ODD)
 def test_a_compiled_graph_draws_what_the_layer_draws(case: str) -> None:
-    """The graph has no break, and is not compiled anew for another step or share."""
+    """The graph has no break, and is not compiled again for another step or share."""
     make, shape, dim = ODD[case]
     graphs: list[object] = []
 

@@ -96,7 +96,7 @@ sys.stdin.read()
 """
 
 
-def test_a_host_whose_answers_are_lost_on_the_way_is_not_reached() -> None:
+def test_a_host_whose_answers_are_lost_counts_as_unreachable() -> None:
     """A firewall that lets packets out and none back does this: the host is reported within the
     limit."""
     own, other = "10.255.213.1", "10.255.213.2"

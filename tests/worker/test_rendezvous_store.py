@@ -118,7 +118,7 @@ def test_many_values_that_are_alike_come_as_they_were_set(real: RendezvousStore)
     assert store.multi_get(list(values)) == list(values.values())
 
 
-def test_a_waiting_member_goes_on_when_the_key_comes(store: Any, real: RendezvousStore) -> None:
+def test_a_waiting_member_goes_on_when_the_key_is_set(store: Any, real: RendezvousStore) -> None:
     """The key comes from another thread, as from another member."""
     setter = threading.Timer(0.1, lambda: store.set("late", "here"))
     setter.start()
@@ -127,7 +127,7 @@ def test_a_waiting_member_goes_on_when_the_key_comes(store: Any, real: Rendezvou
     setter.join()
 
 
-def test_a_key_that_does_not_come_is_told_in_time_and_by_name(real: RendezvousStore) -> None:
+def test_a_wait_for_a_missing_key_times_out_with_its_name(real: RendezvousStore) -> None:
     """torch's own callers look for the word "timeout"."""
     started_s = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"timeout after 0\.2 s for never"):
@@ -135,7 +135,7 @@ def test_a_key_that_does_not_come_is_told_in_time_and_by_name(real: RendezvousSt
     assert time.monotonic() - started_s < unhurried(2.0)
 
 
-def test_an_abort_ends_what_waits_and_what_comes_after(
+def test_an_abort_ends_waits_and_refuses_later_calls(
     membership: MemberSession, cluster: LocalCluster
 ) -> None:
     """The wait ends at once, by another thread."""
@@ -151,7 +151,7 @@ def test_an_abort_ends_what_waits_and_what_comes_after(
     aborter.join()
 
 
-def test_only_members_of_the_generation_get_in(membership: MemberSession) -> None:
+def test_only_members_of_the_generation_may_use_the_store(membership: MemberSession) -> None:
     """Another incarnation is refused, and so is another generation."""
     own = membership.token
     strangers = [
@@ -165,7 +165,7 @@ def test_only_members_of_the_generation_get_in(membership: MemberSession) -> Non
         assert isinstance(refused.value, Fenced | GenerationBroken)
 
 
-def test_what_all_ranks_read_is_asked_for_once_a_host(
+def test_values_that_all_ranks_read_are_requested_once_per_host(
     membership: MemberSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group of few values is requested by each rank itself, and so is any group by a rank without

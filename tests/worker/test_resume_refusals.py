@@ -61,7 +61,7 @@ def trained(
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
-def test_a_checkpoint_is_not_gone_on_from_with_another_order_of_samples(
+def test_a_checkpoint_with_another_order_of_samples_is_refused(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     """The checkpoint's step would skip some of the other samples, and train others twice."""
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_not_gone_on_from_with_another_order_of_samples(
     assert trained(cluster, tmp_path, strategy) == list(range(EVERY_STEPS, 10))
 
 
-def test_a_run_that_goes_on_with_other_samples_of_the_same_size_says_so(
+def test_a_checkpoint_with_other_samples_of_the_same_size_is_warned_of(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """Labels may have been corrected on purpose. A split without a seed is another one now."""
@@ -135,7 +135,7 @@ def test_a_finished_run_is_trained_for_more_epochs(cluster: LocalCluster, tmp_pa
     assert trained(cluster, tmp_path, epochs=3) == list(range(8, 15))
 
 
-def test_a_checkpoint_that_tells_nothing_of_its_samples_is_gone_on_from(
+def test_a_checkpoint_without_fields_of_its_samples_is_continued_from(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """Plain torch writes such checkpoints: there is nothing to compare."""
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_tells_nothing_of_its_samples_is_gone_on_from(
     assert trained(cluster, tmp_path, global_batch_size=50) == [4, 5]
 
 
-def test_what_a_checkpoint_tells_of_its_samples(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_fields_of_its_samples(cluster: LocalCluster, tmp_path: Path) -> None:
     """Fields of the samples are beside the step, where a person can read them."""
     trained(cluster, tmp_path, num_steps=5)
     entries: dict[str, Any] = {"shoal": {"state": ""}}
@@ -180,7 +180,7 @@ def one_step(directory: Path, strategy: str, kind: Any, num_groups: int = 1, **o
 @pytest.mark.parametrize(
     ("first", "second"), [("SGD", "AdamW"), ("AdamW", "SGD"), ("AdamW", "Adam"), ("Adam", "Adamax")]
 )
-def test_a_checkpoint_is_not_gone_on_from_with_another_optimizer(
+def test_a_checkpoint_of_another_optimizer_is_refused(
     tmp_path: Path, strategy: str, first: str, second: str
 ) -> None:
     """The checkpoint's learning rate and decay would replace the script's."""
@@ -190,7 +190,7 @@ def test_a_checkpoint_is_not_gone_on_from_with_another_optimizer(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_a_checkpoint_is_not_gone_on_from_with_other_groups(tmp_path: Path, strategy: str) -> None:
+def test_a_checkpoint_with_other_groups_is_refused(tmp_path: Path, strategy: str) -> None:
     """Parameters would all have the settings of the first group."""
     one_step(tmp_path, strategy, torch.optim.SGD, num_groups=2)
     with pytest.raises(InvalidSpec, match=r"2\.\w+ in group 1; expected 2\.\w+ in group 0"):
@@ -236,7 +236,7 @@ def net(num_more: int = 0, *, frozen: bool = False, buffer: bool = False) -> tor
         ({"frozen": True}, {}, r"another optimizer.*saw a state without 0\.bias"),
     ],
 )
-def test_a_checkpoint_is_not_gone_on_from_with_more_or_less_of_a_model(
+def test_a_checkpoint_of_a_larger_or_smaller_model_is_refused(
     tmp_path: Path, strategy: str, first: Any, second: Any, seen: str
 ) -> None:
     """Further tensors of the checkpoint would be ignored silently."""
@@ -259,8 +259,10 @@ class Metric:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_nor_with_a_registered_object_of_another_class(tmp_path: Path, strategy: str) -> None:
-    """torch's schedules take any state, and would begin anew."""
+def test_a_checkpoint_with_a_registered_object_of_another_class_is_refused(
+    tmp_path: Path, strategy: str
+) -> None:
+    """torch's schedules accept any state, and would begin from step 0."""
     step_of(tmp_path, strategy, net(), schedule=Metric)
     with pytest.raises(InvalidSpec, match=r"another class; saw Metric; expected ExponentialLR"):
         step_of(tmp_path, strategy, net(), schedule=lambda each: ExponentialLR(each, 0.5))
@@ -270,7 +272,7 @@ def test_nor_with_a_registered_object_of_another_class(tmp_path: Path, strategy:
     assert logged == ["schedule"]
 
 
-def test_a_state_that_says_nothing_of_its_optimizer_is_told_by_its_settings() -> None:
+def test_a_state_without_its_optimizers_name_is_recognised_by_its_settings() -> None:
     """Plain torch writes such a state."""
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     settings = {

@@ -30,9 +30,7 @@ from shoal_proto.errors import (
         ({"job": "j", "coordinator": "h:1", "min_members": 0}, "min_members=0"),
     ],
 )
-def test_a_contradiction_is_told_before_anybody_is_asked(
-    given: dict[str, str | int], text: str
-) -> None:
+def test_bad_arguments_are_refused_before_any_call(given: dict[str, str | int], text: str) -> None:
     """The error names what is wrong."""
     with pytest.raises(InvalidSpec, match=text):
         read_config(given, {})
@@ -103,7 +101,7 @@ def test_wrong_use_of_a_session_is_refused_and_the_job_goes_on(cluster: LocalClu
     assert [frame.name for frame in refused.traceback][1:] == ["__enter__", "_attend"]
 
 
-def test_a_plain_backward_is_told_from_session_backward(cluster: LocalCluster) -> None:
+def test_a_plain_backward_in_a_session_is_refused(cluster: LocalCluster) -> None:
     """A plain backward would weight uneven shares wrongly, so the step is refused."""
     model, optimizer = rank_bodies.model_and_optimizer()
     with (

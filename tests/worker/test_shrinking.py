@@ -25,7 +25,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "how"), CASES)
-def test_all_but_one_go_at_once_and_as_many_come_again(
+def test_all_but_one_leave_at_once_and_as_many_join_again(
     cluster: LocalCluster, tmp_path: Path, strategy: str, how: str
 ) -> None:
     """The members are drained at the same moment, and hand over their state to the one that stays.

@@ -43,13 +43,13 @@ def _joins(cluster: LocalCluster, job: str, transfer_s: float) -> None:
 
 
 @pytest.mark.long
-def test_a_transfer_of_more_than_twice_the_limit_expels_nobody(quick: LocalCluster) -> None:
+def test_a_transfer_of_more_than_twice_the_limit_expels_no_member(quick: LocalCluster) -> None:
     """The newcomer never forms a generation alone, and no generation is tried again."""
     _joins(quick, "slow", 2.2 * LIMITS["--join-s"] / 4)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-def test_a_transfer_of_more_than_a_minute_expels_nobody(cluster: LocalCluster) -> None:
+def test_a_transfer_of_more_than_a_minute_expels_no_member(cluster: LocalCluster) -> None:
     """The limits are a cluster's defaults."""
     _joins(cluster, "slow-minute", 66.0)

@@ -35,7 +35,7 @@ def kill_all(crew: list[Rank]) -> int:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_all_that_come_after_hear_what_is_gone(cluster: LocalCluster, strategy: str) -> None:
+def test_later_members_get_state_lost(cluster: LocalCluster, strategy: str) -> None:
     """Members do not train from step 0; the page and the metrics report the loss too."""
     run = Run(coordinator=cluster.coordinator, job=f"gone-{strategy}", strategy=strategy)
     with Ranks() as ranks:

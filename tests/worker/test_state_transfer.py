@@ -135,7 +135,7 @@ def pass_on(source: int, receivers: list[int]) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize(("source", "receivers"), [(0, [1]), (2, [0, 1, 3, 4, 5, 6, 8])])
-def test_nobody_sends_a_state_more_than_twice(
+def test_no_rank_sends_a_state_more_than_twice(
     monkeypatch: pytest.MonkeyPatch, source: int, receivers: list[int]
 ) -> None:
     """Receivers pass the state on. One member, the last but one, has the state already."""
@@ -153,7 +153,7 @@ class Translator(nn.Module):
         return tokens if labels is None else labels
 
 
-def test_a_replica_says_that_it_takes_what_the_model_does() -> None:
+def test_a_replica_has_the_signature_of_the_models_forward() -> None:
     """Frameworks pass only the arguments that a forward pass declares."""
     replica = proxy_of(Translator(), nn.Identity)
     assert inspect.signature(replica.forward) == inspect.signature(Translator().forward)

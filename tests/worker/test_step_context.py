@@ -9,7 +9,7 @@ import shoal
 from shoal.step_context import NO_STEP, StepContext, current
 
 
-def test_a_step_sets_all_of_its_context_and_leaves_nothing_of_it() -> None:
+def test_a_step_sets_all_of_its_context_and_removes_it() -> None:
     """A thread started within the step has no context: it computes on no samples of the step."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

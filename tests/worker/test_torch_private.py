@@ -69,8 +69,7 @@ def is_private(name: str) -> bool:
     return any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
 
 
-@pytest.mark.long
-def test_only_one_room_names_what_is_private_to_torch() -> None:
+def test_only_torch_private_uses_private_names_of_torch() -> None:
     files = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(PRIVATE)]
     found = {
         f"{path.relative_to(ROOT)}: {name}"
@@ -80,7 +79,7 @@ def test_only_one_room_names_what_is_private_to_torch() -> None:
     assert not found
 
 
-def test_nor_does_another_room_reach_into_objects_of_torch() -> None:
+def test_only_torch_private_accesses_private_attributes_of_torchs_objects() -> None:
     files = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(PRIVATE)]
     found = {
         f"{path.relative_to(ROOT)}:{line}: {name}"
@@ -137,7 +136,7 @@ def is_own(node: ast.expr) -> bool:
         "class A:\n    def f(self):\n        self._state._training_state = 0",
     ],
 )
-def test_what_reaches_into_an_object_is_found(code: str) -> None:
+def test_access_to_a_private_attribute_is_found(code: str) -> None:
     assert list(reached_into(ast.parse(code)))
 
 
@@ -168,7 +167,6 @@ def test_an_older_torch_is_refused_by_name(version: str) -> None:
     assert refused.value.expected == "torch 2.9 or newer"
 
 
-@pytest.mark.long
 def test_an_environment_without_numpy_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')"

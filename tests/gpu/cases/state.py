@@ -56,7 +56,7 @@ def _kill_amid_a_write(case: Case, crew: Crew, folder: Path) -> bool:
 
 
 def asynchronous(case: Case) -> None:
-    """A worker of two with two parameter servers is killed, and the loss continues to fall."""
+    """One of two workers is killed, with two parameter servers; the loss continues to fall."""
     stop_file = case.directory / "stop"
     for strategy in ("async-sgd", "ssp"):
         plan = case.plan(

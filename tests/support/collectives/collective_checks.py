@@ -24,7 +24,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {}
 ReduceOp = dist.ReduceOp
 UNTAGGED = {
     "messages_arrive_in_the_order_sent_and_by_their_tags",
-    "a_message_of_whoever_sends_one_tells_who_did",
+    "a_message_from_any_sender_names_its_sender",
 }
 """Checks that do not apply to backends that match a message by its sender alone."""
 ENDS_OLD_GLOO = "reduce_scatter_of_a_whole_that_does_not_divide_is_refused"
@@ -138,7 +138,7 @@ def reduce_leaves_the_result_on_the_root(device: torch.device) -> None:
 
 
 @check
-def all_gather_gives_everybody_everything_in_the_order_of_ranks(device: torch.device) -> None:
+def all_gather_gives_every_rank_all_parts_in_the_order_of_ranks(device: torch.device) -> None:
     rank, size = place()
     own = torch.tensor([[float(rank), float(-rank)]], device=device)
     parts = [torch.empty(1, 2, device=device) for _ in range(size)]
@@ -151,7 +151,7 @@ def all_gather_gives_everybody_everything_in_the_order_of_ranks(device: torch.de
 
 
 @check
-def all_gather_in_place_keeps_what_others_gave(device: torch.device) -> None:
+def all_gather_in_place_keeps_the_parts_of_others(device: torch.device) -> None:
     """Gather with an input that is a part of the output, as `fully_shard` does."""
     rank, size = place()
     whole = torch.full((2 * size,), GUARD, device=device)
@@ -187,7 +187,7 @@ def gather_and_scatter_are_each_others_inverse(device: torch.device) -> None:
 
 
 @check
-def objects_reach_everybody(device: torch.device) -> None:
+def objects_reach_every_rank(device: torch.device) -> None:
     rank, size = place()
     seen: list[object] = [None] * size
     dist.all_gather_object(seen, {"rank": rank, "text": "x" * (10 * rank)})
@@ -246,7 +246,7 @@ def reduce_scatter_of_a_whole_that_does_not_divide_is_refused(device: torch.devi
 
 
 @check
-def all_to_all_hands_each_rank_what_is_meant_for_it(device: torch.device) -> None:
+def all_to_all_sends_each_rank_the_parts_for_it(device: torch.device) -> None:
     rank, size = place()
     given = torch.tensor([[rank, r] for r in range(size)], device=device)
     taken = torch.empty_like(given)
@@ -269,7 +269,7 @@ def all_to_all_takes_parts_of_different_sizes(device: torch.device) -> None:
 
 
 @check
-def broadcast_reaches_everybody_from_any_root(device: torch.device) -> None:
+def broadcast_reaches_every_rank_from_any_root(device: torch.device) -> None:
     rank, size = place()
     for root in range(size):
         for dtype in (*FLOATS, torch.bool):
@@ -279,7 +279,7 @@ def broadcast_reaches_everybody_from_any_root(device: torch.device) -> None:
 
 
 @check
-def nobody_passes_a_barrier_before_all_have_come(device: torch.device) -> None:
+def no_rank_passes_a_barrier_before_all_have_reached_it(device: torch.device) -> None:
     _, size = place()
     came_s = time.monotonic()
     dist.barrier()
@@ -342,7 +342,7 @@ def messages_arrive_in_the_order_sent_and_by_their_tags(device: torch.device) ->
 
 
 @check
-def a_message_of_whoever_sends_one_tells_who_did(device: torch.device) -> None:
+def a_message_from_any_sender_names_its_sender(device: torch.device) -> None:
     rank, size = place()
     if rank:
         dist.send(torch.tensor([float(rank)], device=device), 0)
@@ -395,7 +395,7 @@ def a_group_of_some_ranks_counts_only_them(device: torch.device) -> None:
 
 
 @check
-def groups_of_the_same_ranks_do_not_hear_each_other(device: torch.device) -> None:
+def groups_of_the_same_ranks_do_not_mix_their_messages(device: torch.device) -> None:
     rank, size = place()
     groups = [dist.new_group(list(range(size))) for _ in range(2)]
     tensors = [torch.full((2,), float(rank * 10**i), device=device) for i in range(2)]

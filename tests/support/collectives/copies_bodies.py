@@ -159,7 +159,7 @@ def different_steps() -> str:
     copies.offer(part(5 + rank, rank, size))
     try:
         copies.flush()
-    except Exception as error:  # noqa: BLE001 - told to the test
+    except Exception as error:  # noqa: BLE001 - reported to the test
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

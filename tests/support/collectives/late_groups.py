@@ -1,7 +1,7 @@
 """Groups on a CPU that behave like NCCL's, to find faults that otherwise only a GPU shows.
 
-- A collective is complete as soon as it is begun: its future is set, but its result is not there
-  yet.
+- A collective is complete as soon as it is begun: its future is set, but its result is not
+available yet.
 - The result is visible only after a wait for the work. On a GPU that holds for the stream of the
   waiting thread; here it holds for the thread.
 - An aborted collective ends without an error, with half of its result.

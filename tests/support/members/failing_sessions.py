@@ -211,7 +211,7 @@ def traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, o
 
 
 def fails_and_trains(strategy: str, place: str, job: str = "", **given: Any) -> list[str]:
-    """Run a session that fails, and another one. Returns what is wrong afterwards."""
+    """Run a session that fails, and another one. Returns the faults found afterwards."""
     wrong = []
     model, optimizer = model_and_optimizer(place)
     before = traces(model, optimizer)

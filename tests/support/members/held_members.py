@@ -63,8 +63,8 @@ def replaced_in_step_6(
 def tried_without_the_lost(rank: Rank) -> dict[str, Any]:
     """Return a member's first attempt at a step in a later generation than the first.
 
-    In the first it may go on until it meets the loss: with the other parts of the step, and with
-    the next step if all had agreed on that one before the loss.
+    In the first it may continue until it notices the loss: with the other parts of the step, and
+    with the next step if all had agreed on that before the loss.
     """
     while (tried := dict(rank.expect("tried"))).pop("generation") == 1:
         pass

@@ -9,7 +9,7 @@ VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "ftp_proxy"
 
 
 class DeadProxy:
-    """A port that accepts connections without an answer, and tells if there was any."""
+    """A port that accepts connections without an answer, and records if there was one."""
 
     def __enter__(self) -> Self:
         self._socket = socket.create_server(("127.0.0.1", 0))

@@ -54,7 +54,7 @@ CHANGES: tuple[Callable[[SimWorld], None], ...] = (
 
 @contextmanager
 def _told(world: SimWorld, which: str) -> Iterator[None]:
-    """Add the story to an assertion that fails in the block."""
+    """Add the log of the run to an assertion that fails in the block."""
     try:
         yield
     except AssertionError as error:
@@ -63,7 +63,7 @@ def _told(world: SimWorld, which: str) -> Iterator[None]:
 
 
 def simulate_failover(seed: int) -> None:
-    """Run one seed. Raises AssertionError with the story."""
+    """Run one seed. Raises AssertionError with the log of the run."""
     chance = random.Random(f"failover {seed}")
     change = CHANGES[seed % len(CHANGES)]
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)

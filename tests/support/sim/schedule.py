@@ -95,8 +95,8 @@ def _steps(world: SimWorld) -> dict[str, int]:
 
 
 def simulate(seed: int, *, mixed_releases: bool | None = None) -> None:
-    """Run one seed. Raises AssertionError with the story. `mixed_releases`: processes are of two
-    releases; None: in every fourth seed."""
+    """Run one seed. Raises AssertionError with the log of the run. `mixed_releases`: processes are
+    of two releases; None: in every fourth seed."""
     if mixed_releases is None:
         mixed_releases = seed % 4 == 3
     chance = random.Random(f"bounds {seed}")

@@ -80,9 +80,9 @@ class SimWorld:
         """Possible times without a leader after a crash."""
         self.cut: set[tuple[str, str]] = set()
         self.troubled_s = 0.0
-        """Time at which the leader or the store was last away."""
+        """Time at which the leader or the store was last unavailable."""
         self.leaderless_s = 0.0
-        """Time at which the leader was last away."""
+        """Time at which no leader was last available."""
         self.ready_reply_s = 0.0
         """Time that the answer to a ready report is in transit."""
         self.paused_s = 0.0

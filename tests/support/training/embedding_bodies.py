@@ -48,7 +48,7 @@ def clicks() -> TensorDataset:
     """Make ids, and clicks on them that hidden weights of the ids decide."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(NUM_IDS, (NUM_CLICKS, NUM_FIELDS), generator=generator)
-    # Every id is there at least once.
+    # Every id occurs at least once.
     ids.view(-1)[:NUM_IDS] = torch.arange(NUM_IDS)
     hidden = torch.randn(NUM_IDS, generator=generator)
     return TensorDataset(ids * 10**15, (hidden[ids].sum(dim=1) > 0).float())

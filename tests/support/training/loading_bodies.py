@@ -47,7 +47,7 @@ class LoadingRun(Elastic):
 
 
 def train(report: Report, run: LoadingRun) -> None:
-    """Train until the stop file asks for the end, then report the whole model."""
+    """Train until the step in the stop file, then report the whole model."""
     model, optimizer = build(run.optimizer, "layers")
     with session_of(run) as session:
         model, optimizer = session.distribute(model, optimizer, strategy=strategy_of(run))

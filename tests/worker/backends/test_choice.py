@@ -56,14 +56,14 @@ def test_the_launcher_and_the_device_choose_the_backend(
         (MPICH, None, r"shoal\[mpi\]"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_do(
+def test_a_world_that_cannot_be_made_is_refused_with_the_reason(
     environment: Mapping[str, str], name: str | None, says: str
 ) -> None:
     with pytest.raises(InvalidSpec, match=says):
         static_world(environment, name, cuda=False, mpi4py=False)
 
 
-def test_a_session_takes_gloo_on_the_cpu_and_what_it_is_told() -> None:
+def test_a_session_takes_the_named_backend_and_gloo_on_the_cpu_by_default() -> None:
     assert isinstance(backend_for("cpu"), GlooBackend)
     assert isinstance(backend_for("cuda", "gloo"), GlooBackend)
     assert isinstance(backend_for("cpu", "in-memory"), InMemoryBackend)
@@ -73,12 +73,12 @@ def test_a_session_takes_gloo_on_the_cpu_and_what_it_is_told() -> None:
     ("device", "name", "says"),
     [("cpu", "smoke", "'smoke'"), ("cpu", "mpi", "fixed"), ("cpu", "nccl", "GPUs only")],
 )
-def test_a_session_refuses_what_cannot_carry_it(device: str, name: str, says: str) -> None:
+def test_a_session_refuses_a_backend_that_it_cannot_use(device: str, name: str, says: str) -> None:
     with pytest.raises(InvalidSpec, match=says):
         backend_for(device, name)
 
 
-def test_a_session_on_cuda_takes_nccl_by_itself() -> None:
+def test_a_session_on_cuda_takes_nccl_by_default() -> None:
     if torch.cuda.is_available():
         assert backend_for("cuda").name == "nccl"
     else:
@@ -86,7 +86,7 @@ def test_a_session_on_cuda_takes_nccl_by_itself() -> None:
             backend_for("cuda")
 
 
-def test_a_world_that_is_there_is_left_as_it_is() -> None:
+def test_an_existing_world_is_kept_and_another_backend_refused() -> None:
     def body() -> int:
         init_static_world()
         init_static_world("in-memory")

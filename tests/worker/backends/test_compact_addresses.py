@@ -29,28 +29,30 @@ def address(world_size: int, rank: int, first: int = 7) -> bytes:
 
 
 @given(st.binary(max_size=200))
-def test_every_value_comes_back(value: bytes) -> None:
+def test_every_value_is_the_same_after_compacting_and_expanding(value: bytes) -> None:
     compacted = compact(value)
     assert expand(compacted) == value
     assert len(compacted) <= len(value) + 1
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.binary(max_size=7), st.integers(1, 300))
-def test_runs_of_any_numbers_come_back(numbers: list[int], rest: bytes, times: int) -> None:
+def test_runs_of_numbers_are_the_same_after_compacting_and_expanding(
+    numbers: list[int], rest: bytes, times: int
+) -> None:
     value = rest + np.repeat(np.array(numbers, dtype="<i8"), times).tobytes()
     assert expand(compact(value)) == value
 
 
 @pytest.mark.parametrize("world_size", [100, 10_000])
 @pytest.mark.parametrize("rank", [0, 41, 99])
-def test_an_address_is_no_longer_for_more_ranks(world_size: int, rank: int) -> None:
+def test_a_compacted_address_takes_less_than_400_bytes(world_size: int, rank: int) -> None:
     value = address(world_size, rank)
     assert expand(compact(value)) == value
     assert len(compact(value)) < 400
 
 
 @given(st.binary(max_size=250), st.binary(min_size=16, max_size=16), st.integers(0, 3000))
-def test_an_address_among_numbers_of_pairs_is_found_as_before(
+def test_a_listeners_address_is_found_beside_the_numbers_of_pairs(
     before: bytes, listener: bytes, pairs: int
 ) -> None:
     numbers = np.arange(pairs, dtype="<i8").tobytes()
@@ -84,7 +86,7 @@ def test_a_store_does_not_keep_the_numbers_of_ten_thousand_peers() -> None:
         b"\1\0" + np.array([(1, MAX_WORDS), (1, 1)], dtype="<i8,<u4").tobytes(),
     ],
 )
-def test_what_is_no_address_is_refused(data: bytes) -> None:
+def test_malformed_addresses_are_refused(data: bytes) -> None:
     with pytest.raises(MalformedMessage, match="address"):
         expand(data)
 
@@ -111,7 +113,7 @@ class Seen(Store):
         return False
 
 
-def test_gloo_connects_by_them() -> None:
+def test_gloo_connects_by_compacted_addresses() -> None:
     """Five ranks in threads connect; the store contains only their announced addresses."""
     seen, sums, alive = Seen(), [], []
 

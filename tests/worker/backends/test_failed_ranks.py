@@ -1,4 +1,4 @@
-"""A rank that fails: an error on every rank within the deadline, never a hang, on each backend."""
+"""A rank that fails: every other rank gets an error or is ended within the deadline."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ needs_mpiexec = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("how", ["raise", "kill", pytest.param("stop", marks=pytest.mark.long)])
-def test_over_gloo_every_survivor_is_told(tmp_path: Path, how: str) -> None:
+def test_over_gloo_every_survivor_gets_an_error(tmp_path: Path, how: str) -> None:
     """Ranks that are no neighbours of the failed one get the error too."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
@@ -29,7 +29,7 @@ def test_over_gloo_every_survivor_is_told(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_in_memory_every_survivor_is_told(world_size: int) -> None:
+def test_in_memory_every_survivor_gets_an_error(world_size: int) -> None:
     """The deadline is an hour away: the error must come at once."""
     errors: dict[int, str] = {}
 
@@ -48,7 +48,7 @@ def test_in_memory_every_survivor_is_told(world_size: int) -> None:
 
 @pytest.mark.long
 @needs_mpiexec
-def test_under_mpiexec_every_survivor_is_told_of_an_error() -> None:
+def test_under_mpiexec_every_survivor_gets_the_error_of_the_failed_rank() -> None:
     """Otherwise MPI's launcher would end the other ranks before they report, or these would
     wait."""
     ended = run_under_mpiexec(4, "support.collectives.failing_ranks.one_raises", timeout_s=3600)
@@ -83,7 +83,7 @@ def test_under_mpiexec_a_rank_that_is_killed_ends_the_job() -> None:
 
 @pytest.mark.skipif(bool(lacks_gpus(2)), reason=lacks_gpus(2))
 @pytest.mark.parametrize("how", ["raise", "kill", "stop"])
-def test_over_nccl_the_survivor_is_told(tmp_path: Path, how: str) -> None:
+def test_over_nccl_the_survivor_gets_an_error(tmp_path: Path, how: str) -> None:
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(failing_ranks.over_nccl, path, rank, 2, how) for rank in range(2)]
@@ -92,7 +92,7 @@ def test_over_nccl_the_survivor_is_told(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.skipif(bool(lacks_gpus(2)), reason=lacks_gpus(2))
-def test_over_nccl_a_cut_ends_what_hangs_in_two_groups(tmp_path: Path) -> None:
+def test_over_nccl_a_cut_ends_collectives_that_hang_in_two_groups(tmp_path: Path) -> None:
     """A cut takes seconds, although a collective may take 60 s."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")

@@ -22,8 +22,8 @@ from shoal.backends.process_group.interface import Seat
 def test_a_collective_that_waits_for_a_lost_peer_raises_as_soon_as_it_is_cut(
     tmp_path: Path, how: str
 ) -> None:
-    """The error comes within two of sixty seconds. A connection that is not the group's goes on
-    working."""
+    """The error comes within seconds, not at Gloo's timeout of 60 s. Connections outside the group
+    keep working."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(rank_bodies.stuck_collective, path, r, 3, how) for r in range(3)]
@@ -62,7 +62,7 @@ def test_fifty_generations_in_one_process_neither_freeze_it_nor_leak(tmp_path: P
             assert rank.join() == 0
 
 
-def test_a_collective_that_runs_out_of_time_is_told_from_an_error_of_the_user(
+def test_a_collective_that_times_out_is_distinguished_from_an_error_of_the_user(
     tmp_path: Path,
 ) -> None:
     """Gloo's errors have no class of their own; a plain RuntimeError is the user's."""
@@ -77,7 +77,7 @@ def test_a_collective_that_runs_out_of_time_is_told_from_an_error_of_the_user(
 
 
 def test_a_wait_that_is_aborted_counts_as_a_failure_of_the_group() -> None:
-    """By its class, whatever the text is. One that began after the cut has a text of its own."""
+    """Its class decides, not its text. Holds for collectives from before and after the abort."""
     waiter = AbortableWaiter(for_good=True)
     amid = OngoingCollective(dist.Work(), waiter.new_completion())
     waiter.abort("generation 1 is over")
@@ -110,7 +110,7 @@ def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: P
     ],
     ids=["collective", "send", "receive", *stuck_bodies.WAITS],
 )
-def test_a_trainer_leaves_what_never_ends_and_its_process_too(
+def test_a_trainer_and_its_process_end_though_an_operation_never_does(
     tmp_path: Path, body: Callable[..., None], arguments: tuple[str, ...]
 ) -> None:
     """The operation is a collective, or a message such as one between pipeline stages, in a step of
@@ -126,7 +126,7 @@ def test_a_trainer_leaves_what_never_ends_and_its_process_too(
 
 
 class FailsAtTheEnd(dist.HashStore):
-    """A store that fails once torch has made the group and checks that all ranks have."""
+    """A store whose `add` fails: torch calls it once it has made the group."""
 
     reason = ""
 

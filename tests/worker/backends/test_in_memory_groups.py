@@ -78,8 +78,8 @@ def test_a_thread_is_a_rank_of_one_generation_after_the_other() -> None:
 
 
 def test_a_collective_under_way_raises_as_soon_as_its_group_is_cut() -> None:
-    """The collective's limit is ten minutes away. The backend tells this error from one of the
-    user."""
+    """The collective's limit is ten minutes away. The backend distinguishes this error from one of
+    the user."""
     store, waiting = SharedStore(), threading.Event()
 
     def member(rank: int) -> BaseException | None:
@@ -121,7 +121,7 @@ def test_a_bring_up_that_waits_for_a_member_ends_as_soon_as_it_is_cut() -> None:
     on_threads(3, member)
 
 
-def test_who_still_waits_for_a_member_that_has_retired_is_told() -> None:
+def test_a_wait_for_a_member_that_has_retired_fails() -> None:
     store = SharedStore()
 
     def member(rank: int) -> None:
@@ -135,7 +135,7 @@ def test_who_still_waits_for_a_member_that_has_retired_is_told() -> None:
     on_threads(2, member)
 
 
-def test_a_member_in_another_process_is_told_which_backend_it_needs() -> None:
+def test_a_member_in_another_process_gets_an_error_that_names_gloo() -> None:
     store = SharedStore()
     store.set("in-memory", "of another process")
     with pytest.raises(dist.DistBackendError, match='"gloo"'):
@@ -224,8 +224,8 @@ def overtaken(turns: dict[str, threading.Event]) -> None:
         turns["left"].set()
 
 
-def test_no_forward_pass_of_ranks_goes_on_for_torch_once_they_have_ended() -> None:
-    """Regression: models compiled afterwards were split as for the DDP of such a rank, or failed
+def test_torch_has_no_active_forward_pass_once_all_ranks_have_ended() -> None:
+    """Regression: torch split models compiled afterwards as for the DDP of an ended rank, or failed
     ("First bucket should be smaller")."""
     turns = {name: threading.Event() for name in ("first", "entered", "left")}
     shoal.run_in_memory(overtaken, 2, turns)

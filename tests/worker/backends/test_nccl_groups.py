@@ -49,7 +49,7 @@ from shoal_proto.errors import InvalidSpec
         ("TORCH_NCCL_TEARDOWN_ON_TIMEOUT", "1"),
     ],
 )
-def test_what_an_image_exports_does_not_end_a_member_that_goes_on(name: str, value: str) -> None:
+def test_nccl_settings_that_would_end_a_survivor_are_replaced(name: str, value: str) -> None:
     """The value is replaced, and one warning names the replaced value."""
     environment = {name: value, "NCCL_DEBUG": "INFO"}
     with structlog.testing.capture_logs() as logs:
@@ -61,7 +61,7 @@ def test_what_an_image_exports_does_not_end_a_member_that_goes_on(name: str, val
     assert f"{name}={value}" in warning["replaced"]
 
 
-def test_an_environment_that_says_nothing_is_set_without_a_warning() -> None:
+def test_an_environment_without_contrary_settings_is_completed_without_a_warning() -> None:
     environment = {"NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_BLOCKING_WAIT": "0"}
     with structlog.testing.capture_logs() as logs:
         require_survival(environment)
@@ -90,7 +90,9 @@ def test_blocking_waits_are_refused_by_name(name: str, value: str) -> None:
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", "3000000000", "a whole number up to 2147483647"),
     ],
 )
-def test_what_torch_cannot_read_is_refused_by_name(name: str, value: str, expected: str) -> None:
+def test_a_value_that_torch_cannot_read_is_refused_by_name(
+    name: str, value: str, expected: str
+) -> None:
     """torch raises for such a value in each generation, with an error that looks like one of a lost
     peer."""
     with pytest.raises(InvalidSpec, match=name) as refused:
@@ -108,7 +110,7 @@ def test_what_torch_cannot_read_is_refused_by_name(name: str, value: str, expect
     ],
 )
 @pytest.mark.parametrize("value", ["", " "])
-def test_a_variable_without_a_value_is_one_that_is_not_set(name: str, value: str) -> None:
+def test_a_variable_with_an_empty_value_counts_as_unset(name: str, value: str) -> None:
     environment = {
         name: value,
         "TORCH_NCCL_CUDA_EVENT_CACHE": "True",
@@ -136,7 +138,7 @@ def _fails() -> None:
     raise dist.DistBackendError("ProcessGroup abort timed out")
 
 
-def test_each_group_is_aborted_whatever_becomes_of_the_others() -> None:
+def test_each_group_is_aborted_though_the_abort_of_another_hangs_or_fails() -> None:
     """The first abort hangs, as after a kernel of a group that waits for a lost peer; the second
     fails."""
     hang, ended = threading.Event(), threading.Event()
@@ -154,8 +156,8 @@ def test_each_group_is_aborted_whatever_becomes_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("body", ["in_a_collective", "in_a_subgroup"])
-def test_a_cut_frees_who_waits_on_the_host(tmp_path: Path, body: str) -> None:
-    """Gloo's part of the group is cut like a group on CPUs: a stopped peer delays nobody."""
+def test_a_cut_ends_a_wait_on_the_host_for_a_stopped_peer(tmp_path: Path, body: str) -> None:
+    """Gloo's part of the group is cut like a group on CPUs: a stopped peer delays no other rank."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(nccl_bodies.cut, path, rank, body) for rank in range(2)]
@@ -164,7 +166,7 @@ def test_a_cut_frees_who_waits_on_the_host(tmp_path: Path, body: str) -> None:
         assert crew[0].join() == 0
 
 
-def test_the_hosts_part_is_a_group_of_the_sessions_own(tmp_path: Path) -> None:
+def test_the_hosts_part_of_a_group_can_be_cut_and_shares_memory(tmp_path: Path) -> None:
     """The host's part can be cut, and its ranks share memory for their votes. The same holds for
     subgroups."""
     with Ranks() as ranks:
@@ -256,7 +258,7 @@ class Event:
         return self.is_reached
 
 
-def test_a_device_that_gets_on_does_not_stand() -> None:
+def test_a_device_is_stalled_only_while_an_event_is_pending() -> None:
     events: list[Event] = []
 
     def record() -> Event:
@@ -275,7 +277,7 @@ def test_a_device_that_gets_on_does_not_stand() -> None:
     assert len(events) == 4
 
 
-def test_a_device_that_has_failed_is_looked_at_no_more() -> None:
+def test_a_device_that_has_failed_is_no_longer_watched() -> None:
     def record() -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -287,7 +289,7 @@ def test_a_device_that_has_failed_is_looked_at_no_more() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_capture_of_a_graph_is_not_spoiled() -> None:
+def test_a_stall_check_does_not_break_the_capture_of_a_cuda_graph() -> None:
     progress = cuda_progress(torch.device("cuda", 0))
     static = torch.zeros(8, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -324,12 +326,12 @@ def test_two_workers_on_the_only_gpu_of_a_host_are_refused_by_name() -> None:
     with pytest.raises(InvalidSpec, match="no GPU for each worker"):
         place.check(0, 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "0"})
     place.check(0, 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
-    # Whoever started the worker made only its own GPU visible.
+    # The process that started the worker made only the worker's GPU visible.
     place.check(0, 1, {"CUDA_VISIBLE_DEVICES": "1"})
     LocalRank().check(0, 1, {})
 
 
-def test_ranks_on_one_gpu_are_refused_wherever_each_was_shown_it() -> None:
+def test_ranks_that_share_a_gpu_are_refused_unless_the_environment_allows_it() -> None:
     check_unshared(["a", "b"], {})
     with pytest.raises(InvalidSpec, match="several members train on one GPU") as refused:
         check_unshared(["a", "b", "a"], {})
@@ -337,7 +339,7 @@ def test_ranks_on_one_gpu_are_refused_wherever_each_was_shown_it() -> None:
     check_unshared(["a", "a"], {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
 
 
-def test_members_on_one_gpu_are_refused_on_all_of_them_before_nccl_is(tmp_path: Path) -> None:
+def test_members_that_share_a_gpu_are_all_refused(tmp_path: Path) -> None:
     """NCCL's own error would end each generation in its bring-up, for good."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
@@ -351,7 +353,7 @@ def test_members_on_one_gpu_are_refused_on_all_of_them_before_nccl_is(tmp_path: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_sum_beyond_half_precision_is_no_fault(
+def test_finite_values_count_as_finite_though_their_sum_overflows(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The values are not checked a second time: on a GPU that is a wait for each tensor."""

@@ -25,7 +25,7 @@ def test_a_connection_counts_until_either_end_has_hung_up() -> None:
             assert count() == 0
 
 
-def test_a_checkpoint_whose_collective_does_not_end_keeps_no_process_from_its_end(
+def test_a_process_ends_though_a_collective_of_its_checkpoint_does_not(
     tmp_path: Path,
 ) -> None:
     """A member that has left waits for its last checkpoint, and no cut reaches it any more."""

@@ -35,7 +35,7 @@ NEEDS_RECONFIGURE = pytest.mark.skipif(
         pytest.param("tensor", {"min_split_bytes": 0}, marks=pytest.mark.long),
     ],
 )
-def test_a_group_that_is_reconfigured_over_changes_leaves_no_trace_in_the_weights(
+def test_reconfiguring_a_group_leaves_no_trace_in_the_weights(
     cluster: LocalCluster, tmp_path: Path, strategy: str, options: dict[str, int]
 ) -> None:
     """The job goes through a kill, a join and a drain. Every generation runs over the one group,
@@ -73,7 +73,7 @@ def test_twenty_generations_of_one_group_neither_freeze_the_process_nor_leak(
 
 @NEEDS_RECONFIGURE
 @pytest.mark.parametrize("how", ["handle", "before", "behind"])
-def test_where_one_member_cannot_reconfigure_all_make_a_new_group(tmp_path: Path, how: str) -> None:
+def test_if_one_member_cannot_reconfigure_all_make_a_new_group(tmp_path: Path, how: str) -> None:
     """The new group is made at once, in that generation; the next generation is reconfigured
     again."""
     with Ranks() as ranks:
@@ -101,7 +101,7 @@ def test_members_that_do_not_all_reconfigure_are_refused(cluster: LocalCluster) 
         assert all("reconfigure" in each["text"] for each in raised)
 
 
-def test_a_torch_that_lacks_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconfigure_is_refused_with_a_torch_that_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.backends.choice.CAN_RECONFIGURE", False)
     with pytest.raises(InvalidSpec, match="reconfigure") as refused:
         shoal.join("digits", reconfigure=True)
@@ -110,7 +110,9 @@ def test_a_torch_that_lacks_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("backend", ["nccl", "in-memory"])
-def test_other_backends_are_refused_by_name(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconfigure_is_refused_with_backends_other_than_gloo(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shoal.backends.choice.CAN_RECONFIGURE", True)
     with pytest.raises(InvalidSpec, match=backend):
         JoinConfig(job="digits", coordinators=(), backend=backend, reconfigure=True)
@@ -129,7 +131,7 @@ def test_a_strategy_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) 
         session.distribute(model, optimizer, strategy="async-sgd")
 
 
-def test_the_environment_says_so_in_place_of_the_argument(
+def test_reconfigure_can_be_set_by_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shoal.backends.choice.CAN_RECONFIGURE", True)

@@ -1,4 +1,4 @@
-"""A group retired during an operation that never ends: nobody waits for it."""
+"""A group retired during an operation that never ends: its process does not wait."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ SCRIPT = """
         thread.start()
     for thread in threads:
         thread.join()
-    # The other rank stays connected, and never comes to the sum.
+    # The other rank stays connected, and never takes part in the sum.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups[1]))
     groups[0].allreduce([torch.ones(4)])
     began_s = time.monotonic()
@@ -39,7 +39,7 @@ SCRIPT = """
 
 
 @pytest.mark.long
-def test_neither_the_trainer_nor_the_end_of_its_process_waits_for_it() -> None:
+def test_neither_the_trainer_nor_its_process_waits_for_an_endless_operation() -> None:
     """Runs in an interpreter that ends in the ordinary way: members forked by tests exit without
     freeing anything."""
     ended = subprocess.run(

@@ -22,7 +22,7 @@ from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_what_was_written_before_a_meeting_is_read_behind_it(world_size: int) -> None:
+def test_values_written_before_a_meeting_are_read_after_it(world_size: int) -> None:
     """Many meetings, for world sizes that are powers of two and others."""
     sizes = run_on_gloo(world_size, shared_memory_bodies.met, 500)
     assert len(sizes) == world_size
@@ -30,19 +30,20 @@ def test_what_was_written_before_a_meeting_is_read_behind_it(world_size: int) ->
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_words_are_heard_by_all_ranks_through_memory(world_size: int) -> None:
-    """Messages of a round that some rank did not receive are never taken for those of the next
+def test_messages_reach_all_ranks_through_shared_memory(world_size: int) -> None:
+    """Messages of a round that some rank did not receive are never received as those of the next
     round."""
     ended = run_on_gloo(world_size, functools.partial(words_told, shares=True), 200)
     assert all("ranks no longer share memory" in each for each in ended)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_words_that_all_have_told_are_heard_by_all_though_the_meeting_is_cut(
+def test_messages_that_all_ranks_have_sent_are_received_though_the_meeting_is_cut(
     world_size: int,
 ) -> None:
     """A rank that received the messages may have committed a step because of them and left: the
-    others see that as a cut. If one rank has not sent its message, nobody receives the messages."""
+    others see that as a cut. If one rank has not sent its message, no rank receives the messages.
+    """
     body = shared_memory_bodies.words_told_before_a_cut
     for received, then in run_on_gloo(world_size, functools.partial(body, all_tell=True)):
         assert received == [[10 + rank] for rank in range(world_size)]
@@ -52,18 +53,18 @@ def test_words_that_all_have_told_are_heard_by_all_though_the_meeting_is_cut(
     assert last[0] == "nothing told"
 
 
-def test_words_are_heard_by_all_ranks_over_their_group() -> None:
+def test_messages_reach_all_ranks_over_their_group() -> None:
     ended = run_on_gloo(3, functools.partial(words_told, shares=False), 5)
     assert ended == [""] * 3
 
 
-def test_words_that_are_too_long_for_the_memory_are_told_in_another_way_by_all() -> None:
+def test_all_ranks_avoid_shared_memory_for_messages_that_are_too_long() -> None:
     assert run_on_gloo(3, shared_memory_bodies.gathered, 4000) == [[True] * 3] * 3
     assert run_on_gloo(3, shared_memory_bodies.gathered, 5000) == [[True, True, False]] * 3
 
 
 @pytest.mark.parametrize("how", ["kill", "kill rank 0", "cut"])
-def test_whoever_waits_is_told_at_once_of_a_lost_rank(tmp_path: Path, how: str) -> None:
+def test_ranks_that_wait_learn_at_once_of_a_lost_rank(tmp_path: Path, how: str) -> None:
     """The limit is an hour away. Rank 0 passes a loss on; the end of rank 0 is seen by all."""
     with Ranks() as ranks:
         body, path = shared_memory_bodies.meets_until_told, str(tmp_path / "store")
@@ -90,13 +91,13 @@ def test_a_process_that_a_rank_forks_is_no_rank() -> None:
     assert run_on_gloo(3, shared_memory_bodies.meets_after_a_fork) == [""] * 3
 
 
-def test_ranks_that_cannot_all_share_share_nothing() -> None:
+def test_if_one_rank_cannot_share_memory_none_does() -> None:
     assert run_on_gloo(3, shared_memory_bodies.is_shared) == [True] * 3
     assert run_on_gloo(3, shared_memory_bodies.is_shared, 2) == [False] * 3
     assert run_on_gloo(3, shared_memory_bodies.is_shared, 0) == [False] * 3
 
 
-def test_memory_that_the_system_does_not_give_is_done_without() -> None:
+def test_ranks_go_on_without_shared_memory_if_the_system_gives_none() -> None:
     """Ranks do not wait for a rank 0 that has no memory to share."""
     began_s = time.monotonic()
     assert run_on_gloo(3, shared_memory_bodies.is_shared, -1, 1 << 62) == [False] * 3
@@ -150,7 +151,7 @@ def test_a_stranger_gets_no_memory(
     assert len(handed) == 1
 
 
-def test_a_semaphore_lets_as_many_through_as_were_posted() -> None:
+def test_a_semaphore_admits_as_many_waits_as_posts() -> None:
     """Holds for a rank that sleeps on the semaphore, and for one that polls."""
     mapped = mmap.mmap(-1, SEMAPHORE_BYTES)
     semaphore = Semaphore(ctypes.addressof(ctypes.c_char.from_buffer(mapped)))

@@ -34,7 +34,7 @@ class Rank:
         self.reasons.append(reason)
 
 
-def test_all_are_told_that_a_rank_leaves_however_fast_one_of_them_goes_on() -> None:
+def test_a_rank_that_leaves_counts_as_lost_nowhere_though_a_peer_hangs_up_first() -> None:
     """The first rank that learns of it closes its connection, which ends the watch of rank 0."""
     first, second = socket.socketpair(), socket.socketpair()
     leaving, others = Rank(), (Rank(), Rank())

@@ -42,16 +42,18 @@ def in_a_thread(run: Callable[[], Seen]) -> Seen:
 
 
 @pytest.mark.parametrize("taken", ALLOWED)
-def test_a_rank_that_finds_another_on_its_processor_goes_elsewhere(taken: int) -> None:
+def test_a_rank_that_finds_another_on_its_processor_moves_to_a_free_one(taken: int) -> None:
     (left,) = set(ALLOWED) - {taken}
     assert beside_another(taken, num_times=3) == (left, set(ALLOWED))
 
 
-def test_a_rank_that_the_user_holds_to_a_processor_stays_there() -> None:
+def test_a_rank_that_the_user_binds_to_a_processor_stays_on_it() -> None:
     assert beside_another(ALLOWED[0], let_go=False) == (ALLOWED[0], {ALLOWED[0]})
 
 
-def test_a_rank_that_may_not_move_itself_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_may_not_move_itself_tries_once_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A sandbox may forbid to set the affinity."""
     asked: list[set[int]] = []
 
@@ -78,8 +80,8 @@ class Interrupt(Exception):
 
 
 class Kernel:
-    """Model of the processors on which Linux (6.2 or newer) lets a thread run: those of its cpuset
-    that its user has asked for. The request is kept when the cpuset changes."""
+    """Model of the processors on which Linux (6.2 or newer) lets a thread run: those requested for
+    it, as far as they are in its cpuset. The request is kept when the cpuset changes."""
 
     def __init__(self, cpuset: Iterable[int], asked: set[int] | None = None) -> None:
         self.cpuset = set(cpuset)
@@ -122,7 +124,7 @@ def crowded() -> Processors:
     return Processors(notes, OWN)
 
 
-def test_a_rank_that_has_moved_may_use_what_its_cpuset_gets_later(kernel: Kernel) -> None:
+def test_a_moved_rank_may_use_processors_that_its_cpuset_gets_later(kernel: Kernel) -> None:
     """A cpuset grows with `docker update --cpuset-cpus`, or when a pod with processors of its own
     has ended."""
     crowded().part()
@@ -130,7 +132,7 @@ def test_a_rank_that_has_moved_may_use_what_its_cpuset_gets_later(kernel: Kernel
     assert kernel.allowed() == {*ALLOWED, 1000, 1001}
 
 
-def test_a_rank_that_the_user_holds_to_some_of_a_cpuset_stays_among_them(
+def test_a_rank_that_the_user_binds_to_some_processors_of_a_cpuset_stays_on_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = installed(Kernel([*ALLOWED, 1000], asked=set(ALLOWED)), monkeypatch)
@@ -139,7 +141,7 @@ def test_a_rank_that_the_user_holds_to_some_of_a_cpuset_stays_among_them(
     assert kernel.allowed() == set(ALLOWED)
 
 
-def test_an_error_amid_a_move_holds_a_rank_nowhere(kernel: Kernel) -> None:
+def test_an_error_during_a_move_does_not_bind_a_rank_to_a_processor(kernel: Kernel) -> None:
     """Signal handlers run between any two calls of the main thread."""
     kernel.interrupts = True
     with pytest.raises(Interrupt):

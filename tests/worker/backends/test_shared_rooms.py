@@ -11,7 +11,7 @@ from shoal.backends.shared_memory.regions import KeptRegions, MemoryRegion
 
 
 @pytest.mark.parametrize(("how", "again"), [("killed", True), ("left", True), ("halted", False)])
-def test_those_who_go_on_have_the_same_memory_unless_another_may_write(
+def test_survivors_use_the_memory_again_unless_a_lost_rank_may_still_write(
     tmp_path: Path, how: str, again: bool
 ) -> None:
     """A halted rank may wake in the midst of a write, and continue it."""
@@ -22,7 +22,7 @@ def test_those_who_go_on_have_the_same_memory_unless_another_may_write(
         assert [crew[rank].join() for rank in (0, 1)] == [0, 0]
 
 
-def test_a_room_is_deserted_while_nobody_else_is_in_it() -> None:
+def test_a_region_is_deserted_while_it_has_no_other_user() -> None:
     region = MemoryRegion.made(8192)
     other = MemoryRegion(region.descriptor, region.region_id, 8192)
     assert not region.is_deserted()
@@ -39,14 +39,14 @@ def test_a_room_is_deserted_while_nobody_else_is_in_it() -> None:
     region.close()
 
 
-def test_a_room_suits_what_fills_half_of_it_or_more() -> None:
+def test_a_region_suits_sizes_from_half_to_all_of_its_size() -> None:
     region = MemoryRegion.made(8192)
     suited = [size for size in (4095, 4096, 8192, 8193) if region.suits(size)]
     region.close()
     assert suited == [4096, 8192]
 
 
-def test_rooms_are_taken_in_the_order_in_which_they_were_kept() -> None:
+def test_regions_are_taken_in_the_order_in_which_they_were_kept() -> None:
     kept, regions = KeptRegions(), [MemoryRegion.made(4096) for _ in range(3)]
     for region in regions:
         kept.keep(region)

@@ -51,11 +51,11 @@ def steps_in(directory):
     return [int(name.removeprefix("step-")) for name in names_in(directory)]
 
 
-def test_it_is_public():
+def test_the_class_checkpoints_is_public():
     assert shoal.Checkpoints is Checkpoints
 
 
-def test_a_checkpoint_is_due_every_so_many_steps(tmp_path):
+def test_a_checkpoint_is_due_at_each_multiple_of_every_steps_but_0(tmp_path):
     checkpoints = Checkpoints(tmp_path, every_steps=5)
     assert [step for step in range(12) if checkpoints.due(step)] == [5, 10]
 
@@ -68,7 +68,7 @@ def unreadable(step):
 
 
 @pytest.mark.parametrize("place", ["directory", "bucket"])
-def test_one_that_cannot_be_read_back_takes_the_place_of_no_other(tmp_path, place):
+def test_a_checkpoint_that_cannot_be_read_back_replaces_no_other(tmp_path, place):
     root = str(tmp_path) if place == "directory" else f"memory://{tmp_path.name}"
     checkpoints = Checkpoints(root, every_steps=1, keep=1)
     checkpoints.offer(at(1))
@@ -89,7 +89,7 @@ def test_settings_below_one_are_refused(tmp_path, setting):
         Checkpoints(tmp_path, **{"every_steps": 1, setting: 0})
 
 
-def test_what_is_written_is_the_state_of_the_offer(tmp_path):
+def test_a_checkpoint_has_the_state_at_the_time_of_the_offer(tmp_path):
     """Training goes on in the same memory before anything is written."""
     model, own = binding("adamw")
     train(model, own.optimizer, range(2))
@@ -115,7 +115,7 @@ def test_training_with_checkpoints_ends_where_training_without_does(tmp_path):
     assert differences(collected(model, own, 6), trained("adamw", 6)) == []
 
 
-def test_at_most_one_is_in_flight(tmp_path):
+def test_at_most_one_checkpoint_is_in_progress(tmp_path):
     """An offer waits for the one before, so there are never two copies."""
     first, second = Gate(), Gate()
     checkpoints = Checkpoints(tmp_path, every_steps=1)
@@ -133,14 +133,14 @@ def test_at_most_one_is_in_flight(tmp_path):
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_the_newest_are_kept(tmp_path):
+def test_the_newest_checkpoints_are_kept(tmp_path):
     with Checkpoints(tmp_path, every_steps=10, keep=2) as checkpoints:
         for step in (10, 20, 30, 40):
             checkpoints.offer(at(step))
     assert steps_in(tmp_path) == [30, 40]
 
 
-def test_the_only_complete_one_stays_when_the_next_fails(tmp_path):
+def test_the_only_complete_checkpoint_stays_when_the_next_fails(tmp_path):
     checkpoints = Checkpoints(tmp_path, every_steps=10, keep=1)
     checkpoints.offer(at(10))
     (tmp_path / "step-00000020").mkdir()
@@ -150,7 +150,7 @@ def test_the_only_complete_one_stays_when_the_next_fails(tmp_path):
     assert checkpoints.newest() == tmp_path / "step-00000010"
 
 
-def test_a_failure_is_raised_by_the_next_offer_and_the_one_after_tries_anew(tmp_path):
+def test_a_failure_is_raised_by_the_next_offer_and_the_one_after_tries_again(tmp_path):
     in_the_way = tmp_path / "checkpoints"
     in_the_way.touch()
     checkpoints = Checkpoints(in_the_way, every_steps=1)
@@ -165,7 +165,7 @@ def test_a_failure_is_raised_by_the_next_offer_and_the_one_after_tries_anew(tmp_
     assert steps_in(in_the_way) == [3]
 
 
-def test_every_rank_hears_of_a_failure_at_the_same_step(tmp_path):
+def test_every_rank_raises_a_failure_at_the_same_step(tmp_path):
     whole = trained("sgd", 2)
     (tmp_path / "step-00000002").touch()
 
@@ -180,7 +180,7 @@ def test_every_rank_hears_of_a_failure_at_the_same_step(tmp_path):
     assert names_in(tmp_path) == ["step-00000002"]
 
 
-def test_the_log_has_a_line_a_checkpoint(tmp_path):
+def test_the_log_has_one_line_for_each_checkpoint(tmp_path):
     """Members other than the first log nothing, and the removal of old checkpoints logs nothing."""
     whole = trained("sgd")
 
@@ -197,7 +197,7 @@ def test_the_log_has_a_line_a_checkpoint(tmp_path):
 
 
 def test_every_rank_knows_the_size_of_what_all_have_written(tmp_path):
-    """The page shows it beside the step."""
+    """The status page shows the size beside the step."""
     whole, found = trained("sgd"), []
 
     def act(peers):
@@ -211,7 +211,7 @@ def test_every_rank_knows_the_size_of_what_all_have_written(tmp_path):
     assert found == [(3, pytest.approx(num_bytes, rel=0.01))] * 2
 
 
-def test_a_rank_leaves_to_others_what_it_does_not_write(tmp_path):
+def test_a_rank_writes_only_the_entries_that_it_accepts(tmp_path):
     """The rank makes no copy of such entries. Entries that two ranks offer are written once all the
     same."""
     whole = trained("sgd")
@@ -229,7 +229,7 @@ def test_a_rank_leaves_to_others_what_it_does_not_write(tmp_path):
     assert (newest / "__1_0.distcp").is_file()
 
 
-def test_what_every_rank_leaves_to_others_is_missed(tmp_path):
+def test_an_entry_that_no_rank_writes_is_refused(tmp_path):
     checkpoints = Checkpoints(tmp_path, every_steps=1)
     checkpoints.offer(at(1), writes=lambda name: name != "model.last.bias")
     with pytest.raises(InvalidSpec, match=r"no rank holds any of model\.last\.bias"):
@@ -247,7 +247,7 @@ def test_a_rank_lost_while_writing_is_no_error_and_no_checkpoint(tmp_path):
     assert steps_in(tmp_path) == [2], "what the first left behind is gone, too"
 
 
-def test_a_run_that_starts_again_does_not_mix_with_the_one_before(tmp_path):
+def test_a_run_that_starts_over_is_refused_beside_later_steps_of_another_run(tmp_path):
     with Checkpoints(tmp_path, every_steps=1) as checkpoints:
         checkpoints.offer(at(100))
     again = Checkpoints(tmp_path, every_steps=1)
@@ -259,7 +259,7 @@ def test_a_run_that_starts_again_does_not_mix_with_the_one_before(tmp_path):
     assert steps_in(tmp_path) == [100, 101]
 
 
-def test_a_run_may_fall_back_behind_its_own_checkpoints(tmp_path):
+def test_a_run_may_go_back_before_its_own_newest_checkpoint(tmp_path):
     """Survivors of a loss may continue from a step before the newest one on disk."""
     with Checkpoints(tmp_path, every_steps=1) as checkpoints:
         for step in (10, 20, 15, 20):

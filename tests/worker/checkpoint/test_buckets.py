@@ -62,7 +62,7 @@ def paths_in(place: str) -> list[str]:
     return path.names()
 
 
-def test_ranks_write_one_and_any_number_of_them_reads_it(place: str) -> None:
+def test_three_ranks_write_a_checkpoint_that_one_process_reads(place: str) -> None:
     whole = trained("adamw")
 
     def act(peers: Any) -> None:
@@ -77,7 +77,7 @@ def test_ranks_write_one_and_any_number_of_them_reads_it(place: str) -> None:
     assert len(paths_in(place)) == 4, "a file of each rank, the index, and nothing else"
 
 
-def test_plain_torch_reads_it(place: str) -> None:
+def test_plain_torch_reads_a_checkpoint_in_a_bucket(place: str) -> None:
     whole = trained("sgd")
     with Checkpoints(place, every_steps=1) as checkpoints:
         checkpoints.offer(whole)
@@ -98,7 +98,7 @@ def build_of(whole: StateShard) -> tuple[dict[str, Any], None]:
     return {name: tensor.clone().zero_() for name, tensor in expected_of(whole).items()}, None
 
 
-def test_the_newest_are_kept_and_the_same_step_is_replaced(place: str) -> None:
+def test_the_newest_checkpoints_are_kept_and_the_same_step_is_replaced(place: str) -> None:
     with Checkpoints(place, every_steps=10, keep=2) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.offer(at(step))
@@ -110,7 +110,7 @@ def test_the_newest_are_kept_and_the_same_step_is_replaced(place: str) -> None:
     assert len(paths_in(place)) == 2 * 2
 
 
-def test_a_run_that_starts_again_does_not_mix_with_the_one_before(place: str) -> None:
+def test_a_run_that_starts_over_is_refused_beside_later_steps_of_another_run(place: str) -> None:
     with Checkpoints(place, every_steps=1) as checkpoints:
         checkpoints.offer(at(100))
     again = Checkpoints(place, every_steps=1)
@@ -120,7 +120,7 @@ def test_a_run_that_starts_again_does_not_mix_with_the_one_before(place: str) ->
     assert len(paths_in(place)) == 2
 
 
-def test_ranks_that_do_not_share_their_storage_are_told(place: str) -> None:
+def test_ranks_that_do_not_share_their_storage_are_refused(place: str) -> None:
     whole = at(1)
 
     def act(peers: Any) -> None:
@@ -134,7 +134,7 @@ def test_ranks_that_do_not_share_their_storage_are_told(place: str) -> None:
     assert paths_in(place) == []
 
 
-def test_a_truncated_one_is_refused(place: str) -> None:
+def test_a_checkpoint_that_lacks_a_file_is_refused(place: str) -> None:
     with Checkpoints(place, every_steps=1) as checkpoints:
         checkpoints.offer(at(1))
     newest = checkpoints.newest()
@@ -145,7 +145,7 @@ def test_a_truncated_one_is_refused(place: str) -> None:
         read(newest, everything)
 
 
-def test_what_else_lies_at_its_path_is_left_alone(place: str) -> None:
+def test_other_files_at_a_checkpoints_path_are_left_alone(place: str) -> None:
     (located(f"{place}/step-00000001") / "notes.txt").write_bytes(b"mine")
     checkpoints = Checkpoints(place, every_steps=1)
     checkpoints.offer(at(1))
@@ -233,7 +233,7 @@ def mortal(patch: pytest.MonkeyPatch, calls_to_live: int) -> None:
         ("gs://bucket/runs", "no installed filesystem reaches.*gcsfs"),
     ],
 )
-def test_a_url_that_is_no_place_is_refused_at_once(url: str, words: str) -> None:
+def test_an_invalid_url_is_refused_at_once(url: str, words: str) -> None:
     with pytest.raises(InvalidSpec, match=words):
         Checkpoints(url, every_steps=1)
 
@@ -242,7 +242,7 @@ def test_a_file_url_is_a_directory(tmp_path: Any) -> None:
     assert Checkpoints(f"file://{tmp_path}/runs", every_steps=1).directory == tmp_path / "runs"
 
 
-def test_storage_that_goes_away_is_a_failed_checkpoint(
+def test_a_checkpoint_fails_if_its_storage_is_unavailable(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is handled like a full disk: training goes on, and the next checkpoint is tried."""
@@ -280,7 +280,7 @@ def steps_taken(cluster: LocalCluster, place: str, *, num_steps: int = 1000) -> 
 
 
 @pytest.mark.sampled()
-def test_a_job_goes_on_from_a_bucket_with_the_same_samples(
+def test_a_job_continues_from_its_newest_checkpoint_in_a_bucket(
     cluster: LocalCluster, place: str
 ) -> None:
     assert steps_taken(cluster, place, num_steps=6) == list(range(6))
@@ -288,7 +288,7 @@ def test_a_job_goes_on_from_a_bucket_with_the_same_samples(
     assert sorted(complete(located(place))) == [4, 8]
 
 
-def test_a_bucket_that_is_not_there_is_refused_before_training(
+def test_a_bucket_that_does_not_exist_is_refused_before_training(
     cluster: LocalCluster, s3: str
 ) -> None:
     with pytest.raises(

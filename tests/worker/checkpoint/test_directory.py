@@ -21,7 +21,7 @@ def test_newest_is_the_highest_complete_step(tmp_path):
     assert newest(tmp_path) is None
     made(tmp_path, 9)
     made(tmp_path, 120)
-    (tmp_path / "step-00000300").mkdir()  # copied in part by somebody
+    (tmp_path / "step-00000300").mkdir()  # copied in part
     (begin(path_of_step(tmp_path, 200)) / ".metadata").touch()
     (tmp_path / "notes").touch()
     assert newest(tmp_path) == tmp_path / "step-00000120"
@@ -42,7 +42,7 @@ def test_the_same_step_again_replaces_the_one_before(tmp_path):
     assert names_in(tmp_path) == ["step-00000005"]
 
 
-def test_one_that_is_being_replaced_counts_until_the_other_is_there(tmp_path):
+def test_a_checkpoint_that_is_being_replaced_counts_until_the_new_one_is_complete(tmp_path):
     path = made(tmp_path, 5, "old")
     aside = tmp_path / ".step-00000005.0123456789abcdef.replaced"
     path.rename(aside)
@@ -66,7 +66,7 @@ def test_leftovers_of_dead_writers_are_removed_and_nothing_else(tmp_path):
     ("steps", "step", "left"),
     [([10, 20, 30, 40], 40, [30, 40]), ([10], 10, [10]), ([10, 20, 30, 90], 30, [20, 30, 90])],
 )
-def test_the_newest_ones_are_kept(tmp_path, steps, step, left):
+def test_checkpoints_before_the_newest_ones_up_to_a_step_are_removed(tmp_path, steps, step, left):
     for each in steps:
         made(tmp_path, each)
     retire(tmp_path, step, keep=2)
@@ -74,7 +74,7 @@ def test_the_newest_ones_are_kept(tmp_path, steps, step, left):
     assert len(names_in(tmp_path)) == len(left)
 
 
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
+def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path):
     (tmp_path / "thesis").mkdir()
     with pytest.raises(InvalidSpec, match="thesis exists already and is not a checkpoint"):
         begin(tmp_path / "thesis")

@@ -11,7 +11,7 @@ from shoal.checkpoint.names import OWN, entries_of, groups_of, name_of_tensor, p
 from shoal.checkpoint.writing import write
 from shoal_proto.errors import InvalidSpec
 
-# DCP warns so in every single process.
+# DCP gives this warning without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
@@ -47,7 +47,7 @@ def test_entries_are_those_of_plain_torch(tmp_path, optimizer_name):
         "optim.a.weight/#of.dots.0",
     ],
 )
-def test_a_name_survives_the_way_there_and_back(name):
+def test_a_name_is_the_same_after_conversion_to_a_path_and_back(name):
     inside = {"a.weight": {"history": [], "factors": {}, "of.dots": []}}
     assert name_of_tensor(path_of(name), inside) == name
 
@@ -57,7 +57,7 @@ def test_a_key_with_a_dot_is_no_part_of_another_value():
     assert slots_of(entries, {"p": {"a": {"b": 2}}}) == {"p": {"a": {"b": 2}, "a.b": 1}}
 
 
-def test_groups_survive_the_way_there_and_back():
+def test_groups_are_the_same_after_conversion_to_entries_and_back():
     groups = [
         {"params": ["a", "b"], "lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "fused": None},
         {"params": ["c"], "lr": {"$numbers": ["float64", 0.1]}, "betas": [0.8], "fused": True},
@@ -78,13 +78,13 @@ def test_groups_survive_the_way_there_and_back():
         (("optim", "state", "a.weight", "factors", "left"), "cannot be part"),
     ],
 )
-def test_what_has_no_place_is_refused_by_name(path, reason):
+def test_a_path_that_has_no_name_is_refused(path, reason):
     with pytest.raises(InvalidSpec, match=reason) as raised:
         name_of_tensor(path, {})
     assert ".".join(path) in str(raised.value)
 
 
-def test_the_index_gives_back_the_paths(tmp_path):
+def test_the_index_has_the_paths_that_were_written(tmp_path):
     write(tmp_path / "one", trained("sgd"))
     index = read_index(tmp_path / "one")
     assert ("optim", "state", "first.weight", "momentum_buffer") in index.tensors

@@ -12,8 +12,8 @@ from support.oracles import plain_torch
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Directory of results from a process that cannot import Shoal and read checkpoints of three
-    ranks."""
+    """Return the directory in which a process without Shoal saved what it read from checkpoints of
+    three ranks."""
     place = tmp_path_factory.mktemp("plain")
     for name in plain_torch.OPTIMIZERS:
         state_shards = [cut(trained(name, 3), 0, rank, 3) for rank in range(3)]

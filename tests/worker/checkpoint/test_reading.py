@@ -36,7 +36,7 @@ from shoal_proto.errors import (
     ShapeMismatch,
 )
 
-# DCP warns so in every single process.
+# DCP gives this warning without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
@@ -98,7 +98,7 @@ def test_a_rank_reads_no_more_than_the_parts_it_needs(damaged, whole):
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-def test_what_plain_torch_wrote_is_read(tmp_path, optimizer_name):
+def test_a_checkpoint_of_plain_torch_is_read(tmp_path, optimizer_name):
     model, optimizer = make(optimizer_name)
     train(model, optimizer, range(3))
     save(tmp_path / "torch", model, optimizer, step=3)
@@ -182,7 +182,7 @@ def test_a_directory_without_an_index_is_no_checkpoint(tmp_path):
     ],
     ids=["truncated", "missing", "truncated index", "no index", "another pickle"],
 )
-def test_damage_is_told_with_the_path(damaged, damage, reason):
+def test_the_error_for_a_damaged_checkpoint_has_its_path(damaged, damage, reason):
     damage(damaged)
     with pytest.raises(MalformedMessage, match=reason) as raised:
         read(damaged, everything)
@@ -209,7 +209,7 @@ class Malice:
         return (os.mkdir, (str(self._path),))
 
 
-def test_an_index_that_would_run_something_does_not(damaged, tmp_path):
+def test_an_index_that_would_run_code_is_refused(damaged, tmp_path):
     (damaged / ".metadata").write_bytes(pickle.dumps(Malice(tmp_path / "owned")))
     with pytest.raises(MalformedMessage, match="mkdir has no place in an index"):
         read(damaged, everything)
@@ -274,7 +274,7 @@ def test_no_other_attribute_is_read(damaged, attribute):
         read(damaged, everything)
 
 
-def test_an_index_that_leads_elsewhere_is_refused(damaged):
+def test_an_index_with_a_path_outside_the_checkpoint_is_refused(damaged):
     metadata = dcp.FileSystemReader(damaged).read_metadata()
     for stored in metadata.storage_data.values():
         stored.relative_path = "../elsewhere.distcp"
@@ -283,7 +283,7 @@ def test_an_index_that_leads_elsewhere_is_refused(damaged):
         read(damaged, everything)
 
 
-def test_parts_that_the_index_does_not_have_are_missed(damaged):
+def test_an_index_that_lacks_a_part_of_a_tensor_is_refused(damaged):
     """DCP itself would leave the previous memory contents in these parts."""
     metadata = dcp.FileSystemReader(damaged).read_metadata()
     metadata.state_dict_metadata["model.first.weight"].chunks.pop()
@@ -319,7 +319,7 @@ def test_a_newer_version_of_dcp_is_refused(damaged):
         read(damaged, everything)
 
 
-def test_shoals_own_entry_is_json_for_everybody(by_rows_on_four, whole):
+def test_shoals_own_entry_is_json(by_rows_on_four, whole):
     state = {"shoal": {"state": ""}}
     dcp.load(state, checkpoint_id=by_rows_on_four, no_dist=True)
     own = json.loads(state["shoal"]["state"])

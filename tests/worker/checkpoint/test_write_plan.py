@@ -58,12 +58,12 @@ def test_ranks_that_do_not_hold_one_whole_state_are_refused(held, error, reason)
         plan_writes(held)
 
 
-def test_a_tensor_that_somebody_knows_of_and_nobody_holds_is_missed():
+def test_a_known_tensor_that_no_rank_holds_is_refused():
     with pytest.raises(InvalidSpec, match=r"no rank holds any of model\.lost"):
         plan_writes([[TOP], [BOTTOM]], known={"model.w", "model.lost"})
 
 
-def test_long_boxes_are_cut_by_rows_and_stay_whole(monkeypatch):
+def test_large_chunks_are_cut_by_rows_into_parts_that_cover_them(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 100)
     lower = outline((3, 0), (7, 6), shape=(10, 6))
     [first, second] = plan_writes([[outline((0, 0), (3, 6), shape=(10, 6))], [lower]])
@@ -74,6 +74,6 @@ def test_long_boxes_are_cut_by_rows_and_stay_whole(monkeypatch):
     ]
 
 
-def test_outlines_survive_the_way_to_other_ranks():
+def test_planned_chunks_are_the_same_after_conversion_to_json_and_back():
     outlines = [WHOLE, SCALAR, outline((2, 0), (2, 6), dtype=torch.bfloat16)]
     assert from_json(to_json(outlines)) == outlines

@@ -24,7 +24,7 @@ from shoal.state.optimizer_state import SLOTS, mark_of, take_slots
 from shoal.state.shards import Chunk, StateShard, TensorShard, everything
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 
-# DCP warns so in every single process.
+# DCP gives this warning without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
@@ -64,7 +64,7 @@ def test_long_tensors_are_written_in_chunks(tmp_path, monkeypatch):
     assert differences(read(tmp_path / "two", everything), with_aliases(whole)) == []
 
 
-def test_plain_values_of_an_optimizer_are_there_for_plain_torch_too(tmp_path):
+def test_plain_torch_reads_plain_values_of_an_optimizer(tmp_path):
     """Values are exact to the last digit and keep their types, as if torch itself had flattened
     them."""
     state = {
@@ -99,7 +99,7 @@ def test_plain_values_of_an_optimizer_are_there_for_plain_torch_too(tmp_path):
     assert repr(loaded) == repr(state)
 
 
-def test_a_rank_that_fails_fails_on_all_and_leaves_nothing(tmp_path):
+def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_left(tmp_path):
     whole = trained("sgd")
     state_shards = [cut(whole, 0, rank, 3) for rank in range(3)]
     given = state_shards[1].shards["model.first.weight"]
@@ -112,7 +112,7 @@ def test_a_rank_that_fails_fails_on_all_and_leaves_nothing(tmp_path):
     assert names_in(tmp_path) == []
 
 
-def test_what_the_system_refuses_is_told_with_path_and_errno(tmp_path):
+def test_an_error_of_the_system_is_raised_with_path_and_errno(tmp_path):
     (tmp_path / "file").touch()
     whole = trained("sgd")
     errors = write_on_all(tmp_path / "file" / "deep" / "two", [whole, whole])
@@ -163,7 +163,7 @@ def test_a_lost_rank_breaks_the_generation_and_publishes_nothing(tmp_path):
     assert not (tmp_path / "two").exists()
 
 
-def test_a_tensor_without_elements_is_in_it(tmp_path):
+def test_a_tensor_without_elements_is_in_the_checkpoint(tmp_path):
     empty = TensorShard.whole(torch.zeros(0, 3))
     write(tmp_path / "one", StateShard(step=1, shards={"model.none": empty}))
     found = read(tmp_path / "one", everything).shards["model.none"]

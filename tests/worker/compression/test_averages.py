@@ -1,4 +1,4 @@
-"""Averages over one to four ranks."""
+"""Averages of compressed gradients over one to four ranks."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def twins(world_size: int) -> dict[str, Twin]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_averages_are_those_of_a_slow_twin_and_the_same_everywhere(world_size: int) -> None:
-    """Compares fp32 results with a twin's loops over numbers, over some steps of error feedback."""
+    """The twin loops over single numbers. fp32, over several steps of error feedback."""
     every = shoal.run_in_memory(bodies.average_each, world_size)
     for name, twin in twins(world_size).items():
         for step in range(bodies.NUM_STEPS):
@@ -65,14 +65,14 @@ def test_nothing_is_lost_though_the_order_of_parameters_changes(world_size: int)
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_a_step_that_fails_leaves_nothing_behind(world_size: int) -> None:
+def test_a_failed_step_leaves_no_residual(world_size: int) -> None:
     for seen in shoal.run_in_memory(bodies.redo_each, world_size):
         for name, (failed, again, following) in seen.items():
             assert failed == again, name
             assert failed != following, name
 
 
-def test_ranks_that_come_new_get_the_averages_of_those_who_stayed() -> None:
+def test_newcomers_get_the_same_averages_as_ranks_that_stayed() -> None:
     """Ranks that stayed have residuals and factors, newcomers have none."""
     every = shoal.run_in_memory(bodies.join_each, 3)
     for compression in bodies.LOSSY:
@@ -113,6 +113,6 @@ def test_bytes_are_counted_as_the_formula_says(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_reaches_all_ranks(bad: float) -> None:
+def test_a_non_finite_value_reaches_all_ranks(bad: float) -> None:
     for seen in shoal.run_in_memory(bodies.spread_each, 2, bad):
         assert seen == {name: [False, False] for name in COMPRESSIONS}

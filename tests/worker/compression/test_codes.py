@@ -52,7 +52,7 @@ def test_zeros_stay_zeros(name: str) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", CODES)
-def test_a_number_that_is_none_spoils_its_block_and_no_other(name: str, bad: float) -> None:
+def test_a_non_finite_value_spoils_its_block_and_no_other(name: str, bad: float) -> None:
     values = values_of(1.0)
     values[1, 9] = bad
     decoded = CODES[name].decode(CODES[name].encode(values, 8), 8)

@@ -39,7 +39,7 @@ def test_digits_are_learned_as_well_and_for_fewer_bytes() -> None:
 
 
 @pytest.mark.parametrize(("run", "world_size"), [(in_threads, 2), (run_on_gloo, 3)])
-def test_layers_in_no_loss_or_in_that_of_some_ranks(
+def test_ranks_agree_though_layers_are_in_no_loss_or_in_that_of_some_ranks(
     run: Callable[..., list[Any]], world_size: int
 ) -> None:
     every = run(world_size, bodies.leave_out_each)
@@ -50,7 +50,7 @@ def test_layers_in_no_loss_or_in_that_of_some_ranks(
             assert moved > 0, name
 
 
-def test_a_gradient_that_is_no_number_is_named_where_it_is_and_known_to_all() -> None:
+def test_a_non_finite_gradient_is_named_on_its_rank_and_fails_all_ranks() -> None:
     """Weights stay unchanged."""
     healthy, faulty = in_threads(2, bodies.fault_each)
     for name in ("none", *COMPRESSIONS):

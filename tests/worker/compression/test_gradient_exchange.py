@@ -1,5 +1,5 @@
-"""Gradients of a lone member are averaged with nobody, but checked like those of several. Gradients
-on a GPU are checked once all of them are there."""
+"""Gradients of a lone member are not averaged, but checked like those of several. Gradients on a
+GPU are checked once all of them are computed."""
 
 import copy
 from typing import Any
@@ -69,7 +69,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_gradient_on_a_gpu_is_read_while_backward_runs(
     monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
-    """A read would wait for the GPU to come so far, and nothing would be sent meanwhile."""
+    """A read would wait for the GPU to compute it, and nothing would be sent meanwhile."""
     _as_on_a_gpu(monkeypatch)
     plain = _new_model()
 
@@ -86,7 +86,7 @@ def test_no_gradient_on_a_gpu_is_read_while_backward_runs(
 
     for in_backward, behind in shoal.run_in_memory(body, world_size):
         assert in_backward == 0
-        assert behind > 0, "nobody looked"
+        assert behind > 0, "the gradients were not checked"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -103,7 +103,7 @@ def test_the_parameter_at_fault_is_named_also_from_a_gpu(
         shoal.run_in_memory(body, world_size)
 
 
-def test_buffers_are_given_back_what_they_held_when_the_step_began() -> None:
+def test_buffers_are_restored_to_their_values_at_the_start_of_the_step() -> None:
     """A buffer that a module got after the first step is restored too."""
     snapshot, model = StepSnapshot(), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
     snapshot.begin(model, {})

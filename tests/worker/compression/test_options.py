@@ -15,7 +15,7 @@ def test_a_name_gives_the_compression_with_its_defaults(name: str) -> None:
     assert str(compression).startswith(f"{name}(")
 
 
-def test_what_members_compare_tells_every_option() -> None:
+def test_the_text_that_members_compare_has_every_option() -> None:
     assert str(shoal.TopK(ratio=0.02)) == "top-k(ratio=0.02)"
     assert str(shoal.PowerSGD(rank=4)) == "powersgd(rank=4)"
     assert str(shoal.Int8(block=64)) == "int8(block=64)"
@@ -24,7 +24,7 @@ def test_what_members_compare_tells_every_option() -> None:
     assert str(shoal.BF16()) == "bf16()"
 
 
-def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+def test_an_unknown_name_is_refused_with_the_known_names() -> None:
     with pytest.raises(InvalidSpec, match=r"'top-q'.*'powersgd', 'top-k'"):
         find_compression("top-q")
 

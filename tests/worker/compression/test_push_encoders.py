@@ -77,7 +77,7 @@ def test_top_k_has_the_largest_and_no_other() -> None:
     assert torch.equal(made.decoded, expected)
 
 
-def test_what_has_a_low_rank_comes_whole() -> None:
+def test_a_matrix_of_low_rank_is_sent_without_loss() -> None:
     """The matrix of rank 4 is cut into blocks that begin and end within its rows."""
     generator = torch.Generator().manual_seed(1)
     shape = torch.Size([60, 50])

@@ -19,7 +19,7 @@ def test_values_of_a_step_that_is_computed_again_are_forgotten() -> None:
     assert (carry.get("a"), carry.get("b")) == (1, None)
 
 
-def test_values_count_if_others_committed_the_step_that_failed_here() -> None:
+def test_values_of_a_failed_step_count_if_other_members_committed_it() -> None:
     """The member takes over the others' state and begins with the next step."""
     carry: StepCarry[int] = StepCarry()
     carry.begin(4)
@@ -28,7 +28,7 @@ def test_values_count_if_others_committed_the_step_that_failed_here() -> None:
     assert carry.get("a") == 1
 
 
-def test_what_was_taken_out_in_a_failed_step_is_there_again() -> None:
+def test_a_value_removed_in_a_failed_step_is_restored() -> None:
     carry: StepCarry[int] = StepCarry()
     carry.begin(0)
     carry.put("a", 1)

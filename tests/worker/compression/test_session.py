@@ -43,7 +43,7 @@ def test_survivors_of_a_kill_end_with_the_same_weights(
     assert sizes == {2, 3}
 
 
-def test_members_that_compress_differently_are_told_so(cluster: LocalCluster) -> None:
+def test_members_with_different_compressions_are_refused(cluster: LocalCluster) -> None:
     with Ranks() as ranks:
         job = "compressed-apart"
         runs = [run_of(cluster, name, name[0]) for name in ("fp16", "top-k")]

@@ -156,7 +156,7 @@ def test_other_rows_have_another_digest_and_the_same_ones_the_same(library: Any,
     assert len(set(digests)) == 3, digests
 
 
-def test_where_files_lie_is_no_difference(library: Any) -> None:
+def test_the_folder_of_the_files_does_not_change_the_digest(library: Any) -> None:
     here, there = (library.from_dict(columns(root=root)) for root in ("mnt/a", "scratch"))
     assert content_of(here) == content_of(there)
 

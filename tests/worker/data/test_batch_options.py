@@ -59,7 +59,7 @@ def order_of(dataset: Any, **given: Any) -> Order:
     ],
     ids=["plain", "shuffled", "drop_last", "generator", "DistributedSampler"],
 )
-def test_a_data_loader_says_what_the_call_does_not(
+def test_settings_that_the_call_leaves_out_are_those_of_the_data_loader(
     loader: DataLoader[Any], expected: dict[str, Any]
 ) -> None:
     """The loader's batch size is the global one; arguments of the call take precedence."""
@@ -70,7 +70,7 @@ def test_a_data_loader_says_what_the_call_does_not(
     assert (order.global_batch_size, order.shuffle, order.seed, order.num_epochs) == (2, True, 7, 3)
 
 
-def test_a_batch_of_one_process_of_several_is_not_taken_for_that_of_all() -> None:
+def test_the_batch_size_of_one_process_of_several_is_refused() -> None:
     """The script would train with a third of its batch."""
     loader = DataLoader(DATASET, 4, sampler=DistributedSampler(DATASET, 3, 1, seed=3))
     with pytest.raises(InvalidSpec, match=r"batch_size=4 of each of 3.*global_batch_size=12"):
@@ -100,7 +100,7 @@ def test_a_tuple_of_tensors_is_loaded_by_processes_as_it_is_without() -> None:
     ],
     ids=["arrays", "lists", "empty"],
 )
-def test_a_tuple_of_something_else_is_no_dataset(dataset: Any, seen: str) -> None:
+def test_a_tuple_of_other_things_than_tensors_is_no_dataset(dataset: Any, seen: str) -> None:
     """The tuple would otherwise be a dataset with as many samples as it has parts."""
     with pytest.raises(InvalidSpec, match=f"something other than tensors; saw {seen};"):
         order_of(dataset, global_batch_size=2)
@@ -139,7 +139,7 @@ class Stream(IterableDataset[int]):
     ],
     ids=["batch_sampler", "no batches", "weighted", "replacement", "a part", "list", "iterable"],
 )
-def test_what_decides_itself_which_samples_come_is_refused(
+def test_loaders_that_choose_their_own_samples_are_refused(
     loader: DataLoader[Any], words: str
 ) -> None:
     with pytest.raises(InvalidSpec, match=words) as refused:
@@ -182,7 +182,7 @@ def test_contradictions_are_refused_by_name(given: dict[str, Any], words: str) -
         order_of(DATASET, **given)
 
 
-def test_a_size_of_0_is_none_of_the_data_loaders_own() -> None:
+def test_a_batch_size_of_0_is_not_replaced_by_the_data_loaders() -> None:
     with pytest.raises(InvalidSpec, match="global_batch_size is out of range; saw 0"):
         order_of(DataLoader(DATASET, 4), global_batch_size=0)
 

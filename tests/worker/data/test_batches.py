@@ -29,7 +29,7 @@ orders = st.builds(
 
 
 @given(orders, st.lists(st.integers(1, 7), min_size=1, max_size=40))
-def test_each_sample_comes_once_an_epoch_whatever_the_world_does(
+def test_each_sample_comes_once_an_epoch_over_all_changes_of_members(
     order: Order, world_sizes: list[int]
 ) -> None:
     """The world size changes in each step."""
@@ -212,7 +212,7 @@ def test_torchs_own_collate_goes_by_the_type_of_a_sample(
 
 
 def test_a_void_batch_of_a_dataset_that_loads_whole_batches_is_not_loaded() -> None:
-    """Its begin is reported all the same, as that of a sample is."""
+    """The callback at its beginning is called all the same, as for a single sample."""
     loaded: list[int] = []
     answers = [False]
     dataset = Described(loaded.append, is_loaded_together=True)

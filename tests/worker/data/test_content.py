@@ -118,7 +118,7 @@ def test_other_samples_have_another_digest_and_the_same_ones_the_same(kind: str)
     assert content_fields(DataLoader(make(1), 4))[0] == {CONTENT_FIELD: digests[0]}
 
 
-def test_one_other_sample_in_another_order_is_seen_in_a_splits_indices() -> None:
+def test_two_swapped_indices_of_a_split_change_its_digest() -> None:
     """The digest covers all indices, not a sample of them."""
     indices = drawn(1)
     others = [*indices]
@@ -127,7 +127,7 @@ def test_one_other_sample_in_another_order_is_seen_in_a_splits_indices() -> None
     assert content_of(Subset(base, indices)) != content_of(Subset(base, others))
 
 
-def test_the_digest_is_of_values_not_of_how_they_lie_in_memory() -> None:
+def test_the_digest_depends_on_values_and_not_on_their_layout_in_memory() -> None:
     inputs, targets = columns()
     expected = content_of((inputs, targets))
     transposed = inputs.permute(2, 1, 0).contiguous().permute(2, 1, 0)
@@ -139,7 +139,7 @@ def test_the_digest_is_of_values_not_of_how_they_lie_in_memory() -> None:
     assert content_of(TensorDataset(inputs, targets)) == expected
 
 
-def test_last_bits_that_hosts_round_otherwise_are_no_difference() -> None:
+def test_last_bits_that_hosts_round_differently_do_not_change_the_digest() -> None:
     """A column normalised on another processor differs in its last bits, and is the same data."""
     inputs, targets = columns()
     inputs[::3] = 0.0
@@ -149,7 +149,7 @@ def test_last_bits_that_hosts_round_otherwise_are_no_difference() -> None:
     assert content_of((rounded, targets)) == content_of((inputs, targets))
 
 
-def test_what_is_no_number_is_like_itself() -> None:
+def test_non_finite_values_count_in_the_digest() -> None:
     inputs = torch.randn(70, 3)
     inputs[1, :], inputs[2, :], inputs[3, :] = float("nan"), float("inf"), -float("inf")
     other = inputs.clone()
@@ -158,8 +158,8 @@ def test_what_is_no_number_is_like_itself() -> None:
     assert content_of((inputs,)) != content_of((other,))
 
 
-def test_of_what_cannot_be_known_nothing_is_said() -> None:
-    """The digest reads no sample, and no value that does not exist."""
+def test_data_that_cannot_be_read_has_an_empty_digest() -> None:
+    """The digest reads no samples, no sparse tensors and none on the meta device."""
     for unknown in (
         Own([0] * 4, 0)._cache.to("meta")[:, None],
         torch.eye(4).to_sparse(),
@@ -173,7 +173,7 @@ def test_of_what_cannot_be_known_nothing_is_said() -> None:
     assert content_of(shards) == ""
 
 
-def test_of_a_path_its_name_counts_and_not_where_it_lies() -> None:
+def test_a_paths_file_name_counts_in_the_digest_and_its_folder_does_not() -> None:
     """A path is a string, or an object of pathlib. torchvision has both, also in attributes that
     begin with _."""
     names = [f"{index}.png" for index in drawn(1)]
@@ -186,7 +186,9 @@ def test_of_a_path_its_name_counts_and_not_where_it_lies() -> None:
         assert content_of(vars(here)["inputs"]) != content_of(vars(other)["inputs"])
 
 
-def test_torchvisions_own_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_attributes_of_torchvisions_datasets_count_in_the_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def made(names: list[str]) -> Any:
         data = Wrapped(range(len(names)))  # type: ignore[arg-type]
         data._image_files = [Path("/a", name) for name in names]  # type: ignore[attr-defined]
@@ -199,7 +201,7 @@ def test_torchvisions_own_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> No
     assert digests[0] == digests[1] != digests[2] != ""
 
 
-def test_a_cache_that_fills_up_is_no_difference() -> None:
+def test_a_cache_that_fills_up_does_not_change_the_digest() -> None:
     """Members fill their own caches with the samples of their shares."""
     members = [Own(*columns()) for _ in range(2)]
     for place, member in enumerate(members):
@@ -208,7 +210,7 @@ def test_a_cache_that_fills_up_is_no_difference() -> None:
     assert content_of(members[0]) == content_of(members[1]) == content_of(Own(*columns()))
 
 
-def test_only_rows_are_read_of_what_lies_in_a_file(tmp_path: Path) -> None:
+def test_the_digest_reads_only_a_few_rows_of_a_mapped_file(tmp_path: Path) -> None:
     """A page of a sparse file takes memory from its first read on."""
     shape = (1 << 16, 1 << 10)
     lazily = np.memmap(tmp_path / "rows", dtype=np.uint8, mode="w+", shape=shape)
@@ -224,7 +226,7 @@ def _resident_bytes() -> int:
     return int(kibibytes) * 1024
 
 
-def test_what_is_looked_at_is_bounded() -> None:
+def test_the_number_of_values_that_a_digest_reads_is_bounded() -> None:
     """The number of values read does not grow with the data set, nor with what a sample holds."""
     deep: Any = [1.0] * 64
     for _ in range(6):

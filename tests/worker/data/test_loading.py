@@ -30,7 +30,7 @@ from shoal.torch_private.dataloader import ended_processes_of, processes_of
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, LoadingFailed, SampleFailed
 
-# The timeout reports a process that hangs soon.
+# The timeout soon reports a process that hangs.
 pytestmark = pytest.mark.timeout(60)
 
 TOLERANCE = 1e-6
@@ -108,7 +108,7 @@ def taken(loader: Loader, world_sizes: list[int]) -> list[Any]:
     return steps
 
 
-def test_what_is_drawn_for_a_sample_is_the_same_whoever_loads_it() -> None:
+def test_random_numbers_of_a_sample_are_the_same_whichever_process_loads_it() -> None:
     """Holds on one member or three, in the trainer's process or others, for the first time or
     again."""
     with loader_of(Drawn(), 0) as alone, loader_of(Drawn(), 2) as ahead:
@@ -135,7 +135,7 @@ def draw() -> tuple[float, ...]:
     return torch.rand(()).item(), random.random(), float(np.random.rand())
 
 
-def test_the_generators_of_the_training_are_left_as_they_are() -> None:
+def test_loading_leaves_the_trainers_random_generators_unchanged() -> None:
     with loader_of(Drawn(), 0) as alone, loader_of(Drawn(), 1) as ahead:
         for loader in (alone, ahead):
             seed_all()
@@ -145,7 +145,7 @@ def test_the_generators_of_the_training_are_left_as_they_are() -> None:
             assert found == draw()
 
 
-def test_a_share_of_which_collate_leaves_nothing_is_named() -> None:
+def test_a_share_that_collate_empties_is_reported_with_its_samples() -> None:
     """The error has the step and the samples, not only an index that is out of range."""
     order = Order(num_samples=12, global_batch_size=6, shuffle=False)
 
@@ -179,7 +179,7 @@ def test_a_sample_that_cannot_be_loaded_is_named(
         assert "in __getitem__" in "".join(raised.value.__notes__)
 
 
-def test_a_process_that_dies_of_a_sample_is_told_of() -> None:
+def test_a_loading_process_that_a_sample_kills_is_reported() -> None:
     ended = pytest.raises(LoadingFailed, match="a process that loads batches has ended")
     with loader_of(Killed(), 2) as loader, ended:
         taken(loader, [1] * 5)
@@ -194,7 +194,7 @@ def test_a_process_that_is_killed_while_the_trainer_computes_is_started_again() 
         first, second = processes_of(ahead._samples._iterator)
         for pid in (first, second):
             os.kill(pid, signal.SIGKILL)
-            # The parent has learned of the death, in whatever call it was.
+            # Ended: a zombie, or reaped already.
             awaited(lambda pid=pid: _is_dead(pid), ENDS_S, f"{pid} is dead")
         found += [_one(ahead, step) for step in range(3, 8)]
         assert found == expected
@@ -218,8 +218,8 @@ def test_a_killed_process_counts_as_ended_before_it_can_be_reaped(
 
 
 def test_batches_end_although_a_killed_process_held_their_lock() -> None:
-    """The lock of the event by which processes are asked to end is taken for a moment by each of
-    them, and nobody returns it for one that is killed in that moment."""
+    """Each process takes, for a moment, the lock of the event that asks processes to end. A process
+    killed in that moment never releases it."""
     with loader_of(Drawn(), 2) as loader:
         taken(loader, [1])
         assert loader._samples is not None
@@ -268,8 +268,8 @@ def test_a_dataset_that_changes_its_length_is_refused() -> None:
         loader.synchronous(5, 0, 1)
 
 
-def test_batches_ahead_of_an_early_stop_hold_nobody_up() -> None:
-    """Closing ends the processes, whatever they have loaded."""
+def test_closing_does_not_wait_for_batches_loaded_ahead() -> None:
+    """A loader that was closed, even twice, can be used again."""
     with loader_of(Drawn(), 2, prefetch_factor=8) as loader:
         loader.synchronous(0, 0, 1)
         loader.close()
@@ -313,7 +313,7 @@ def test_a_job_of_loaded_batches_is_exact_over_a_kill_and_a_join(
         awaited(lambda pid=pid: not Path(f"/proc/{pid}").exists(), ENDS_S, f"{pid} ends")
 
 
-def test_the_dataset_of_the_job_is_drawn_upon() -> None:
+def test_the_samples_of_the_jobs_dataset_are_random() -> None:
     """The test of the job needs samples that differ each time."""
     augmented = Augmented()
     assert not torch.equal(augmented[0][0], augmented[0][0])
@@ -369,8 +369,8 @@ def take_all(loader: Loader) -> int:
 
 
 @pytest.mark.long
-def test_processes_that_live_and_give_no_sign_are_told_of() -> None:
-    """The stopped process is ended too."""
+def test_a_silent_loading_process_is_reported() -> None:
+    """The process is stopped by SIGSTOP."""
     with (
         loader_of(Stopped(), 1, silence_s=2.0) as loader,
         pytest.raises(LoadingFailed, match=r"no sample was begun.*silence_s"),
@@ -379,12 +379,12 @@ def test_processes_that_live_and_give_no_sign_are_told_of() -> None:
 
 
 @pytest.mark.long
-def test_slow_samples_are_no_silence() -> None:
+def test_slow_samples_do_not_count_as_silence() -> None:
     with loader_of(Slow(), 1, silence_s=1.5, prefetch_factor=1) as loader:
         assert take_all(loader) == 23
 
 
-def test_a_time_limit_for_a_batch_holds_for_processes_that_give_signs() -> None:
+def test_the_timeout_of_a_batch_applies_to_processes_that_are_not_silent() -> None:
     with (
         loader_of(Slow(), 1, timeout=1.0, prefetch_factor=1) as loader,
         pytest.raises(LoadingFailed, match="timed out after 1 seconds"),
@@ -401,7 +401,7 @@ def test_a_time_limit_for_a_batch_holds_for_processes_that_give_signs() -> None:
         (TypeError("cannot pickle this"), SampleFailed),
     ],
 )
-def test_a_batch_that_cannot_be_sent_is_told_of_at_once(
+def test_a_batch_that_cannot_be_sent_is_reported_at_once(
     error: Exception, kind: type[Exception]
 ) -> None:
     """A thread of multiprocessing gets the error, and only prints it."""
@@ -425,7 +425,9 @@ def test_a_batch_that_cannot_be_sent_is_told_of_at_once(
     ],
 )
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_lack_of_memory_is_no_fault_of_the_dataset(error: Exception, num_workers: int) -> None:
+def test_lack_of_memory_is_not_reported_as_an_error_of_the_dataset(
+    error: Exception, num_workers: int
+) -> None:
     with (
         loader_of(Lacking(error), num_workers) as loader,
         pytest.raises(LoadingFailed, match=r"/dev/shm.*fewer num_workers|fewer num_workers"),
@@ -433,7 +435,9 @@ def test_lack_of_memory_is_no_fault_of_the_dataset(error: Exception, num_workers
         take_all(loader)
 
 
-def test_a_full_device_as_processes_start_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_at_the_start_of_processes_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -445,7 +449,7 @@ def test_a_full_device_as_processes_start_is_told_of(monkeypatch: pytest.MonkeyP
         loader.start()
 
 
-def test_an_error_of_the_dataset_stays_the_datasets() -> None:
+def test_a_runtime_error_of_the_dataset_is_reported_as_the_datasets() -> None:
     failed = FailedSample.of(RuntimeError("a label is out of range"), 3).raised()
     assert isinstance(failed, SampleFailed)
 
@@ -491,7 +495,9 @@ def environment(**more: str) -> dict[str, str]:
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_a_long_tmpdir_stands_in_no_batchs_way(tmp_path: Path, context: str) -> None:
+def test_batches_are_loaded_though_tmpdir_is_too_long_for_sockets(
+    tmp_path: Path, context: str
+) -> None:
     """multiprocessing's sockets are put elsewhere: a socket's path has at most 107 bytes."""
     directory = tmp_path / ("long" * 30)
     directory.mkdir()

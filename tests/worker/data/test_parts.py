@@ -29,7 +29,7 @@ ROWS = torch.arange(8).view(4, 2)
         (None, None),
     ],
 )
-def test_samples_are_the_first_dimension(values: Any, expected: Any) -> None:
+def test_values_are_cut_along_their_first_dimension(values: Any, expected: Any) -> None:
     found = cut(values, 1, 3, 4)
     assert type(found) is type(expected)
     if not isinstance(values, list) or len(values) != 4:
@@ -49,7 +49,7 @@ def test_samples_are_the_first_dimension(values: Any, expected: Any) -> None:
         (["a", "b"], "a list of 2"),
     ],
 )
-def test_what_does_not_say_whose_it_is_is_refused(values: Any, seen: str) -> None:
+def test_values_that_cannot_be_assigned_to_samples_are_refused(values: Any, seen: str) -> None:
     with pytest.raises(InvalidSpec, match=seen):
         cut(values, 1, 3, 4)
 
@@ -73,7 +73,9 @@ def test_what_does_not_say_whose_it_is_is_refused(values: Any, seen: str) -> Non
         ((torch.tensor(3.0), None), 3, None),
     ],
 )
-def test_samples_that_were_left_out_are_told(values: Any, size: int, rows: int | None) -> None:
+def test_the_number_of_rows_is_found_if_samples_were_left_out(
+    values: Any, size: int, rows: int | None
+) -> None:
     assert rows_of_fewer(values, size) == rows
     assert rows is None or not any(has_all_rows(each, size) for each in values)
 
@@ -103,7 +105,9 @@ def zipped(samples: list[Any]) -> Any:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seeded", [True, False])
-def test_one_item_a_sample_is_told_from_one_tensor_for_all(size: int, seeded: bool) -> None:
+def test_one_item_a_sample_is_distinguished_from_one_tensor_for_all(
+    size: int, seeded: bool
+) -> None:
     """Otherwise a part of three images would be their first channels, without an error."""
     samples = Samples(Boxes(size), zipped, 0, seeded=seeded)
     images, boxes = samples.batch(0, range(4, 4 + size), lambda: True)
@@ -113,7 +117,7 @@ def test_one_item_a_sample_is_told_from_one_tensor_for_all(size: int, seeded: bo
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_one_tensor_for_all_stays_what_it_is(size: int) -> None:
+def test_one_tensor_for_all_samples_is_cut_along_the_samples(size: int) -> None:
     """A tuple has as many fields as there are samples."""
 
     def fields(samples: list[Any]) -> Any:

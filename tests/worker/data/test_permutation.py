@@ -14,7 +14,7 @@ def test_each_number_comes_once(size: int) -> None:
         assert sorted(found.tolist()) == list(range(size))
 
 
-def test_pieces_are_those_of_the_whole() -> None:
+def test_a_piece_of_a_permutation_equals_that_part_of_the_whole() -> None:
     whole = KeyedPermutation(1000, 5)(torch.arange(1000))
     piece = KeyedPermutation(1000, 5)(torch.arange(700, 711))
     assert piece.tolist() == whole[700:711].tolist()
@@ -49,8 +49,8 @@ def test_an_order_of_very_many_samples_needs_no_array_of_them() -> None:
     assert torch.equal(first[50_000:], order.indices(epoch, start + 50_000, stop))
 
 
-def test_orders_that_are_kept_are_torchs() -> None:
-    """Orders are those of earlier releases, so that a checkpoint continues with its samples."""
+def test_orders_of_few_samples_follow_rule_1() -> None:
+    """Rule 1 is that of earlier releases: their checkpoints continue with the same samples."""
     assert Order(num_samples=LARGEST_KEPT_ORDER, global_batch_size=1).rule == 1
     small = Order(num_samples=7, global_batch_size=2, seed=1)
     assert sorted(small.indices(0, 0, 7).tolist()) == list(range(7))

@@ -30,7 +30,7 @@ from shoal_proto.errors import InvalidSpec, SampleFailed
 
 TOLERANCE = 1e-6
 MAX_MARGIN_STEPS = 2000
-"""Steps of about a second, on any machine."""
+"""Limit of the stop's margin: more steps than by default, as float64 rounds little."""
 
 
 class Counted:
@@ -80,7 +80,7 @@ streams_of_shards = st.fixed_dictionaries(
     st.integers(1, 40),
     st.lists(st.integers(1, 7), min_size=1, max_size=9),
 )
-def test_each_sample_comes_once_an_epoch_whatever_the_world_does(
+def test_each_sample_comes_once_an_epoch_over_all_changes_of_members(
     lengths: list[int], options: dict[str, int], batch_size: int, world_sizes: list[int]
 ) -> None:
     """Indices name the samples that are delivered."""
@@ -95,7 +95,7 @@ def test_each_sample_comes_once_an_epoch_whatever_the_world_does(
             if batch.indices:
                 assert batch.inputs.tolist() == batch.indices
     assert [sorted(indices) for indices in seen.values()] == [list(range(sum(lengths)))] * 2
-    # With two shards that are hardly mixed, two epochs are alike every other time.
+    # With two shards and little mixing, two epochs have the same order half of the time.
     if sum(lengths) > 40 and options["shuffle_buffer"] > 4:
         assert seen[0] != seen[1]
 
@@ -191,13 +191,13 @@ def test_bad_shards_are_refused(shards: Any, options: dict[str, Any], words: str
         shoal.Shards(shards, **options)
 
 
-def test_an_iterable_data_set_is_told_how_to_come_in_shards() -> None:
+def test_the_refusal_of_an_iterable_data_set_explains_shards() -> None:
     for dataset in (Stream(0, 5), DataLoader(Stream(0, 5), 2)):
         with pytest.raises(InvalidSpec, match=r"saw Stream.*shoal\.Shards\(\[dataset\], lengths="):
             loading(dataset)
 
 
-def test_what_decides_the_order_is_compared_and_kept() -> None:
+def test_settings_that_decide_the_order_are_fields_that_members_compare() -> None:
     """Members compare these fields, and so does a job that continues from a checkpoint."""
     found = fields_of(streams(), loader_of(24).order)
     assert found["dataset"].startswith("101 samples in 7 shards ")
@@ -206,12 +206,12 @@ def test_what_decides_the_order_is_compared_and_kept() -> None:
     assert fields_of(other, loading(other).order)["dataset"] != found["dataset"]
 
 
-def test_not_shuffled_they_come_as_they_are_given() -> None:
+def test_without_shuffling_samples_come_in_the_given_order() -> None:
     loader = Counted([3, 4], columns=2).loader(shuffle=False, global_batch_size=7)
     assert loader.synchronous(0, 0, 1).inputs.tolist() == list(range(7))
 
 
-def test_it_is_a_map_style_data_set_too() -> None:
+def test_shards_are_a_map_style_data_set_too() -> None:
     shards = shoal.Shards([range(4), range(4, 6)], lengths=[4, 2], decode=lambda n: n * 2)
     assert [batch.tolist() for batch in DataLoader(shards, 4)] == [[0, 2, 4, 6], [8, 10]]
     with pytest.raises(IndexError):
@@ -237,7 +237,7 @@ def test_processes_that_load_read_all_samples_and_draw_as_the_trainer_does() -> 
     assert steps(2) == alone
 
 
-def test_what_is_open_does_not_go_along_to_another_process() -> None:
+def test_shards_can_be_pickled_while_one_is_open() -> None:
     shards = shoal.Shards([range(4)], lengths=[4])
     assert shards[2] == 2
     assert pickle.loads(pickle.dumps(shards))[1] == 1

@@ -43,7 +43,7 @@ def held(ids: list[int], version: int) -> CachedRows:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=30), min_size=1, max_size=8))
-def test_what_is_kept_is_the_row_that_was_put_last(puts: list[set[int]]) -> None:
+def test_the_cache_returns_only_the_newest_row_of_an_id(puts: list[set[int]]) -> None:
     """Many ids share few slots: the cache never returns another id's row, nor an older one."""
     cache = HotRows(16, 2, torch.float32)
     newest: dict[int, int] = {}
@@ -60,7 +60,7 @@ def test_what_is_kept_is_the_row_that_was_put_last(puts: list[set[int]]) -> None
             assert birth == newest[row_id]
 
 
-def test_what_is_too_old_is_not_found() -> None:
+def test_cached_rows_that_are_too_old_are_not_found() -> None:
     """Age is judged by the step of the lookup, and by the shard's version at that time."""
     cache = HotRows(16, 2, torch.float32)
     ids = np.array([3])
@@ -121,9 +121,9 @@ def test_gradients_of_several_passes_are_added_up() -> None:
     assert rows.gradients(0.5) == {}
 
 
-def test_a_gradient_on_an_earlier_life_of_a_row_is_left_out() -> None:
-    """Row 1 was removed and made again between two passes of one step. A row that was first made
-    between the passes had its initial values before, which belong to it."""
+def test_a_gradient_for_an_earlier_birth_of_a_row_is_left_out() -> None:
+    """Row 1 was removed and made again between two passes of one step. The gradient on a row's
+    initial values counts, though the row was made between the passes."""
     rows = new_rows()
     rows.begin_step()
     first = use(rows, {1: 3, 2: 0}, version=5)
@@ -133,7 +133,7 @@ def test_a_gradient_on_an_earlier_life_of_a_row_is_left_out() -> None:
     assert by_id(rows.gradients(1.0)["t", 0]) == {1: (8, 10.0), 2: (9, 11.0), 7: (0, 1.0)}
 
 
-def test_what_became_of_rows_is_counted() -> None:
+def test_fates_of_rows_are_counted() -> None:
     """Rows are counted by fate; without fates in the answer, all rows were applied."""
     rows = new_rows()
     for fates in (b"", bytes([RowFate.ROW_FATE_MADE, RowFate.ROW_FATE_EVICTED])):

@@ -208,7 +208,7 @@ def test_members_share_rows(servers: ParameterServers) -> None:
     two.close()
 
 
-def test_the_fate_of_each_row_is_told(servers: ParameterServers) -> None:
+def test_fates_of_rows_are_in_the_metrics(servers: ParameterServers) -> None:
     """Rows that are not admitted yet, and rows for which a full table has no space, are counted as
     such."""
     picky = EmbeddingTable(DIM, admission=Admission(min_pushes=2), name="picky")
@@ -268,7 +268,7 @@ def test_hot_rows_are_kept_within_the_bound(servers: ParameterServers, bound: in
     strategy.close()
 
 
-def test_what_is_prefetched_is_there(servers: ParameterServers) -> None:
+def test_prefetched_rows_are_not_looked_up_again(servers: ParameterServers) -> None:
     """Rows that were prefetched are not looked up again, and the result is the same."""
     table = EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0), staleness_bound=1)
     strategy = start(servers, Model(table))
@@ -300,7 +300,7 @@ def test_a_gradient_that_is_not_finite_is_refused_with_its_row(servers: Paramete
     strategy.close()
 
 
-def test_wrong_uses_are_told(servers: ParameterServers) -> None:
+def test_wrong_uses_of_a_table_are_refused(servers: ParameterServers) -> None:
     """Errors for ids out of range, ids of another dtype, and tables that conflict or are not
     connected."""
     table = EmbeddingTable(DIM, num_embeddings=10)

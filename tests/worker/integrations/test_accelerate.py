@@ -12,7 +12,7 @@ EPOCHS = 12
 
 
 @pytest.mark.long
-def test_a_lost_node_costs_what_came_after_the_checkpoint(
+def test_a_lost_node_costs_only_the_epochs_after_the_newest_checkpoint(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """Two nodes train, one started by torchrun and one by `accelerate launch`. One is killed, agent

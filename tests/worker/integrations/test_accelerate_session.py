@@ -31,10 +31,6 @@ from shoal_proto.errors import InvalidSpec
 TOLERANCE = 1e-6
 
 
-def told_nothing(kind: str, /, **_: Any) -> None:
-    """Discard the report."""
-
-
 @pytest.fixture(autouse=True)
 def state() -> Iterator[None]:
     """Reset the state that all Accelerators of a process share."""
@@ -113,7 +109,7 @@ def test_a_pass_outside_of_accumulate_is_refused(session: shoal.Session) -> None
         ("no_sync", "gradient_accumulation_steps"),
     ],
 )
-def test_what_would_be_one_members_alone_is_refused(
+def test_calls_that_would_act_on_one_member_alone_are_refused(
     session: shoal.Session, call: str, words: str
 ) -> None:
     accelerator = SessionAccelerator(session, cpu=True)
@@ -154,7 +150,9 @@ def test_float16_is_refused(session: shoal.Session) -> None:
         SessionAccelerator(session, cpu=True, mixed_precision="fp16")
 
 
-def test_the_length_is_that_of_an_epoch(session: shoal.Session) -> None:
+def test_the_length_of_a_loader_is_the_number_of_batches_of_an_epoch(
+    session: shoal.Session,
+) -> None:
     *_, loader = prepared(session, gradient_accumulation_steps=NUM_PARTS)
     assert len(loader) == 8
     assert EPOCHS == 3

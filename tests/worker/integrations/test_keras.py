@@ -2,7 +2,7 @@
 
 from itertools import chain
 
-from support.frameworks import keras_ranks  # before keras: it says which backend
+from support.frameworks import keras_ranks  # before keras: sets its backend
 
 import keras  # isort: skip
 import pytest
@@ -27,7 +27,7 @@ TOLERANCE = 1e-5  # fp32: ranks' sums are taken in another order
 OPTIMIZERS = ["sgd", "adamw", "clipped", "accumulating"]
 
 
-def test_what_was_trained_goes_back_into_the_keras_model():
+def test_trained_values_are_written_back_into_the_keras_model():
     module = KerasModule(keras_ranks.dense_model())
     trained = {name: value + 1 for name, value in module.state_dict().items()}
     module.give_back(trained)
@@ -60,19 +60,19 @@ def test_fit_equals_one_process_and_ranks_hold_parts():
                 assert worst(split_weights, alone) <= TOLERANCE
                 assert held < whole
         if name != "clipped":
-            biases = 5  # of the row: on both ranks
+            biases = 5  # of the layer split by rows: whole on both ranks
             assert sum(rank[name][1][1] for rank in found) == found[0][name][1][2] + biases
 
 
 @pytest.mark.long
-def test_a_loop_of_ones_own_over_three_ranks():
+def test_a_loop_of_the_scripts_own_over_three_ranks_equals_one_process():
     alone = keras_ranks.own_loop_alone()
     for weights in run_on_gloo(3, keras_ranks.own_loop):
         assert worst(weights, alone) <= TOLERANCE
 
 
 @pytest.mark.long
-def test_one_line_and_a_torch_loop():
+def test_a_torch_loop_over_two_ranks_equals_one_process():
     alone = keras_ranks.torch_loop_alone()
     for weights in run_on_gloo(2, keras_ranks.torch_loop, "zero2"):
         assert worst(weights, alone) <= TOLERANCE
@@ -101,7 +101,7 @@ def test_each_sample_is_in_one_batch_of_one_rank_an_epoch(world_size):
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
-def test_as_a_module_it_trains_under_any_strategy(strategy):
+def test_a_keras_module_under_sharded_strategies_equals_one_process(strategy):
     done = keras_ranks.training()
 
     def lay_out(model: torch.nn.Module, world: World) -> Layout:
@@ -112,8 +112,8 @@ def test_as_a_module_it_trains_under_any_strategy(strategy):
 
 
 @pytest.mark.long
-def test_as_a_module_its_layers_are_split():
-    """Sizes are not divisible by three ranks; each rank's layers are those of its own process."""
+def test_the_layers_of_a_keras_module_are_split():
+    """Sizes are not divisible by three ranks, which are processes."""
     done = keras_ranks.training()
     ranks = run_on_gloo(3, train_rank, done, keras_ranks.split)
     assert largest_difference(assemble(ranks), one_process(done)) <= TOLERANCE
@@ -131,7 +131,7 @@ def test_as_a_module_its_layers_are_split():
         )
 
 
-def test_what_cannot_be_distributed_is_refused():
+def test_keras_models_that_cannot_be_distributed_are_refused():
     with pytest.raises(InvalidSpec, match="built=True compiled=False"):
         distribute(keras_ranks.dense_model())
     with pytest.raises(UnknownStrategy, match="'zero2' or 'tensor'"):

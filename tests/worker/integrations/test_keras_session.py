@@ -4,7 +4,7 @@ process that fits the same model."""
 from pathlib import Path
 from typing import Any
 
-from support.training import keras_session_bodies as bodies  # before keras: it says which backend
+from support.training import keras_session_bodies as bodies  # before keras: sets its backend
 
 import keras  # isort: skip
 import pytest
@@ -46,8 +46,9 @@ def distance(ours: list[list[float]], theirs: list[list[float]]) -> float:
 def test_fit_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
-    """Member b of two is killed in the midst of step 6, and a standby replaces it: from that step
-    on, or from the first step that is in no copy. Keras counts each step once."""
+    """Member b of two is killed in the midst of step 6, and a standby replaces it. Training
+    continues with that step, or with the first step that no copy contains. Keras counts each step
+    once."""
     run = Fit(
         coordinator=cluster.coordinator,
         job=f"keras-{strategy}",
@@ -92,7 +93,7 @@ def test_fit_of_one_member_is_keras_own(
     kind, ended = events[-1]
     assert kind == "finished"
     assert ended["steps"] == ended["step"] == ended["iterations"] == STEPS
-    # If members hold the weights themselves, the model takes no memory for them until the end.
+    # Under strategies that are not in IN_PLACE, the Keras model has the weights only at the end.
     assert ended["shown"] == [strategy in IN_PLACE] * (STEPS - 1) + [True]
     check(ended, optimizer)
 
@@ -102,9 +103,9 @@ def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "nadam", "adagrad", "scheduled"])
-def test_steps_are_those_of_the_optimizer_and_its_state_goes_on_elsewhere(name: str) -> None:
+def test_steps_equal_the_optimizers_also_once_its_state_moves_to_another_member(name: str) -> None:
     """The first member takes half of the steps, and a second one, which gets its state, takes the
-    others."""
+    rest."""
     model = bodies.new_model()
     plain, ours = bodies.new_optimizer(name), parameters_of(model)
     steps = KerasSteps(bodies.new_optimizer(name), ours)
@@ -145,7 +146,7 @@ def session(cluster: LocalCluster) -> Any:
         yield joined
 
 
-def test_what_a_session_cannot_keep_exact_is_refused(session: shoal.Session) -> None:
+def test_settings_that_a_session_cannot_keep_exact_are_refused(session: shoal.Session) -> None:
     model = bodies.new_model()
     with pytest.raises(InvalidSpec, match="built=True compiled=False"):
         session.distribute(model, bodies.new_optimizer("sgd"))
@@ -166,7 +167,9 @@ def test_what_a_session_cannot_keep_exact_is_refused(session: shoal.Session) -> 
         SessionBatches(model, bodies.data(), global_batch_size=12)
 
 
-def test_an_evaluation_of_weights_that_are_elsewhere_is_refused(cluster: LocalCluster) -> None:
+def test_an_evaluation_during_fit_of_weights_held_in_parts_is_refused(
+    cluster: LocalCluster,
+) -> None:
     run = Fit(coordinator=cluster.coordinator, job="keras-stale", member_id="a", strategy="zero2")
     with pytest.raises(InvalidSpec, match="Evaluate after fit"):
         bodies.fit(lambda kind, **data: None, run, validation_data=bodies.data())

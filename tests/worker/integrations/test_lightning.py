@@ -99,9 +99,9 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint(
 def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
 ) -> None:
-    """Member b of two is killed in the midst of step 6, and a standby replaces it: from that step
-    on, or from the first step that is in no copy. Lightning counts the job's steps and epochs on
-    both members, and the weights are those of a plain loop."""
+    """Member b of two is killed in the midst of step 6, and a standby replaces it. Training
+    continues with that step, or with the first step that no copy contains. Lightning counts the
+    job's steps and epochs on both members, and the weights are those of a plain loop."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"lightning-{strategy}",
@@ -180,7 +180,7 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
         ({"max_steps": 0}, "max_steps=0"),
     ],
 )
-def test_what_a_session_cannot_keep_exact_is_refused(
+def test_settings_that_a_session_cannot_keep_exact_are_refused(
     session: shoal.Session, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidSpec, match=message):
@@ -263,7 +263,9 @@ def test_a_metric_is_of_this_member_alone(session: shoal.Session) -> None:
     assert found == [False]
 
 
-def test_who_comes_knows_which_checkpoints_are_kept(session: shoal.Session, tmp_path: Path) -> None:
+def test_a_newcomer_takes_over_the_record_of_kept_checkpoints(
+    session: shoal.Session, tmp_path: Path
+) -> None:
     """Otherwise a newcomer would keep a worse checkpoint as the best, once it has rank 0. Its
     directory may differ."""
 
@@ -295,8 +297,8 @@ def test_who_comes_knows_which_checkpoints_are_kept(session: shoal.Session, tmp_
 def test_schedules_and_parts_are_those_of_one_process(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    """Schedulers step by the step and by the epoch; batches have two parts; a member is lost and
-    replaced."""
+    """Schedulers change the rate after each step and after each epoch; batches have two parts; a
+    member is lost and replaced."""
     run = Run(
         coordinator=cluster.coordinator,
         job=f"lightning-schedules-{strategy}",
@@ -350,7 +352,7 @@ class Asking(Net):
         ({"max_epochs": -1, "max_steps": 7}, {"epochs": 3}, (3, 7), 7),
     ],
 )
-def test_scripts_are_told_how_long_the_job_trains(
+def test_the_trainer_shows_scripts_the_length_of_the_job(
     session: shoal.Session,
     of_trainer: dict[str, Any],
     of_batches: dict[str, Any],
@@ -381,7 +383,7 @@ def test_a_trainers_thousand_epochs_are_trained_unless_batches_have_their_own(
     "endless", [{"max_epochs": -1}, {"max_epochs": None, "max_time": "00:01:00:00"}]
 )
 def test_a_job_without_a_length_is_refused(endless: dict[str, Any]) -> None:
-    """Not trained for one epoch, which nobody asked for."""
+    """A default, such as one epoch, would be a guess."""
     trainer = Trainer(accelerator="cpu", logger=False, **endless)
     with pytest.raises(InvalidSpec, match=r"length.*expected max_epochs= or max_steps="):
         epochs_of(trainer, None, 5)
@@ -412,7 +414,7 @@ class Stopping(Net):
 def test_a_callback_that_stops_ends_the_job(
     cluster: LocalCluster, callback: Any, steps: int
 ) -> None:
-    """The job counts as finished: no other member trains on."""
+    """The job counts as finished: a member that joins later gets JobFinished."""
     name = f"lightning-{secrets.token_hex(4)}"
     with shoal.join(name, coordinator=cluster.coordinator) as session:
         elastic = SessionStrategy(session)
@@ -472,7 +474,7 @@ def test_batches_are_those_of_a_dataloader(session: shoal.Session, rows: Any, fo
 
 
 @pytest.mark.long
-def test_the_example_of_a_session(cluster: LocalCluster) -> None:
+def test_the_lightning_example_trains_with_two_workers(cluster: LocalCluster) -> None:
     run = [sys.executable, "-m", "shoal_client", "run", "-n", "2", "--job", "lightning-example"]
     script = EXAMPLES / "lightning_elastic.py"
     done = subprocess.run(

@@ -74,7 +74,6 @@ def test_a_member_alone_trains_as_trainer_does(session: shoal.Session) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(("strategy", "back_to"), [("ddp", 7), ("fsdp", 1)])
 def test_a_session_goes_on_without_a_lost_member(
@@ -118,7 +117,7 @@ def test_a_callback_ends_the_job(session: shoal.Session) -> None:
 
 @pytest.mark.long
 def test_metrics_of_predictions_stop_the_training(session: shoal.Session) -> None:
-    """The state of callbacks that export it is part of the job's state."""
+    """The metric never improves, so training stops after the second evaluation."""
 
     def accuracy(predicted: Any) -> dict[str, float]:
         assert predicted.predictions.shape[:2] == (10, 8)
@@ -215,7 +214,7 @@ def test_a_smoothed_mean_of_each_part_is_refused(session: shoal.Session) -> None
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ],
 )
-def test_what_a_session_cannot_keep_exact_is_refused(
+def test_settings_that_a_session_cannot_keep_exact_are_refused(
     session: shoal.Session, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidSpec, match=message):

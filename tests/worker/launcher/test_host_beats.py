@@ -37,7 +37,7 @@ while member.beat_slot and not member.beat_slot.beaten(within_s={DEADLINE_S}):
 print("pid", os.getpid(), flush=True)
 if os.environ.get("HOLD"):
     print("holds", flush=True)
-    ctypes.PyDLL(None).sleep({HOLD_S})  # does not let go of Python's lock, as time.sleep would
+    ctypes.PyDLL(None).sleep({HOLD_S})  # keeps Python's lock, unlike time.sleep
     print("held", flush=True)
 while membership.failure is None:
     time.sleep(0.01)
@@ -152,7 +152,7 @@ async def test_a_worker_that_holds_pythons_lock_is_not_taken_for_lost(tmp_path: 
 
 
 @pytest.mark.long
-async def test_a_halted_launcher_costs_its_workers_nothing(tmp_path: Path) -> None:
+async def test_workers_of_a_halted_launcher_are_not_lost(tmp_path: Path) -> None:
     """The launcher is stopped by SIGSTOP: its worker sends heartbeats itself for longer than the
     permitted silence."""
     async with world_in(tmp_path) as world:
@@ -170,7 +170,7 @@ async def test_a_halted_launcher_costs_its_workers_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-async def test_a_halted_worker_is_lost_by_its_launchers_word(tmp_path: Path) -> None:
+async def test_a_halted_worker_is_lost_by_its_launchers_report(tmp_path: Path) -> None:
     """The worker is stopped by SIGSTOP: it is lost as halted and not as silent. Once it continues
     it is fenced, and its launcher starts a new incarnation of the same member."""
     async with world_in(tmp_path) as world:

@@ -214,7 +214,7 @@ keys = ("COORDINATOR", "JOB", "MEMBER_ID", "MIN_MEMBERS", "MAX_MEMBERS", "DESIRE
 print(*(os.environ["SHOAL_" + key] for key in keys), *sys.argv[1:], sep="|")
 print("threads", os.environ["OMP_NUM_THREADS"])
 print("kept", os.environ["MALLOC_TRIM_THRESHOLD_"])
-# The launcher has found a coordinator: one that is away since then is waited for.
+# The launcher has found a coordinator: workers wait for it if it is unavailable later.
 assert os.environ["SHOAL_ADMISSION_S"] == "86400"
 """
 
@@ -240,7 +240,7 @@ def test_workers_know_their_job(shoal_run: Run, coordinator: str) -> None:
 
 
 @pytest.mark.parametrize(("workers", "expected"), [("1", {"pod"}), ("2", {"pod-0", "pod-1"})])
-def test_a_name_that_is_given_is_kept(
+def test_a_given_member_id_is_kept(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch, workers: str, expected: set[str]
 ) -> None:
     """$SHOAL_MEMBER_ID names the worker: the member of a pod has the pod's name."""
@@ -326,7 +326,7 @@ def test_a_failed_worker_is_started_again_only_on_request(
     assert output.count("tried") == runs
 
 
-def test_nobody_is_started_again_for_a_job_whose_state_is_lost(
+def test_no_worker_is_started_again_for_a_job_whose_state_is_lost(
     shoal_run: Run, book: ExitBook
 ) -> None:
     """A new worker would only get the same error. The reason is the last line, and the run has
@@ -363,7 +363,7 @@ def test_an_error_in_one_worker_is_the_runs_code(shoal_run: Run) -> None:
 
 
 @pytest.mark.long
-def test_a_script_for_torchrun_is_told_so(shoal_run: Run) -> None:
+def test_a_script_for_torchrun_gets_a_hint(shoal_run: Run) -> None:
     """torch says only that RANK is not set. The hint comes once, not for each worker."""
     script = "import torch; torch.distributed.init_process_group('gloo')"
     code, output = finish(shoal_run(script, "-n", "2"))
@@ -372,7 +372,7 @@ def test_a_script_for_torchrun_is_told_so(shoal_run: Run) -> None:
 
 
 def test_ctrl_c_prints_no_traceback(shoal_run: Run) -> None:
-    """The worker is asked to end as by SIGTERM, in whatever line its script is."""
+    """Workers are asked to end as by SIGTERM, wherever their scripts are."""
     process = shoal_run("print('here', flush=True); import time; time.sleep(60)", "-n", "2")
     read_until(process, "here", count=2)
     process.send_signal(signal.SIGINT)
@@ -423,7 +423,7 @@ slot.claim(token, heartbeat_s=0.05, patience_s=60.0)
 """
 
 
-def test_one_call_beats_for_all_who_live(
+def test_one_call_sends_the_heartbeats_of_all_running_workers(
     shoal_run: Run, book: ExitBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heartbeat calls cover every worker, with its steps, except halted and ended workers."""
@@ -433,7 +433,7 @@ def test_one_call_beats_for_all_who_live(
         while book.beats.get(timeout=DEADLINE_S) != dict.fromkeys(members, 7):
             pass
 
-    book.members = ("w-0", "w-1", "w-2")  # a halted one is not lost
+    book.members = ("w-0", "w-1", "w-2")  # so that a halted worker is not lost
     process = shoal_run(CLAIM + WAIT, "-n", "3", "--max-restarts", "0")
     lines = [line for line in read_until(process, " pid ", count=3) if " pid " in line]
     pids = {line[1:4]: int(line.rpartition(" ")[2]) for line in lines}
@@ -487,7 +487,7 @@ def test_restarts_of_a_fenced_worker_are_bounded(shoal_run: Run, book: ExitBook)
     assert "life 3" not in output
 
 
-def test_an_interrupt_while_a_fenced_worker_waits_for_its_restart(
+def test_an_interrupt_before_the_restart_of_a_fenced_worker_ends_the_launcher(
     shoal_run: Run, book: ExitBook
 ) -> None:
     """The launcher ends at once: no worker runs, and none is started."""
@@ -500,7 +500,7 @@ def test_an_interrupt_while_a_fenced_worker_waits_for_its_restart(
     assert "life 2" not in output
 
 
-def test_a_fenced_worker_without_which_the_job_was_completed(
+def test_a_run_succeeds_if_the_job_was_completed_without_its_fenced_worker(
     shoal_run: Run, book: ExitBook
 ) -> None:
     """The worker that is started again finds nothing left to do: the run's code is 0."""
@@ -524,14 +524,14 @@ def test_a_fenced_worker_without_which_the_job_was_completed(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, ShoalError) else "",
 )
-def test_what_is_refused_for_good_is_not_tried_again(
+def test_a_worker_with_a_final_refusal_is_not_started_again(
     shoal_run: Run, book: ExitBook, error: ShoalError, again: bool
 ) -> None:
     """Final refusals are not tried again even with --restart-on failure; temporary ones are."""
     book.refused = {"life-1": error}
     script = LIVES.replace("while slot.ending is MembershipEnding.UNKNOWN", "while not refused()")
     script = script.replace("number = len", "began_s = time.monotonic()\nnumber = len")
-    # A refusal that may pass leaves no trace on the board: a few heartbeats are enough.
+    # A temporary refusal leaves no trace on the board: a few heartbeats are enough.
     held = "slot.ending is not MembershipEnding.UNKNOWN or time.monotonic() > began_s + 0.5"
     script = script.replace("slot = BeatSlot", f"refused = lambda: {held}\nslot = BeatSlot")
     code, output = finish(
@@ -546,8 +546,8 @@ def test_what_is_refused_for_good_is_not_tried_again(
 
 @pytest.mark.parametrize("restart_on", ["signal", "failure"])
 def test_a_drained_worker_is_no_failure(shoal_run: Run, restart_on: str) -> None:
-    """A worker with exit code 143 is not started again, and the job that the others complete
-    counts."""
+    """A worker with exit code 143 is not started again, and the run succeeds if the other completes
+    the job."""
     script = "import os, sys; sys.exit(143 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else 0)"
     code, output = finish(shoal_run(script, "-n", "2", "--restart-on", restart_on))
     assert code == 0, output
@@ -582,7 +582,9 @@ def test_a_worker_that_ends_before_the_last_batch_has_not_completed_the_job(
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize(("other", "expected"), [(143, 143), (5, 5)])
-def test_a_run_of_drained_workers(shoal_run: Run, other: int, expected: int) -> None:
+def test_a_run_of_drained_workers_has_exit_code_143_unless_one_failed(
+    shoal_run: Run, other: int, expected: int
+) -> None:
     """The run's code is 143 if all workers are drained; if one failed, it is that worker's code."""
     script = "import os, sys; sys.exit(143 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else "
     code, output = finish(shoal_run(f"{script}{other})", "-n", "2"))
@@ -719,7 +721,7 @@ def test_a_launcher_ends_with_a_job_that_others_ended(
 
 
 @pytest.mark.long
-def test_a_worker_that_hangs_in_the_kernel_is_left_there(
+def test_a_launcher_ends_though_a_worker_hangs_in_the_kernel(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGKILL does not end the worker; the launcher ends all the same, and names the process."""
@@ -768,7 +770,7 @@ def test_the_grace_time_is_bounded(shoal_run: Run) -> None:
     assert "was killed by SIGKILL" in output
 
 
-def test_a_signal_to_the_process_and_its_group_is_one(shoal_run: Run, tmp_path: Path) -> None:
+def test_a_signal_to_the_process_and_its_group_counts_once(shoal_run: Run, tmp_path: Path) -> None:
     """`timeout` sends both: workers hand over all the same."""
     script = f"""
 import pathlib, signal, sys, time
@@ -832,7 +834,9 @@ def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
         (("--workers", "3"), "Unknown option: --workers. --help shows the options."),
     ],
 )
-def test_bad_options(shoal_run: Run, options: tuple[str, ...], words: str) -> None:
+def test_bad_options_are_refused_in_one_line(
+    shoal_run: Run, options: tuple[str, ...], words: str
+) -> None:
     """The error is one line that names what was seen and what is expected. The exit code is 2, and
     nothing is started."""
     code, output = finish(shoal_run("print('ran')", *options))
@@ -841,7 +845,7 @@ def test_bad_options(shoal_run: Run, options: tuple[str, ...], words: str) -> No
     assert len(output.splitlines()) == 1
 
 
-def test_workers_are_counted_as_torchrun_users_write_it(shoal_run: Run) -> None:
+def test_torchruns_options_for_the_number_of_workers_are_accepted(shoal_run: Run) -> None:
     """A script that does not use Shoal also gets a note that its processes trained by
     themselves."""
     code, output = finish(shoal_run("print('ran')", "--nnodes", "1", "--nproc-per-node", "2"))
@@ -850,7 +854,9 @@ def test_workers_are_counted_as_torchrun_users_write_it(shoal_run: Run) -> None:
     assert "the script never calls shoal.join(), and ran 2 times, each time by itself" in output
 
 
-def test_as_many_workers_as_the_host_has_cores_or_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_gets_as_many_workers_as_it_has_cores_or_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     arguments = ["run", "-n", "auto", "train.py"]
     cores = len(os.sched_getaffinity(0))
@@ -875,7 +881,7 @@ def test_a_syntax_error_is_reported_before_anything_starts(
     assert "starting a cluster" not in done.stderr
 
 
-def test_a_missing_script() -> None:
+def test_a_missing_script_is_refused() -> None:
     """The path is named; the exit code is 2."""
     command = [sys.executable, "-m", "shoal_client", "run", "/no/such.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -883,7 +889,7 @@ def test_a_missing_script() -> None:
     assert "no such script; saw /no/such.py" in done.stderr
 
 
-def test_a_run_waits_for_a_coordinator_as_long_as_it_is_told_to(
+def test_a_run_waits_for_a_coordinator_up_to_its_limit(
     shoal_run: Run, book: ExitBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher says at once that no coordinator answers, and for how long it waits; later it
@@ -908,7 +914,7 @@ def test_a_bad_time_to_wait_for_a_coordinator_is_refused(given: str) -> None:
         admission_s(given)
 
 
-def test_an_unreachable_coordinator(shoal_run: Run) -> None:
+def test_an_unreachable_coordinator_ends_the_run(shoal_run: Run) -> None:
     """The address is named at once, and no worker is started."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused

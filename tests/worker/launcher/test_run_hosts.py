@@ -279,7 +279,6 @@ def test_a_lost_host_is_named_and_the_others_go_on(run_hosts: Run, coordinator: 
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_hosts_train_with_a_cluster_and_keys_of_the_run(run_hosts: Run, tmp_path: Path) -> None:
     """Keys are in a folder that only the user can read; they are for this job alone, and are
     removed."""

@@ -10,7 +10,7 @@ from shoal_client.cli import main
 @pytest.mark.parametrize(
     "option", ["--join-s", "--collective-s", "--heartbeat-s", "--wait-for-members-s"]
 )
-def test_limits_of_a_coordinator_that_stands_are_refused_by_name(
+def test_limits_for_a_coordinator_that_runs_already_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     """The refusal comes at once, with exit code 2, before any call to the coordinator."""

@@ -15,7 +15,7 @@ def environment(**given: str) -> dict[str, str]:
     return worker_environment(config, "m-0")
 
 
-def test_what_is_set_stays() -> None:
+def test_variables_that_the_user_set_are_kept() -> None:
     """Holds for threads and for each threshold of glibc's malloc on its own."""
     mine = environment(MALLOC_TRIM_THRESHOLD_="1", OMP_NUM_THREADS="7")
     assert mine["MALLOC_TRIM_THRESHOLD_"] == "1"
@@ -33,7 +33,9 @@ def test_what_is_set_stays() -> None:
         ({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, False),
     ],
 )
-def test_malloc_is_left_to_who_chose_it(given: dict[str, str], is_set: bool) -> None:
+def test_thresholds_of_malloc_are_set_only_if_the_user_chose_none(
+    given: dict[str, str], is_set: bool
+) -> None:
     """Thresholds are set only for glibc's own malloc, and only if the user has not set them."""
     found = environment(**given)
     assert {key: found[key] for key in KEPT_MEMORY if key in found} == (
@@ -41,7 +43,7 @@ def test_malloc_is_left_to_who_chose_it(given: dict[str, str], is_set: bool) -> 
     )
 
 
-def test_each_worker_is_told_which_of_its_host_it_is() -> None:
+def test_each_worker_gets_its_local_rank_and_local_world_size() -> None:
     """A launcher's own LOCAL_RANK does not count: it may be a rank of something else."""
     config = RunConfig(
         job="j",
@@ -64,7 +66,7 @@ def test_each_worker_is_told_which_of_its_host_it_is() -> None:
         (0, 1, 8, 0),
         (5, 8, 8, 5),
         (1, 2, 8, 1),
-        (3, 4, 1, 0),  # whoever started it made only its own GPU visible
+        (3, 4, 1, 0),  # only the worker's own GPU is visible
         (1, 4, 2, None),
         (3, 4, 2, None),
     ],

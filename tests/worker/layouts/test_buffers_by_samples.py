@@ -54,10 +54,10 @@ def warnings_of(name: str, kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_they_are_told_once(strategy: str) -> None:
+def test_a_buffer_computed_from_samples_is_warned_of_once(strategy: str) -> None:
     assert warnings_of(strategy, "by samples") == ["queue"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_those_that_are_the_same_on_all_members_are_not(strategy: str) -> None:
+def test_buffers_that_are_equal_on_all_members_cause_no_warning(strategy: str) -> None:
     assert not warnings_of(strategy, "by passes")

@@ -81,7 +81,7 @@ def halves(by_messages: bool) -> None:
 
 
 @pytest.mark.parametrize("by_messages", WAYS)
-def test_gradients_in_halves_are_rounded_once(by_messages: bool) -> None:
+def test_gradients_in_bfloat16_are_rounded_once(by_messages: bool) -> None:
     """The sum 256 + 1 is 256 in bfloat16, and 256 + 2 is 258."""
     run_in_memory(halves, 3, by_messages)
 
@@ -122,7 +122,7 @@ def test_unequal_rows_of_batches_of_the_scripts_own_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [1.0, torch.ones(()), torch.eye(2).to_sparse()], ids=str)
-def test_what_has_no_rows_is_refused(value: Tensor) -> None:
+def test_values_without_rows_are_refused(value: Tensor) -> None:
     def alone() -> None:
         with pytest.raises(InvalidSpec, match="something without rows"):
             gathers_of(0).gather(value)
@@ -138,7 +138,7 @@ def behind_its_step() -> None:
         every.sum().backward()
 
 
-def test_a_backward_pass_behind_the_step_is_refused() -> None:
+def test_a_backward_pass_after_the_step_is_refused() -> None:
     run_in_memory(behind_its_step, 2)
 
 
@@ -155,12 +155,12 @@ def by_torch(same: bool) -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_torchs_own_gathering_is_refused_where_sizes_differ(same: bool) -> None:
+def test_torchs_own_gathering_is_refused_if_sizes_differ(same: bool) -> None:
     """A script that pads its tensors is not refused."""
     run_in_memory(by_torch, 2, same)
 
 
-def test_rows_are_waited_for_where_messages_are_done_before_they_come() -> None:
+def test_gathering_waits_for_rows_whose_messages_seem_done_earlier() -> None:
     """NCCL's messages behave like this. No two ranks wait for each other to receive."""
     with late_groups():
         run_in_memory(gathered, 3, torch.float32, timeout_s=10.0)

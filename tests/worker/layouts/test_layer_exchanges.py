@@ -39,7 +39,7 @@ def record_of(exchanges: LayerExchanges) -> ExchangeRecord:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_does_the_same_is_never_taken_to_differ_however_far_it_came(seed: int) -> None:
+def test_ranks_with_the_same_layers_never_differ_however_far_each_has_come(seed: int) -> None:
     """Messages that are lost or late leave one rank behind the others: a rank that is cut off for
     minutes is not refused once its network works again."""
     drawn = random.Random(seed)
@@ -49,9 +49,9 @@ def test_who_does_the_same_is_never_taken_to_differ_however_far_it_came(seed: in
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_waits_in_another_place_of_the_same_pass_differs(seed: int) -> None:
-    """Ranks meet one by one, in any exchange. A rank that is done with fewer layers waits at the
-    end of its passes, while the others wait for it in one more layer."""
+def test_ranks_that_wait_at_different_layers_of_one_pass_differ(seed: int) -> None:
+    """A rank that left out a layer waits at the end of its passes, while the other one waits for it
+    in one more layer."""
     drawn = random.Random(seed)
     layers = drawn.choices(range(len(LAYERS)), k=drawn.randrange(2, 3 * MAX_RECORDED))
     without = [*layers]
@@ -63,7 +63,7 @@ def test_who_waits_in_another_place_of_the_same_pass_differs(seed: int) -> None:
     assert found["a"] != found["b"]
 
 
-def test_the_first_difference_is_told_by_the_names_of_layers() -> None:
+def test_the_first_difference_is_given_by_names_of_layers() -> None:
     shorter = after([0, 1, 3])
     shorter.end()
     found = difference({"a": record_of(after([0, 1, 2, 3])), "b": record_of(shorter)})
@@ -78,7 +78,7 @@ def test_steps_are_not_compared_with_earlier_ones() -> None:
     assert difference({"a": record_of(after([0, 1])), "b": record_of(later)}) is None
 
 
-def test_what_is_kept_no_longer_counts_in_the_word_of_a_step() -> None:
+def test_exchanges_that_are_no_longer_kept_count_in_the_summary_of_a_step() -> None:
     many = [number % len(LAYERS) for number in range(2 * MAX_KEPT)]
     words = [after(layers).summary() for layers in (many, many, [1, *many[1:]], many[:-1])]
     assert words[0] == words[1]
@@ -96,7 +96,7 @@ def test_ranks_are_compared_with_those_that_they_split_layers_with() -> None:
     assert ranks_that_differ([*first, second[0], differs]) == [2, 3]
 
 
-def test_where_models_are_split_among_different_ranks_nothing_is_told() -> None:
+def test_models_that_are_split_among_different_ranks_are_not_compared() -> None:
     exchanges = after([0], peers=(0, 1))
     exchanges.among((0, 1))
     assert exchanges.record() is not None
@@ -105,7 +105,7 @@ def test_where_models_are_split_among_different_ranks_nothing_is_told() -> None:
     assert exchanges.summary() == 0
 
 
-def test_a_whole_parameter_without_a_gradient_is_told_by_its_name() -> None:
+def test_a_whole_parameter_without_a_gradient_is_recorded_by_its_name() -> None:
     """Frozen parameters have no gradient on any rank."""
     parameters = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in "ab"})
     parameters["frozen"] = nn.Parameter(torch.zeros(2), requires_grad=False)

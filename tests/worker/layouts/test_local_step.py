@@ -48,7 +48,7 @@ def _shown(value: Any) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_a_local_step_is_the_step_of_the_whole(name: str) -> None:
+def test_a_local_step_equals_the_step_on_dtensors(name: str) -> None:
     """Values are equal bit for bit, and former DTensors are DTensors again."""
 
     def body() -> tuple[list[Any], list[Any]]:

@@ -78,7 +78,7 @@ def one_fault(strategy: LayoutStrategy, faulty: int, *, clips: bool) -> str:
 @pytest.mark.sampled()
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("name", ARRANGEMENTS)
-def test_a_fault_of_any_rank_is_told_to_all(name: str, clips: bool) -> None:
+def test_a_non_finite_gradient_of_any_rank_is_an_error_on_all(name: str, clips: bool) -> None:
     """Regression: ranks that did not see the fault took the step."""
     world_size, strategy = ARRANGEMENTS[name]
     for faulty in (0, world_size - 1):
@@ -104,9 +104,7 @@ def messages(strategy: LayoutStrategy, *, clips: bool) -> tuple[str, int]:
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("name", ARRANGEMENTS)
-def test_all_ranks_are_asked_by_one_message_also_where_gradients_are_clipped(
-    name: str, clips: bool
-) -> None:
+def test_the_check_takes_one_message_also_if_gradients_are_clipped(name: str, clips: bool) -> None:
     world_size, strategy = ARRANGEMENTS[name]
     body = functools.partial(messages, strategy, clips=clips)
     assert shoal.run_in_memory(body, world_size) == [("", 1)] * world_size
@@ -132,7 +130,7 @@ def told_elsewhere(strategy: LayoutStrategy, faulty: int) -> tuple[str, int]:
 
 @pytest.mark.parametrize("faulty", [0, 1])
 @pytest.mark.parametrize("name", ["tensor", "pipeline"])
-def test_a_fault_that_was_told_with_the_step_takes_no_message_of_its_own(
+def test_faults_that_another_message_has_carried_take_no_further_message(
     name: str, faulty: int
 ) -> None:
     world_size, strategy = ARRANGEMENTS[name]
@@ -142,7 +140,7 @@ def test_a_fault_that_was_told_with_the_step_takes_no_message_of_its_own(
         assert not num_messages
 
 
-def test_stages_with_a_parameter_in_common_tell_of_their_sum_behind_it() -> None:
+def test_stages_with_a_common_parameter_check_its_summed_gradient() -> None:
     layouts = shoal.run_in_memory(
         lambda: after_backward(Pipeline(microbatches=2), models.tied_gpt).faults_are_own, 3
     )
@@ -158,7 +156,7 @@ def too_large_together(strategy: LayoutStrategy, shared: str) -> str:
     return raised_by(layout)
 
 
-def test_a_sum_that_overflows_in_two_stages_is_told_to_the_one_between() -> None:
+def test_a_sum_that_overflows_in_two_stages_is_an_error_on_the_stage_between_too() -> None:
     """The first and the last of three stages use one parameter."""
     holder = shoal.run_in_memory(
         lambda: list(after_backward(Pipeline(microbatches=2), models.tied_gpt).parameters), 3
@@ -170,7 +168,7 @@ def test_a_sum_that_overflows_in_two_stages_is_told_to_the_one_between() -> None
         assert each.startswith("NonFiniteGradient: the sum of all members' gradients")
 
 
-def test_a_lone_rank_is_told_which_parameter() -> None:
+def test_the_error_of_a_lone_rank_is_about_the_gradient_of_a_parameter() -> None:
     (error,) = shoal.run_in_memory(
         functools.partial(one_fault, TensorParallel(min_split_bytes=0), 0, clips=False), 1
     )

@@ -75,7 +75,7 @@ def test_a_small_slow_layer_weighs_by_its_time_and_not_by_its_bytes():
         ({"copies": -1}, "copies"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_at_once(options, message):
+def test_invalid_options_of_a_pipeline_are_refused_at_once(options, message):
     with pytest.raises(InvalidSpec, match=message):
         Pipeline(**options)
 

@@ -138,7 +138,7 @@ def test_outputs_and_gradients_are_those_of_the_whole(sizes: Sequence[int]) -> N
     assert torch.allclose(summed, inputs.grad, atol=1e-5)
 
 
-def test_it_evaluates_and_trains_outside_of_a_step_as_before() -> None:
+def test_synced_layers_outside_a_step_compute_what_plain_layers_do() -> None:
     plain, synced = nn.BatchNorm1d(6), nn.SyncBatchNorm(6)
     assert sync_batchnorm(plain, every=False) == 0
     assert sync_batchnorm(synced, every=False) == 1
@@ -149,7 +149,7 @@ def test_it_evaluates_and_trains_outside_of_a_step_as_before() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_it_waits_for_what_collectives_bring(strategy: str) -> None:
+def test_synced_layers_wait_for_the_results_of_collectives(strategy: str) -> None:
     """Holds if collectives seem done before their values arrive, as with NCCL."""
     expected = run_in_memory(trained, 3, strategy, "2d")
     with late_groups():

@@ -67,7 +67,9 @@ def outcome(layout: Layout) -> str:
 
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1.0])
-def test_all_ranks_are_told_also_where_no_gradient_shows_it(name: str, value: float) -> None:
+def test_all_ranks_raise_for_a_non_finite_loss_though_gradients_are_finite(
+    name: str, value: float
+) -> None:
     world_size, strategy = ARRANGEMENTS[name]
     # A tensor group computes one loss.
     faulty = frozenset({0, 1} if world_size > 1 and "tensor" in name else {0})

@@ -176,7 +176,7 @@ def test_dtypes_may_be_mixed() -> None:
     check_equal(run_in_memory(train_rank, 2, training, Zero1Layout), training)
 
 
-def test_a_parameter_without_gradient_stays_if_that_is_meant() -> None:
+def test_a_parameter_without_gradient_needs_find_unused_parameters() -> None:
     """A model without the option is refused: the parameter's bucket is never complete."""
     training = training_of(model=HalfUsed, num_steps=10)
     lay_out = partial(Zero1Layout, find_unused_parameters=True)
@@ -259,7 +259,7 @@ class Small(nn.Module):
         return logits
 
 
-def test_a_rank_that_owns_nothing_clips_with_the_others() -> None:
+def test_a_rank_that_owns_nothing_clips_by_the_norm_of_all_gradients() -> None:
     training = training_of(model=Small)
     alone, *_ = run_in_memory(clipped_norms, 1, training)
     for norms in run_in_memory(clipped_norms, 3, training):
@@ -279,7 +279,7 @@ def poisoned(training: Training) -> str:
     return type(caught.value).__name__
 
 
-def test_who_made_a_gradient_not_a_number_is_told_so() -> None:
+def test_only_the_rank_whose_gradient_is_nan_raises_non_finite_gradient() -> None:
     """The owner of the parameter may be another rank."""
     errors = run_in_memory(poisoned, 3, training_of())
     assert errors == ["GenerationBroken", "NonFiniteGradient", "GenerationBroken"]
@@ -332,7 +332,7 @@ def test_parameters_are_spread_by_their_bytes(sizes: list[int], n: int, owners: 
     assert partition(sizes, n) == owners
 
 
-def test_one_piece_of_memory_keeps_values_apart_and_their_order() -> None:
+def test_parameters_in_one_piece_of_memory_do_not_overlap_and_keep_their_strides() -> None:
     """Writing to a parameter writes to the piece; a transposed parameter stays transposed."""
     transposed = nn.Parameter(torch.zeros(3, 5).t())
     image = nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
@@ -357,7 +357,7 @@ def test_one_piece_of_memory_keeps_values_apart_and_their_order() -> None:
     assert gaps.stride() == (2, 1)
 
 
-def test_a_bucket_has_a_size() -> None:
+def test_a_bucket_without_a_size_is_refused() -> None:
     """A size of zero is refused."""
     with pytest.raises(InvalidSpec, match="bucket_mb"):
         run_in_memory(train_rank, 1, training_of(), partial(Zero1Layout, bucket_mb=0))

@@ -34,7 +34,7 @@ def unfrozen() -> Iterator[None]:
         gc.freeze()
 
 
-def test_the_collector_goes_through_what_comes_behind_only() -> None:
+def test_the_collector_examines_only_objects_made_after_the_freeze() -> None:
     objects = LongLivedObjects()
     before = Loop()
     objects.freeze()
@@ -49,7 +49,7 @@ def test_the_collector_goes_through_what_comes_behind_only() -> None:
     assert Loop.num_left == 0
 
 
-def test_what_was_thrown_away_just_before_goes() -> None:
+def test_garbage_from_before_the_freeze_is_collected() -> None:
     Loop()
     objects = LongLivedObjects()
     objects.freeze()
@@ -57,7 +57,7 @@ def test_what_was_thrown_away_just_before_goes() -> None:
     objects.release()
 
 
-def test_what_the_script_has_frozen_stays_so() -> None:
+def test_objects_that_the_script_has_frozen_stay_frozen() -> None:
     gc.freeze()
     objects = LongLivedObjects()
     objects.freeze()
@@ -74,7 +74,7 @@ def test_a_collector_that_is_off_is_left_alone() -> None:
     assert not gc.get_freeze_count()
 
 
-def test_a_session_has_them_left_alone_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_freezes_objects_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_COORDINATOR", raising=False)
     model = torch.nn.Linear(2, 1)
     with shoal.join("alone") as session:

@@ -48,7 +48,7 @@ def test_a_script_that_learns_of_a_spot_notice_drains_itself(cluster: LocalClust
                 session.drain("spot notice")
     assert raised.value.code == 143
     assert isinstance(raised.value, SystemExit)
-    # That did not complete the job, and its state is gone: a new start needs to be asked for.
+    # The job is not complete and its state is lost: a new start takes --fresh.
     with (
         pytest.raises(StateLost, match="--fresh"),
         shoal.join("drains-itself", coordinator=cluster.coordinator) as session,
@@ -56,7 +56,7 @@ def test_a_script_that_learns_of_a_spot_notice_drains_itself(cluster: LocalClust
         next(train(session))
 
 
-def test_sigterm_is_taken_as_a_wish_only_while_the_session_lasts(cluster: LocalCluster) -> None:
+def test_sigterm_is_a_request_to_drain_only_during_the_session(cluster: LocalCluster) -> None:
     """SIGTERM ends the process again after the session."""
     with (
         pytest.raises(shoal.Drained, match="SIGTERM"),
@@ -145,13 +145,13 @@ def told_twice(process: "subprocess.Popen[str]", between: str = "") -> int:
     if between:
         read_until(process, between)
     else:
-        time.sleep(0.02)  # as Slurm sends them: two signals that are pending at once are one
+        time.sleep(0.02)  # apart, as Slurm sends them: two signals that are pending at once are one
     process.send_signal(signal.SIGTERM)
     return process.wait(30.0)
 
 
 @pytest.mark.long
-def test_two_sigterms_at_once_are_one_wish() -> None:
+def test_two_sigterms_at_once_are_one_request() -> None:
     """Slurm and systemd signal the worker, and so does its launcher."""
     with training() as process:
         assert told_twice(process) == 143
@@ -176,7 +176,7 @@ def test_a_second_sigterm_does_not_end_a_script_that_unwinds(unwinds: str) -> No
 
 
 @pytest.mark.long
-def test_a_handler_that_is_put_back_while_the_order_is_fresh_takes_the_next_one() -> None:
+def test_a_handler_that_is_put_back_soon_after_a_sigterm_gets_the_next_one() -> None:
     """A script that handles the signal itself after its session goes on doing so."""
     later = "signal.signal(signal.SIGTERM, own); time.sleep(SAME_ORDER_S + 0.2); show('later')"
     with training(unwinds=f"{later}; idle()") as process:
@@ -198,8 +198,8 @@ def test_a_second_sigterm_that_comes_later_ends_the_process(hangs: str) -> None:
 
 
 @pytest.mark.long
-def test_a_member_that_waits_to_be_admitted_leaves_when_it_is_told_to() -> None:
-    """The job does not need this member yet. A second signal does not kill it on its way out."""
+def test_a_member_that_waits_for_a_coordinator_leaves_on_sigterm() -> None:
+    """No coordinator answers. A second signal does not kill the process while it unwinds."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -244,7 +244,7 @@ def test_a_script_that_handles_sigterm_itself_keeps_its_handler() -> None:
     assert signal.getsignal(signal.SIGTERM) is own
 
 
-def test_a_handler_of_a_session_that_is_over_asks_nobody_to_drain() -> None:
+def test_a_handler_of_an_earlier_session_requests_no_drain() -> None:
     """Lightning's Trainer puts back the handler that it found, possibly after the session has
     ended."""
     asked: list[str] = []
@@ -295,7 +295,7 @@ def test_a_forked_process_is_ended_by_a_signal_that_came_as_it_began(
     drain_signal.restore()
 
 
-def test_members_agree_on_the_kind_of_their_devices(cluster: LocalCluster) -> None:
+def test_the_kind_of_device_is_a_field_that_all_members_share(cluster: LocalCluster) -> None:
     """The kind of device is among the fields that all members share, and that validators see."""
     fields: dict[str, str] = {}
 

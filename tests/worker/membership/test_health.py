@@ -90,7 +90,7 @@ def test_the_first_update_is_reported_at_once(board: Board) -> None:
     assert health.num_sent == 1
 
 
-def test_the_newest_wins_and_the_last_is_sent_on_close(board: Board) -> None:
+def test_updates_within_an_interval_are_one_report_that_close_sends(board: Board) -> None:
     """The updates within an interval make one report, with the last value of each field."""
     with endpoint(board) as server:
         with reporter(server.url) as health:
@@ -100,7 +100,7 @@ def test_the_newest_wins_and_the_last_is_sent_on_close(board: Board) -> None:
                 health.update(HealthFigures(step=step, loss=1.0 / step))
         reports = board.wait_for(2)
     assert [report.step for report in reports] == [0, 1000]
-    assert reports[1].samples_per_s == 10.0, "what was not said again stays"
+    assert reports[1].samples_per_s == 10.0, "a field without an update keeps its value"
 
 
 @pytest.mark.long
@@ -114,8 +114,8 @@ def test_reports_go_on_at_the_interval(board: Board) -> None:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize(("loss", "shown"), [(float("nan"), "nan"), (float("-inf"), "-inf")])
-def test_a_diverged_loss_gets_through(board: Board, loss: float, shown: str) -> None:
-    """JSON has no NaN, but it is what people look for."""
+def test_a_non_finite_loss_is_reported(board: Board, loss: float, shown: str) -> None:
+    """JSON has no NaN; users look for it all the same."""
     with endpoint(board) as server, reporter(server.url) as health:
         health.update(HealthFigures(step=1, loss=loss))
         (report,) = board.wait_for(1)
@@ -140,7 +140,7 @@ def test_training_is_not_held_up_by_a_silent_coordinator() -> None:
 
 
 @pytest.mark.long
-def test_an_outage_is_counted_and_told_once(board: Board) -> None:
+def test_an_outage_is_counted_and_logged_once(board: Board) -> None:
     """Many failures make one line in the log, and recovery another. Reports resume by
     themselves."""
     with endpoint(board) as server:
@@ -162,7 +162,7 @@ def test_an_outage_is_counted_and_told_once(board: Board) -> None:
     assert events == ["health_report_failed", "health_reports_resumed"]
 
 
-def test_a_refusal_is_counted_and_told_in_the_servers_words(board: Board) -> None:
+def test_a_refusal_is_counted_and_logged_with_the_servers_reason(board: Board) -> None:
     """A replaced process learns of it from the log and is not disturbed otherwise."""
     with (
         structlog.testing.capture_logs() as lines,
@@ -191,17 +191,17 @@ def test_names_are_quoted_and_an_empty_url_waits(board: Board) -> None:
     assert board.reports == []
 
 
-def test_no_thread_is_left_behind() -> None:
+def test_no_thread_is_left_after_close() -> None:
     """Close ends the thread even if nothing was ever reported."""
     before = threading.active_count()
     reporter("http://127.0.0.1:1").close()
     assert threading.active_count() == before
 
 
-def test_no_fork_finds_the_reporter_within_openssl(
+def test_the_reporter_prevents_forks_while_it_uses_openssl(
     board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: a loading process hung that was forked while another thread held OpenSSL's locks.
+    """Regression: a loading process that was forked while another thread held OpenSSL's locks hung.
     Here the reporter's thread reads a certificate again and makes a new connection."""
     folder = CertificateFolder(tmp_path)
     folder.init()
@@ -239,6 +239,6 @@ def test_no_fork_finds_the_reporter_within_openssl(
     assert [name for name, is_held in used if not is_held] == []
 
 
-def test_an_interval_of_nothing_is_refused() -> None:
+def test_an_interval_of_0_is_refused() -> None:
     with pytest.raises(ValueError, match="interval_s is 0"):
         reporter("http://127.0.0.1:1", 0)

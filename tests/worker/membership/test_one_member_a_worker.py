@@ -20,7 +20,7 @@ input()
 
 
 @pytest.mark.long
-def test_what_a_worker_spawns_does_not_take_its_place() -> None:
+def test_a_process_that_a_worker_spawns_cannot_join_as_the_same_member() -> None:
     """Regression: with torch.multiprocessing.spawn left in a script, all processes that it starts
     were the same member, and replaced each other until the job was done."""
     with BeatBoard(1) as board:

@@ -47,7 +47,7 @@ def rejections(function: validators.Validator, limit_s: float = LIMIT_S) -> list
     return ValidatorSet({"mine": function}, "a").rejections(ROSTER, limit_s)
 
 
-def test_a_validator_sees_the_roster_and_what_it_rejects_is_told_under_its_name() -> None:
+def test_a_validator_sees_the_roster_and_its_rejection_has_its_name() -> None:
     """The roster has the members by rank, this member's own entry, and the fields on which all
     agree."""
     seen: list[shoal.Roster] = []
@@ -87,7 +87,7 @@ def test_a_validator_that_raises_or_returns_something_else_rejects() -> None:
     assert "returned False" in rejections(lambda roster: False)[0].seen  # type: ignore[arg-type,return-value]
 
 
-def test_a_validator_that_does_not_end_rejects_in_time_and_is_asked_no_more() -> None:
+def test_a_validator_that_does_not_end_rejects_in_time_and_is_not_called_again() -> None:
     """The other validators' verdicts count, and no further thread is started for later rosters."""
     end, asked = threading.Event(), []
 
@@ -108,7 +108,7 @@ def test_a_validator_that_does_not_end_rejects_in_time_and_is_asked_no_more() ->
     end.set()
 
 
-def test_a_name_is_one_validators() -> None:
+def test_two_validators_of_one_name_are_refused() -> None:
     """A second function with the same name is refused; registering the same one again is not. A
     session's own validators are added to those."""
     shoal.validator("scratch")(accepts)
@@ -131,7 +131,7 @@ def test_a_name_is_one_validators() -> None:
         validators_of([lambda roster: None])
 
 
-def test_what_one_member_rejects_all_are_refused_with(cluster: LocalCluster) -> None:
+def test_a_rejection_of_one_member_is_an_error_on_all(cluster: LocalCluster) -> None:
     """Members do not start. The error, the same on all, names the validator, the member and the
     value that it saw."""
     with Ranks() as ranks:

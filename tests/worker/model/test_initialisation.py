@@ -157,7 +157,7 @@ def test_the_generators_of_gpus_are_not_seeded(monkeypatch: pytest.MonkeyPatch) 
     assert not seeds
 
 
-def test_buffers_are_made_and_parameters_stay() -> None:
+def test_buffers_are_made_and_parameters_stay_on_meta() -> None:
     """Buffers that are in no state are made too: no other member could send them."""
     model = nn.Sequential(on_meta(Rotary), on_meta(nn.BatchNorm1d, 3))
     give_buffers(model)
@@ -183,7 +183,9 @@ def test_a_model_that_is_on_a_device_is_left_alone() -> None:
         (Loose, r"module '1', a Loose, has a tensor .*; saw the attribute rates"),
     ],
 )
-def test_what_cannot_initialise_itself_is_refused_by_name(made: type[nn.Module], text: str) -> None:
+def test_modules_that_cannot_initialise_themselves_are_refused_by_name(
+    made: type[nn.Module], text: str
+) -> None:
     model = nn.Sequential(nn.Linear(2, 2), on_meta(made))
     with pytest.raises(InvalidSpec, match=text):
         give_buffers(model)
@@ -191,13 +193,13 @@ def test_what_cannot_initialise_itself_is_refused_by_name(made: type[nn.Module],
         initialise(model, torch.device("cpu"), SEED)
 
 
-def test_what_a_module_leaves_as_it_was_is_refused_by_name() -> None:
+def test_parameters_that_a_module_does_not_initialise_are_refused_by_name() -> None:
     model = nn.Sequential(on_meta(nn.Linear, 2, 2), on_meta(Unfilled, 3, 4))
     with pytest.raises(InvalidSpec, match=r"module '1' does not .*; saw 4 of 4 elements of bias"):
         initialised_copy(model, SEED)
 
 
-def test_a_model_on_the_meta_device_trains_where_the_process_has_its_memory() -> None:
+def test_a_model_on_the_meta_device_trains_on_a_gpu_if_there_is_one() -> None:
     assert device_of(Net()) == torch.device("cpu")
     expected = "cuda" if torch.cuda.is_available() else "cpu"
     assert device_of(on_meta(Net)).type == expected

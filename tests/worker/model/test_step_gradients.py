@@ -25,13 +25,13 @@ def with_gradients() -> nn.Linear:
     return model
 
 
-def test_no_parameter_has_a_gradient_also_where_the_optimizer_does_not_hold_it() -> None:
+def test_no_parameter_has_a_gradient_also_if_the_optimizer_does_not_hold_it() -> None:
     model = with_gradients()
     StepGradients(model.parameters(), torch.optim.SGD([model.weight], lr=0.1)).forget()
     assert all(each.grad is None for each in model.parameters())
 
 
-def test_what_a_class_does_in_its_own_zero_grad_is_done() -> None:
+def test_the_zero_grad_of_an_optimizers_class_is_called() -> None:
     model = with_gradients()
     optimizer = Counting(model.parameters(), lr=0.1)
     StepGradients(model.parameters(), optimizer).forget()
@@ -39,7 +39,7 @@ def test_what_a_class_does_in_its_own_zero_grad_is_done() -> None:
     assert all(each.grad is None for each in model.parameters())
 
 
-def test_what_a_script_has_put_in_the_place_of_zero_grad_is_called() -> None:
+def test_a_zero_grad_that_the_script_has_assigned_is_called() -> None:
     model = with_gradients()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: list[bool] = []
@@ -52,7 +52,7 @@ def test_what_a_script_has_put_in_the_place_of_zero_grad_is_called() -> None:
     assert calls == [True]
 
 
-def test_no_profiler_is_told_of_it() -> None:
+def test_dropping_gradients_makes_no_record_in_a_profiler() -> None:
     """A profiler's record takes several times as long, in each step."""
     model = with_gradients()
     gradients = StepGradients(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.1))

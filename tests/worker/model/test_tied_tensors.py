@@ -80,7 +80,7 @@ def test_memory_that_parameters_share_is_found(other: Callable[[Tensor], Tensor]
         refuse_hidden_ties(Two(one, other(one)))
 
 
-def test_neighbours_in_memory_and_true_ties_are_let_through() -> None:
+def test_neighbours_in_memory_and_true_ties_are_accepted() -> None:
     """cuDNN lays the weights of an LSTM like this, and columns of one matrix lie like this."""
     memory = torch.zeros(6, 4)
     one = nn.Parameter(memory[:3])

@@ -37,7 +37,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_refused_behind_steps_without_one(change: str) -> None:
+def test_a_change_is_refused_after_steps_without_one(change: str) -> None:
     model = _model()
     trained = TrainedParameters(model)
     for step in range(3):
@@ -47,7 +47,7 @@ def test_a_change_is_refused_behind_steps_without_one(change: str) -> None:
         trained.check(3)
 
 
-def test_parameters_that_are_gathered_are_those_that_were_cut() -> None:
+def test_gathered_parameters_count_as_the_sharded_ones() -> None:
     """A forward pass between two steps leaves whole parameters in the place of their rows."""
 
     def body() -> None:

@@ -167,7 +167,7 @@ def test_the_plan_names_the_layers_of_each_stage():
     )
 
 
-def test_without_inputs_a_plan_says_what_it_leaves_out():
+def test_a_plan_without_inputs_lists_its_omissions():
     model = tensor_models.gpt()
     for strategy in (TensorParallel(min_split_bytes=0), Hybrid(tensor=2, min_split_bytes=0)):
         plan = shoal.plan(model, strategy, world_size=2)

@@ -274,7 +274,7 @@ def titles_of(*groups: tuple[str, int]) -> list[str]:
 
 
 def test_layers_that_repeat_are_one_row() -> None:
-    """Three or more layers in a row are folded if only one number tells them apart."""
+    """Three or more layers in a row are folded if their names differ in one number only."""
     blocks = [(f"h.{i}.{name}", size) for i in range(4) for name, size in (("fc", 8), ("out", 4))]
     assert titles_of(("wte", 9), *blocks, ("head", 9)) == ["wte", "h.0-3.fc", "h.0-3.out", "head"]
     assert titles_of(("h.0", 1), ("h.1", 1)) == ["h.0", "h.1"]
@@ -300,7 +300,7 @@ def test_a_step_on_the_meta_device_leaves_the_optimizer_as_it_was() -> None:
     assert len(optimizer.state) == 1
 
 
-def test_what_would_be_refused_is_refused_in_planning() -> None:
+def test_settings_that_training_refuses_are_refused_in_planning() -> None:
     model = deep()
     with pytest.raises(UnsupportedOptimizer, match="Adafactor"):
         optimizer = torch.optim.Adafactor(model.parameters())

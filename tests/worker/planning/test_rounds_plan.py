@@ -76,7 +76,7 @@ def test_figures_are_those_of_a_round(model: Any, optimizer: Any, kind: type[Loc
         assert figures.peak == figures.held
 
 
-def test_the_table_tells_how_often_members_meet_and_what_they_keep() -> None:
+def test_the_table_shows_how_often_members_meet_and_what_they_keep() -> None:
     model = deep()
     optimizer = adamw(model.parameters())
     lines = [
@@ -88,7 +88,7 @@ def test_the_table_tells_how_often_members_meet_and_what_they_keep() -> None:
     assert any(line.startswith("0-1 all a step 0.01 ") for line in lines)
 
 
-def test_compression_is_told_of_and_not_counted() -> None:
+def test_compression_is_a_note_of_the_plan_and_not_counted() -> None:
     model = deep()
     for kind in (shoal.DDP, shoal.Zero1, LocalSGD, DiLoCo):
         plain = shoal.plan(model, kind(), world_size=2)

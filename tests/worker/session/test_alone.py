@@ -78,7 +78,7 @@ def test_optional_fields_of_the_proposal_are_kept_beside_those_of_the_samples() 
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "local-sgd"])
-def test_what_was_trained_is_there_before_the_error_of_a_last_checkpoint(
+def test_trained_weights_are_available_before_the_error_of_the_last_checkpoint(
     tmp_path: Path, strategy: str
 ) -> None:
     """The batches end and the script's code after them runs; then the session fails."""
@@ -121,7 +121,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         "local-sgd",
     ],
 )
-def test_the_loop_trains_by_itself(strategy: str) -> None:
+def test_the_loop_without_a_cluster_trains_as_plain_torch_does(strategy: str) -> None:
     """The process trains without a server. Samples come once an epoch, and the weights are those of
     a loop without Shoal."""
     trained = train(strategy)
@@ -135,7 +135,7 @@ def test_the_loop_trains_by_itself(strategy: str) -> None:
         torch.testing.assert_close(value, expected[name])
 
 
-def test_it_says_so_in_one_line() -> None:
+def test_training_alone_is_logged_in_one_line() -> None:
     with capture_logs() as logs:
         train("ddp")
     [line] = [each for each in logs if each["event"] == "training_alone"]
@@ -144,7 +144,7 @@ def test_it_says_so_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["async-sgd", "ssp", "bsp", "async-diloco"])
-def test_what_needs_servers_is_refused_by_name(strategy: str) -> None:
+def test_strategies_that_need_servers_are_refused_by_name(strategy: str) -> None:
     with pytest.raises(InvalidSpec, match=f"{strategy} trains through parameter servers"):
         train(strategy)
 
@@ -159,14 +159,16 @@ def test_what_needs_servers_is_refused_by_name(strategy: str) -> None:
         {"SLURM_STEP_NUM_TASKS": "8"},
     ],
 )
-def test_several_do_not_each_train_alone(environment: dict[str, str]) -> None:
+def test_processes_of_a_cluster_without_its_address_are_refused(
+    environment: dict[str, str],
+) -> None:
     """A cluster's settings without its address are a mistake, and no request to train alone."""
     with pytest.raises(InvalidSpec, match="no coordinator was named"):
         read_config({"job": "j"}, environment)
     assert read_config({"job": "j"}, environment | {"SHOAL_COORDINATOR": "h:1"}).coordinators
 
 
-def test_a_validator_is_asked_when_nobody_else_is_there() -> None:
+def test_a_validator_is_called_in_a_session_without_a_cluster() -> None:
     def never(roster: shoal.Roster) -> shoal.Reject | None:
         return shoal.Reject(seen="a full disk", expected="room")
 
@@ -174,7 +176,7 @@ def test_a_validator_is_asked_when_nobody_else_is_there() -> None:
         train("ddp", validators=(never,))
 
 
-def test_sigterm_drains_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
+def test_a_drained_job_continues_from_its_checkpoint(tmp_path: Path) -> None:
     """The process takes one more step and ends with 143; the next run continues from that step."""
     checkpoints = shoal.Checkpoints(tmp_path, every_steps=2)
     with pytest.raises(shoal.Drained) as ended:
@@ -182,13 +184,13 @@ def test_sigterm_drains_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
     assert ended.value.code == 143
     trained = train("fsdp", checkpoints=checkpoints)
     assert trained.steps == STEPS
-    assert len(trained.batches) == STEPS - 5, "it goes on from the step in which it was told"
+    assert len(trained.batches) == STEPS - 5, "it continues from the step in which the signal came"
     expected = plain(train("ddp").batches)
     for name, value in trained.weights.items():
         torch.testing.assert_close(value, expected[name])
 
 
-def test_dropout_within_layers_is_told_of_by_name() -> None:
+def test_dropout_within_layers_is_warned_of_by_name() -> None:
     """The dropout inside such layers depends on the number of members, unlike that of a dropout
     module."""
     model = nn.TransformerEncoderLayer(8, 2, 16)
@@ -203,7 +205,7 @@ def test_dropout_within_layers_is_told_of_by_name() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_checkpoint_has_what_the_script_does_to_weights_behind_its_step(
+def test_a_checkpoint_includes_changes_that_the_script_makes_after_its_step(
     tmp_path: Path, strategy: str
 ) -> None:
     """A script may clip weights, or update a teacher, after the step. This applies to the last step
@@ -247,7 +249,7 @@ def _resumed(directory: Path, strategy: str, epochs: int, **settings: Any) -> li
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
-def test_settings_of_the_script_that_a_checkpoint_replaces_are_told(
+def test_settings_of_the_script_that_a_checkpoint_replaces_are_logged(
     tmp_path: Path, strategy: str
 ) -> None:
     """The log has no line if the script is unchanged, although a scheduler has changed the rates

@@ -76,7 +76,7 @@ def evaluate_and_sum(session: Session, model: Any, lose: Callable[[], None]) -> 
     a second call."""
 
     def lose_paused() -> None:
-        # Until it is gone no change begins: the joiner is not delayed by a change that fails.
+        # During the pause no change of members begins that would fail and delay the joiner.
         session._controller.pause("on its way out", WAIT_S)
         lose()
         session._controller.resume()
@@ -136,7 +136,7 @@ class Crew:
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("call", [evaluate, all_reduce, state_dict])
-def test_the_last_one_in_a_call_finishes_it_and_trains_on_with_joiners(
+def test_the_last_member_in_a_call_finishes_it_and_trains_on_with_joiners(
     cluster: LocalCluster, call: Call
 ) -> None:
     """Joiners do not fail meanwhile, and no step is taken with fewer members than the minimum."""
@@ -155,7 +155,7 @@ def test_the_last_one_in_a_call_finishes_it_and_trains_on_with_joiners(
         assert [each.result(WAIT_S)[2] for each in joiners] == [step] * 2
 
 
-def test_an_evaluation_behind_the_last_step_ends_with_one_that_is_left(
+def test_an_evaluation_after_the_last_step_completes_on_the_only_survivor(
     cluster: LocalCluster,
 ) -> None:
     with ThreadPoolExecutor(3) as threads:
@@ -167,7 +167,7 @@ def test_an_evaluation_behind_the_last_step_ends_with_one_that_is_left(
         assert survivor.result(WAIT_S)[0] == [NUM_SAMPLES]
 
 
-def test_who_waits_to_join_keeps_out_of_the_next_call_behind_the_same_step_too(
+def test_a_joiner_takes_no_part_in_a_second_call_after_the_same_step(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members are in no call when the generation begins. On the way to the next call they find out

@@ -74,8 +74,8 @@ def test_the_first_entry_that_differs_is_named(
     expected: list[str],
     request: pytest.FixtureRequest,
 ) -> None:
-    """Differences of a name, of a buffer, of a setting of one of many groups, and of order, as a
-    set causes."""
+    """The entries differ in order, as from a set, in a name, in a buffer's shape, or in a setting
+    of one group of many."""
     job = f"differ-{request.node.callspec.id}"
     with shoal.join(job, coordinator=cluster.coordinator, member_id="one") as session:
         session.distribute(*one())

@@ -1,4 +1,4 @@
-"""Steps in which a member has no samples: its script has nothing to count."""
+"""Steps in which a member has no samples: its batch counts none."""
 
 import secrets
 from concurrent.futures import ThreadPoolExecutor
@@ -86,11 +86,11 @@ def members(cluster: LocalCluster, strategy: Any, *, in_one_call: bool) -> list[
 @pytest.mark.sampled()
 @pytest.mark.parametrize("in_one_call", [False, True], ids=["backward", "forward_backward"])
 @pytest.mark.parametrize("strategy", ["ddp", "local-sgd"])
-def test_a_member_without_samples_has_nothing_to_count(
+def test_a_member_without_samples_counts_none(
     cluster: LocalCluster, strategy: str, in_one_call: bool
 ) -> None:
-    """The member repeats the first sample of the step, with the same random numbers. It reports a
-    loss of no sample, and logs none."""
+    """The member repeats the first sample of the step, with the same random numbers. Its loss of
+    the step is NaN, and it logs nothing."""
 
     def made() -> Any:
         if strategy == "ddp":

@@ -105,7 +105,7 @@ def failed(
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
-def test_a_script_that_goes_on_behind_a_failed_call_trains_on_with_joiners(
+def test_a_script_that_goes_on_after_a_failed_call_trains_on_with_joiners(
     cluster: LocalCluster, error: Exception
 ) -> None:
     left, joiner = failed(cluster, error, caught=True)
@@ -113,7 +113,7 @@ def test_a_script_that_goes_on_behind_a_failed_call_trains_on_with_joiners(
 
 
 @pytest.mark.long
-def test_one_that_ends_with_the_error_takes_the_state_with_it_and_joiners_are_told(
+def test_if_the_last_member_ends_with_the_error_joiners_get_state_lost(
     cluster: LocalCluster,
 ) -> None:
     left, joiner = failed(cluster, ERRORS[0], caught=False)

@@ -168,7 +168,7 @@ def does_not_scale(*args: Any) -> None:
         (does_not_scale, "did not scale"),
     ],
 )
-def test_what_the_session_does_for_the_scaler_is_left_to_it(
+def test_unscaled_losses_and_calls_that_the_session_makes_itself_are_refused(
     cluster: LocalCluster, body: Body, text: str
 ) -> None:
     with pytest.raises(InvalidSpec, match=text):
@@ -176,7 +176,7 @@ def test_what_the_session_does_for_the_scaler_is_left_to_it(
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "hybrid", "compressed"])
-def test_strategies_that_do_not_unscale_are_told(cluster: LocalCluster, strategy: Any) -> None:
+def test_strategies_that_do_not_unscale_are_refused(cluster: LocalCluster, strategy: Any) -> None:
     chosen = shoal.DDP(compression="int8") if strategy == "compressed" else strategy
     with pytest.raises(InvalidSpec, match=r"does not unscale.*zero3, fsdp or hsdp.*fsdp-tensor"):
         run(cluster, chosen, scaled, scaler())

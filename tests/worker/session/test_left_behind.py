@@ -27,7 +27,7 @@ def test_nothing_is_left_of_a_session_wherever_it_failed(place: str) -> None:
 @pytest.mark.parametrize("place", BY_HANDS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline", "local-sgd"])
 @pytest.mark.usefixtures("alone")
-def test_nothing_is_left_under_any_strategy(strategy: str, place: str) -> None:
+def test_nothing_is_left_of_a_failed_session_under_any_strategy(strategy: str, place: str) -> None:
     assert fails_and_trains(strategy, place) == []
 
 
@@ -52,7 +52,7 @@ def test_the_model_of_a_failed_session_trains_in_the_next(strategy: str) -> None
 
 @pytest.mark.parametrize("place", ["compared", "twice", "checkpoint"])
 @pytest.mark.usefixtures("alone")
-def test_a_model_that_was_never_laid_out_is_the_scripts_again(place: str) -> None:
+def test_a_model_that_was_never_laid_out_trains_in_the_next_session(place: str) -> None:
     model, optimizer = failing_sessions.model_and_optimizer()
     with pytest.raises((Planned, InvalidSpec)):
         train(model, optimizer, "zero1", place)
@@ -62,7 +62,7 @@ def test_a_model_that_was_never_laid_out_is_the_scripts_again(place: str) -> Non
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 @pytest.mark.usefixtures("alone")
 def test_a_model_whose_weights_a_session_has_taken_is_refused_by_name(strategy: str) -> None:
-    """The model would be trained from initial values that its modules draw anew."""
+    """The model would be trained from new initial values, which its modules draw."""
     model, optimizer = failing_sessions.model_and_optimizer()
     with pytest.raises(Planned):
         train(model, optimizer, "zero1", "between")
@@ -85,7 +85,7 @@ def test_a_refused_model_may_be_followed_by_another_in_the_same_session() -> Non
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_fails_on_the_way_out_does_not_hide_the_scripts_own_error() -> None:
+def test_an_error_at_the_end_of_a_session_does_not_hide_the_scripts_own() -> None:
     """The script may catch its own error, such as KeyboardInterrupt, by its class."""
     model, optimizer = failing_sessions.model_and_optimizer("state")
     optimizer.state[next(model.parameters())].clear()

@@ -66,7 +66,7 @@ def fails_in_its_own_code(session: Session, batches: Any, train: Train) -> None:
 
 
 def goes_back_in_the_loop(session: Session, batches: Any, train: Train) -> None:
-    """Measure the model before the break; member c is lost in that call."""
+    """Measure the model before the break; member c is lost before it calls."""
     for batch in batches():
         train(batch)
         if session.step_number == STEPS:
@@ -138,7 +138,7 @@ def are_known(survivors: list[Any]) -> None:
         (shoal.Pipeline, breaks),
     ],
 )
-def test_what_is_saved_behind_a_loop_is_of_no_earlier_step(
+def test_a_call_after_the_loop_returns_no_state_of_an_earlier_step(
     cluster: LocalCluster, strategy: Any, loop: Loop
 ) -> None:
     *survivors, lost = crew(cluster, strategy, loop, saves)
@@ -167,7 +167,7 @@ def test_a_stopped_job_ends_with_the_step_that_was_reached(
         are_known(survivors)
 
 
-def test_a_loop_that_is_begun_again_goes_on_from_where_the_state_is(cluster: LocalCluster) -> None:
+def test_a_loop_that_is_begun_again_continues_after_a_loss(cluster: LocalCluster) -> None:
     def loops_twice(session: Session, batches: Any, train: Train) -> None:
         kept = breaks_and_keeps_the_batches(session, batches, train)
         if session.member_id == "c":

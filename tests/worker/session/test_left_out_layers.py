@@ -56,7 +56,7 @@ def test_a_layer_that_one_member_leaves_out_is_refused_by_all_of_them(
     ],
     ids=["fsdp-tensor", "hsdp"],
 )
-def test_members_that_gather_nothing_with_the_one_that_left_it_out_are_told_too(
+def test_members_that_do_not_gather_with_the_differing_one_are_refused_too(
     cluster: LocalCluster,
     strategy: tuple[str, Mapping[str, int]],
     ranks: tuple[int, int],

@@ -89,7 +89,7 @@ ERRORS = [
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_whatever_comes_of_an_aborted_collective_is_the_loss_of_a_peer(
+def test_any_error_after_an_aborted_collective_counts_as_the_loss_of_a_peer(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(InMemorySeat, "check", check)
@@ -102,7 +102,7 @@ def test_whatever_comes_of_an_aborted_collective_is_the_loss_of_a_peer(
     [ValueError("of the script"), MalformedMessage("of a peer")],
     ids=lambda e: type(e).__name__,
 )
-def test_where_an_abort_leaves_nothing_the_script_has_its_error(
+def test_without_an_aborted_collective_the_script_gets_its_error(
     cluster: LocalCluster, error: Exception
 ) -> None:
     with pytest.raises(type(error)):

@@ -178,7 +178,7 @@ def test_a_loss_is_weighed_by_its_tokens(cluster: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_what_is_no_weight_is_refused(cluster: LocalCluster, weight: float) -> None:
+def test_an_invalid_weight_of_a_loss_is_refused(cluster: LocalCluster, weight: float) -> None:
     def body(session: Session, model: Any, batch: shoal.Batch) -> None:
         session.backward(cross_entropy(model(batch.inputs), batch.targets), weight=weight)
 
@@ -186,7 +186,7 @@ def test_what_is_no_weight_is_refused(cluster: LocalCluster, weight: float) -> N
         run(cluster, "ddp", body)
 
 
-def test_a_step_is_weighted_in_one_way(cluster: LocalCluster) -> None:
+def test_losses_with_and_without_weights_in_one_step_are_refused(cluster: LocalCluster) -> None:
     def body(session: Session, model: Any, batch: shoal.Batch) -> None:
         for index, part in enumerate(batch.parts(2)):
             loss = cross_entropy(model(part.inputs), part.targets)

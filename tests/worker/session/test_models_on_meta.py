@@ -33,7 +33,7 @@ def trained_on_the_host() -> dict[str, Any]:
 
 # Threads share a generator: under "ddp" each member makes the weights, under "fsdp" only one does.
 @pytest.mark.parametrize(("strategy", "num_members"), [("ddp", 1), ("fsdp", 2)])
-def test_it_trains_as_the_same_model_made_on_the_host(
+def test_a_meta_model_trains_as_the_same_model_made_on_the_host(
     cluster: LocalCluster, strategy: str, num_members: int
 ) -> None:
     expected = trained_on_the_host()
@@ -64,7 +64,7 @@ def test_it_trains_as_the_same_model_made_on_the_host(
             assert torch.allclose(state[name], tensor, rtol=0, atol=1e-6), name
 
 
-def test_what_averages_a_model_without_weights_is_refused_by_name() -> None:
+def test_an_average_of_a_model_on_meta_is_refused_by_name() -> None:
     """The average would copy the weights to tensors without memory."""
     with torch.device("meta"):
         averaged = AveragedModel(layers())

@@ -19,7 +19,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
-def test_a_block_that_is_left_while_the_script_evaluates_leaves_no_mode_behind(
+def test_a_step_that_stops_in_evaluation_mode_leaves_its_first_modes(
     strategy: str,
 ) -> None:
     """Regression: a member was lost while a script sampled from its model between `eval()` and
@@ -44,7 +44,7 @@ def test_a_block_that_is_left_while_the_script_evaluates_leaves_no_mode_behind(
                 break
 
 
-def test_what_a_whole_block_sets_stays() -> None:
+def test_modes_that_a_committed_step_sets_stay() -> None:
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -88,7 +88,9 @@ def test_schedule_and_average_are_those_of_one_process_after_a_kill_and_a_join(
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_they_go_on_from_a_checkpoint(cluster: LocalCluster, tmp_path: Path, strategy: str) -> None:
+def test_schedule_and_average_continue_from_a_checkpoint(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
     """The checkpoint includes what the script did after its last step."""
     run = registering(cluster, strategy, behind=True, checkpoints=str(tmp_path / "checkpoints"))
     with Ranks() as ranks:
@@ -106,7 +108,7 @@ def lone(cluster: LocalCluster, **options: Any) -> shoal.Session:
     return shoal.join(f"own-{secrets.token_hex(4)}", coordinator=cluster.coordinator, **options)
 
 
-def test_a_schedule_of_several_steps_in_the_block_as_behind_optimizer_step(
+def test_a_schedule_stepped_within_the_block_acts_after_the_step(
     cluster: LocalCluster,
 ) -> None:
     """A call within the step's block does not change the rate of that step. A schedule made of
@@ -138,7 +140,8 @@ def test_a_schedule_of_several_steps_in_the_block_as_behind_optimizer_step(
 def test_a_schedule_or_average_that_is_not_registered_is_refused_by_its_name(
     cluster: LocalCluster,
 ) -> None:
-    """An unregistered object would count a step that did not happen, and begin anew on a joiner."""
+    """An unregistered object would count a step that did not happen, and begin from zero on a
+    joiner."""
     model, optimizer = build("sgd", "layers")
     other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
     schedule, elsewhere = ExponentialLR(optimizer, 0.9), ExponentialLR(other, 0.9)
@@ -198,7 +201,7 @@ def test_an_average_of_weights_that_are_cut_is_refused_in_the_first_step(
                     average.update_parameters(replica)
 
 
-def test_what_comes_too_late_or_where_nothing_is_committed_together_is_refused(
+def test_registering_too_late_or_under_strategies_that_carry_none_is_refused(
     cluster: LocalCluster,
 ) -> None:
     model, optimizer = build("sgd", "layers")
@@ -240,7 +243,7 @@ def member(coordinator: str, job: str, own: float) -> str:
 
 
 @pytest.mark.parametrize("own", [1.0, 2.0], ids=["the same", "another"])
-def test_state_that_is_one_members_alone_is_an_error_by_name_on_all(
+def test_registered_state_that_differs_between_members_is_an_error_on_all(
     cluster: LocalCluster, own: float
 ) -> None:
     job = f"differs-{secrets.token_hex(4)}"
@@ -255,7 +258,7 @@ def test_state_that_is_one_members_alone_is_an_error_by_name_on_all(
 
 
 class Breaking(Metric):
-    """Takes no state: it raises an error of its own."""
+    """A metric that raises an error of its own when it is given a state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total.append(state["total"])  # type: ignore[attr-defined]
@@ -271,7 +274,7 @@ def test_an_object_that_does_not_take_its_state_is_named() -> None:
         registered.undo()
 
 
-def test_an_object_that_does_not_tell_its_state_is_named() -> None:
+def test_an_object_that_raises_in_state_dict_is_named() -> None:
     metric, registered = Metric(), RegisteredState()
     registered.add("count", metric)
     del metric.total
@@ -281,7 +284,7 @@ def test_an_object_that_does_not_tell_its_state_is_named() -> None:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_schedule_that_counts_a_members_own_steps_is_told_where_members_train_apart(
+def test_a_schedule_that_counts_own_steps_is_warned_of_under_async_sgd(
     cluster: LocalCluster, given: bool
 ) -> None:
     """The schedule would go a third of its way with three members, and the exit code would be 0."""

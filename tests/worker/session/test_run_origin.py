@@ -40,8 +40,8 @@ from shoal_proto.health import MAX_COMMAND
     ],
 )
 def test_values_that_look_like_secrets_are_masked(arguments: str, shown: str | None) -> None:
-    """By the name of the option or of a value within an argument, or by their form; names that
-    only resemble those, as tokenizer does, are shown."""
+    """A secret is recognised by the name of its option or value, or by its form. Names that only
+    resemble those, such as tokenizer, are shown."""
     assert command_line(shlex.split(arguments)) == (shown or arguments)
 
 
@@ -61,8 +61,8 @@ def git(folder: Path, *arguments: str) -> str:
 def test_the_commit_is_that_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With changes of tracked files, and with a script that is not tracked, it counts as modified;
-    other files that are not tracked do not matter."""
+    """The commit counts as modified if tracked files have changed or the script is not tracked.
+    Other files that are not tracked do not matter."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)

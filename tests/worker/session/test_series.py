@@ -24,18 +24,20 @@ def test_a_session_that_trains_alone_has_no_series() -> None:
         ({"dtype": torch.int8}, "cannot be published in this dtype"),
     ],
 )
-def test_options_are_judged_first(options: dict[str, object], reason: str) -> None:
+def test_invalid_options_are_refused_also_without_a_cluster(
+    options: dict[str, object], reason: str
+) -> None:
     with shoal.join("alone") as session, pytest.raises(InvalidSpec, match=reason):
         session.series("policy", **options)  # type: ignore[arg-type]
 
 
-def test_a_series_is_of_a_session_that_is_entered() -> None:
+def test_a_series_of_a_session_that_was_not_entered_is_refused() -> None:
     with pytest.raises(InvalidSpec):
         shoal.join("alone").series("policy")
 
 
 @pytest.mark.parametrize("series", ["policy", "a/b/c", "/policy", "job/", "job/a b"])
-def test_names_that_no_series_has_are_refused(series: str) -> None:
+def test_bad_names_of_series_are_refused(series: str) -> None:
     for call in (
         lambda: shoal.subscribe(series, coordinator="127.0.0.1:1"),
         lambda: shoal.publish(series, nn.Linear(1, 1), coordinator="127.0.0.1:1"),
@@ -44,7 +46,7 @@ def test_names_that_no_series_has_are_refused(series: str) -> None:
             call()
 
 
-def test_a_reader_without_a_coordinator_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_without_a_coordinator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_COORDINATOR", raising=False)
     with pytest.raises(InvalidSpec, match="no coordinator was named"):
         shoal.subscribe("job/policy")

@@ -133,7 +133,7 @@ def test_a_batch_in_parts_is_trained_as_the_whole_one(cluster: LocalCluster, str
         assert difference(found[-1], expected[-1]) < TOLERANCE
 
 
-def test_features_in_halves_are_gathered_as_they_are(cluster: LocalCluster) -> None:
+def test_features_in_bfloat16_are_gathered_in_bfloat16(cluster: LocalCluster) -> None:
     def passes(session: Session, model: Any, batch: shoal.Batch) -> tuple[torch.dtype, float]:
         every = session.gather(model(batch.inputs).bfloat16())
         loss = of_all(every.float())
@@ -153,7 +153,7 @@ FAULTS = ["forward", "backward"]
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
-def test_a_step_is_taken_anew_when_a_member_is_killed_in_it(
+def test_a_step_is_taken_again_when_a_member_is_killed_in_it(
     cluster: LocalCluster, strategy: str, fault: str
 ) -> None:
     """The kill comes while the others wait for its rows, or for its gradients of their rows. The
@@ -195,7 +195,7 @@ def check_refused(ends: list[Any], words: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["once more", "once less", "not in backward"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_members_that_call_it_unequally_often_are_told_of_each_other(
+def test_unequal_numbers_of_gathers_are_refused_on_all_members(
     cluster: LocalCluster, strategy: str, where: str
 ) -> None:
     """The error comes in that generation, and not only when a collective has run out of time."""
@@ -219,7 +219,7 @@ def test_members_that_call_it_unequally_often_are_told_of_each_other(
 @pytest.mark.long
 @pytest.mark.parametrize("often", [0, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_processes_that_call_it_unequally_often_in_their_first_step_are_told(
+def test_unequal_numbers_of_gathers_in_the_first_step_are_refused_on_all_processes(
     cluster: LocalCluster, strategy: str, often: int
 ) -> None:
     """Gloo carries the vote on a step in the same group. A gathering is not mistaken for another
@@ -279,7 +279,7 @@ def test_torchs_own_gathering_of_unequal_shares_is_refused(
     )
 
 
-def test_torchs_own_gathering_of_what_is_as_large_everywhere_is_not(cluster: LocalCluster) -> None:
+def test_torchs_own_gathering_of_equal_sizes_is_accepted(cluster: LocalCluster) -> None:
     """Scripts that know of unequal shares gather the sizes, and pad."""
 
     def passes(session: Session, model: Any, batch: shoal.Batch) -> list[float]:
@@ -297,12 +297,12 @@ def in_a_part(session: Session, model: Any, batch: shoal.Batch) -> None:
         contrastive_members.take(session, model, part)
 
 
-def test_parts_are_refused() -> None:
+def test_gathering_in_a_loop_over_parts_is_refused() -> None:
     with pytest.raises(InvalidSpec, match=r"loop over the parts.*saw batch.parts\(2\)"):
         alone(in_a_part)
 
 
-def test_it_is_refused_outside_a_step() -> None:
+def test_gathering_outside_a_step_is_refused() -> None:
     """Members have samples of their own in an evaluation, and some have more batches."""
     model, optimizer = contrastive_members.build()
     with shoal.join("") as session:
@@ -323,7 +323,9 @@ def test_it_is_refused_outside_a_step() -> None:
 @pytest.mark.parametrize(
     ("strategy", "words"), [("pipeline", "micro-batch"), ("local-sgd", "models that differ")]
 )
-def test_strategies_where_it_has_no_meaning_are_named(strategy: str, words: str) -> None:
+def test_gathering_is_refused_under_strategies_where_it_has_no_meaning(
+    strategy: str, words: str
+) -> None:
     def passes(session: Session, model: Any, batch: shoal.Batch) -> None:
         session.forward_backward(batch, lambda outputs, _: of_all(session.gather(outputs)))
 
@@ -331,7 +333,7 @@ def test_strategies_where_it_has_no_meaning_are_named(strategy: str, words: str)
         alone(passes, strategy)
 
 
-def test_without_gradients_there_are_none() -> None:
+def test_rows_gathered_without_gradients_have_none() -> None:
     def passes(session: Session, model: Any, batch: shoal.Batch) -> bool:
         with torch.no_grad():
             every = session.gather(model(batch.inputs))

@@ -93,7 +93,7 @@ def test_an_evaluation_counts_each_sample_once_on_three_members(
         evaluation_bodies.check(looked)
 
 
-def test_a_member_that_leaves_in_an_evaluation_takes_only_itself_out(
+def test_a_member_that_fails_in_an_evaluation_ends_no_other(
     cluster: LocalCluster,
 ) -> None:
     """The others begin again, without the sums that included the lost member's."""
@@ -112,7 +112,7 @@ def test_a_member_that_leaves_in_an_evaluation_takes_only_itself_out(
     assert [each for each in found if isinstance(each, list)] == [[NUM_SAMPLES] * 3] * 2
 
 
-def test_a_loss_in_a_scripts_own_forward_pass_says_where_it_would_begin_again(
+def test_the_error_for_a_loss_in_the_scripts_own_pass_names_session_evaluate(
     cluster: LocalCluster,
 ) -> None:
     """The loss ends the script: only the script could run the pass again."""
@@ -212,7 +212,7 @@ def test_complex_numbers_have_no_largest() -> None:
         named({"z": torch.ones(1, dtype=torch.complex64)}, "max")
 
 
-def test_values_that_are_true_are_counted() -> None:
+def test_booleans_are_counted() -> None:
     values = named({"hits": torch.tensor([True, False])})
     assert (values["hits"] + values["hits"]).tolist() == [2, 0]  # type: ignore[union-attr]
 
@@ -228,7 +228,9 @@ def test_values_that_are_true_are_counted() -> None:
     ],
     ids=["names", "sparse", "uint16", "complex", "array"],
 )
-def test_what_cannot_be_reduced_is_refused_before_it_is_sent(value: Any, words: str) -> None:
+def test_values_that_cannot_be_reduced_are_refused_before_they_are_sent(
+    value: Any, words: str
+) -> None:
     with pytest.raises(InvalidSpec, match=words):
         named(value)
 
@@ -273,7 +275,7 @@ def test_a_value_for_each_sample_is_refused_and_not_spread_over_another_batch() 
 
 
 @pytest.mark.parametrize(("body", "words"), refusals())
-def test_members_that_do_not_do_the_same_are_told_what_each_does(
+def test_different_calls_of_members_are_an_error_that_names_them(
     cluster: LocalCluster, body: Body, words: str
 ) -> None:
     """Members all get the error, at once; none hangs."""
@@ -284,7 +286,9 @@ def test_members_that_do_not_do_the_same_are_told_what_each_does(
             raise each
 
 
-def test_where_such_calls_stand_is_told(cluster: LocalCluster) -> None:
+def test_shared_calls_before_the_first_batch_or_within_a_step_are_refused(
+    cluster: LocalCluster,
+) -> None:
     """A joiner would make the call alone before the first batch; within a step it is refused."""
     model, optimizer = build("sgd", "layers")
     job = f"shared-{secrets.token_hex(4)}"
@@ -293,7 +297,7 @@ def test_where_such_calls_stand_is_told(cluster: LocalCluster) -> None:
         with pytest.raises(InvalidSpec, match=r"session\.all_reduce before the first batch"):
             session.all_reduce(1)
         batches = session.batches(data(), global_batch_size=101)
-        # A member that knows its rank is not yet where the others are.
+        # The member knows its rank, and has no batch yet.
         assert session.rank == 0
         with pytest.raises(InvalidSpec, match=r"session\.all_reduce before the first batch"):
             session.all_reduce(1)
@@ -305,7 +309,7 @@ def test_where_such_calls_stand_is_told(cluster: LocalCluster) -> None:
             assert session.all_reduce(2.5) == 2.5
 
 
-def test_ranks_hold_before_the_first_batch(cluster: LocalCluster) -> None:
+def test_ranks_are_final_once_batches_returns(cluster: LocalCluster) -> None:
     """Exactly one member is the first, from `batches` on."""
     job = f"shared-{secrets.token_hex(4)}"
 
@@ -429,7 +433,7 @@ def measuring(ranks: Ranks, run: Evaluating) -> list[Rank]:
 
 
 @pytest.mark.long
-def test_a_joiner_keeps_out_of_an_evaluation_that_begins_again_and_comes_in_behind_it(
+def test_a_joiner_waits_until_an_evaluation_that_begins_again_is_over(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """The joiner waits when a member is killed, so the next generation includes it, but its script
@@ -451,7 +455,7 @@ def test_a_joiner_keeps_out_of_an_evaluation_that_begins_again_and_comes_in_behi
 
 
 @pytest.mark.long
-def test_one_that_is_left_of_an_evaluation_below_the_minimum_ends_it_and_trains_with_joiners(
+def test_the_last_member_of_an_evaluation_completes_it_and_trains_with_joiners(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """Two of three members are killed in it, and two replace them before it begins again."""

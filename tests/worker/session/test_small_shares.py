@@ -54,7 +54,7 @@ def test_members_are_warned_at_the_beginning(
 
 
 def test_the_smallest_batch_follows_a_change_of_the_batch_size() -> None:
-    """The epoch's other samples are divided anew, from where the change is."""
+    """The epoch's samples after the change are divided again."""
     loader = Loader((torch.zeros(20),), Order(num_samples=20, global_batch_size=6, num_epochs=2))
     sizes = ShareSizes(lambda: loader.order, 4)
     assert sizes.smallest_batch == 2

@@ -58,7 +58,7 @@ def test_a_second_step_on_a_batch_is_refused(cluster: LocalCluster, strategy: st
 @pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline", *APART])
 @pytest.mark.parametrize("place", ["in the step", "behind the step"])
-def test_a_script_that_steps_the_optimizer_is_told_who_does(
+def test_a_script_that_steps_the_optimizer_is_refused(
     cluster: LocalCluster, strategy: str, place: str
 ) -> None:
     """Otherwise each gradient would be applied twice."""
@@ -126,7 +126,7 @@ def test_an_optimizer_of_the_model_that_was_not_distributed_is_refused(
     others.step()
 
 
-def test_an_optimizer_of_an_optimizer_is_its_own_business(cluster: LocalCluster) -> None:
+def test_an_optimizer_that_wraps_another_trains_as_that_one(cluster: LocalCluster) -> None:
     """Sharpness-aware minimisation and Lookahead are written like this: the outer optimizer is
     distributed."""
 
@@ -171,7 +171,7 @@ def test_gradients_that_a_script_drops_before_they_train_anything_are_refused(
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_that_the_script_drops_between_two_passes_or_in_part_are_its_own_business(
+def test_gradients_that_a_script_drops_between_two_passes_or_in_part_stay_dropped(
     cluster: LocalCluster, to_none: bool
 ) -> None:
     """Sharpness-aware minimisation drops the first pass's gradients, which only say where the
@@ -196,7 +196,7 @@ def test_gradients_that_the_script_drops_between_two_passes_or_in_part_are_its_o
     torch.testing.assert_close(run(cluster, "ddp", body), run(cluster, "ddp", plain))
 
 
-def test_a_loop_of_batches_for_each_epoch_is_told_how_there_is_one(cluster: LocalCluster) -> None:
+def test_calling_batches_for_each_epoch_is_refused_with_the_remedy(cluster: LocalCluster) -> None:
     model, optimizer = build("sgd", "layers")
     with shoal.join(f"guard-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
         session.distribute(model, optimizer)
@@ -205,7 +205,7 @@ def test_a_loop_of_batches_for_each_epoch_is_told_how_there_is_one(cluster: Loca
             session.batches(data(), global_batch_size=24, epochs=1)
 
 
-def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalCluster) -> None:
+def test_a_second_loop_over_the_batches_is_refused_with_the_remedy(cluster: LocalCluster) -> None:
     """A script with a loop for each epoch would train in the first loop only."""
 
     def loop(session: shoal.Session, model: nn.Module, batches: Any) -> None:
@@ -217,7 +217,7 @@ def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalC
     with shoal.join(f"guard-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:
         model, optimizer = session.distribute(model, optimizer)
         batches = session.batches(data(), global_batch_size=24, epochs=1)
-        for batch in batches:  # a loop that was left did not come to its end
+        for batch in batches:  # the loop was left before its end
             with session.step():
                 session.backward(loss_of(session, model, batch))
             break
@@ -249,7 +249,7 @@ def test_a_second_loop_over_the_batches_is_told_how_there_is_one(cluster: LocalC
     ids=["swapped", "parameters", "none", "in a list"],
 )
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
-def test_what_is_no_model_or_optimizer_is_refused_by_its_type(
+def test_values_that_are_no_model_or_optimizer_are_refused_by_type(
     cluster: LocalCluster, given: Any, message: str, strategy: str
 ) -> None:
     with (
@@ -259,8 +259,8 @@ def test_what_is_no_model_or_optimizer_is_refused_by_its_type(
         session.distribute(*given(*build("sgd", "layers")), strategy=strategy)
 
 
-def test_the_optimizer_is_the_scripts_own_behind_the_session(cluster: LocalCluster) -> None:
-    """Holds too if the session ended with an error."""
+def test_the_script_may_step_the_optimizer_after_the_session(cluster: LocalCluster) -> None:
+    """Within the session a call of `step` is refused."""
     kept = []
 
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
@@ -320,7 +320,7 @@ def test_a_subclass_that_scales_by_itself_is_refused_too(cluster: LocalCluster) 
 
 
 @pytest.mark.parametrize("strategy", [*TOGETHER, *APART])
-def test_what_trains_what_the_script_says_is_left_alone(
+def test_operations_that_train_what_the_script_says_are_accepted(
     cluster: LocalCluster, strategy: str
 ) -> None:
     """Accepted: a loss times two; a scaler that is switched off, or another model's; a sum of
@@ -526,13 +526,13 @@ def test_functions_that_scale_down_the_rows_that_a_pass_uses_are_refused_at_once
         trained_with_limits(cluster, strategy, look_up)
 
 
-def test_functions_that_scale_down_rows_are_a_members_own_where_members_train_apart(
+def test_functions_that_scale_down_rows_are_accepted_under_local_sgd(
     cluster: LocalCluster,
 ) -> None:
     assert trained_with_limits(cluster, "local-sgd", nn.functional.embedding) == 2
 
 
-def test_an_error_without_a_text_is_told_by_its_name_alone() -> None:
+def test_the_reason_of_an_error_without_text_is_its_name() -> None:
     """The reason for a member that Ctrl-C ended has no colon before an empty text."""
     assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert reason_of(ValueError("bad")) == "ValueError: bad"
@@ -540,7 +540,7 @@ def test_an_error_without_a_text_is_told_by_its_name_alone() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor", "async-sgd"])
 @pytest.mark.parametrize("at_step", [0, 2])
-def test_a_layer_that_is_to_be_trained_from_some_step_on_is_refused(
+def test_changing_requires_grad_between_steps_is_refused(
     cluster: LocalCluster, strategy: str, at_step: int
 ) -> None:
     """Otherwise each member would train the layer with gradients of its own, and a joiner not at
@@ -561,7 +561,7 @@ def test_a_layer_that_is_to_be_trained_from_some_step_on_is_refused(
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp", "hsdp"])
-def test_a_derivative_of_a_derivative_is_refused_where_weights_are_let_go(
+def test_second_derivatives_are_refused_under_strategies_that_free_weights(
     cluster: LocalCluster, strategy: str
 ) -> None:
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
@@ -576,7 +576,7 @@ def test_a_derivative_of_a_derivative_is_refused_where_weights_are_let_go(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "tensor"])
-def test_gradients_of_the_inputs_are_the_scripts_to_ask_for(
+def test_gradients_of_the_inputs_do_not_change_the_step(
     cluster: LocalCluster, strategy: str
 ) -> None:
     """Adversarial training does so. These gradients do not change those of the step."""
@@ -597,7 +597,7 @@ def test_gradients_of_the_inputs_are_the_scripts_to_ask_for(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "tensor", "async-sgd"])
-def test_parameters_that_an_optimizer_is_given_on_the_way_are_refused(
+def test_parameters_added_to_an_optimizer_between_steps_are_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
     """A member that joins after that step would not train them."""
@@ -621,7 +621,7 @@ def test_parameters_that_an_optimizer_is_given_on_the_way_are_refused(
 
 @pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "tensor"])
-def test_parameters_that_are_taken_out_of_an_optimizer_on_the_way_are_refused(
+def test_parameters_removed_from_an_optimizer_between_steps_are_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
     """A member that joins after that step would go on training them."""
@@ -718,7 +718,7 @@ def test_a_parameter_that_takes_the_place_of_another_is_refused(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_part_of_the_model_is_of_the_models_own_class(
+def test_a_slice_of_the_model_has_the_models_own_class(
     cluster: LocalCluster, strategy: str
 ) -> None:
     def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
@@ -731,9 +731,8 @@ def test_a_part_of_the_model_is_of_the_models_own_class(
     run(cluster, strategy, body)
 
 
-def test_clipping_by_torch_is_refused_where_it_measures_a_part(cluster: LocalCluster) -> None:
-    """A stage's gradients have a norm of their own; under other strategies torch's clipping is
-    right."""
+def test_clipping_by_torch_is_refused_under_pipeline(cluster: LocalCluster) -> None:
+    """A stage's gradients have a norm of their own; under ddp torch clips as the session does."""
 
     def clips(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
@@ -773,7 +772,7 @@ def test_clipping_within_the_optimizers_step_is_refused(
     run(cluster, "ddp", body)
 
 
-def test_clipping_by_torch_is_refused_of_sums(cluster: LocalCluster) -> None:
+def test_clipping_by_torch_is_refused_for_losses_with_weights(cluster: LocalCluster) -> None:
     def body(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
         with session.step():
             session.backward(loss_of(session, model, batch), weight=24)
@@ -784,7 +783,7 @@ def test_clipping_by_torch_is_refused_of_sums(cluster: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize("kind", ["None", "samples", "no gradient"])
-def test_what_is_no_loss_is_refused(cluster: LocalCluster, kind: str) -> None:
+def test_values_that_are_no_loss_are_refused(cluster: LocalCluster, kind: str) -> None:
     def body(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
         with session.step():
             losses = cross_entropy(model(batch.inputs), batch.targets, reduction="none")
@@ -795,7 +794,7 @@ def test_what_is_no_loss_is_refused(cluster: LocalCluster, kind: str) -> None:
         run(cluster, "ddp", body)
 
 
-def test_a_layer_that_is_called_by_itself_where_it_is_cut(cluster: LocalCluster) -> None:
+def test_calling_sharded_layers_by_themselves_is_refused(cluster: LocalCluster) -> None:
     def body(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
         with session.step():
             session.backward(cross_entropy(model[2:](model[:2](batch.inputs)), batch.targets))

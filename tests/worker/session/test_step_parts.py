@@ -15,7 +15,7 @@ from shoal_proto.health import HealthFigures, StepParts
 
 
 def test_parts_add_up_to_the_time_from_step_to_step() -> None:
-    """From the first step on, which itself may have come after a long preparation."""
+    """Times count from the end of the first step on: a long preparation may precede it."""
     meter = StepPartsMeter()
     meter.add(StepTimes(step_s=9.0, exchange_s=3.0, loading_s=2.0), 100.0)
     assert meter.read(2.0, 100.0) is None
@@ -56,7 +56,7 @@ def test_a_wait_counts_for_the_thread_that_waits() -> None:
 
 
 def test_a_session_reports_the_parts_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each step but the first."""
+    """All steps but the first are reported."""
     reported: list[StepParts] = []
 
     def note(self: HealthReporter, figures: HealthFigures) -> None:

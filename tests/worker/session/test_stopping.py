@@ -85,7 +85,7 @@ def crew(cluster: LocalCluster, job: str, body: Body, strategy: Any) -> list[Any
         (shoal.FSDP, all_leave_the_loop),
     ],
 )
-def test_the_job_ends_finished_behind_the_same_step_on_all_members(
+def test_the_job_finishes_after_the_same_step_on_all_members(
     cluster: LocalCluster, strategy: Any, body: Body
 ) -> None:
     """The model is that of one process that stops there: no further step is taken."""
@@ -108,7 +108,7 @@ def test_the_job_ends_finished_behind_the_same_step_on_all_members(
         pass
 
 
-def test_under_local_sgd_the_round_is_ended(cluster: LocalCluster) -> None:
+def test_under_local_sgd_the_job_stops_at_the_end_of_the_round(cluster: LocalCluster) -> None:
     found = crew(
         cluster,
         f"stop-{secrets.token_hex(4)}",
@@ -118,7 +118,7 @@ def test_under_local_sgd_the_round_is_ended(cluster: LocalCluster) -> None:
     assert [step for step, _ in found] == [4] * 3
 
 
-def test_who_never_stops_together_is_refused(cluster: LocalCluster) -> None:
+def test_stop_is_refused_under_async_sgd(cluster: LocalCluster) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with shoal.join(f"stop-{secrets.token_hex(4)}", coordinator=cluster.coordinator) as session:

@@ -92,7 +92,9 @@ def test_a_second_pass_of_a_graph_is_refused(cluster: LocalCluster, strategy: st
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_tensor_that_was_written_to_is_told(cluster: LocalCluster, strategy: str) -> None:
+def test_a_write_to_a_tensor_that_backward_needs_is_reported(
+    cluster: LocalCluster, strategy: str
+) -> None:
     with pytest.raises(InvalidSpec, match=r"written to .* in step 0.*set_detect_anomaly"):
         run(cluster, strategy, written)
 
@@ -114,6 +116,6 @@ def test_a_frozen_model_among_several_is_refused(cluster: LocalCluster, strategy
     "error",
     [RuntimeError("a script's own"), KeyError("Expected more than 1 value per channel")],
 )
-def test_errors_of_others_stay_as_they_are(error: Exception) -> None:
+def test_other_errors_stay_as_they_are(error: Exception) -> None:
     state = StepState(strategy="ddp", step=0, num_samples=None, syncs_batchnorm=True)
     assert refusal_of(error, state) is None

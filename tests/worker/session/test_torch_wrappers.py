@@ -33,7 +33,7 @@ def job() -> str:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor", "pipeline"])
-def test_a_wrapper_around_what_was_distributed_is_refused(
+def test_a_wrapper_around_the_distributed_model_is_refused(
     cluster: LocalCluster, strategy: str
 ) -> None:
     """The refusal comes before the first batch too, where torch would ask for its own process
@@ -46,7 +46,7 @@ def test_a_wrapper_around_what_was_distributed_is_refused(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "local-sgd"])
-def test_in_a_step_so_is_one_around_the_scripts_own_module_or_a_part_of_it(
+def test_a_wrapper_around_the_scripts_own_module_or_a_part_is_refused_in_a_step(
     cluster: LocalCluster, strategy: str
 ) -> None:
     module, optimizer = build("sgd", "layers")
@@ -64,7 +64,7 @@ def test_in_a_step_so_is_one_around_the_scripts_own_module_or_a_part_of_it(
 
 
 @pytest.mark.usefixtures("default_group")
-def test_a_wrapped_model_is_not_distributed(cluster: LocalCluster) -> None:
+def test_distributing_a_wrapped_model_is_refused(cluster: LocalCluster) -> None:
     model, optimizer = build("sgd", "layers")
     wrapped = DistributedDataParallel(model)
     with (

@@ -35,7 +35,7 @@ def train(session: shoal.Session, net: Net, head: nn.Linear, adam: AdamW, sgd: S
 
 
 @pytest.mark.long
-def test_the_models_type_is_that_of_what_was_given(tmp_path: Path) -> None:
+def test_distribute_returns_the_types_of_its_arguments(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "mypy", "--strict", "--explicit-package-bases", str(script)]

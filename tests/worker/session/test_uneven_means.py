@@ -135,7 +135,7 @@ def test_a_sum_over_samples_is_refused(cluster: LocalCluster, strategy: str, los
         train(cluster, strategy, taking(loss))
 
 
-def test_so_is_one_with_a_weight_and_one_of_a_part(cluster: LocalCluster) -> None:
+def test_a_sum_over_samples_with_a_weight_or_of_a_part_is_refused(cluster: LocalCluster) -> None:
     def with_weight(session: Session, model: Any, batch: shoal.Batch) -> None:
         loss = sum_over_samples(model(batch.inputs), batch.targets)
         session.backward(loss, weight=len(batch.targets))
@@ -149,7 +149,7 @@ def test_so_is_one_with_a_weight_and_one_of_a_part(cluster: LocalCluster) -> Non
             train(cluster, "ddp", take)
 
 
-def test_a_sum_over_all_gathered_rows_is_the_same_on_every_member(cluster: LocalCluster) -> None:
+def test_a_sum_over_all_gathered_rows_is_accepted(cluster: LocalCluster) -> None:
     def take(session: Session, model: Any, batch: shoal.Batch) -> None:
         outputs = session.gather(model(batch.inputs))
         session.backward(sum_over_samples(outputs, session.gather(batch.targets)))
@@ -165,7 +165,7 @@ def test_a_sum_over_all_gathered_rows_is_the_same_on_every_member(cluster: Local
         pytest.param(sum_over_samples, r"a sum over samples", id="sum"),
     ],
 )
-def test_so_it_is_in_one_call(
+def test_uneven_means_and_sums_are_refused_in_forward_backward(
     cluster: LocalCluster, strategy: str, loss: Loss, refusal: str
 ) -> None:
     def take(session: Session, _: Any, batch: shoal.Batch) -> None:
@@ -178,20 +178,20 @@ def test_so_it_is_in_one_call(
 @pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("loss", [shifted, in_turn, summed, shrinking, whole, by_sample])
-def test_what_counts_alike_for_each_sample_is_a_mean_over_samples(
+def test_losses_that_weigh_each_sample_alike_are_accepted(
     cluster: LocalCluster, strategy: str, loss: Loss
 ) -> None:
     train(cluster, strategy, taking(loss))
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "local-sgd"])
-def test_where_members_have_whole_batches_or_train_apart_any_mean_will_do(
+def test_any_mean_is_accepted_if_members_have_whole_batches_or_train_apart(
     cluster: LocalCluster, strategy: str
 ) -> None:
     train(cluster, strategy, taking(by_class))
 
 
-def test_a_weight_says_what_it_is_a_mean_over(cluster: LocalCluster) -> None:
+def test_an_uneven_mean_with_its_weight_is_accepted(cluster: LocalCluster) -> None:
     def take(session: Session, model: Any, batch: shoal.Batch) -> None:
         loss = by_class(model(batch.inputs), batch.targets)
         session.backward(loss, weight=CLASS_WEIGHTS[batch.targets].sum())
@@ -210,7 +210,7 @@ def test_a_script_may_cut_its_batches_itself(cluster: LocalCluster, num_parts: i
     train(cluster, "ddp", take)
 
 
-def test_a_part_is_looked_at_by_itself(cluster: LocalCluster) -> None:
+def test_an_uneven_mean_over_a_part_is_refused(cluster: LocalCluster) -> None:
     def take(session: Session, model: Any, batch: shoal.Batch) -> None:
         for part in batch.parts(2):
             session.backward(by_class(model(part.inputs), part.targets))

@@ -16,8 +16,8 @@ def interface(root: Path, name: str, received: int, sent: int, *, is_device: boo
 
 
 def test_bytes_that_pass_through_several_interfaces_count_once(tmp_path: Path) -> None:
-    """Those of devices: a bridge has the same ones again. Without devices, as in a container, all
-    but loopback count."""
+    """Interfaces of devices count, and not bridges, which pass the same bytes. Without devices, as
+    in a container, all but loopback count."""
     interface(tmp_path, "lo", 1 << 40, 1 << 40, is_device=False)
     interface(tmp_path, "veth1", 100, 10, is_device=False)
     assert host_traffic(tmp_path) == TrafficCounts(received=100, sent=10)
@@ -26,8 +26,8 @@ def test_bytes_that_pass_through_several_interfaces_count_once(tmp_path: Path) -
     assert host_traffic(tmp_path) == TrafficCounts(received=9, sent=4)
 
 
-def test_infiniband_counts(tmp_path: Path) -> None:
-    """Its ports count in words of four bytes; IP over InfiniBand is among these."""
+def test_traffic_over_infiniband_counts(tmp_path: Path) -> None:
+    """Ports count words of four bytes. These include IP over InfiniBand, so `ib0` is left out."""
     interface(tmp_path, "eth0", 7, 3, is_device=True)
     interface(tmp_path, "ib0", 1000, 1000, is_device=True)
     counters = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters"
@@ -51,6 +51,6 @@ def test_use_is_that_since_the_last_reading(tmp_path: Path) -> None:
     assert (usage.received_bytes_per_s > 0, usage.sent_bytes_per_s) == (True, 0)
 
 
-def test_a_machine_without_these_files_has_no_traffic(tmp_path: Path) -> None:
+def test_a_machine_without_counters_has_no_traffic(tmp_path: Path) -> None:
     assert host_traffic(tmp_path) == TrafficCounts(received=0, sent=0)
     assert memory_bytes() > 1 << 20

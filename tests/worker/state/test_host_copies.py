@@ -65,7 +65,7 @@ def test_a_copy_holds_what_the_source_held_when_it_was_begun() -> None:
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 16, 100, 1 << 20])
-def test_rooms_of_any_size_copy_every_byte(batch_bytes: int) -> None:
+def test_copies_in_batches_of_any_size_copy_every_byte(batch_bytes: int) -> None:
     sources = [
         torch.randn(7, 3).T,
         torch.arange(5, dtype=torch.int64),
@@ -78,7 +78,7 @@ def test_rooms_of_any_size_copy_every_byte(batch_bytes: int) -> None:
     assert all(t.equal(s) for t, s in zip(targets, sources, strict=True))
 
 
-def test_staged_copies_are_there_on_return() -> None:
+def test_staged_copies_are_complete_on_return() -> None:
     sources = [torch.randn(4), torch.randn(2, 2, requires_grad=True)]
     targets = [torch.empty(4), torch.empty(2, 2)]
     copy_staged(targets, sources)

@@ -64,7 +64,7 @@ def test_an_inventory_arrives_as_it_was_sent(sent: Inventory) -> None:
     assert from_message(to_message(sent), 0) == sent
 
 
-def test_what_is_announced_of_holdings() -> None:
+def test_an_inventory_leaves_out_empty_chunks_and_has_scalars() -> None:
     """Empty chunks are left out; scalars are included."""
     shards = {
         W: TensorShard(
@@ -136,7 +136,7 @@ MALFORMED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", MALFORMED)
-def test_what_is_no_inventory_is_refused_with_the_rank_that_sent_it(what: str) -> None:
+def test_malformed_inventories_are_refused_with_the_rank_that_sent_them(what: str) -> None:
     """Content from a peer is never trusted."""
     content = unpack(pack(MALFORMED[what]), 2)
     with pytest.raises(MalformedMessage, match="rank 2"):
@@ -175,7 +175,9 @@ def test_damaged_bytes_are_refused(what: str) -> None:
         unpack(DAMAGED[what](pack([1, 2, 3])), 1)
 
 
-def test_a_message_does_not_unfold_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_decompresses_to_too_much_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The received message may be small."""
     monkeypatch.setattr(inventories, "MAX_TEXT_BYTES", 1 << 16)
     with pytest.raises(MalformedMessage, match="65536 bytes"):
@@ -190,7 +192,7 @@ def test_tensors_that_are_always_named_together_are_one_set() -> None:
     }
 
 
-def test_tensors_of_a_shape_are_gone_through_once_for_all_ranks() -> None:
+def test_tensors_of_one_shape_share_their_holders() -> None:
     """Ranks hold rows of many tensors: the three million chunks that a thousand ranks have of a
     large model are those of a few shapes."""
     shapes = {

@@ -28,25 +28,25 @@ def kept(started: StateShard, live: StateShard) -> PeerCheckpoints:
     return peer_checkpoints
 
 
-def test_a_live_state_is_no_use_where_nobody_knows_what_a_lost_member_held() -> None:
+def test_a_live_state_is_not_offered_if_a_lost_members_part_is_unknown() -> None:
     """The optimizer's state came with the first step; the names of a lost owner's part are
     unknown."""
     peer_checkpoints = kept(state_shard(0, "model.w"), state_shard(1, "model.w", "optim.w/m"))
     assert peer_checkpoints.held(ME | {"b"}) == []
 
 
-def test_a_live_state_counts_where_all_members_are_still_there() -> None:
+def test_a_live_state_is_offered_if_all_members_are_left() -> None:
     live = state_shard(1, "model.w", "optim.w/m")
     assert [own.step for own in kept(state_shard(0, "model.w"), live).held(ME | OTHERS)] == [1]
 
 
-def test_a_live_state_says_what_else_there_was_at_its_start() -> None:
+def test_a_live_state_lists_what_others_held_at_the_start() -> None:
     started = state_shard(8, "model.w", "optim.w/m", elsewhere=("optim.v/m",))
     (own,) = kept(started, state_shard(9, "model.w", "optim.w/m")).held(ME)
     assert own.elsewhere == {"optim.v/m"}
 
 
-def test_a_live_state_says_what_others_have_begun_to_keep_since() -> None:
+def test_a_live_state_lists_what_others_have_begun_to_keep() -> None:
     """Regression: the first gradient of a layer came after the last copy, its owner was lost, and
     the others continued with a new state for it."""
     started = state_shard(8, "model.w", "optim.w/m", "optim.w/v", elsewhere=("optim.v/m",))
@@ -57,17 +57,17 @@ def test_a_live_state_says_what_others_have_begun_to_keep_since() -> None:
     (own,) = peer_checkpoints.held(ME)
     assert own.elsewhere == {"optim.v/m", "optim.late/m", "optim.late/v"}
     (own,) = peer_checkpoints.held(ME | OTHERS)
-    assert own.elsewhere == {"optim.v/m"}, "each of them tells of what it has"
+    assert own.elsewhere == {"optim.v/m"}, "each member lists its own"
 
 
-def test_of_an_optimizer_that_keeps_nothing_nothing_is_missed() -> None:
+def test_an_optimizer_without_state_adds_no_names() -> None:
     peer_checkpoints = PeerCheckpoints(copies=0, every_steps=1)
     peer_checkpoints.start(state_shard(8, "model.w"), ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
     peer_checkpoints.stop(lambda: state_shard(9, "model.w"), stepped_by_others={"late"})
     assert [own.elsewhere for own in peer_checkpoints.held(ME)] == [frozenset()]
 
 
-def test_what_an_update_has_taken_away_is_missed() -> None:
+def test_state_that_an_interrupted_update_has_changed_is_listed_as_missing() -> None:
     """A member whose update was interrupted is still there, but the state that it held after the
     step is not."""
     peer_checkpoints = PeerCheckpoints(copies=0, every_steps=1)
@@ -78,7 +78,7 @@ def test_what_an_update_has_taken_away_is_missed() -> None:
     assert peer_checkpoints.held(ME | OTHERS) == []
 
 
-def test_what_a_member_had_alone_outlives_a_joiner_that_is_lost_at_once() -> None:
+def test_state_of_a_lone_member_outlives_a_joiner_that_is_lost_at_once() -> None:
     """Regression: the joiner took its part of the state with it. Copies make that part
     superfluous."""
 
@@ -117,7 +117,7 @@ def held_after_a_drain(leaving: tuple[int, ...]) -> set[str]:
     return {name for each in held if each.step == 5 for name in each.shards}
 
 
-def test_one_that_leaves_and_one_that_is_lost_right_behind_it_take_nothing_along() -> None:
+def test_a_leaving_member_and_a_loss_right_after_it_lose_no_state() -> None:
     """Regression: a leaving member took along its copies of another member's tensors. Until the
     others had made new copies, the loss of that member lost the state of the job."""
     for leaver in range(4):
@@ -126,20 +126,22 @@ def test_one_that_leaves_and_one_that_is_lost_right_behind_it_take_nothing_along
             left = (held for rank, held in enumerate(ranks) if rank not in (leaver, lost))
             assert set().union(*left) == {f"model.{rank}" for rank in range(4)}
     usual = run_in_memory(held_after_a_drain, 4, ())
-    assert [len(held) for held in usual] == [2] * 4, "a join makes no copy more"
+    assert [len(held) for held in usual] == [2] * 4, (
+        "without a leaving member there are no further copies"
+    )
 
 
 @pytest.mark.parametrize("leaving", list(itertools.combinations(range(4), 3)))
-def test_any_number_that_leave_at_once_leave_all_they_have(leaving: tuple[int, ...]) -> None:
+def test_members_that_leave_at_once_hand_over_all_they_have(leaving: tuple[int, ...]) -> None:
     """Regression: leaving members gave their copies to each other, and the state of the job was
     lost with them."""
     (stays,) = set(range(4)) - set(leaving)
     ranks = run_in_memory(held_after_a_drain, 4, leaving)
     assert ranks[stays] == {f"model.{rank}" for rank in range(4)}
-    assert [len(ranks[rank]) for rank in leaving] == [1] * 3, "nothing is left with who leaves"
+    assert [len(ranks[rank]) for rank in leaving] == [1] * 3, "leaving members get no copies"
 
 
-def test_the_end_waits_for_the_copy_under_way() -> None:
+def test_closing_waits_for_the_copy_in_progress() -> None:
     """Regression: the copying thread freed a tensor as the interpreter ended, and the process
     aborted."""
     closing = threading.Event()
@@ -163,7 +165,7 @@ def test_the_end_waits_for_the_copy_under_way() -> None:
     assert run_in_memory(body, 2) == [False, False]
 
 
-def test_a_snapshot_shows_once_it_is_known_what_else_there_was() -> None:
+def test_a_snapshot_is_shown_once_all_names_are_known() -> None:
     slot = StepCopies()
     slot.take(state_shard(1, "model.w", "optim.w/m"), lambda _: True)
     assert slot.shown() == []
@@ -171,7 +173,7 @@ def test_a_snapshot_shows_once_it_is_known_what_else_there_was() -> None:
     assert [own.step for own in slot.shown()] == [1]
 
 
-def test_before_the_first_step_there_is_nothing_but_the_model() -> None:
+def test_a_snapshot_of_the_model_before_the_first_step_is_shown_at_once() -> None:
     slot = StepCopies()
     slot.take(state_shard(0, "model.w"), lambda _: True)
     assert [own.step for own in slot.shown()] == [0]

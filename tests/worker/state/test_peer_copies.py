@@ -18,7 +18,9 @@ from shoal_proto.errors import InvalidSpec
 
 
 @pytest.mark.parametrize("num_copies", [1, 2])
-def test_each_keeps_the_last_two_steps_of_itself_and_of_those_before(num_copies: int) -> None:
+def test_each_rank_keeps_the_last_two_steps_of_itself_and_of_the_ranks_before(
+    num_copies: int,
+) -> None:
     """Copies are equal bit for bit, though training goes on at once, and use the same memory again
     and again. State that every rank has is not copied. Each rank knows the names of tensors that
     only others hold."""
@@ -35,7 +37,7 @@ hosts_of_ranks = st.lists(st.sampled_from("abcde"), min_size=1, max_size=24)
 
 
 @given(hosts_of_ranks, st.integers(0, 3))
-def test_copies_lie_on_other_hosts_where_that_is_possible(hosts: list[str], copies: int) -> None:
+def test_copies_are_on_other_hosts_if_that_is_possible(hosts: list[str], copies: int) -> None:
     """Ranks of a host are usually neighbours, and are lost together. Each rank receives as many
     copies as it sends."""
     found = targets_of(hosts, copies)
@@ -81,14 +83,14 @@ def test_a_generations_copies_remain_until_the_next_has_a_complete_one() -> None
         }
 
 
-def test_what_may_be_complete_everywhere_outlives_generations_that_end_at_once() -> None:
+def test_copies_that_may_be_complete_on_all_ranks_outlive_short_generations() -> None:
     """A rank does not know which copies the others have discarded for it; and no more is kept than
     can be needed."""
     for seen in run_on_gloo(2, copies_bodies.interrupted_generations):
         assert seen == [[3], [3, 4], [3, 4, 5], [3, 4, 5, 6], [3, 5, 6, 7]]
 
 
-def test_ranks_that_copy_different_steps_are_told() -> None:
+def test_ranks_that_copy_different_steps_get_an_error() -> None:
     """Copies of different steps are useless together."""
     first, second = run_on_gloo(2, copies_bodies.different_steps)
     assert first.startswith("InternalError")
@@ -119,7 +121,7 @@ def test_a_rank_lost_in_the_midst_of_a_copy_leaves_the_step_before(
         assert seen["copies_of_4"] == 0
 
 
-def test_giving_copies_up_waits_for_no_peer(tmp_path: Path) -> None:
+def test_closing_copies_waits_for_no_peer(tmp_path: Path) -> None:
     """A stopped peer delays nothing either: a member that waits for a copy is freed, and the thread
     ends when the group is cut."""
     opened = gate(tmp_path / "gate")

@@ -19,7 +19,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("shared_bytes", [0, 4096])
-def test_a_state_goes_over_from_any_cut_to_any_other(shared_bytes: int) -> None:
+def test_a_state_is_transferred_from_any_cut_to_any_other(shared_bytes: int) -> None:
     """State is equal bit for bit in every dtype, with indivisible sizes, and with a bucket for each
     part. It arrives in memory of its own or in borrowed memory; held state stays unchanged. Through
     shared memory it goes in many rounds, as slots are smaller than most tensors."""
@@ -28,12 +28,12 @@ def test_a_state_goes_over_from_any_cut_to_any_other(shared_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("shared_bytes", [0, 1 << 20])
-def test_a_large_tensor_goes_over_in_many_messages(shared_bytes: int) -> None:
+def test_a_large_tensor_is_transferred_in_many_messages(shared_bytes: int) -> None:
     """Rows are sent from their place in memory; columns are packed."""
     assert run_on_gloo(3, state_bodies.reshard_large, shared_bytes) == [True] * 3
 
 
-def test_little_is_said_where_nothing_must_travel() -> None:
+def test_few_collectives_are_made_if_nothing_must_be_sent() -> None:
     """Ranks make one collective if each has everything, two if each has its part."""
     for calls in run_on_gloo(3, state_bodies.count_calls):
         assert calls == {

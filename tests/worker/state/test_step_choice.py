@@ -82,7 +82,7 @@ def test_the_newest_whole_step_is_chosen(case: str) -> None:
     assert list(chosen.metas) == sorted(chosen.holders)
 
 
-def test_who_holds_what_is_told_by_box() -> None:
+def test_holders_are_listed_for_each_chunk() -> None:
     """A rank that holds a chunk twice, live and as a copy, counts once."""
     chosen = choose([rank(at(3, w=TOP), at(3, w=TOP)), rank(at(3, w=BOTTOM), at(3, w=TOP))])
     assert chosen.holders == {W: {TOP: [0, 1], BOTTOM: [1]}}
@@ -90,7 +90,7 @@ def test_who_holds_what_is_told_by_box() -> None:
     assert choose([rank(at(3, **FULL))] * 2).on_each(2)
 
 
-def test_a_lost_state_is_told_with_its_first_missing_parts() -> None:
+def test_the_error_for_a_lost_state_names_its_first_missing_parts() -> None:
     """The error also lists every step that was considered."""
     inventories = [
         rank(at(9, w=TOP, b=WHOLE[B]), at(7, w=LEFT, b=WHOLE[B])),

@@ -116,7 +116,7 @@ def test_any_cut_becomes_any_other(
 
 
 @pytest.mark.parametrize("how", ["whole", "rows", "columns"])
-def test_nothing_travels_where_each_has_what_it_needs(how: str) -> None:
+def test_nothing_is_sent_if_each_rank_has_what_it_needs(how: str) -> None:
     """Holds for the same ranks with the same cut."""
     given = world(SHAPES, (how, 3), (how, 3))
     plans = given.plans()
@@ -124,7 +124,7 @@ def test_nothing_travels_where_each_has_what_it_needs(how: str) -> None:
     assert not any(own.sends or own.receives for own in plans)
 
 
-def test_what_a_rank_has_in_one_box_it_keeps_in_one() -> None:
+def test_a_rank_keeps_in_one_part_what_it_has_in_one_chunk() -> None:
     """Holds although other ranks have the same elements in other chunks."""
     given = world({"a": (8, 8)}, ("rows", 4), ("rows", 4))
     held = [*given.held[:3], {"a": [Chunk.whole((8, 8)), *given.held[3]["a"]]}]
@@ -144,7 +144,7 @@ def test_what_a_rank_has_in_one_box_it_keeps_in_one() -> None:
     ],
     ids=lambda shapes: next(iter(shapes)),
 )
-def test_those_who_hold_the_same_share_the_sending(shapes: Mapping[str, tuple[int, ...]]) -> None:
+def test_ranks_that_hold_the_same_share_the_sending(shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Three ranks send 24 MB to one newcomer: a third each, within about a stripe and a row."""
     given = world(shapes, ("whole", 3), ("whole", 4))
     plans = given.plans(MEGABYTE // 4)
@@ -202,6 +202,6 @@ def anyhow(draw: st.DrawFn) -> World:
 
 @given(anyhow(), st.integers(1, 200))
 @settings(max_examples=150, deadline=None)
-def test_each_gets_every_element_once_from_one_that_has_it(given: World, stripe: int) -> None:
+def test_each_rank_gets_every_element_once_from_one_holder(given: World, stripe: int) -> None:
     """Elements are checked one by one, for chunks that overlap in any way."""
     check(given, given.plans(stripe))

@@ -85,7 +85,7 @@ def test_unequal_numbers_of_passes_are_refused_by_name(
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_parts_of_a_fixed_size_are_refused_where_shares_differ(
+def test_parts_of_a_fixed_size_are_refused_if_shares_differ(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     """100 samples on 3 members, 11 in each part: 4, 3 and 3 passes."""
@@ -115,7 +115,7 @@ def test_equal_numbers_of_passes_add_up_to_the_gradient_of_the_batch(
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "tensor", "hybrid"])
-def test_a_member_lost_between_two_parts_of_a_step(
+def test_a_step_is_taken_again_if_a_member_is_lost_between_two_parts(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     """The others take the whole step again, cut for the members that are left."""
@@ -133,7 +133,7 @@ def test_a_member_lost_between_two_parts_of_a_step(
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero1", "tensor"])
-def test_a_scaler_goes_back_with_a_step_and_to_who_joins(
+def test_a_scaler_is_rolled_back_with_a_step_and_given_to_joiners(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     """The scale is that of as many committed steps, and scaling changes no weight."""
@@ -213,7 +213,7 @@ def test_a_member_that_drops_a_gradient_alone_is_named(
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
-def test_a_schedule_that_a_joiner_began_anew_is_told(
+def test_a_schedule_that_a_joiner_began_anew_is_refused(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     """The joiner's first step is right, because it has the others' groups. Its own schedule is
@@ -258,7 +258,7 @@ def test_a_rate_that_follows_from_the_step_is_exact_over_changes(
         check_weights(schedule.finish(), run, scheduled=True)
 
 
-def test_a_schedule_that_counts_committed_steps_survives_losses(
+def test_a_schedule_that_counts_committed_steps_is_exact_over_a_drain(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     run = steps(cluster, "ddp", rates="schedule if committed", batch_size=24, desired_members=2)

@@ -54,7 +54,9 @@ def that_has_stepped(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optim
 @pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_state_that_the_optimizer_was_given_is_trained_on(strategy: str, optimizer: str) -> None:
+def test_training_starts_from_the_state_that_the_optimizer_has(
+    strategy: str, optimizer: str
+) -> None:
     build = partial(that_has_stepped, optimizer)
     expected, ranks = weights_of(build, equality.made(strategy, 3))
     for ours in ranks:
@@ -169,7 +171,7 @@ class Convolutions(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "hsdp", "fsdp-tensor", "zero1"])
-def test_weights_that_lie_channels_last(strategy: str) -> None:
+def test_channels_last_weights_train_as_in_one_process(strategy: str) -> None:
     def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         with seeded(seed):
             model = Convolutions().to(memory_format=torch.channels_last)  # type: ignore[call-overload]

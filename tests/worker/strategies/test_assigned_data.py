@@ -76,9 +76,7 @@ def by_a_rank(name: str, kind: str, assigns: Assigns) -> dict[str, Tensor]:
 @pytest.mark.parametrize("assigns", [assign, spread_vector])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("strategy", ["zero1", "ddp"])
-def test_what_is_assigned_counts_on_every_member(
-    strategy: str, kind: str, assigns: Assigns
-) -> None:
+def test_assigned_data_counts_on_every_member(strategy: str, kind: str, assigns: Assigns) -> None:
     """Regression: under zero1 owners sent, and others received, the previous contents of the
     memory."""
     expected = by_one_process(*equality.build(kind, 0), assigns)

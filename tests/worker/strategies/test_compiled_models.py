@@ -130,7 +130,7 @@ CASES = [("ddp", "behind"), ("fsdp", "before"), ("pipeline", "before")]
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_changes_of_members_compile_nothing_anew(
+def test_changes_of_members_compile_nothing_again(
     cluster: LocalCluster, tmp_path: Path, case: tuple[str, str]
 ) -> None:
     """Once both numbers of members have been seen, kills and joins compile nothing in the members
@@ -219,7 +219,7 @@ def test_stages_are_compiled_once(name: str, compiled: str, make: Callable[[], n
     original = make()
     runs = run_in_memory(_piped, 2, original, name, compiled)
     assert any(found[0] > 0 for found, _ in runs)
-    # torch 2.9 compiles a part of a stage anew in each generation: slower, with the same results.
+    # torch 2.9 compiles a part of a stage again in each generation: slower, with the same results.
     anew = compiled == "part" and TorchVersion(torch.__version__) < "2.10"
     for found, _ in runs:
         assert anew or found == [found[0]] * 3
@@ -244,7 +244,7 @@ def test_a_wrapper_around_a_distributed_model_of_stages_is_refused_in_its_first_
     run_in_memory(body, 1)
 
 
-def test_dropout_of_a_compiled_model_draws_by_place() -> None:
+def test_dropout_of_a_compiled_model_draws_by_position() -> None:
     """Masks change with the step and are those of the uncompiled model; nothing is compiled for
     them."""
     torch.manual_seed(0)

@@ -66,7 +66,7 @@ def _places() -> list[tuple[bool, str, int]]:
     return found
 
 
-def test_torch_is_told_to_offload_each_parameter() -> None:
+def test_torch_offloads_each_parameter() -> None:
     """The offload moves nothing on a CPU and pins no memory: torch refuses to pin without a GPU."""
     assert CPUOffloadPolicy().pin_memory
     for found in run_in_memory(_places, 2):
@@ -82,7 +82,7 @@ def _state_elsewhere() -> tuple[str, str, torch.dtype, torch.Size]:
     return placed.to_local().device.type, placed.device.type, placed.dtype, placed.shape
 
 
-def test_optimizer_state_stays_where_it_is() -> None:
+def test_optimizer_state_stays_on_its_device() -> None:
     for local, device, dtype, shape in run_in_memory(_state_elsewhere, 2):
         assert (local, device, dtype, shape) == ("meta", "meta", torch.float64, (4, 3))
 
@@ -101,14 +101,14 @@ def test_no_change_of_members_leaves_a_trace(cluster: LocalCluster, tmp_path: Pa
         check_no_trace(schedule, run, 1e-5)
 
 
-def test_the_plan_says_where_things_lie() -> None:
+def test_the_plan_says_that_parameters_are_in_host_memory() -> None:
     model = nn.Linear(6, 8)
     plan = shoal.plan(model, shoal.FSDP(cpu_offload=True), world_size=2)
     assert "in host memory" in str(plan)
     assert "in host memory" not in str(shoal.plan(model, "fsdp", world_size=2))
 
 
-def test_what_it_cannot_do_is_refused_by_name() -> None:
+def test_cpu_offload_is_refused_under_fsdp_tensor() -> None:
     with pytest.raises(InvalidSpec, match=r"fsdp-tensor.*cpu_offload=True"):
         shoal.FSDPTensor(cpu_offload=True)
     assert not shoal.FSDP(cpu_offload=True).unscales

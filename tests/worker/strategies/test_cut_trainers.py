@@ -93,7 +93,7 @@ def test_a_trainer_that_comes_late_to_a_group_that_is_cut_is_freed() -> None:
     assert not freeing()
 
 
-def test_a_trainer_that_does_not_stop_is_told_of_with_where_it_is() -> None:
+def test_a_trainer_that_does_not_stop_is_logged_with_its_stack() -> None:
     """The line shows where the trainer is, for the analysis of its expulsion because of a hang."""
     with capture_logs() as logs:
         cut = Cut()

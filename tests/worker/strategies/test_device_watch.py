@@ -42,7 +42,7 @@ class Watched:
         self.looked.release()
 
 
-def test_a_device_that_stands_for_too_long_is_a_hang() -> None:
+def test_a_device_that_is_stalled_for_too_long_counts_as_hung() -> None:
     watched = Watched(lambda: 0.0)
     assert watched.hung.wait(unhurried(10.0))
     watched.watch.close()

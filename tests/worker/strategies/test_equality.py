@@ -80,7 +80,7 @@ def run_of(optimizer: str, **options: object) -> Run:
     return Run(build=partial(build, optimizer), loader=loader, loss=loss, **options)  # type: ignore[arg-type]
 
 
-# torch's DDP has to be told that a parameter may get no gradient.
+# torch's DDP needs an option for parameters that may get no gradient.
 STRATEGIES: Mapping[str, Callable[..., Strategy]] = {
     "ddp": partial(shoal.DDP, find_unused_parameters=True),
     "zero1": partial(shoal.Zero1, find_unused_parameters=True, copies=0),

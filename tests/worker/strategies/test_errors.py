@@ -56,7 +56,7 @@ def expect_planted(schedule: Schedule, rank: Rank, place: str) -> None:
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_whoever_raises_leaves_and_the_others_train_on(
+def test_members_that_raise_leave_and_the_others_train_on(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     run = run_of(cluster, strategy, len(PLACES))
@@ -69,7 +69,7 @@ def test_whoever_raises_leaves_and_the_others_train_on(
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
-def test_whoever_raises_in_a_round_leaves_and_the_others_train_it_again(
+def test_members_that_raise_in_a_round_leave_and_the_others_repeat_it(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     run = LocalRun(

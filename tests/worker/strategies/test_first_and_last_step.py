@@ -28,7 +28,7 @@ STRATEGIES: list[tuple[str, Mapping[str, Any]]] = [
 @pytest.mark.sampled()
 @pytest.mark.parametrize("fault", ["behind the last batch", "in the first step"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_the_result_is_that_of_one_process_though_one_is_killed(
+def test_the_result_is_that_of_one_process_though_a_member_is_killed(
     cluster: LocalCluster, strategy: tuple[str, Mapping[str, Any]], fault: str
 ) -> None:
     name, options = strategy
@@ -49,7 +49,7 @@ def test_the_result_is_that_of_one_process_though_one_is_killed(
 
 
 @pytest.mark.long
-def test_a_call_behind_the_last_batch_gives_no_earlier_model(
+def test_a_call_after_the_last_batch_gives_no_earlier_model(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """The state goes back to a checkpoint, since there are no copies, but the loop that would train

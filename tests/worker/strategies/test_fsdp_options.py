@@ -31,7 +31,7 @@ def model() -> nn.Module:
         *(("hsdp", shoal.HSDP), ("fsdp-tensor", shoal.FSDPTensor)),
     ],
 )
-def test_found_by_name(name: str, kind: type[FSDP]) -> None:
+def test_sharded_strategies_are_found_by_name(name: str, kind: type[FSDP]) -> None:
     found = find_strategy(name)
     assert type(found) is kind
     assert found.name == name
@@ -46,7 +46,7 @@ def test_an_optimizer_that_may_need_whole_parameters_is_refused(kind: Any) -> No
     assert "elementwise_optimizer=True" in refused.value.fix
 
 
-def test_an_optimizer_that_is_vouched_for_is_taken() -> None:
+def test_an_optimizer_that_the_user_vouches_for_is_accepted() -> None:
     built = model()
     optimizer = Own(built.parameters(), lr=0.1)
     FSDP(elementwise_optimizer=True).check(built, optimizer)
@@ -57,7 +57,7 @@ def test_an_optimizer_that_is_vouched_for_is_taken() -> None:
 TELLING = sorted(ELEMENTWISE - {torch.optim.ASGD}, key=lambda kind: kind.__name__)
 
 
-def test_an_optimizer_that_cannot_step_on_the_meta_device_is_told_of() -> None:
+def test_an_optimizer_that_cannot_step_on_the_meta_device_is_refused_in_planning() -> None:
     """ASGD reads its own numbers in a step; it trains all the same."""
     built = model()
     optimizer = torch.optim.ASGD(built.parameters(), lr=0.1)
@@ -67,7 +67,7 @@ def test_an_optimizer_that_cannot_step_on_the_meta_device_is_told_of() -> None:
 
 
 @pytest.mark.parametrize("kind", TELLING)
-def test_state_of_each_elementwise_optimizer_can_be_told(kind: Any) -> None:
+def test_state_of_each_elementwise_optimizer_can_be_planned(kind: Any) -> None:
     """State of as many elements as this rank has, and perhaps a count of steps."""
     built = model()
     optimizer = kind(built.parameters(), lr=0.1)
@@ -108,13 +108,13 @@ def test_members_must_have_the_same_options() -> None:
         *((4, 2, 2), (9, 2, 3), (8, None, 8)),
     ],
 )
-def test_nobody_holds_more_than_was_asked_for_in_any_world(
+def test_a_copy_has_the_fewest_ranks_from_shard_on_that_divide_the_world(
     world_size: int, shard: int | None, expected: int
 ) -> None:
     assert ranks_of_copy(world_size, shard) == expected
 
 
-def test_members_that_cut_the_model_in_other_ways_do_not_meet() -> None:
+def test_the_shard_is_an_option_that_members_must_share() -> None:
     assert shoal.HSDP(shard=2).options() != shoal.HSDP(shard=4).options()
     assert "shard" not in shoal.FSDP().options()
 
@@ -123,13 +123,13 @@ def test_members_that_cut_the_model_in_other_ways_do_not_meet() -> None:
     ("world_size", "tensor", "expected"),
     [(8, 4, 4), (9, 4, 3), (6, 4, 3), (7, 4, 1), (4, 2, 2), (3, 2, 1), (2, 4, 2), (1, 2, 1)],
 )
-def test_layers_are_split_over_what_divides_the_members(
+def test_layers_are_split_over_the_largest_degree_that_divides_the_world(
     world_size: int, tensor: int, expected: int
 ) -> None:
     assert tensor_degree(world_size, tensor) == expected
 
 
-def test_what_split_layers_cannot_do_is_refused_by_name() -> None:
+def test_plans_and_vouched_optimizers_are_refused_under_fsdp_tensor() -> None:
     with pytest.raises(InvalidSpec, match="fsdp-tensor"):
         shoal.plan(model(), shoal.FSDPTensor(), world_size=2)
     with pytest.raises(InvalidSpec, match="elementwise"):
@@ -138,7 +138,7 @@ def test_what_split_layers_cannot_do_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("as_stored", [False, True])
-def test_what_gradients_are_summed_up_in_by_themselves(
+def test_the_default_dtype_of_summed_gradients_follows_torchs_release(
     as_stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dtype depends on the release of torch; members of releases that differ do not train

@@ -23,7 +23,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen_behind_steps_without_one(change: str) -> None:
+def test_a_change_is_seen_after_steps_without_one(change: str) -> None:
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.1)
     group = optimizer.param_groups[0]
     if "tensor" in change:
@@ -39,7 +39,7 @@ def test_a_change_is_seen_behind_steps_without_one(change: str) -> None:
     assert not hyperparameters.again(0)
 
 
-def test_what_is_equal_stays_what_it_was() -> None:
+def test_equal_settings_stay_the_same_object() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     hyperparameters = Hyperparameters(optimizer)
     before = hyperparameters.now()

@@ -105,7 +105,7 @@ def test_nothing_is_read_before_it_has_arrived(strategy: str, clips: bool) -> No
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", OF_FOUR)
-def test_nothing_is_read_too_early_where_some_ranks_meet(strategy: str) -> None:
+def test_nothing_is_read_before_it_has_arrived_in_groups_of_some_ranks(strategy: str) -> None:
     """Includes ranks of a copy, of the same rows and of a layer, and neighbouring stages."""
     run = Run(build=build, loader=loader, loss=loss, num_steps=4)
     expected = run_in_memory(by_a_rank, 4, run, OF_FOUR[strategy])
@@ -179,7 +179,7 @@ def test_no_step_is_committed_with_half_of_a_collective(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "tensor"])
-def test_what_an_aborted_collective_left_is_no_gradient_of_a_member(strategy: str) -> None:
+def test_contents_of_an_aborted_collective_are_no_fault_of_a_member(strategy: str) -> None:
     """The contents may be anything; a member that took them for a fault of its own would leave its
     job."""
     with late_groups(left=float("nan")):
@@ -189,7 +189,7 @@ def test_what_an_aborted_collective_left_is_no_gradient_of_a_member(strategy: st
     assert cut == (1, True)
 
 
-def test_half_of_an_update_is_nobodys_state() -> None:
+def test_a_member_that_is_cut_within_an_update_offers_no_state() -> None:
     """ZeRO-1 sends each owner's updates after the update."""
     with late_groups():
         cut, other = run_in_memory(

@@ -56,7 +56,7 @@ def check_equal_to_the_twin(
 @pytest.mark.sampled()
 @pytest.mark.parametrize("num_more", [0, 2])
 @pytest.mark.parametrize(("strategy", "optimizer"), [("local-sgd", "sgd"), ("diloco", "adamw")])
-def test_changes_leave_no_trace_but_who_trained_which_round(
+def test_changes_affect_only_which_members_train_each_round(
     cluster: LocalCluster, tmp_path: Path, strategy: str, optimizer: str, num_more: int
 ) -> None:
     """Kills, joins and drains are drawn from a seed. The twin knows only the members of each round.
@@ -95,7 +95,7 @@ def test_changes_leave_no_trace_but_who_trained_which_round(
         pytest.param("local-sgd", "stop in backward", 8, marks=pytest.mark.long),
     ],
 )
-def test_survivors_go_back_to_the_last_meeting_and_train_its_round_again(
+def test_survivors_go_back_to_the_start_of_the_round_and_train_it_again(
     cluster: LocalCluster, strategy: str, fault: str, at_step: int
 ) -> None:
     """The loss may come anywhere in a round; at step 9 the others wait at its end."""

@@ -107,7 +107,7 @@ def test_each_token_counts_alike(
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
-def test_what_divides_by_no_tokens_counts_for_nothing(strategy: str) -> None:
+def test_a_loss_over_no_tokens_counts_for_nothing(strategy: str) -> None:
     world_size = 2 if strategy == "tensor" else 3
     made, expected = equality.made(strategy, world_size), by_tokens_alone(math.inf)
     for ours in run_in_memory(by_tokens, world_size, made, 3, math.inf, masked_loss):
@@ -172,7 +172,9 @@ def test_compressed_gradients_are_refused(strategy: Callable[..., Strategy]) -> 
 
 
 @pytest.mark.parametrize("strategy", [shoal.LocalSGD, shoal.AsyncSGD])
-def test_strategies_that_cannot_say_so(strategy: Callable[..., Strategy]) -> None:
+def test_weights_of_losses_are_refused_under_local_sgd_and_async_sgd(
+    strategy: Callable[..., Strategy],
+) -> None:
     model, _ = equality.build("sgd", 0)
     with pytest.raises(InvalidSpec, match=r"only.*zero3, fsdp, hsdp, tensor, fsdp-tensor"):
         strategy().backward_by_weight(model.idle.sum(), 3.0)  # type: ignore[operator,union-attr]

@@ -27,7 +27,7 @@ def parameters() -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("where")
-def test_nothing_is_found_where_nothing_was_written() -> None:
+def test_nothing_is_found_if_nothing_was_written() -> None:
     watch = ParameterWatch(parameters())
     watch.mark()
     assert watch.changed(closely=True) == set()
@@ -35,7 +35,7 @@ def test_nothing_is_found_where_nothing_was_written() -> None:
 
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("name", [*map(str, DTYPES), "nan"])
-def test_a_write_by_way_of_data_is_found_closely(name: str) -> None:
+def test_a_close_check_finds_a_write_through_data(name: str) -> None:
     held = parameters()
     watch = ParameterWatch(held)
     watch.mark()
@@ -46,7 +46,7 @@ def test_a_write_by_way_of_data_is_found_closely(name: str) -> None:
 
 
 @pytest.mark.usefixtures("where")
-def test_other_memory_is_found_closely() -> None:
+def test_a_close_check_finds_other_memory() -> None:
     held = parameters()
     watch = ParameterWatch(held)
     watch.mark()
@@ -55,7 +55,7 @@ def test_other_memory_is_found_closely() -> None:
 
 
 @pytest.mark.usefixtures("where")
-def test_every_parameter_has_its_turn() -> None:
+def test_quick_checks_find_a_write_to_each_parameter_in_turn() -> None:
     held = parameters()
     watch = ParameterWatch(held)
     found: set[str] = set()

@@ -154,7 +154,7 @@ WAYS = [
         *(("pipeline", ways, text.replace("saw 1 by", "saw 1 or more by")) for ways, text in WAYS),
     ],
 )
-def test_members_that_cut_a_step_differently_are_told(
+def test_members_that_cut_a_step_differently_are_refused(
     strategy: str, ways: Sequence[Sequence[int]], words: str
 ) -> None:
     """Members all get the error before any commits the step, whether or not the step before was

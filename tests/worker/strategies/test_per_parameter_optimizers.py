@@ -60,7 +60,7 @@ def test_an_optimizer_that_may_need_all_parameters_is_refused(
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, ByTensor])
-def test_one_that_needs_a_whole_parameter_at_a_time_is_taken_where_they_are_whole(
+def test_an_optimizer_that_needs_whole_parameters_is_accepted_if_they_are_whole(
     kind: Any,
 ) -> None:
     for strategy in (shoal.Zero1(), shoal.Pipeline(), shoal.Hybrid(tensor=1)):
@@ -71,7 +71,7 @@ def test_one_that_needs_a_whole_parameter_at_a_time_is_taken_where_they_are_whol
         shoal.Hybrid().distribute(built, kind(built.parameters(), lr=0.1))
 
 
-def test_an_optimizer_that_is_vouched_for_is_taken() -> None:
+def test_an_optimizer_that_the_user_vouches_for_is_accepted() -> None:
     vouched = (
         shoal.Zero1(per_parameter_optimizer=True),
         shoal.Pipeline(per_parameter_optimizer=True),

@@ -129,7 +129,7 @@ def test_tensors_within_a_value_arrive_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_arrive_is_refused_by_name(name: str) -> None:
+def test_values_that_cannot_be_transferred_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedOptimizer, match=r"state 'odd.* of 0\.weight"):
         taken(REFUSED[name]())
 
@@ -190,7 +190,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 @pytest.mark.sampled()
 @pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize("strategy", ALONE)
-def test_training_goes_on_from_a_checkpoint_with_the_very_values(
+def test_training_continues_from_a_checkpoint_with_equal_values(
     strategy: str, tmp_path: Path
 ) -> None:
     """The optimizer checks the values in each step."""
@@ -208,15 +208,17 @@ def test_training_goes_on_from_a_checkpoint_with_the_very_values(
 @pytest.mark.parametrize(
     ("first", "second"), [("zero1", "ddp"), ("ddp", "fsdp"), ("fsdp", "zero1")]
 )
-def test_values_go_from_strategy_to_strategy(first: str, second: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_strategy_gives_its_values_to_another(
+    first: str, second: str, tmp_path: Path
+) -> None:
     train(first, Keeps, tmp_path, 1)
     train(second, Keeps, tmp_path, 2)
     assert max(complete(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("strategy", ALONE)
-def test_settings_stay_what_they_were(strategy: str, tmp_path: Path) -> None:
-    """Settings include a schedule by NumPy, and tensors of any dtype."""
+def test_settings_are_kept_in_a_checkpoint(strategy: str, tmp_path: Path) -> None:
+    """Settings include a rate computed by NumPy, and a tensor in double precision."""
     found: list[dict[str, Any]] = []
     settings = {
         "lr": np.interp(1, [0, 4], [0.0, 0.1]),
@@ -245,7 +247,7 @@ def test_settings_stay_what_they_were(strategy: str, tmp_path: Path) -> None:
     assert repr(found[0]) == repr(expected)
 
 
-def test_plain_torch_finds_the_values(tmp_path: Path) -> None:
+def test_plain_torch_reads_the_values(tmp_path: Path) -> None:
     train("zero1", Keeps, tmp_path, 1)
     state: dict[str, Any] = {
         "optim": {"state": {"0.weight": {**plain_values(1), "history": [torch.zeros(4, 3)] * 2}}}
@@ -311,7 +313,7 @@ def test_a_buffer_that_cannot_be_handed_over_is_refused_before_training(
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_a_tensor_that_grows_is_refused_where_copies_of_several_steps_hold_it(
+def test_a_state_tensor_that_changes_its_dtype_is_refused_if_peers_keep_copies(
     strategy: str,
 ) -> None:
     class Grows(torch.optim.SGD):
@@ -335,7 +337,7 @@ def test_a_tensor_that_grows_is_refused_where_copies_of_several_steps_hold_it(
 
 
 @pytest.mark.parametrize("strategy", ALONE)
-def test_state_of_what_is_no_parameter_is_refused(strategy: str) -> None:
+def test_optimizer_state_of_other_keys_than_parameters_is_refused(strategy: str) -> None:
     class Counts(torch.optim.SGD):
         elementwise = per_parameter = True
 
@@ -347,7 +349,7 @@ def test_state_of_what_is_no_parameter_is_refused(strategy: str) -> None:
         train(strategy, lambda parameters: Counts(parameters, lr=0.1), None, 1)
 
 
-# --- with others ---
+# --- several members ---
 
 
 @pytest.mark.long
@@ -377,7 +379,7 @@ def test_values_go_to_newcomers_and_come_back_from_copies(
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "ddp", "pipeline"])
-def test_several_members_go_on_from_a_checkpoint_with_the_very_values(
+def test_several_members_continue_from_a_checkpoint_with_equal_values(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     directory = tmp_path / "checkpoints"
@@ -406,7 +408,7 @@ def elastic_again(run: Any) -> Any:
 @pytest.mark.sampled()
 @pytest.mark.parametrize("optimizer", ["slips at once", "slips later"])
 @pytest.mark.parametrize("strategy", ["zero1", "ddp", "fsdp", "pipeline"])
-def test_all_members_refuse_alike_what_one_of_them_keeps(
+def test_all_members_refuse_state_that_cannot_be_transferred(
     cluster: LocalCluster, tmp_path: Path, strategy: str, optimizer: str
 ) -> None:
     run = elastic(cluster, "slips", desired_members=2, strategy=strategy, optimizer=optimizer)

@@ -46,7 +46,7 @@ def test_a_checkpoint_of_one_strategy_and_world_size_is_read_by_another(
 
 
 @pytest.mark.long
-def test_training_goes_on_where_checkpoints_cannot_be_written(
+def test_training_goes_on_though_checkpoints_cannot_be_written(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """The result is delivered, and then the error of the last checkpoint."""
@@ -69,7 +69,7 @@ def test_training_goes_on_where_checkpoints_cannot_be_written(
             assert rank.expect("raised")["error"] == "CheckpointFailed"
 
 
-def test_a_checkpoint_that_is_read_is_told_of_once(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_read_is_logged_once(tmp_path: Path) -> None:
     def trained(strategy: str, num_epochs: int) -> None:
         model = torch.nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -72,7 +72,6 @@ def live_for_a_generation(strategy: SynchronousStrategy, number: int, batches: L
 
 
 @pytest.mark.long
-@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_generation_leaves_no_descriptor_and_no_thread(name: str) -> None:

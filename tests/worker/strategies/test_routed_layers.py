@@ -82,7 +82,7 @@ def test_layers_that_some_members_leave_out_are_refused(strategy: str, by_rank: 
     ],
     ids=["fsdp", "zero2", "hsdp", "fsdp-tensor"],
 )
-def test_a_layer_that_one_member_leaves_out_is_refused_where_memory_is_shared(
+def test_a_layer_that_one_member_leaves_out_is_refused_in_shared_memory(
     made: tuple[type[LayoutStrategy], dict[str, Any]], world_size: int, where: str
 ) -> None:
     """Members all refuse by name, in a step and in an evaluation. Regression: some ended with an

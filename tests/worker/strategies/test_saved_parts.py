@@ -39,7 +39,7 @@ def test_a_script_that_saves_its_model_saves_the_whole_or_is_refused(name: str) 
     run_in_memory(shown_to_script, WORLD_SIZE, name)
 
 
-def test_a_model_that_is_cut_nowhere_may_be_saved() -> None:
+def test_a_model_that_stays_whole_may_be_saved() -> None:
     def body() -> list[str]:
         strategy = equality.shoal.TensorParallel(copies=0)
         entered(equality.run_of("sgd"), strategy)

@@ -86,7 +86,7 @@ def through_two_generations(strategy_name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
-def test_what_was_set_on_modules_stays(strategy: str) -> None:
+def test_attributes_set_on_modules_stay_in_the_next_generation(strategy: str) -> None:
     run_in_memory(through_two_generations, 2, strategy)
 
 

@@ -63,7 +63,7 @@ def test_a_short_wait_writes_nothing() -> None:
     assert store.num_keys() == 0
 
 
-def test_who_has_gone_on_is_not_held_to_where_it_was() -> None:
+def test_a_wait_that_has_ended_is_not_compared_with_the_next() -> None:
     """A wait that ended well leaves nothing with which the next one could be compared."""
     store = dist.HashStore()
     members = crew(store)
@@ -124,15 +124,15 @@ def test_members_that_a_network_holds_up_are_not_refused(layers: list[list[int]]
     assert stood(splitting(dist.HashStore(), layers)) == [False] * 3
 
 
-def test_who_waits_shortly_tells_nothing_of_layers() -> None:
+def test_a_short_wait_for_a_layer_writes_nothing() -> None:
     store = dist.HashStore()
     for each in splitting(store, [[0], [0, 1], [1]]):
         assert not each.look(STEP, 0.0, LOOK_AFTER_S / 2)
     assert store.num_keys() == 0
 
 
-def test_it_is_found_before_a_short_limit_ends_the_generation() -> None:
-    """Regression: with a limit of 4 s some members learned of it, and others began anew without
+def test_a_wait_in_vain_is_found_before_a_short_limit_ends_the_generation() -> None:
+    """Regression: with a limit of 4 s some members learned of it, and others started again without
     it."""
     store, limit_s = dist.HashStore(), 4.0
     members = [
@@ -142,6 +142,6 @@ def test_it_is_found_before_a_short_limit_ends_the_generation() -> None:
     found = [False] * len(members)
     for look in range(1, 11):
         for rank, (each, place) in enumerate(zip(members, (STEP, CALL, STEP), strict=True)):
-            # They check a few times a second, and did not all come at the same time.
+            # Members check a few times a second, and began to wait at different times.
             found[rank] |= each.look(place, look * limit_s / 20 + rank * 0.1)
     assert found == [True] * 3

@@ -29,7 +29,7 @@ def at(num_calls: int, state: str = "") -> ScriptPosition:
     )
 
 
-def test_a_call_is_made_anew_by_all_who_are_in_it() -> None:
+def test_a_call_is_made_again_by_all_members_in_it() -> None:
     crew = [at(1, "in"), at(1, "in")]
     assert met((STEP, crew[0]), (STEP, crew[1])) == ["again", "again"]
     assert [each.num_calls for each in crew] == [1, 1]
@@ -38,13 +38,13 @@ def test_a_call_is_made_anew_by_all_who_are_in_it() -> None:
 @pytest.mark.parametrize(
     "other", [(-1, at(0)), (STEP - 1, at(0)), (STEP, at(1, "returned"))], ids=str
 )
-def test_who_is_not_in_the_call_keeps_out_of_it(other: tuple[int, ScriptPosition]) -> None:
+def test_a_member_that_is_not_in_the_call_takes_no_part(other: tuple[int, ScriptPosition]) -> None:
     """The other member is a joiner, one that did not commit the step, or one that has the result
     already."""
     assert met((STEP, at(1, "in")), other) == ["again", "away"]
 
 
-def test_a_result_that_anybody_has_confirmed_is_everybodys() -> None:
+def test_a_result_that_one_member_has_confirmed_holds_for_all() -> None:
     crew = [at(2), at(1, "returned"), at(2, "in")]
     assert met(*((STEP, each) for each in crew)) == ["away", "on", "again"]
     assert (crew[1].num_calls, crew[1].unconfirmed) == (2, False)
@@ -69,7 +69,7 @@ def test_a_committed_step_settles_what_was_before_it() -> None:
     assert position.words(STEP, has_state=True) == [STEP, 0, 0, 0, 0]
 
 
-def test_a_wish_to_stop_reaches_all_who_meet_and_holds_where_it_was_said() -> None:
+def test_a_request_to_stop_reaches_all_members_and_keeps_its_step() -> None:
     """The state may go back for it: then the steps in between are taken again, and no further
     ones."""
     crew = [at(0), at(0), at(0)]
@@ -78,7 +78,7 @@ def test_a_wish_to_stop_reaches_all_who_meet_and_holds_where_it_was_said() -> No
     assert {each.stop_at for each in crew} == {STEP}
 
 
-def test_a_wish_within_a_step_that_did_not_happen_is_none() -> None:
+def test_a_request_to_stop_in_a_step_that_did_not_happen_is_dropped() -> None:
     position = at(0)
     position.stop(STEP + 1, "enough")
     position.undo(STEP)

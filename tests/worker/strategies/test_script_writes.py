@@ -189,7 +189,7 @@ def written_late(name: str, writes: Writes) -> bool:
 
 
 @pytest.mark.parametrize("writes", [perturb, follow])
-def test_what_cannot_be_taken_back_is_no_state(writes: Writes) -> None:
+def test_a_member_with_writes_that_cannot_be_undone_has_no_state(writes: Writes) -> None:
     """The script did not write from its first step on: no copy exists from before its first write.
     The member then does not claim to hold the state of the last committed step."""
     assert run_in_memory(written_late, 2, "ddp", writes) == [False, False]
@@ -337,7 +337,7 @@ def replaced(name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_buffer_is_not_replaced_by_one_of_another_shape(strategy: str) -> None:
+def test_replacing_a_buffer_by_one_of_another_shape_is_refused(strategy: str) -> None:
     with pytest.raises(InvalidSpec, match="another tensor replaced a module's buffer 'heat'"):
         run_in_memory(replaced, 2, strategy, (2,))
 
@@ -399,7 +399,7 @@ def embedded(name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
-def test_an_embedding_with_limited_norms_is_refused_where_it_is_gathered(strategy: str) -> None:
+def test_an_embedding_with_limited_norms_is_refused_if_it_is_gathered(strategy: str) -> None:
     """The embedding writes to its weights in the forward pass."""
     with pytest.raises(InvalidSpec, match=r"writes to 0\.weight"):
         run_in_memory(embedded, 2, strategy)
@@ -413,7 +413,7 @@ def test_an_embedding_with_limited_norms_is_refused_where_it_is_gathered(strateg
         ("tensor", {"min_split_bytes": 0}),
     ],
 )
-def test_a_member_is_killed_in_the_midst_of_writes(
+def test_a_kill_during_writes_leaves_the_result_of_one_process(
     cluster: LocalCluster, strategy: str, options: dict[str, int]
 ) -> None:
     """The others take the step again as if it had never begun: weights, the weights that follow

@@ -80,7 +80,7 @@ def test_weights_are_those_of_one_process(name: str, world_size: int, whole: boo
         assert difference(ours, expected) < TOLERANCE
 
 
-def test_without_gathering_they_are_others() -> None:
+def test_without_gathering_weights_differ_from_those_of_one_process() -> None:
     model, optimizer = Run.build(0)
     for step in range(NUM_STEPS):
         shares = [loader().synchronous(step, index, 3) for index in range(3)]

@@ -31,7 +31,7 @@ from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, UnequalPasses
 
 TOLERANCE = 1e-5
-NUM_STEPS, BATCH = 20, 24
+NUM_STEPS, BATCH = FIRST_STEPS + 2, 24
 
 
 def entered(name: str) -> tuple[SynchronousStrategy, Pair, tuple[int, int]]:
@@ -88,9 +88,7 @@ def trained(name: str, way: str) -> dict[str, Tensor]:
     ("strategy", "world_size"),
     [("ddp", 3), ("zero1", 3), ("zero2", 2), ("fsdp", 3), ("fsdp", 1), ("ddp", 1)],
 )
-def test_both_learn_what_they_learn_in_one_process(
-    strategy: str, world_size: int, way: str
-) -> None:
+def test_two_models_train_as_in_one_process(strategy: str, world_size: int, way: str) -> None:
     expected = gan_bodies.one_process(way, NUM_STEPS, BATCH)
     for ours in run_in_memory(trained, world_size, strategy, way):
         assert difference(ours, expected) < TOLERANCE
@@ -98,7 +96,7 @@ def test_both_learn_what_they_learn_in_one_process(
 
 @pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
-def test_both_learn_the_same_over_collectives_that_are_done_before_they_bring_anything(
+def test_two_models_train_the_same_over_collectives_that_seem_done_early(
     strategy: str,
 ) -> None:
     """NCCL's collectives behave like this."""
@@ -107,9 +105,6 @@ def test_both_learn_the_same_over_collectives_that_are_done_before_they_bring_an
         late = run_in_memory(trained, 2, strategy, WAYS[0])
     for ours, theirs in zip(late, expected, strict=True):
         assert difference(ours, theirs) == 0
-
-
-NUM_STEPS = FIRST_STEPS + 2
 
 
 def _undone(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -172,9 +167,7 @@ def _undone_writes(name: str, write: str) -> bool:
 
 @pytest.mark.parametrize("write", ["in place", "replace", "behind"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_writes_to_state_are_taken_back_with_the_step_of_an_update(
-    strategy: str, write: str
-) -> None:
+def test_writes_to_state_are_undone_with_the_step_of_an_update(strategy: str, write: str) -> None:
     """Regression: writes in place before an update left a member without state."""
     assert run_in_memory(_undone_writes, 2, strategy, write) == [True, True]
 
@@ -190,7 +183,7 @@ def _momentum(optimizer: Optimizer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_an_update_within_a_step_is_taken_back_with_it(strategy: str) -> None:
+def test_an_update_within_a_step_is_undone_with_it(strategy: str) -> None:
     for before, behind in run_in_memory(_undone, 2, strategy):
         assert before.keys() == behind.keys()
         assert all(torch.equal(before[key], behind[key]) for key in before)
@@ -214,7 +207,7 @@ def _told(name: str) -> str:
     raise AssertionError("both passes were made")
 
 
-def test_members_that_train_different_models_are_told() -> None:
+def test_members_that_train_different_models_are_refused() -> None:
     """The error comes before anything of a gradient is sent."""
     errors = run_in_memory(_told, 2, "ddp")
     assert len(set(errors)) == 1
@@ -241,7 +234,7 @@ def adversarial(cluster: LocalCluster, strategy: str, **changes: Any) -> Adversa
         pytest.param("ddp", "by step", marks=pytest.mark.nightly),
     ],
 )
-def test_a_kill_and_a_join_leave_no_trace_in_either(
+def test_a_kill_and_a_join_leave_no_trace_in_either_model(
     cluster: LocalCluster, tmp_path: Path, strategy: str, way: str
 ) -> None:
     options = {"shard": 2} if strategy == "hsdp" else {}
@@ -256,7 +249,9 @@ def test_a_kill_and_a_join_leave_no_trace_in_either(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
-def test_both_go_on_from_a_checkpoint(cluster: LocalCluster, tmp_path: Path, strategy: str) -> None:
+def test_both_models_continue_from_a_checkpoint(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
     options = {"shard": 2} if strategy == "hsdp" else {}
     run = adversarial(cluster, strategy, checkpoints=str(tmp_path / "checkpoints"), options=options)
     with Ranks() as ranks:
@@ -298,7 +293,9 @@ def one() -> tuple[nn.Module, Optimizer]:
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline", "hybrid", "local-sgd", "async-sgd"])
-def test_strategies_that_train_one_model_say_so(cluster: LocalCluster, strategy: str) -> None:
+def test_strategies_that_train_one_model_refuse_several(
+    cluster: LocalCluster, strategy: str
+) -> None:
     pairs = [one(), one()]
     models, optimizers = [m for m, _ in pairs], [o for _, o in pairs]
     refused = pytest.raises(InvalidSpec, match=f"strategy {strategy} trains one model.*ddp, zero1")
@@ -328,7 +325,7 @@ def _shared_parameter() -> tuple[Any, Any]:
     ],
     ids=["shared layer", "shared parameter", "none", "name", "not the model's"],
 )
-def test_what_cannot_be_trained_apart_is_refused(
+def test_models_that_cannot_be_trained_separately_are_refused(
     cluster: LocalCluster, made: Callable[[], tuple[Any, Any]], words: str
 ) -> None:
     models, optimizers = made()
@@ -336,7 +333,9 @@ def test_what_cannot_be_trained_apart_is_refused(
         session.distribute(models, optimizers)
 
 
-def test_what_is_left_open_is_refused_and_nothing_trained_by_it(cluster: LocalCluster) -> None:
+def test_ambiguous_calls_with_several_optimizers_are_refused_and_train_nothing(
+    cluster: LocalCluster,
+) -> None:
     """Tested in a step of both models, and in one of a model that two optimizers train."""
     pair, (other, of_other) = gan_bodies.pair(), one()
     bias = SGD([pair.discriminator[0].bias], lr=0.1)

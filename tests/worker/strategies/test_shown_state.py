@@ -70,7 +70,7 @@ def test_every_member_shows_the_same_running_statistics(name: str) -> None:
     assert ranks[0]["1.num_batches_tracked"] > 0
     for found in ranks[1:]:
         assert all(torch.equal(found[key], ranks[0][key]) for key in ranks[0])
-    if name in ("zero1", "zero2", "fsdp", "hybrid"):  # these ask the others anyway
+    if name in ("zero1", "zero2", "fsdp", "hybrid"):  # these gather the buffers in each call
         first, *others = [later for _, later in both]
         assert not torch.equal(first["1.running_mean"], ranks[0]["1.running_mean"])
         for found in others:
@@ -109,7 +109,7 @@ IN_ORDER: Mapping[str, Callable[[], Strategy]] = {
 
 
 @pytest.mark.parametrize("strategy", IN_ORDER)
-def test_what_is_shown_has_the_order_of_the_models_own_state_dict(strategy: str) -> None:
+def test_state_dict_has_the_order_of_the_models_own(strategy: str) -> None:
     """Scripts iterate over both together. Regression: the state was sorted by name if the model is
     spread over members."""
     run = Run(build=build_tied, loader=loader, loss=nn.functional.mse_loss, num_steps=2)

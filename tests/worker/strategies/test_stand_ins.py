@@ -105,12 +105,12 @@ WORLDS = {"tensor": 2, "pipeline": 2, "hsdp": 4, "fsdp-tensor": 4, "hybrid": 4}
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("parts", [1, 2], ids=["whole", "in parts"])
 @pytest.mark.parametrize("strategy", MADE)
-def test_what_only_stand_ins_would_use_does_not_move(
+def test_parameters_that_only_stand_ins_would_use_do_not_change(
     strategy: str, parts: int, optimizer: str
 ) -> None:
     """Weight decay, momentum and Adam's averages do not change it, as in one process. Regression:
     members without samples computed the data set's first sample, whose expert got a gradient of
-    zeros, or met others for a layer that these had left out."""
+    zeros, or waited for other members at a layer that these had left out."""
     manner = Manner(parts_of_session=(parts,)) if parts > 1 else Manner()
     expected = by_one_process(run_of(optimizer, 1, Manner()))
     for ours in run_in_memory(
@@ -147,7 +147,7 @@ def gradients_of_a_step(made: Callable[[], Strategy], parts: int) -> dict[str, b
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("strategy", [*MADE, "local-sgd", "diloco"])
-def test_a_parameter_that_no_sample_used_has_no_gradient_behind_the_passes(
+def test_a_parameter_that_no_sample_used_has_no_gradient_after_the_passes(
     strategy: str, parts: int
 ) -> None:
     made = {**MADE, "local-sgd": shoal.LocalSGD, "diloco": shoal.DiLoCo}[strategy]

@@ -81,7 +81,7 @@ def copied(member: Member, step: int) -> None:
 
 @pytest.mark.parametrize("lost", ["m0", "m1", "m2"])
 @pytest.mark.parametrize("layer", ["0", "2", "4"])
-def test_a_late_layers_state_goes_with_its_owner_and_is_missed(layer: str, lost: str) -> None:
+def test_the_loss_of_a_late_layers_state_with_its_owner_is_noticed(layer: str, lost: str) -> None:
     """Regression: the others, which have its weights, trained the layer on with a new state, if the
     owner had no state of another layer."""
     together = threading.Barrier(3)
@@ -102,7 +102,7 @@ def test_a_late_layers_state_goes_with_its_owner_and_is_missed(layer: str, lost:
         assert weights is None or difference(weights, expected) < TOLERANCE
 
 
-def test_without_copies_the_job_ends_by_name_rather_than_with_half_a_state() -> None:
+def test_without_copies_the_job_ends_with_state_lost() -> None:
     together = threading.Barrier(3)
 
     def on_step(member: Member) -> None:
@@ -129,7 +129,7 @@ def test_without_copies_the_job_ends_by_name_rather_than_with_half_a_state() -> 
 
 @pytest.mark.parametrize("name", ["m0", "m1"])
 @pytest.mark.parametrize("step", [0, 1, 2, 5])
-def test_a_member_that_is_cut_within_its_update_says_what_it_held(step: int, name: str) -> None:
+def test_a_member_that_is_cut_within_its_update_lists_what_it_held(step: int, name: str) -> None:
     """Regression: in the first steps, before any member had learned the names, the others took what
     they had for the whole state. No member is lost here."""
 

@@ -132,12 +132,12 @@ def one_thread_at_a_time() -> Iterator[None]:
 
 @pytest.mark.usefixtures("on_gpus", "one_thread_at_a_time")
 @pytest.mark.parametrize("name", ALLOWED)
-def test_a_steady_step_waits_for_a_gpu_at_the_places_that_are_named(name: str) -> None:
+def test_a_steady_step_waits_for_a_gpu_at_the_listed_places_only(name: str) -> None:
     for by_step in run_in_memory(waits_of_a_step, 2, MADE[name]):
         assert by_step == [ALLOWED[name]] * STEPS
 
 
-def test_the_numbers_of_a_scaler_are_looked_at_when_others_have_written_them() -> None:
+def test_the_scale_of_a_scaler_is_read_only_if_others_have_written_it() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_factor=1.1, growth_interval=2)
     scaler.scale(torch.ones(()))
     plain = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_factor=1.1, growth_interval=2)

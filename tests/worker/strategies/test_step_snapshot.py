@@ -43,7 +43,7 @@ def copies_in(snapshot: StepSnapshot, model: nn.Module) -> int:
 
 
 @pytest.mark.usefixtures("on_gpus")
-def test_a_buffer_that_nobody_writes_is_copied_once() -> None:
+def test_an_unchanged_buffer_is_copied_once() -> None:
     snapshot, model = StepSnapshot(), Masked()
     assert [copies_in(snapshot, model) for _ in range(3)] == [1, 0, 0]
     model.mask.mul_(2)
@@ -54,7 +54,7 @@ def test_a_buffer_that_nobody_writes_is_copied_once() -> None:
 
 
 @pytest.mark.usefixtures("on_gpus")
-def test_what_a_step_writes_is_taken_back_each_time() -> None:
+def test_writes_of_a_step_are_undone_each_time() -> None:
     snapshot, model = StepSnapshot(), Masked()
     for _ in range(3):
         snapshot.begin(model, {})
@@ -88,7 +88,7 @@ def test_a_step_that_fails_while_the_optimizer_steps_leaves_no_whole_state() -> 
 
 
 @torch.no_grad()
-def test_what_an_update_within_a_step_changes_is_saved_once() -> None:
+def test_weights_changed_by_updates_within_a_step_are_restored() -> None:
     """A weight that the script had written to before the update gets back its first content,
     too."""
     snapshot, model = StepSnapshot(), nn.Linear(2, 2)

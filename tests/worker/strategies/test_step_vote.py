@@ -61,7 +61,7 @@ def test_each_field_of_a_vote_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_other_passes_are_told_by_the_ballots_alone(name: str) -> None:
+def test_different_passes_are_found_by_the_ballots_alone(name: str) -> None:
     """Members that make different passes have no common collective in which to send more."""
     changes, text = PASSES[name]
     ballots = {"a": ballot(VOTE), "b": ballot(replace(VOTE, **changes))}
@@ -72,7 +72,7 @@ def test_other_passes_are_told_by_the_ballots_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", APPLIED)
-def test_what_is_applied_is_told_by_whole_votes(name: str) -> None:
+def test_different_settings_are_found_by_whole_votes(name: str) -> None:
     changes, text = APPLIED[name]
     votes = {"a": VOTE, "b": replace(VOTE, **changes)}
     ballots = {member: ballot(vote) for member, vote in votes.items()}
@@ -85,7 +85,7 @@ def test_what_is_applied_is_told_by_whole_votes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAY_DIFFER)
-def test_what_may_differ_is_no_difference(name: str) -> None:
+def test_fields_that_may_differ_are_no_difference(name: str) -> None:
     """Exception: a conflict or a refusal, which one member reports to all others."""
     votes = {"a": VOTE, "b": replace(VOTE, **{name: MAY_DIFFER[name]})}
     ballots = [ballot(vote) for vote in votes.values()]
@@ -95,7 +95,7 @@ def test_what_may_differ_is_no_difference(name: str) -> None:
         check_votes(votes, 7)
 
 
-def test_a_step_that_is_taken_again_in_another_way_is_told_of_its_member() -> None:
+def test_a_step_that_is_taken_again_with_other_settings_is_refused_with_its_member() -> None:
     votes = {"a": VOTE, "b": replace(VOTE, conflict="in step 7 lr of group 0 0.5 and 0.25")}
     with pytest.raises(HyperparametersDiffer, match=r"0\.5 and 0\.25 \(on b\)"):
         check_votes(votes, 7)
@@ -108,7 +108,7 @@ def test_a_refusal_of_one_member_is_raised_on_all() -> None:
         check_votes(votes, 7)
 
 
-def test_different_layers_are_told_by_member_and_layer() -> None:
+def test_different_layers_are_refused_by_member_and_layer() -> None:
     votes = {}
     for member, numbers in {"a": [0, 1], "b": [1, 0]}.items():
         exchanges = LayerExchanges()
@@ -133,7 +133,7 @@ def test_last_bits_are_no_difference() -> None:
     check_votes({"a": VOTE, "b": other}, 7)
 
 
-def test_a_member_that_clips_alone_is_told() -> None:
+def test_a_member_that_clips_alone_is_refused() -> None:
     other = replace(VOTE, hyperparameters=with_norms(RATES, [0.5]))
     with pytest.raises(HyperparametersDiffer, match=r"max_norm.*None by a; \[0.5\] by b"):
         check_votes({"a": VOTE, "b": other}, 7)
@@ -143,9 +143,7 @@ def test_a_member_that_clips_alone_is_told() -> None:
     ("weights", "text"),
     [([3.0, None], "have a weight, others have none"), ([0.0, 0.0], "weigh nothing")],
 )
-def test_weights_that_no_mean_follows_from_are_refused(
-    weights: list[float | None], text: str
-) -> None:
+def test_weights_that_give_no_mean_are_refused(weights: list[float | None], text: str) -> None:
     ballots = {str(i): ballot(replace(VOTE, weight=each)) for i, each in enumerate(weights)}
     with pytest.raises(InvalidSpec, match=text):
         weights_of(ballots, 7)

@@ -131,7 +131,7 @@ def with_sgd(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("name", ROUNDS)
-def test_ties_hold_where_members_step_apart(name: str) -> None:
+def test_ties_hold_under_local_sgd_and_diloco(name: str) -> None:
     run = replace(RUN, build=with_sgd)
     expected = by_one_process(run)
     for state, ties, stepped in run_in_memory(through_two_generations, 3, run, ROUNDS[name]):

@@ -35,7 +35,7 @@ def workers_store(info: RendezvousInfo) -> TCPStore:
     return TCPStore("127.0.0.1", port, timeout=timedelta(seconds=5))
 
 
-def test_a_closed_job_is_closed_for_all_nodes_and_goes_on(join: Join) -> None:
+def test_a_closed_job_is_closed_for_all_nodes_while_training_goes_on(join: Join) -> None:
     """The other node sees it; no node joins or re-forms. Training nodes keep both stores."""
     first, second = join(), join()
     infos = together(first, second)
@@ -60,7 +60,7 @@ def test_a_closed_job_is_closed_for_all_nodes_and_goes_on(join: Join) -> None:
     assert second.shutdown()
 
 
-def test_a_node_that_waits_is_told_that_the_job_is_closed(join: Join) -> None:
+def test_a_node_that_waits_learns_that_the_job_is_closed(join: Join) -> None:
     """Holds also before there is a first generation."""
     first, second = join((3, 3)), join((3, 3))
     with ThreadPoolExecutor(1) as thread:
@@ -73,7 +73,7 @@ def test_a_node_that_waits_is_told_that_the_job_is_closed(join: Join) -> None:
 
 
 def test_a_node_that_gave_up_is_not_counted(join: Join) -> None:
-    """Two nodes that come after it train together at once; it may join anew later."""
+    """Two nodes that come after it train together at once; it may join again later."""
     late = join((2, 2), join_timeout="0.5")
     with pytest.raises(RendezvousTimeoutError):
         late.next_rendezvous()
@@ -83,7 +83,7 @@ def test_a_node_that_gave_up_is_not_counted(join: Join) -> None:
     assert [info.world_size for info in infos] == [2, 2]
 
 
-def test_how_many_nodes_wait(join: Join) -> None:
+def test_all_waiting_nodes_are_counted_and_none_once_they_are_admitted(join: Join) -> None:
     """Nodes that would come in are all counted, although one came first; none once they have."""
     first = join((1, 3), last_call_timeout="0.2")
     together(first)
@@ -117,7 +117,9 @@ def test_threads_end_with_a_handler_that_is_dropped(cluster: LocalCluster) -> No
     awaited(ended, PATIENCE_S, "its threads end")
 
 
-def test_the_workers_store_may_be_their_own(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_may_serve_their_store_themselves(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch's own variable asks for it: then rank 0 of the workers serves the store, on a port that
     was free."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

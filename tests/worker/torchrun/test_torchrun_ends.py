@@ -68,7 +68,7 @@ def await_undisturbed(nodes: Nodes, name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "ended", "drained"])
-def test_a_finished_node_that_goes_disturbs_nobody(
+def test_the_end_of_a_finished_node_does_not_disturb_the_other(
     nodes: Nodes, cluster: LocalCluster, how: str
 ) -> None:
     """The workers of the other node keep their process, and end with 0."""

@@ -79,7 +79,7 @@ def test_nodes_meet_with_ranks_and_one_store(cluster: LocalCluster) -> None:
         get_rendezvous_handler(parameters(cluster.coordinator, "meet"))
 
 
-def test_a_joiner_is_seen_and_taken_in(join: Join) -> None:
+def test_a_joiner_is_announced_and_admitted(join: Join) -> None:
     """The last call of a job below its maximum ends at the time of the job's own option. A later
     node is announced to the training node, which keeps rank 0 and gets a new store."""
     first = join(last_call_timeout="0.2")
@@ -97,7 +97,7 @@ def test_a_joiner_is_seen_and_taken_in(join: Join) -> None:
 
 
 @pytest.mark.long
-def test_a_restart_of_one_nodes_workers_takes_all_along(join: Join) -> None:
+def test_a_restart_of_one_nodes_workers_restarts_those_of_all_nodes(join: Join) -> None:
     """The other node learns of it, both keep their ranks, and nothing of the old stores is left."""
     handlers = [join(), join()]
     before = together(*handlers)
@@ -157,7 +157,7 @@ def test_a_drained_node_leaves_and_the_others_go_on(join: Join, cluster: LocalCl
     assert not stays.is_closed()
 
 
-def test_a_spare_node_is_told_when_the_job_is_done(join: Join) -> None:
+def test_a_spare_node_learns_when_the_job_is_done(join: Join) -> None:
     """The spare node does not wait for a rank that no node will give up."""
     first = join((1, 1))
     together(first)
@@ -193,9 +193,11 @@ def test_a_loss_while_ranks_are_assigned_ends_in_a_restart(join: Join) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_and_a_frozen_node(cluster: LocalCluster, join: Join) -> None:
+def test_killed_and_frozen_nodes_are_removed_and_a_frozen_one_rejoins(
+    cluster: LocalCluster, join: Join
+) -> None:
     """A frozen node is removed; when it continues it rejoins by itself, ranked after the one that
-    stayed. A killed node is removed sooner."""
+    stayed. A killed node is removed, too."""
     first = join()
     entered: queue.SimpleQueue[str] = queue.SimpleQueue()
     command = ChildCommand(
@@ -222,7 +224,7 @@ def test_a_killed_and_a_frozen_node(cluster: LocalCluster, join: Join) -> None:
         assert first.next_rendezvous().world_size == 1
 
 
-def test_no_coordinator(join: Join) -> None:
+def test_without_a_coordinator_the_handler_is_refused(join: Join) -> None:
     """The error comes when torchrun starts, with the address, after the connect timeout."""
     with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1"):
         create_handler(parameters("127.0.0.1:1", "nobody", connect_timeout="0.3"))
@@ -240,7 +242,7 @@ def test_no_coordinator(join: Join) -> None:
         ("h:1", "j", {"close_timeout": "0"}, "seconds above 0"),
     ],
 )
-def test_options_that_cannot_be(
+def test_invalid_options_of_a_rendezvous_are_refused(
     endpoint: str, run_id: str, conf: dict[str, str], words: str
 ) -> None:
     """The error names the option, before any connection."""
@@ -248,7 +250,7 @@ def test_options_that_cannot_be(
         create_handler(parameters(endpoint, run_id, **conf))
 
 
-def test_a_last_call_longer_than_the_coordinator_lets_anybody_wait(join: Join) -> None:
+def test_a_last_call_longer_than_the_coordinator_allows_is_refused(join: Join) -> None:
     """Otherwise no generation would ever form."""
     with pytest.raises(InvalidSpec, match="last_call_timeout"):
         join(last_call_timeout="1000")

@@ -23,7 +23,7 @@ def nodes(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest)
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_lost_node_and_one_that_comes(nodes: Nodes, workers: int) -> None:
+def test_training_goes_on_after_a_lost_node_and_with_a_new_one(nodes: Nodes, workers: int) -> None:
     """Two nodes train, with one or two workers each. One is killed, agent and workers: the other
     continues alone. A third node comes: they train together again. They end together, and the job's
     name cannot be used again."""
@@ -91,7 +91,7 @@ def test_an_agent_that_gets_a_signal_leaves(nodes: Nodes) -> None:
 
 
 @pytest.mark.long
-def test_a_local_cluster_is_entered_whatever_tmpdir_is(
+def test_a_local_cluster_is_joined_whatever_tmpdir_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster is like that of `shoal up`, with TLS; a scheduler gives each process a TMPDIR."""

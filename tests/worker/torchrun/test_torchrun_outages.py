@@ -58,7 +58,7 @@ def times_out(began_s: float, seconds: float = JOIN_S) -> bool:
 
 
 @pytest.mark.sampled()
-def test_a_rendezvous_after_a_failure(join: Join, outage: Wire) -> None:
+def test_a_rendezvous_after_a_failure_times_out(join: Join, outage: Wire) -> None:
     """The node has to report first that its workers failed."""
     node = join(**options(outage, last_call_timeout="0.2"))
     together(node)
@@ -74,7 +74,7 @@ def test_a_rendezvous_after_a_failure(join: Join, outage: Wire) -> None:
 
 
 @pytest.mark.sampled()
-def test_a_rendezvous_that_has_begun(join: Join, outage: Wire) -> None:
+def test_a_rendezvous_that_has_begun_times_out(join: Join, outage: Wire) -> None:
     """The node is waiting for other nodes when the coordinator goes."""
     node = join((2, 2), **options(outage))
     with ThreadPoolExecutor(1) as thread:
@@ -89,7 +89,7 @@ def test_a_rendezvous_that_has_begun(join: Join, outage: Wire) -> None:
 
 
 @pytest.mark.sampled()
-def test_a_first_rendezvous(join: Join, outage: Wire) -> None:
+def test_a_first_rendezvous_times_out(join: Join, outage: Wire) -> None:
     node = join(**options(outage))
     outage.cut()
     began_s = time.monotonic()
@@ -99,7 +99,7 @@ def test_a_first_rendezvous(join: Join, outage: Wire) -> None:
 
 
 @pytest.mark.long
-def test_a_spare_node(join: Join, outage: Wire) -> None:
+def test_a_spare_node_times_out_without_a_coordinator(join: Join, outage: Wire) -> None:
     """A spare node waits without a limit only while a coordinator can call it."""
     together(join((1, 1)))
     spare = join((1, 1), **options(outage))
@@ -115,7 +115,7 @@ def test_a_spare_node(join: Join, outage: Wire) -> None:
 
 
 @pytest.mark.long
-def test_a_rendezvous_that_meets_its_peers(join: Join, wire: Wire) -> None:
+def test_a_node_that_is_cut_off_from_an_agreed_generation_times_out(join: Join, wire: Wire) -> None:
     """A generation is agreed, and one of two nodes is cut off before it can enter. The other waits
     for it, up to the limit."""
     first, second = join((2, 2)), join((2, 2), **options(wire))
@@ -134,8 +134,8 @@ def test_a_rendezvous_that_meets_its_peers(join: Join, wire: Wire) -> None:
 
 
 @pytest.mark.long
-def test_one_that_comes_back_is_a_member_again(join: Join, wire: Wire) -> None:
-    """A node that gave up joins anew at its next call."""
+def test_a_node_that_gave_up_can_join_again(join: Join, wire: Wire) -> None:
+    """A node that gave up joins again at its next call."""
     node = join(**options(wire, last_call_timeout="0.2"))
     together(node)
     wire.cut()
@@ -147,7 +147,7 @@ def test_one_that_comes_back_is_a_member_again(join: Join, wire: Wire) -> None:
     assert node.next_rendezvous().world_size == 1
 
 
-def test_to_close_the_job(join: Join, outage: Wire) -> None:
+def test_closing_the_job_fails_within_close_timeout(join: Join, outage: Wire) -> None:
     """`close_timeout` limits the call; its end is an error, as with any backend."""
     node = join(**options(outage, last_call_timeout="0.2"))
     together(node)
@@ -159,10 +159,11 @@ def test_to_close_the_job(join: Join, outage: Wire) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("part", ["coordinator", "etcd"])
-def test_a_part_that_is_halted(tmp_path: Path, part: str) -> None:
+def test_a_rendezvous_times_out_if_the_coordinator_or_etcd_is_halted(
+    tmp_path: Path, part: str
+) -> None:
     """SIGSTOP leaves connections open, but nothing answers, or nothing can be agreed."""
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0)
     with LocalCluster(config) as cluster:

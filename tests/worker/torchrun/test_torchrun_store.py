@@ -13,7 +13,7 @@ from torch.distributed.elastic.utils import store as store_util
 from shoal_client.local.cluster import LocalCluster
 
 
-def test_a_wait_that_runs_out_of_time(join: Join) -> None:
+def test_a_wait_that_times_out_raises_dist_store_error(join: Join) -> None:
     """The error is a DistStoreError, which is a RuntimeError, with the word timeout and the keys.
     The limit is that of the call, or of the store."""
     (info,) = together(join(last_call_timeout="0.2"))
@@ -57,7 +57,9 @@ def test_a_barrier_names_the_ranks_that_are_missing(join: Join) -> None:
 
 
 @pytest.mark.long
-def test_a_store_out_of_reach_or_over(join: Join, cluster: LocalCluster) -> None:
+def test_an_unreachable_or_ended_store_raises_dist_network_error(
+    join: Join, cluster: LocalCluster
+) -> None:
     """The error is a DistNetworkError, as with a TCPStore whose host is gone."""
     first = join()
     with Network() as network:
@@ -76,7 +78,7 @@ def test_a_store_out_of_reach_or_over(join: Join, cluster: LocalCluster) -> None
         wire.restore()
 
 
-def test_what_a_tcp_store_has_beyond(join: Join) -> None:
+def test_queues_and_lists_of_keys_are_not_implemented(join: Join) -> None:
     """Queues do not exist, and calls say so; agents use none."""
     (info,) = together(join(last_call_timeout="0.2"))
     for use in (

@@ -59,7 +59,7 @@ def only(runs: dict[str, Logged]) -> Logged:
 
 @pytest.mark.long
 @TRACKERS
-def test_each_step_is_there_once_after_kills_a_join_and_a_drain(
+def test_each_step_is_logged_once_after_kills_joins_and_a_drain(
     cluster: LocalCluster, tmp_path: Path, name: str
 ) -> None:
     run = logging(cluster, tmp_path, trackers=(name,))
@@ -121,7 +121,7 @@ def test_a_second_run_from_step_0_is_a_run_of_its_own(tmp_path: Path, name: str)
     assert first["loss"][0] == second["loss"][0]
 
 
-def test_it_is_on_the_page_and_in_metrics(cluster: LocalCluster) -> None:
+def test_logged_values_are_on_the_page_and_in_metrics(cluster: LocalCluster) -> None:
     """The page shows the newest value by name, and a chart over steps; NaN is shown as NaN."""
     model, optimizer = build("sgd", "layers")
     job = f"shown-{secrets.token_hex(4)}"
@@ -164,7 +164,7 @@ def test_it_is_on_the_page_and_in_metrics(cluster: LocalCluster) -> None:
         ([("loss", 1.0)], "takes numbers by name"),
     ],
 )
-def test_what_is_no_number_by_name_is_refused(values: Any, message: str) -> None:
+def test_logged_values_that_are_no_numbers_by_name_are_refused(values: Any, message: str) -> None:
     model, optimizer = build("sgd", "layers")
     with shoal.join("refused") as session:
         session.distribute(model, optimizer)
@@ -186,7 +186,7 @@ def test_a_missing_package_is_refused_with_what_to_install(
             make()
 
 
-def test_a_place_that_mlflow_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_location_that_mlflow_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has MLflow's text, and comes where the script makes the tracker."""
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
     with pytest.raises(InvalidSpec, match="MLFLOW_ALLOW_FILE_STORE"):

@@ -41,7 +41,7 @@ def test_the_files_are_those_that_the_safetensors_library_reads(tmp_path: Path) 
     assert index["metadata"]["total_size"] == 6 * 4 + 8 * 2
 
 
-def test_versions_stand_beside_each_other_as_sglang_pulls_them(tmp_path: Path) -> None:
+def test_versions_are_exported_side_by_side_as_sglang_pulls_them(tmp_path: Path) -> None:
     """`pull()` takes a directory as a full checkpoint if its index has no delta_encoding."""
     (base := tmp_path / "base").mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors", module.INDEX):

@@ -195,7 +195,7 @@ def held(rank: int, world_size: int, tensors: dict[str, Tensor], **tied_names: s
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_each_row_of_what_all_hold_is_published_once(world_size: int) -> None:
+def test_each_row_that_all_ranks_hold_is_published_once(world_size: int) -> None:
     """Shapes are indivisible, without dimensions, without rows, or of one row."""
     generator = torch.Generator().manual_seed(world_size)
     shapes = [(), (1,), (7,), (1, 9), (3, 5), (0, 4), (1, 1, 6), (2, 3, 4), (100, 3)]
@@ -211,7 +211,7 @@ def test_each_row_of_what_all_hold_is_published_once(world_size: int) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_part_is_a_view_and_nothing_is_copied_before_it_is_asked_to() -> None:
+def test_a_part_is_a_view_until_it_is_copied() -> None:
     tensor = torch.zeros(4, 2)
     part = part_of(held(1, 2, {"w": tensor}))
     tensor += 5
@@ -259,7 +259,7 @@ def test_tensors_that_lie_apart_in_memory_are_published_by_their_values() -> Non
     assert all(torch.equal(found[name], each) for name, each in tensors.items())
 
 
-def test_what_others_publish_is_listed_and_has_no_bytes() -> None:
+def test_tensors_that_others_publish_are_listed_without_bytes() -> None:
     shard = TensorShard.whole(torch.ones(2))
     own = HeldWeights(
         step=1,

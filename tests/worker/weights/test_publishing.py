@@ -53,7 +53,7 @@ def publish(publications: Publications, number: float, step: int) -> None:
     publications.publish(held(number, step), ALONE).wait("committed", 10)
 
 
-def test_a_version_is_what_was_there_when_publish_returned(
+def test_a_version_has_the_values_at_the_return_of_publish(
     series: MemorySeries, publications: Publications
 ) -> None:
     tensors = model_of(1.0)
@@ -84,7 +84,7 @@ def test_ranks_parts_become_one_version_whichever_comes_first(series: MemorySeri
         each.close()
 
 
-def test_what_a_lost_generation_had_on_its_way_is_abandoned(series: MemorySeries) -> None:
+def test_a_publication_of_a_lost_generation_is_abandoned(series: MemorySeries) -> None:
     """The next generation publishes at once, and gets the next number."""
     publications = Publications("job/policy", series.connect, SeriesOptions())
     lost = publications.publish(held(1.0, 1), PublisherRank(number=1, rank=0, world_size=2))
@@ -138,7 +138,7 @@ def test_a_publication_waits_no_longer_than_its_generation_lasts(series: MemoryS
     publications.close()
 
 
-def test_a_publication_that_one_rank_alone_makes_holds_nothing_up(series: MemorySeries) -> None:
+def test_a_publication_that_one_rank_alone_makes_delays_no_later_one(series: MemorySeries) -> None:
     """A member that joins late does so: its first publication is abandoned once a later one is
     complete."""
     ranks = [Publications("job/policy", series.connect, SeriesOptions()) for _ in range(2)]
@@ -151,7 +151,7 @@ def test_a_publication_that_one_rank_alone_makes_holds_nothing_up(series: Memory
         each.close()
 
 
-def test_a_ticket_says_what_its_publication_failed_with(
+def test_a_ticket_raises_the_error_of_its_publication(
     series: MemorySeries, publications: Publications
 ) -> None:
     series.failure = Overloaded("the server has no room")
@@ -162,7 +162,7 @@ def test_a_ticket_says_what_its_publication_failed_with(
     assert isinstance(ticket.failure, Overloaded)
 
 
-def test_a_ticket_waits_no_longer_than_it_is_told(
+def test_a_ticket_waits_no_longer_than_its_timeout(
     series: MemorySeries, publications: Publications
 ) -> None:
     series.holds.clear()
@@ -188,7 +188,9 @@ def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(("name", "most"), [("keep", MAX_KEEP), ("copies", MAX_COPIES)])
-def test_what_the_coordinator_would_refuse_is_refused_at_once(name: str, most: int) -> None:
+def test_options_that_the_coordinator_would_refuse_are_refused_at_once(
+    name: str, most: int
+) -> None:
     SeriesOptions(**{name: most})
     with pytest.raises(InvalidSpec, match=f"{name} is out of range"):
         SeriesOptions(**{name: most + 1})
@@ -220,7 +222,7 @@ def test_a_state_dict_of_a_module_is_published_under_all_its_names(
     ],
     ids=["meta", "sparse", "number"],
 )
-def test_what_has_no_bytes_or_no_name_is_not_published(
+def test_tensors_without_bytes_or_name_are_refused(
     series: MemorySeries,
     publications: Publications,
     name: str,
@@ -268,7 +270,7 @@ def test_a_reader_with_half_precision_gets_converted_numbers(
         ({"w": "text"}, InvalidSpec),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_changes(
+def test_targets_that_do_not_fit_are_refused_and_nothing_changes(
     series: MemorySeries, publications: Publications, change: dict[str, Tensor], error: type
 ) -> None:
     publish(publications, 4.0, 1)
@@ -311,7 +313,7 @@ def test_tensors_made_in_inference_mode_are_installed(
     assert target["w"].unique().tolist() == [4.0]
 
 
-def test_an_index_is_a_number_or_the_newest(
+def test_other_versions_than_a_number_or_newest_are_refused(
     series: MemorySeries, publications: Publications
 ) -> None:
     publish(publications, 4.0, 1)
@@ -370,7 +372,7 @@ def test_bytes_that_are_not_the_published_ones_are_never_installed(
     assert not target["w"].any()
 
 
-def test_writing_to_a_fetched_tensor_changes_nobody_elses(
+def test_writing_to_a_fetched_tensor_changes_no_other_readers(
     series: MemorySeries, publications: Publications
 ) -> None:
     publish(publications, 1.0, 1)

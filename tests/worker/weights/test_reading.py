@@ -145,7 +145,7 @@ def rows(start: int, count: int, at: int = 0, segment: int = 0) -> Slice:
         (Layout(tensors=[TensorSpec(name="w", dtype="int3", shape=[1])]), "int3"),
     ],
 )
-def test_a_layout_that_is_none_is_refused(layout: Layout, reason: str) -> None:
+def test_malformed_layouts_are_refused(layout: Layout, reason: str) -> None:
     with pytest.raises(MalformedMessage, match=reason):
         VersionLayout(layout)
 

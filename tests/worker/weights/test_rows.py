@@ -42,7 +42,7 @@ def test_changes_are_the_rows_that_differ_wherever_they_lie(seed: int) -> None:
     assert len(new) == len(after) == len(new.all().ids) == len(new.changes_since(None).ids)
 
 
-def test_a_row_that_is_not_a_number_has_not_changed() -> None:
+def test_rows_are_compared_by_their_bits() -> None:
     rows = {3: (float("nan"), -0.0)}
     assert not len(table(rows, [3], 8).changes_since(table(rows, [-1, 3], 8)).ids)
     assert len(table({3: (float("nan"), 0.0)}, [3], 8).changes_since(table(rows, [3], 8)).ids) == 1

@@ -93,7 +93,9 @@ def test_an_ordinary_loop_trains_as_one_process(strategy: str, world_size: int) 
 @pytest.mark.parametrize(
     ("strategy", "error"), [("async-sgd", InvalidSpec), ("no-such", UnknownStrategy)]
 )
-def test_what_needs_a_session_says_so(strategy: str, error: type[ShoalError]) -> None:
+def test_strategies_that_need_a_session_and_unknown_ones_are_refused(
+    strategy: str, error: type[ShoalError]
+) -> None:
     def body() -> Any:
         model = new_model()
         return shoal.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
@@ -102,7 +104,7 @@ def test_what_needs_a_session_says_so(strategy: str, error: type[ShoalError]) ->
         shoal.run_in_memory(body, 1)
 
 
-def test_a_model_that_was_not_distributed_is_told_from_one_that_was() -> None:
+def test_a_model_that_was_not_distributed_is_refused() -> None:
     with pytest.raises(InvalidSpec, match=r"shoal\.distribute"):
         shoal.data_share(new_model())
 

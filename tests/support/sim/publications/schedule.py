@@ -214,7 +214,7 @@ def simulate_publications(
 ) -> PublicationWorld:
     """Run one seed. Every fourth has a series with tables, unless `has_tables` says otherwise.
 
-    Raises AssertionError with the end of the story.
+    Raises AssertionError with the end of the run's log.
     """
     chance = random.Random(f"schedule {seed}")
     world = PublicationWorld(

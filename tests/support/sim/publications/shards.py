@@ -335,7 +335,7 @@ class ShardPlacement:
                 self.move(shard_id)
 
     def move(self, shard_id: int) -> None:
-        """Move a shard to another server, if there is one and etcd is there."""
+        """Move a shard to another server, if there is one and etcd answers."""
         old = self._holders[shard_id]
         others = [s for s in self._world.servers.values() if s.process.alive and s is not old]
         if not others or self._world.clock.now_s < self._world.etcd.back_s:

@@ -361,7 +361,7 @@ def _run(world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
 def simulate_replication(seed: int, only: Sequence[str] = ()) -> ReplicationWorld:
     """Run one seed, with faults of all kinds or of the kinds in `only`.
 
-    Raises AssertionError, or Unforeseen, with the story.
+    Raises AssertionError, or Unforeseen, with the log of the run.
     """
     chance = random.Random(f"sizes {seed}")
     world = ReplicationWorld(
@@ -385,6 +385,6 @@ def simulate_replication(seed: int, only: Sequence[str] = ()) -> ReplicationWorl
 
 
 def told(world: ReplicationWorld) -> str:
-    """Return the end of the story: events and actions of servers, and faults, in order."""
+    """Return the end of the run's log: events and actions of servers, and faults, in order."""
     lines = world.setting.story[-STORY_LINES:]
     return "\n".join(f"{at_s:9.4f} {who:>14} {what}" for at_s, who, what in lines)

@@ -256,7 +256,7 @@ def test_a_rank_that_raises_in_backward_fails_the_others_in_their_reduction() ->
     assert issubclass(kinds[2], dist.DistError)
 
 
-def test_who_waits_for_a_rank_that_has_ended_is_told_at_once() -> None:
+def test_a_wait_for_a_rank_that_has_ended_fails_at_once() -> None:
     def body() -> None:
         if dist.get_rank() != 1:
             dist.barrier()
@@ -288,7 +288,7 @@ def test_a_wait_for_a_rank_that_does_something_else_ends_at_its_deadline() -> No
     assert len(late) == 1
 
 
-def test_a_rank_that_ends_for_nobody_is_named() -> None:
+def test_a_rank_that_does_not_end_is_named() -> None:
     go_on = threading.Event()
 
     def body() -> None:
@@ -302,7 +302,7 @@ def test_a_rank_that_ends_for_nobody_is_named() -> None:
     go_on.set()
 
 
-def test_ranks_that_do_different_things_are_told_what_each_does() -> None:
+def test_ranks_in_different_collectives_get_an_error_that_names_both() -> None:
     """Otherwise a sum would include values that do not belong to it."""
 
     def body() -> None:
@@ -315,12 +315,12 @@ def test_ranks_that_do_different_things_are_told_what_each_does() -> None:
         shoal.run_in_memory(body, 2)
 
 
-def test_ranks_that_hand_in_different_sizes_are_told() -> None:
+def test_ranks_with_tensors_of_different_sizes_get_an_error() -> None:
     with pytest.raises(dist.DistBackendError, match=r"\(2,\).*\(3,\)"):
         shoal.run_in_memory(lambda: dist.all_reduce(torch.ones(2 + dist.get_rank())), 2)
 
 
-def test_a_message_of_another_size_is_no_message() -> None:
+def test_a_message_of_another_size_is_refused() -> None:
     def body() -> None:
         if dist.get_rank() == 0:
             dist.send(torch.ones(2), 1)
@@ -331,8 +331,9 @@ def test_a_message_of_another_size_is_no_message() -> None:
         shoal.run_in_memory(body, 2)
 
 
-def test_who_sends_without_end_waits_for_the_receiver() -> None:
-    """The number of messages sent and not yet received is bounded; here no rank ever receives."""
+def test_a_sender_with_too_many_undelivered_messages_waits() -> None:
+    """The number of messages sent and not yet received is bounded; here rank 1 ends without
+    receiving any."""
 
     def body() -> None:
         if dist.get_rank() == 0:
@@ -343,7 +344,7 @@ def test_who_sends_without_end_waits_for_the_receiver() -> None:
         shoal.run_in_memory(body, 2)
 
 
-def test_a_reduction_does_not_depend_on_who_comes_first() -> None:
+def test_a_sum_does_not_depend_on_the_order_in_which_ranks_arrive() -> None:
     """The sum of these three values depends on the order of the additions."""
     values = [1e8, 1.0, -1e8]
     turns = {order: [threading.Event() for _ in range(4)] for order in ("012", "201", "120")}
@@ -387,7 +388,7 @@ def test_calls_and_bytes_are_counted_by_group_and_operation() -> None:
         assert after == {}
 
 
-def test_work_asked_for_without_waiting_completes_when_it_is_waited_for() -> None:
+def test_an_asynchronous_operation_is_complete_after_its_wait() -> None:
     """Holds too if ranks wait for the operations of different groups in different orders."""
 
     def body() -> list[float]:
@@ -407,12 +408,12 @@ def test_work_asked_for_without_waiting_completes_when_it_is_waited_for() -> Non
 
 
 @pytest.mark.parametrize(("world_size", "timeout_s"), [(0, 60.0), (2, 0.0)])
-def test_a_run_that_makes_no_sense_is_refused(world_size: int, timeout_s: float) -> None:
+def test_an_invalid_world_size_or_timeout_is_refused(world_size: int, timeout_s: float) -> None:
     with pytest.raises(InvalidSpec):
         shoal.run_in_memory(dist.get_rank, world_size, timeout_s=timeout_s)
 
 
-def test_each_rank_has_a_mesh_of_its_own_though_all_look_alike() -> None:
+def test_meshes_of_different_ranks_and_runs_are_unequal() -> None:
     """torch caches what it computed for a mesh, such as the sizes of uneven parts. With equal
     meshes, one rank would read what another rank had computed."""
     whole = torch.arange(7.0 * 5).reshape(7, 5)

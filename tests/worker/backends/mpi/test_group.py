@@ -32,7 +32,7 @@ def test_ddp_under_mpiexec_trains_as_one_process_does(reports: list[Any]) -> Non
             )
 
 
-def test_a_message_of_another_size_is_no_message(reports: list[Any]) -> None:
+def test_a_message_of_another_size_is_refused(reports: list[Any]) -> None:
     """MPI accepts a shorter message without an error and leaves the rest of the buffer
     unchanged."""
     assert "rank 1 sent 4 bytes, 12 are to be received" in reports[0]["short"]

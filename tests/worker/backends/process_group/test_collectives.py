@@ -38,7 +38,7 @@ RUNS: dict[str, Callable[[int], Any]] = {
 }
 
 
-# Ranks under MPI import torch anew, which is slow: one world size stands for all.
+# Ranks under MPI import torch each time, which is slow: one world size represents all.
 WORLDS = [
     pytest.param(backend, size, marks=[pytest.mark.long] if (backend, size) in LONG else [])
     for backend in RUNS

@@ -90,7 +90,7 @@ def test_equals_one_process_over_gloo():
     check_equal(done, run_on_gloo(4, train_rank, done, functools.partial(on_mesh, sizes=(2, 1, 2))))
 
 
-def test_shares_that_differ_in_size_are_weighed():
+def test_copies_with_shares_of_different_sizes_equal_one_process():
     """11 samples for two copies: 6 and 5, which also make different numbers of micro-batches."""
     done = training(batch_size=11, accumulate=2)
     lay_out = functools.partial(on_mesh, sizes=(2, 2, 1))
@@ -172,7 +172,7 @@ def test_exactly_one_rank_answers_for_each_element(sizes):
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
-def test_copies_keep_the_first_ones_statistics(sizes):
+def test_copies_keep_the_statistics_of_the_first_copy(sizes):
     """The statistics are those of the first copy's own samples; `assemble` fails if two ranks hold
     different ones."""
     done = Training(

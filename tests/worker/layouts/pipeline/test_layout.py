@@ -177,7 +177,7 @@ class Forgetful(nn.Module):
         return out
 
 
-def test_what_is_dropped_does_not_depend_on_stages_and_microbatches():
+def test_dropout_masks_do_not_depend_on_stages_and_microbatches():
     inputs, targets = models.numbers()
     torch.manual_seed(0)
     model = Forgetful()
@@ -202,7 +202,7 @@ def test_what_is_dropped_does_not_depend_on_stages_and_microbatches():
         torch.testing.assert_close(found[name], parameter.grad)
 
 
-def test_every_rank_is_told_the_mean_loss_of_the_batch():
+def test_every_rank_gets_the_mean_loss_of_the_batch():
     inputs, targets = models.numbers()
 
     def body() -> float:
@@ -293,8 +293,8 @@ class FailingLayer(nn.Linear):
         return super().forward(x)
 
 
-def test_an_error_of_the_users_code_comes_as_it_was_raised_and_ends_the_others():
-    """The error comes first from a probe, then from a micro-batch within torch's schedule."""
+def test_an_error_of_the_users_code_is_raised_unchanged_and_ends_the_other_ranks():
+    """The layer fails at its third call."""
     met: list[str] = []
     lock = threading.Lock()
 
@@ -313,7 +313,7 @@ def test_an_error_of_the_users_code_comes_as_it_was_raised_and_ends_the_others()
     assert len(met) == 2
 
 
-def test_a_value_that_is_no_tensor_is_refused_where_it_would_cross():
+def test_a_value_between_stages_that_is_no_tensor_is_refused():
     class Pair(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, int]:  # type: ignore[override]
             return super().forward(x), 3

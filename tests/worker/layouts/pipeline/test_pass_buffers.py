@@ -78,7 +78,7 @@ def test_passes_are_counted_once_for_a_whole_batch(kind: str) -> None:
     ids=["spectral norm", "count"],
 )
 @pytest.mark.parametrize(("strategy", "world_size"), [("pipeline", 3), ("hybrid", 4)])
-def test_strategies_with_stages_have_what_one_process_has(
+def test_buffers_under_strategies_with_stages_equal_those_of_one_process(
     strategy: str, world_size: int, model
 ) -> None:
     run = Run(
@@ -91,14 +91,14 @@ def test_strategies_with_stages_have_what_one_process_has(
 
 
 @pytest.mark.parametrize("kind", ["samples", "values"])
-def test_what_is_computed_from_samples_is_refused_by_name(kind: str) -> None:
+def test_buffers_computed_from_samples_are_refused_by_name(kind: str) -> None:
     """A count of samples would be that of one micro-batch."""
     with pytest.raises(InvalidSpec, match=r"buffers from its samples.*: 2\.kept; saw.*microbatch"):
         trained(functools.partial(models.counting, kind), 2)
 
 
 @pytest.mark.parametrize("kind", ["samples", "values"])
-def test_a_pass_over_the_whole_batch_may_compute_them(kind: str) -> None:
+def test_buffers_computed_from_samples_are_allowed_with_one_microbatch(kind: str) -> None:
     ours, theirs = trained(functools.partial(models.counting, kind), 2, microbatches=1)
     assert largest_difference(ours, theirs) <= TOLERANCE
 

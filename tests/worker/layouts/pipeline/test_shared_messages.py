@@ -41,7 +41,7 @@ def test_gradients_are_those_of_messages_over_the_group(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "cut", "raise"])
-def test_whoever_waits_for_a_message_is_told_at_once_of_a_lost_stage(
+def test_stages_that_wait_for_a_message_learn_at_once_of_a_lost_stage(
     tmp_path: Path, how: str
 ) -> None:
     """The limit is far away. With `cut` no stage fails: the last one waits, the first cuts its
@@ -62,7 +62,7 @@ def test_a_message_of_another_size_and_one_too_many_are_refused() -> None:
     assert "16 bytes" in other
 
 
-def test_what_needs_more_than_there_is_to_be_gets_no_room() -> None:
+def test_messages_beyond_the_limit_of_shared_memory_get_none() -> None:
     most = shared_messages.MAX_BYTES // 2
     assert shared_messages.lanes_bytes([most, 0]) > shared_messages.MAX_BYTES
     assert shared_messages.lanes_bytes([most, 64, 0]) == 0

@@ -111,7 +111,7 @@ def test_stages_hold_the_whole_model_under_its_own_names_and_nothing_twice(make)
     assert set(buffers) == {name for name, _ in model.named_buffers()}
 
 
-def test_what_nothing_uses_stays_with_the_first_stage():
+def test_a_parameter_that_nothing_uses_stays_in_the_first_stage():
     first, second = stages_of(models.Counted(), 2)
     assert "idle" in first.parameters
     assert "idle" not in second.parameters
@@ -146,7 +146,7 @@ def test_the_model_is_cut_only_where_the_user_says():
     assert outline.segments[second].name == "blocks.1.mlp.0"
 
 
-def test_too_few_layers_say_how_many_there_are():
+def test_the_refusal_of_too_few_layers_has_their_number():
     with pytest.raises(InvalidSpec, match=r"5 stages; saw 4 layers .*0\.0, 0\.2\.0, 1, 3"):
         StageSplitter().outline(on_meta(models.perceptron()), 5)
     with pytest.raises(InvalidSpec, match="3 stages; saw 2 parts by split_at"):

@@ -46,7 +46,7 @@ class Scales(nn.Module):
         return outputs
 
 
-def test_a_model_is_traced_in_time_that_grows_with_its_parameters_alone(
+def test_the_time_to_trace_a_model_grows_only_with_its_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: the time grew with the square of their number, since all were searched for each.
@@ -103,7 +103,7 @@ class Mapped(nn.Module):
         return torch.vmap(lambda each: each * 2)(inputs)
 
 
-def test_whatever_a_forward_pass_raises_of_symbols_is_a_refusal() -> None:
+def test_any_error_of_a_traced_forward_pass_is_raised_as_invalid_spec() -> None:
     """Regression: an error of an unexpected class ended the member as an internal error."""
     with pytest.raises(InvalidSpec, match="ValueError: vmap"):
         trace(Mapped(), (), training=True)

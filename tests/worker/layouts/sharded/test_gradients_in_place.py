@@ -23,7 +23,7 @@ def laid_out(by: LayOut, world_size: int, gradients: list[Tensor], dtype: torch.
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_as_torch_has_it(world_size: int, dtype: torch.dtype) -> None:
+def test_gradients_are_laid_out_as_by_torch(world_size: int, dtype: torch.dtype) -> None:
     gradients = [torch.randn(shape) for shape in SHAPES]
     gradients.append(torch.randn(4, 6).t())
     by_torch = laid_out(fsdp._lay_out_padded, world_size, gradients, dtype)
@@ -32,7 +32,7 @@ def test_as_torch_has_it(world_size: int, dtype: torch.dtype) -> None:
     assert torch.isfinite(own).all(), "what fills up is zero"
 
 
-def test_fully_shard_calls_it_and_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fully_shard_pads_no_uneven_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     def pads(*_: object) -> None:
         raise AssertionError("gradients were padded")
 

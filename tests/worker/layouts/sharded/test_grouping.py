@@ -71,7 +71,7 @@ def test_neighbours_are_joined_until_they_are_large_enough() -> None:
     assert grouping.rest.parameters == ("layers.6.weight",)
 
 
-def test_a_large_layer_stays_alone_and_parts_its_neighbours() -> None:
+def test_a_large_layer_stays_alone_and_separates_its_neighbours() -> None:
     model = Sized(60, 400, 60, 60, 60)
     grouping = group_modules(model, 100)
     assert modules_of(grouping) == [

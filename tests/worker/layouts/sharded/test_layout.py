@@ -76,14 +76,16 @@ def test_equal_to_one_process_on_gloo(kind: Any) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @KINDS
 @pytest.mark.parametrize("model", [Tangled, Discarding, Tied, PartlyFrozen, Sometimes, transformer])
-def test_models_that_are_hard_to_cut(model: Callable[[], nn.Module], kind: Any) -> None:
+def test_models_that_are_hard_to_cut_equal_one_process(
+    model: Callable[[], nn.Module], kind: Any
+) -> None:
     """SGD is used for all: the gradient of a transformer's key biases is zero except for rounding,
     and Adam would make whole steps of that."""
     training = training_of(model, sgd, accumulate=2, num_steps=6)
     assert difference(training, 3, lay_out(min_group_bytes=300, **kind)) < TOLERANCE
 
 
-def test_weights_that_were_freed_while_backward_needed_them(
+def test_weights_are_not_freed_while_backward_needs_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: a group gathered its weights in backward only when the last of its modules began
@@ -117,7 +119,7 @@ def buffers_after(training: Training, way: LayOut) -> dict[str, Tensor]:
     return {name: b.clone() for name, b in trained.layout.module.named_buffers()}
 
 
-def test_running_means_are_the_first_ranks_everywhere() -> None:
+def test_running_means_are_the_first_ranks_on_all_ranks() -> None:
     training = training_of(normed, sgd, num_steps=3)
     first, *others = run_in_memory(buffers_after, 3, training, lay_out())
     assert int(first["1.num_batches_tracked"]) == 3
@@ -169,7 +171,7 @@ def even() -> nn.Module:
 
 
 @KINDS
-def test_zero2_that_was_ddp_in_disguise(kind: Any) -> None:
+def test_each_rank_holds_only_its_part_of_the_gradients(kind: Any) -> None:
     """Regression: gradients of "ZeRO-2" were whole on every rank."""
     found = run_in_memory(local_gradients, 2, training_of(even), lay_out(**kind))
     for elements, memory, whole in found:
@@ -178,7 +180,7 @@ def test_zero2_that_was_ddp_in_disguise(kind: Any) -> None:
 
 @pytest.mark.sampled()
 @KINDS
-def test_reduce_scatter_that_crashed_or_scattered_padding(kind: Any) -> None:
+def test_gradients_of_uneven_sizes_are_scattered_without_padding(kind: Any) -> None:
     """Regression for sizes that are not divisible, with ranks that hold no rows of some
     parameters."""
     training = training_of(deep, num_steps=1)
@@ -209,7 +211,7 @@ def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @KINDS
-def test_reduce_scatter_whose_result_nobody_used(kind: Any) -> None:
+def test_the_optimizer_steps_with_the_reduced_gradients(kind: Any) -> None:
     """Regression: the optimizer stepped with the rank's own gradients."""
     training = training_of(deep, plain_sgd, num_steps=1)
     assert max(run_in_memory(reduced_and_used, 3, training, lay_out(**kind))) < 1e-7

@@ -19,7 +19,7 @@ from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_one_that_is_not_finite_makes_all_nan(value: float, dtype: torch.dtype) -> None:
+def test_one_non_finite_gradient_makes_all_nan(value: float, dtype: torch.dtype) -> None:
     gradients = torch.ones(7, dtype=dtype)
     gradients[3] = value
     assert propagate_nan(gradients, UnseenLosses())
@@ -28,7 +28,9 @@ def test_one_that_is_not_finite_makes_all_nan(value: float, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_what_a_gpu_does_without_anybody_waiting(value: float, dtype: torch.dtype) -> None:
+def test_spread_nan_makes_gradients_nan_only_if_one_is_not_finite(
+    value: float, dtype: torch.dtype
+) -> None:
     """Finite numbers are left alone even if their sum is infinite."""
     gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype)
     gradients[3] = value
@@ -52,7 +54,7 @@ def test_a_loss_that_is_not_finite_makes_all_nan() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gpu_is_not_waited_for(dtype: torch.dtype) -> None:
+def test_propagate_nan_does_not_wait_for_a_gpu(dtype: torch.dtype) -> None:
     """The rank does not learn at once whose gradient was at fault, since that needs a wait."""
     gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype, device="cuda")
     before = gradients.clone()
@@ -117,21 +119,21 @@ def raised_by(layout: ShardedLayout) -> str:
     return "nothing"
 
 
-def test_all_ranks_are_told_also_those_that_hold_nothing_of_it() -> None:
+def test_all_ranks_raise_also_one_that_holds_no_part_of_the_gradient() -> None:
     """Regression: a rank whose own rows were finite trained on, and waited for the others."""
     names = run_in_memory(lambda: raised_by(after_backward(faulty=1)), 4)
     assert names == ["GenerationBroken", "NonFiniteGradient", *["GenerationBroken"] * 2]
 
 
-def test_all_ranks_of_all_copies_are_told() -> None:
+def test_all_ranks_of_all_copies_raise() -> None:
     """The last rank of the other copy gets the error too, although it holds no element of the
     gradient."""
     names = run_in_memory(lambda: raised_by(after_backward(faulty=1, shard=4)), 8)
     assert names == ["GenerationBroken", "NonFiniteGradient", *["GenerationBroken"] * 6]
 
 
-def test_a_sum_that_overflows_is_told_where_it_is_without_a_word_to_others() -> None:
-    """The other ranks would not be there to receive a message."""
+def test_a_sum_that_overflows_is_raised_on_its_rank_only() -> None:
+    """The other ranks do not wait for a message at that point."""
 
     def body() -> str:
         layout = after_backward(faulty=-1)

@@ -67,7 +67,7 @@ def noted_where_one_is_left_out(made: Any) -> ExchangeRecord | None:
     raise AssertionError("messages of different sizes were added")
 
 
-def test_what_ranks_have_noted_tells_which_layer_one_has_left_out() -> None:
+def test_the_records_of_ranks_show_which_layer_one_has_left_out() -> None:
     with late_groups():
         noted = run_in_memory(noted_where_one_is_left_out, 2, MADE["fsdp"])
     found = difference({f"m{rank}": each for rank, each in enumerate(noted) if each is not None})
@@ -92,7 +92,9 @@ def taken(made: Any, model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("zero2", 2), ("fsdp", 3), ("hsdp", 4)])
-def test_ranks_that_do_the_same_are_not_refused(strategy: str, world_size: int) -> None:
+def test_ranks_that_compute_with_the_same_layers_are_not_refused(
+    strategy: str, world_size: int
+) -> None:
     with late_groups():
         found = run_in_memory(lambda: taken(MADE[strategy], Twins()), world_size)
     assert found == [2] * world_size

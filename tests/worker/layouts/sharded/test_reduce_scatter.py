@@ -21,7 +21,7 @@ def test_over_gloo_every_rank_has_its_part_of_the_sum_and_of_the_mean(world_size
         assert not seen["maximum has one"]
 
 
-def test_other_transports_scatter_by_themselves() -> None:
+def test_other_transports_use_their_own_reduce_scatter() -> None:
     """Gloo is the only transport that sums up the whole for one part; sums on other transports are
     the same."""
     for seen in run_in_memory(scattering_bodies.sums_and_means, 2):

@@ -21,14 +21,14 @@ def test_a_sum_that_is_too_large_for_a_slot_is_left_to_gloo() -> None:
 
 
 @pytest.mark.parametrize("num_kept", [0, 1, 2, 5])
-def test_what_somebody_still_has_is_not_overwritten(num_kept: int) -> None:
+def test_values_that_a_rank_still_uses_are_not_overwritten(num_kept: int) -> None:
     """Regression guard: the next rank to gather would overwrite values with which another rank
     computes."""
     for sound in run_on_gloo(3, shared_memory_bodies.gathered_and_kept, num_kept):
         assert all(sound)
 
 
-def test_what_is_gathered_ahead_in_backward_takes_no_meeting_of_its_own() -> None:
+def test_gathering_ahead_in_backward_adds_no_meetings() -> None:
     """Ranks meet once for each group in forward, once where backward begins, and once for each
     sum."""
     for num_groups, meetings in run_on_gloo(2, shared_memory_bodies.meetings_of_steps, 3):

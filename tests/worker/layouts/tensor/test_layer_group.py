@@ -14,7 +14,7 @@ def test_collectives_in_memory_give_what_gloo_gives(dtype: torch.dtype) -> None:
         assert num_met == 6 * 4
 
 
-def test_values_that_are_too_large_for_a_place_go_over_gloo() -> None:
+def test_values_that_are_too_large_for_a_slot_go_over_gloo() -> None:
     """Ranks decide alike: they have met before, and know each other's sizes."""
     for alike, num_met in run_on_gloo(2, bodies.collectives, torch.float32, 32, 3):
         assert alike
@@ -36,7 +36,7 @@ def test_ranks_that_must_not_share_memory_train_over_gloo() -> None:
     assert largest_difference(ours, {name: theirs[name] for name in ours}) <= 1e-5
 
 
-def test_values_of_different_sizes_are_told_of() -> None:
+def test_values_of_different_sizes_are_refused_on_all_ranks() -> None:
     """Gloo terminates a process that receives more than it expects; in memory a rank would add up
     whatever it finds."""
     for refusal in run_on_gloo(2, bodies.different_sizes):
@@ -44,7 +44,7 @@ def test_values_of_different_sizes_are_told_of() -> None:
         assert "rank 0: with 6 numbers; rank 1: with 5 numbers" in refusal
 
 
-def test_a_cut_ends_a_wait_and_nobody_computes_behind_the_generation() -> None:
+def test_a_cut_ends_a_wait_and_later_collectives_are_refused() -> None:
     waited, left = run_on_gloo(2, bodies.cut_amid_a_collective)
     assert "the test is over" in waited
     assert "its generation had ended" in left

@@ -96,7 +96,7 @@ def test_gradients_add_up_over_backward_passes(world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_the_user_wants_otherwise_is_as_right(world_size):
+def test_a_split_that_the_user_chose_equals_one_process(world_size):
     done = training(models.mlp, models.adamw)
     check_equal(done, shoal.run_in_memory(train_rank, world_size, done, split_otherwise))
 
@@ -161,7 +161,7 @@ def attend(whole: nn.MultiheadAttention, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("case", ["self", "cross", "masked", "mask of each head", "no batch"])
-def test_attention_answers_as_a_whole_one(case, batch_first):
+def test_split_attention_computes_what_whole_attention_does(case, batch_first):
     torch.manual_seed(0)
     whole = nn.MultiheadAttention(12, 4, batch_first=batch_first)
     first, source = torch.randn(3, 5, 12), torch.randn(3, 6, 12)
@@ -193,7 +193,7 @@ def evaluate(whole: nn.Module, inputs: Tensor, padding: Tensor) -> Tensor:
         return out
 
 
-def test_evaluation_goes_past_kernels_that_need_whole_weights():
+def test_evaluation_avoids_kernels_that_need_whole_weights():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(12, 4, dim_feedforward=16, batch_first=True)
     whole = nn.TransformerEncoder(layer, 2).eval()
@@ -217,7 +217,7 @@ def answer(whole: nn.Module, inputs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_dropout_that_is_keyed_stays_so_within_a_pair(world_size):
+def test_keyed_dropout_within_a_pair_draws_the_masks_of_one_process(world_size):
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(4, 10), nn.Dropout(0.5), nn.Linear(10, 3), nn.Dropout(0.5))
     assert key_dropout(whole) == 2
@@ -235,7 +235,7 @@ def travelling(done: Training) -> set[str]:
     return {name for name in names if layout.travels(name)}
 
 
-def test_only_what_is_split_is_lost_with_a_rank():
+def test_only_split_parameters_are_lost_with_a_rank():
     done = training(models.encoder_layer, models.adamw)
     cut = {"linear1.weight", "linear1.bias", "linear2.weight", "self_attn.in_proj_weight"}
     cut |= {"self_attn.in_proj_bias", "self_attn.out_proj.weight"}

@@ -106,12 +106,12 @@ def test_linear_modules_with_elementwise_work_between_them_are_pairs():
 
 
 @pytest.mark.parametrize("module", [Leaking, Normed, Branching, Optional, Unreadable, Repeated])
-def test_what_is_no_pair_for_certain_is_gathered(module):
+def test_linear_modules_that_may_be_no_pair_are_gathered(module):
     found = styles(module())
     assert {found["fc1"], found["fc2"]} == {"column"}
 
 
-def test_looking_at_a_model_does_not_change_it():
+def test_deriving_a_plan_does_not_change_the_model():
     class Counting(Leaking):
         def __init__(self) -> None:
             super().__init__()
@@ -129,7 +129,7 @@ def test_looking_at_a_model_does_not_change_it():
     assert model(torch.ones(2, 4)).shape == (2, 4)
 
 
-def test_attention_is_split_where_its_heads_divide():
+def test_attention_is_split_if_its_heads_divide_by_the_degree():
     assert styles(models.encoder_layer(), 2) == {
         "self_attn": "heads",
         "linear1": "column paired",
@@ -195,13 +195,13 @@ def test_a_module_with_two_names_is_in_no_pair():
     assert (found["1.fc1"], found["2.0.fc1"]) == ("column", "column paired")
 
 
-def test_what_is_small_or_watched_stays_whole():
+def test_small_modules_and_modules_with_hooks_stay_whole():
     watched = nn.Linear(8, 8)
     watched.register_forward_hook(lambda *_: None)
     assert styles(watched) == {"": "whole"}
     assert styles(nn.Embedding(8, 4, max_norm=1.0)) == {"": "whole"}
     assert styles(nn.Linear(8, 1)) == {"": "whole"}
-    assert not derive(models.mlp(), 2).splits, "all of it is less than the least"
+    assert not derive(models.mlp(), 2).splits, "each module has less than min_split_bytes"
     assert "nothing is split" in str(derive(models.mlp(), 2))
 
 
@@ -227,7 +227,7 @@ def test_the_plan_is_a_table():
     assert plan.bytes_per_rank == (116, 116, 44)
 
 
-def test_the_user_may_want_otherwise():
+def test_the_user_may_choose_the_styles_of_modules():
     assert styles(models.mlp(), **{"3": "whole"}) == {"0": "column", "3": "whole", "5": "column"}
     assert styles(models.gpt(), wpe="column", **{"blocks.*": "whole"})["wpe"] == "column"
     found = styles(models.gpt(), **{"blocks.0": "whole", "blocks.0.mlp.up_proj": "column"})
@@ -247,12 +247,12 @@ def test_the_user_may_want_otherwise():
         ({}, 0, r"saw degree 0"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused(chosen, degree, says):
+def test_styles_that_do_not_fit_the_model_are_refused(chosen, degree, says):
     with pytest.raises(InvalidSpec, match=says):
         derive(models.gpt(), degree, chosen)
 
 
-def test_the_strategy_refuses_what_it_cannot_run():
+def test_the_strategy_refuses_models_and_optimizers_that_it_cannot_run():
     model = models.mlp()
     with pytest.raises(InvalidSpec, match="does not have"):
         TensorParallel({"nowhere": "row"}).check(model, models.momentum(model.parameters()))
@@ -267,7 +267,7 @@ def test_the_strategy_refuses_what_it_cannot_run():
 
 @pytest.mark.parametrize("size", range(1, 12))
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
-def test_parts_are_those_of_torch(size, degree):
+def test_part_sizes_are_those_of_torchs_chunk(size, degree):
     chunks = [len(chunk) for chunk in torch.arange(size).chunk(degree)]
     assert part_sizes(size, degree) == tuple(chunks + [0] * (degree - len(chunks)))
 

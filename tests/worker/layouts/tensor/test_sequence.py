@@ -38,7 +38,7 @@ def encoder(**options: object) -> nn.Module:
 
 
 class Decoder(nn.Module):
-    """A decoder: all its layers get the encoder's inputs whole."""
+    """A decoder layer; the sequence that it attends to is computed from its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_blocks_are_found_and_shown() -> None:
     assert not shoal.TensorParallel(min_split_bytes=0).plan(tensor_models.gpt(), 2).sequence
 
 
-def test_blocks_behind_each_other_are_one() -> None:
+def test_consecutive_blocks_are_one() -> None:
     """Values are not gathered between the blocks."""
     plan = _plan(PostNorm())
     assert [e.module for e in plan.sequence if e.role == SequenceRole.BLOCK] == [""]
@@ -191,12 +191,12 @@ class Mixes(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["mean", "parameter", "size", "twice"])
-def test_what_needs_other_positions_is_no_block(kind: str) -> None:
+def test_modules_that_need_other_positions_are_no_block(kind: str) -> None:
     assert _plan(Mixes("")).sequence
     assert not _plan(Mixes(kind)).sequence
 
 
-def test_what_is_used_elsewhere_too_is_in_no_block() -> None:
+def test_a_module_that_is_used_elsewhere_is_in_no_block() -> None:
     """The module's gradients would cover some positions in the block and all of them elsewhere;
     hooks would see only some."""
 
@@ -275,7 +275,7 @@ def test_dropout_draws_the_masks_of_one_process() -> None:
         assert gradients < 1e-3  # of sums of 1,440 squares
 
 
-def test_positions_of_another_pass_are_refused() -> None:
+def test_values_without_positions_are_refused() -> None:
     def body() -> None:
         group = dist.group.WORLD
         assert group is not None
@@ -285,8 +285,8 @@ def test_positions_of_another_pass_are_refused() -> None:
     run_in_memory(body, 2)
 
 
-def test_the_plan_counts_what_is_moved() -> None:
-    """The plan counts sums of norms' gradients, and gathers that replace sums."""
+def test_the_plan_counts_reduce_scatters_in_place_of_sums() -> None:
+    """Without `sequence`, the plan has sums over ranks and no reduce-scatters."""
     model = tensor_models.gpt()
     inputs = tensor_models.tokens()[0]
     spread = shoal.TensorParallel(min_split_bytes=0, sequence=True)
@@ -297,7 +297,7 @@ def test_the_plan_counts_what_is_moved() -> None:
     assert plan.moved("all_reduce")[0] < plain.moved("all_reduce")[0]
 
 
-def test_ranks_meet_for_as_many_numbers_whatever_their_passes_have_left_out() -> None:
+def test_ranks_sum_equally_many_numbers_though_a_gradient_is_missing() -> None:
     """Regression: if a rank sends fewer numbers than the others, Gloo terminates a process before
     the step is refused."""
     norm = nn.LayerNorm(3)

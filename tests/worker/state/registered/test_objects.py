@@ -59,7 +59,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_goes_on_with_another_member_as_if_it_had_counted_there(name: str) -> None:
+def test_a_transferred_schedule_gives_the_same_later_rates(name: str) -> None:
     """Rates depend only on the transferred state, which includes the settings of groups."""
     crew = []
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_a_step_that_did_not_happen_leaves_no_trace_in_schedule_rate_and_average
     assert schedule.last_epoch == 0
 
 
-def test_what_is_given_away_is_what_was_committed_while_a_step_is_under_way() -> None:
+def test_peers_get_the_committed_state_while_a_step_is_in_progress() -> None:
     """Copies for peers are made when the next step has begun already."""
     registered, counter = RegisteredState(), Counter(seen=5)
     registered.add("counter", counter)
@@ -144,7 +144,7 @@ STATES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_what_a_state_dict_holds_comes_back_as_it_was(name: str) -> None:
+def test_values_of_a_state_dict_are_transferred_unchanged(name: str) -> None:
     values, tensors = take_apart(STATES[name], name)
     assert put_together(json.loads(json.dumps(values)), tensors) == STATES[name]
 
@@ -183,7 +183,7 @@ def nested(num_levels: int) -> dict[str, Any]:
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "two tensors"),
     ],
 )
-def test_what_cannot_be_carried_is_refused_by_place_when_it_is_registered(
+def test_values_that_cannot_be_carried_are_refused_when_they_are_registered(
     state: dict[str, Any], words: str
 ) -> None:
     registered = RegisteredState()
@@ -192,7 +192,9 @@ def test_what_cannot_be_carried_is_refused_by_place_when_it_is_registered(
     assert not registered
 
 
-def test_too_much_is_refused_with_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_is_too_large_is_refused_with_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The state is copied before each step."""
     monkeypatch.setattr(objects, "MAX_TENSOR_BYTES", 100)
     with pytest.raises(InvalidSpec, match=r"404 bytes.*at most 100"):
@@ -200,7 +202,7 @@ def test_too_much_is_refused_with_the_bound(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "a.b", "x" * 65, "param_groups"])
-def test_names_that_could_not_be_told_apart_are_refused(name: str) -> None:
+def test_invalid_names_of_registered_objects_are_refused(name: str) -> None:
     with pytest.raises(InvalidSpec, match="name"):
         RegisteredState().add(name, Counter())
 
@@ -218,7 +220,7 @@ def test_duplicates_and_things_without_state_are_refused() -> None:
         registered.add("class", Counter)  # type: ignore[arg-type]
 
 
-def test_a_tensor_that_grows_is_refused_before_a_copy_of_it_could_not_be_used() -> None:
+def test_a_registered_tensor_that_changes_its_shape_is_refused() -> None:
     counter = Counter(table=torch.zeros(3))
     registered = RegisteredState()
     registered.add("counter", counter)
@@ -229,14 +231,14 @@ def test_a_tensor_that_grows_is_refused_before_a_copy_of_it_could_not_be_used() 
 
 
 def test_a_state_without_what_is_registered_is_refused_by_name() -> None:
-    """Otherwise a schedule would begin anew in the middle of the training."""
+    """Otherwise a schedule would begin from step 0 in the middle of the training."""
     registered = RegisteredState()
     registered.add("schedule", Counter(last=0))
     with pytest.raises(InvalidSpec, match="nothing under 'schedule'"):
         registered.adopt(CapturedState(values={"other": {}}))
 
 
-def test_an_object_that_does_not_take_the_state_of_its_like_is_named() -> None:
+def test_an_object_that_does_not_take_another_members_state_is_named() -> None:
     given, taker = RegisteredState(), RegisteredState()
     given.add("net", nn.Linear(2, 3))
     taker.add("net", nn.Linear(2, 4))
@@ -247,7 +249,7 @@ def test_an_object_that_does_not_take_the_state_of_its_like_is_named() -> None:
 @pytest.mark.parametrize(
     "values", [{"$tensor": "gone"}, {"$what": 1}, {"$bytes": 3}, {"$array": ["O", [1], "AA=="]}]
 )
-def test_what_no_member_makes_is_refused_and_runs_nothing(values: Any) -> None:
+def test_malformed_values_are_refused(values: Any) -> None:
     with pytest.raises(MalformedMessage):
         put_together(values, {})
 
@@ -297,7 +299,7 @@ class Mean(nn.Module):
 
 
 def test_a_module_of_which_nothing_would_be_carried_is_refused() -> None:
-    """A member that joins would begin to count anew."""
+    """A member that joins would count from zero."""
     with pytest.raises(InvalidSpec, match=r"'loss'.*Mean.*metric\.persistent\(True\)"):
         RegisteredState().add("loss", Mean(persistent=False))
     RegisteredState().add("loss", Mean(persistent=True))

@@ -31,7 +31,7 @@ def warnings_of(losses: Sequence[float]) -> list[bool]:
     ],
     ids=["flat", "hardly", "fell and came back", "below zero"],
 )
-def test_a_loss_that_does_not_fall_is_told(losses: Sequence[float]) -> None:
+def test_a_loss_that_does_not_fall_is_warned_of(losses: Sequence[float]) -> None:
     """The warning comes once the job has had its number of updates, and not before."""
     warnings = warnings_of(losses)
     assert warnings[-1]
@@ -47,12 +47,12 @@ def test_a_loss_that_does_not_fall_is_told(losses: Sequence[float]) -> None:
     ],
     ids=["slowly", "noisy", "below zero"],
 )
-def test_a_loss_that_falls_is_not(losses: Sequence[float]) -> None:
+def test_a_loss_that_falls_gives_no_warning(losses: Sequence[float]) -> None:
     """Holds for a slow fall and for noisy batches."""
     assert not any(warnings_of(losses))
 
 
-def test_a_loss_that_blew_up_at_once_is_told() -> None:
+def test_a_loss_that_blew_up_at_once_is_warned_of() -> None:
     """Far too high rates ruin the first ten steps already: later losses are lower than these, but
     no lower than the very first one. A noisy first window is not mistaken for that."""
     ruined, noisy = LossWatch(), LossWatch()
@@ -63,14 +63,14 @@ def test_a_loss_that_blew_up_at_once_is_told() -> None:
     assert [noisy.see(1.5, 1 + i * 100) for i in range(1, 6)] == [None] * 5
 
 
-def test_it_says_what_it_saw() -> None:
+def test_the_warning_has_both_losses_and_the_number_of_updates() -> None:
     """The warning has the first loss, the recent one, and the number of updates."""
     watch = LossWatch()
     warnings = [watch.see(2.3, 1 + i * 100) for i in range(6)]
     assert str(warnings[-1]) == "the loss has not fallen: 2.3 at first, 2.3 after 500 updates"
 
 
-def test_it_takes_back_what_it_said() -> None:
+def test_the_warning_ends_once_the_loss_falls() -> None:
     """The warning ends once the loss falls after all."""
     warnings = warnings_of([*[2.3] * 10, *[0.5] * 5])
     assert warnings[9]
@@ -78,7 +78,7 @@ def test_it_takes_back_what_it_said() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_told_at_once(bad: float) -> None:
+def test_a_loss_that_is_not_finite_is_warned_of_at_once(bad: float) -> None:
     """The number of updates does not matter."""
     watch = LossWatch()
     assert watch.see(2.3, 1) is None
@@ -88,7 +88,7 @@ def test_a_loss_that_is_not_finite_is_told_at_once(bad: float) -> None:
     assert str(warning).startswith("the loss is not finite: 2.3 at first")
 
 
-def test_a_loss_that_rises_is_told_by_that_name() -> None:
+def test_a_loss_that_rises_has_a_warning_of_its_own() -> None:
     watch = LossWatch()
     warning = [watch.see(2.3 + 0.2 * i, 1 + i * 100) for i in range(6)][-1]
     assert warning is not None
@@ -105,8 +105,8 @@ def monitored(losses: Sequence[float]) -> LossMonitor:
     return monitor
 
 
-def test_the_warning_keeps_its_words_while_nothing_changes() -> None:
-    """The log has one line, and the page shows the same text. Another fault is reported anew."""
+def test_the_warning_keeps_its_text_while_nothing_changes() -> None:
+    """The log has one line, and the page shows the same text. Another fault is reported again."""
     with capture_logs() as logs:
         assert monitored([2.3] * 9).warning == (
             "the loss has not fallen: 2.3 at first, 2.3 after 300 updates"
@@ -129,7 +129,9 @@ def test_the_warning_keeps_its_words_while_nothing_changes() -> None:
     ],
     ids=["falls", "flat", "flat, but must not", "ends as NaN", "was NaN", "too early"],
 )
-def test_how_a_job_ends(losses: Sequence[float], must_fall: bool, fails: bool) -> None:
+def test_a_job_fails_if_its_loss_is_not_finite_or_must_fall_and_has_not(
+    losses: Sequence[float], must_fall: bool, fails: bool
+) -> None:
     """A loss that is not finite at the end is a failure. A loss that has not fallen is a failure
     only if the script says so; otherwise it is the last line of the log."""
     monitor = monitored(losses)

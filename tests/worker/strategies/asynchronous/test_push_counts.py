@@ -5,7 +5,7 @@ from structlog.testing import capture_logs
 from shoal.strategies.asynchronous.push_counts import RollbackWatch
 
 
-def test_shards_that_went_back_are_told_once() -> None:
+def test_shards_that_went_back_are_logged_once() -> None:
     """The line names all shards and how far they went back; training continues from there."""
     watch = RollbackWatch()
     with capture_logs() as logs:

@@ -71,7 +71,7 @@ def test_an_epoch_shorter_than_a_round_is_shared_out(opened: ExitStack) -> None:
     assert [list(filter(None, walk)) for walk in walks] == [[], [], []]
 
 
-def test_who_comes_later_gets_what_another_has_not_begun(opened: ExitStack) -> None:
+def test_a_later_member_gets_samples_that_another_has_not_begun(opened: ExitStack) -> None:
     """The first member was alone, and held all samples."""
     servers = opened.enter_context(ParameterServers(0))
     early, late = (leases_of(opened, servers, name) for name in ("early", "late"))
@@ -126,7 +126,7 @@ def test_a_member_of_a_quarantined_job_leaves_without_an_error(opened: ExitStack
     leases.close()
 
 
-def test_a_bound_is_waited_for_while_the_job_is_quarantined(opened: ExitStack) -> None:
+def test_a_member_waits_at_its_bound_while_the_job_is_quarantined(opened: ExitStack) -> None:
     servers = opened.enter_context(ParameterServers(0))
     token = servers.admit("a")
     coordinators = opened.enter_context(closing(Coordinators([servers.coordinator])))

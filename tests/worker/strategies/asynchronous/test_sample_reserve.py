@@ -16,13 +16,13 @@ def paced(samples_per_s: float, *, share: int = NUM_SAMPLES) -> SampleReserve:
     return reserve
 
 
-def test_a_member_wants_what_it_trains_on_in_a_long_outage() -> None:
+def test_a_reserve_lasts_for_a_long_outage() -> None:
     """The reserve has whole steps, and two of them while the pace is unknown."""
     assert SampleReserve(STEP, NUM_SAMPLES).lacking == 2 * STEP
     assert paced(100.0).lacking == 100.0 * AHEAD_S
 
 
-def test_more_is_asked_for_when_a_quarter_is_used_up() -> None:
+def test_more_samples_are_requested_once_a_quarter_is_used() -> None:
     """Samples are held in few ranges this way."""
     reserve = paced(1.0)
     reserve.leased(SampleRange(0, 0, int(AHEAD_S)))
@@ -32,7 +32,7 @@ def test_more_is_asked_for_when_a_quarter_is_used_up() -> None:
     assert reserve.lacking + reserve.num_ready == AHEAD_S
 
 
-def test_a_coordinator_that_says_nothing_of_shares_is_asked_for_little() -> None:
+def test_without_a_known_share_two_steps_are_requested() -> None:
     assert paced(100.0, share=0).lacking == 2 * STEP
 
 
@@ -47,7 +47,7 @@ def test_batches_are_cut_from_what_is_held_in_order() -> None:
     assert taken == [(0, 5, 15), (0, 15, 18), (1, 0, 4)]
 
 
-def test_what_is_beyond_the_share_is_given_back_from_the_end() -> None:
+def test_samples_beyond_the_share_are_returned_from_the_end() -> None:
     """Whole steps are returned, and nothing that has begun."""
     reserve = paced(1.0)
     reserve.leased(SampleRange(0, 0, 100))
@@ -58,7 +58,7 @@ def test_what_is_beyond_the_share_is_given_back_from_the_end() -> None:
     assert reserve.beyond_share(1, 10) == []
 
 
-def test_what_is_not_this_members_any_more_is_not_begun() -> None:
+def test_lost_samples_are_not_begun() -> None:
     reserve = SampleReserve(STEP, NUM_SAMPLES)
     reserve.leased(SampleRange(0, 0, 30))
     reserve.lost([SampleRange(0, 5, 20), SampleRange(1, 0, 30)])

@@ -167,8 +167,8 @@ def test_a_step_a_round_with_plain_sgd_is_data_parallel() -> None:
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_members_without_a_sample_stay_where_they_are(strategy: str) -> None:
-    """Batches of two samples for three members: members without samples count for nothing, and
-    their momentum does not change."""
+    """Batches of two samples for three members: members without samples have no part in the
+    average, and their momentum does not change."""
     members = members_of("abc", strategy, "sgd", 4)
     together(members, 10, batch_size=2)
     twin = twin_of("abc", strategy, "sgd", batch_size=2)
@@ -179,7 +179,7 @@ def test_members_without_a_sample_stay_where_they_are(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
-def test_a_broken_round_is_trained_again_from_where_all_were(strategy: str) -> None:
+def test_a_broken_round_is_trained_again_from_its_start(strategy: str) -> None:
     """The survivors' optimizers, velocity and running statistics go back too; nothing counts
     twice."""
     members = members_of("abc", strategy, "adamw", 5)
@@ -235,7 +235,7 @@ def test_a_planned_change_ends_the_round_early_and_loses_no_step(strategy: str) 
     assert members[0].acknowledged == list(range(21))
 
 
-def test_who_missed_the_last_meeting_gets_its_outcome() -> None:
+def test_a_member_that_missed_the_last_round_gets_its_outcome() -> None:
     """Two members had finished the round when the third failed; they all agree on the state."""
     members = members_of("abc", "diloco", "sgd", 5)
     together(members, 5)
@@ -288,7 +288,7 @@ def test_a_member_that_is_cut_off_at_the_end_of_a_round_keeps_its_optimizer_stat
     check(members, twin)
 
 
-def test_the_state_that_is_shown_is_that_of_the_last_meeting() -> None:
+def test_state_dict_has_the_state_of_the_last_completed_round() -> None:
     """Replicas differ in the middle of a round."""
     members = members_of("ab", "local-sgd", "sgd", 4)
     shown: dict[str, list[Mapping[str, Tensor]]] = {"a": [], "b": []}
@@ -343,7 +343,7 @@ def test_compressed_rounds_send_less_and_agree() -> None:
     assert members[0].strategy.metrics()["compression_ratio"] > 1.5
 
 
-def test_who_has_a_gradient_that_is_not_a_number_is_told() -> None:
+def test_a_non_finite_gradient_is_an_error() -> None:
     """The error comes before the optimizer uses the gradient."""
     (member,) = members_of("a", "local-sgd", "sgd", 5)
 
@@ -358,7 +358,7 @@ def test_who_has_a_gradient_that_is_not_a_number_is_told() -> None:
         run_in_memory(body, 1)
 
 
-def test_a_loss_that_the_strategy_never_saw_is_told() -> None:
+def test_a_plain_backward_pass_is_refused() -> None:
     """A plain loss.backward() does not know the share of the batch."""
     (member,) = members_of("a", "local-sgd", "sgd", 5)
 
@@ -431,7 +431,7 @@ def test_models_and_optimizers_that_cannot_be_trained_are_refused() -> None:
 
 
 def test_strategies_are_found_by_name() -> None:
-    """Strategies have options of their own."""
+    """Each name has a class of its own."""
     assert type(find_strategy("local-sgd")) is LocalSGD
     assert type(find_strategy("diloco")) is DiLoCo
 

@@ -51,7 +51,7 @@ def trained_on_a_rank(kind: type[LocalSGD], *, writes: bool) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
-def test_what_a_script_writes_to_a_teacher_is_averaged_at_the_end_of_the_round(
+def test_writes_to_a_teacher_are_averaged_at_the_end_of_the_round(
     kind: type[LocalSGD],
 ) -> None:
     """The average takes no outer step, and unwritten parameters are not sent. Regression: each
